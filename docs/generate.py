@@ -1,0 +1,87 @@
+"""Writes the tables of the documentation that come from the code: `python docs/generate.py`, in the repository root.
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cudnn
+from cudnn import settings
+from cudnn.pygraph.node import NodeList
+
+_DOCS = Path(__file__).parent
+_PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_COMMON = ("self", "compute_data_type", "name")
+
+
+def _families() -> Iterator[type]:
+    """The classes that hold the methods of `pygraph`, one a family of operations, in the order of its bases."""
+    for cls in cudnn.pygraph.__mro__[1:]:
+        if issubclass(cls, NodeList) and cls is not NodeList:
+            yield cls
+
+
+def _methods(family: type) -> dict[Callable[..., Any], list[str]]:
+    """The public methods of a family with all their names."""
+    found: dict[Callable[..., Any], list[str]] = {}
+    for name, value in vars(family).items():
+        if inspect.isfunction(value) and not name.startswith("_"):
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join(inspect.cleandoc(text or "").split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+
+
+def _arguments(method: Callable[..., Any]) -> str:
+    shown: list[str] = []
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.name in _COMMON:
+            continue
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            shown.append(parameter.name)
+        else:
+            shown.append(f"{parameter.name}={getattr(default, 'name', repr(default))}")
+    return ", ".join(f"`{text}`" for text in shown)
+
+
+def _row(names: list[str], method: Callable[..., Any]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names)
+    return f"| {shown} | {_arguments(method)} | {_first_paragraph(method.__doc__)} |"
+
+
+def operations() -> str:
+    """One table a family: names, arguments, meaning."""
+    parts: list[str] = []
+    for family in _families():
+        rows = [_row(names, method) for method, names in _methods(family).items()]
+        if rows:
+            title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", family.__name__.removesuffix("Methods")).capitalize()
+            parts += [f"## {title}", "", "| method | arguments | what |", "|---|---|---|", *rows, ""]
+    return "\n".join(parts).rstrip()
+
+
+TABLES: dict[str, Callable[[], str]] = {"environment": settings.markdown_table, "operations": operations}
+
+
+def render(page: str) -> str:
+    """The page with its tables made anew."""
+    return _PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[3]}", page)
+
+
+def pages() -> list[Path]:
+    """The pages of the documentation."""
+    return sorted(_DOCS.glob("*.md"))
+
+
+if __name__ == "__main__":
+    for path in pages():
+        path.write_text(render(path.read_text()))

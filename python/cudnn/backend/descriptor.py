@@ -1,0 +1,149 @@
+"""A backend descriptor as a small object: attributes by name, types from the table, destroyed with its last user."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from ctypes import c_bool, c_char, c_double, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+from cudnn.backend import library
+from cudnn.backend.attributes import Attribute, AttributeType
+from cudnn.backend.enums import DescriptorType
+
+_ELEMENT: dict[AttributeType, Any] = {
+    AttributeType.HANDLE: c_void_p,
+    AttributeType.BOOLEAN: c_bool,
+    AttributeType.INT64: c_int64,
+    AttributeType.INT32: c_int32,
+    AttributeType.FLOAT: c_float,
+    AttributeType.DOUBLE: c_double,
+    AttributeType.VOID_PTR: c_void_p,
+    AttributeType.CHAR: c_char,
+    AttributeType.BACKEND_DESCRIPTOR: c_void_p,
+}  # everything else is an enumeration of four bytes
+
+
+class Descriptor:
+    """A cuDNN backend descriptor. What it refers to (descriptors, handles, host constants) lives as long as it does."""
+
+    __slots__ = ("_destroy", "_keep", "kind", "pointer")
+
+    def __init__(self, kind: DescriptorType) -> None:
+        lib = library.load()
+        if lib.version < kind.since:
+            lib.require(kind.since, f"the backend descriptor {kind.name}")
+        pointer = c_void_p()
+        lib.check(lib.create(kind, pointer), f"creating the descriptor {kind.name}")
+        self.kind = kind
+        self.pointer: int = pointer.value or 0
+        self._keep: list[object] = []
+        self._destroy = lib.destroy
+
+    @classmethod
+    def make(cls, kind: DescriptorType, attributes: Mapping[Attribute, Any]) -> Descriptor:
+        """Creates a descriptor, sets the attributes in order (a value of None is skipped) and finalizes it."""
+        descriptor = cls(kind)
+        for attribute, value in attributes.items():
+            descriptor.set(attribute, value)
+        return descriptor.finalize()
+
+    def set(self, attribute: Attribute, value: Any) -> None:
+        """Sets an attribute.
+
+        Args:
+            value: One element or a sequence of them, by the attribute's type: numbers, enumeration members,
+                descriptors, handles, ``str`` or ``bytes`` for text; for pointers an address, or a ctypes object, whose
+                address is taken. None: not set.
+
+        Raises:
+            CudnnError: cuDNN refuses the value.
+            cudnnGraphNotSupportedError: the loaded cuDNN is older than the attribute.
+        """
+        if value is None:
+            return
+        lib = library.load()
+        if lib.version < attribute.since:
+            lib.require(attribute.since, f"the attribute {attribute.name} of {self.kind.name}")
+        kind, elements = self._encode(attribute, value)
+        status = lib.set_attribute(self.pointer, attribute, kind, len(elements), ctypes.addressof(elements))
+        lib.check(status, f"setting {attribute.name} of the descriptor {self.kind.name}")
+
+    def _encode(self, attribute: Attribute, value: Any) -> tuple[AttributeType, ctypes.Array[Any]]:
+        kind = attribute.type
+        if kind is AttributeType.CHAR:
+            text = value.encode() if isinstance(value, str) else bytes(value)
+            return kind, (c_char * (len(text) + 1))(*text)  # the terminating NUL counts
+        values: list[Any] = list(value) if isinstance(value, (list, tuple, range)) else [value]  # pyright: ignore
+        if attribute is Attribute.OPERATION_RNG_SEED and isinstance(values[0], int):
+            kind = AttributeType.INT64  # the one attribute of two types: a seed tensor or a number
+        if kind is AttributeType.BACKEND_DESCRIPTOR:
+            self._keep.append(values)
+            values = [child.pointer for child in values]
+        elif kind is AttributeType.HANDLE:
+            self._keep.append(values)
+            values = [int(handle) for handle in values]
+        elif kind is AttributeType.VOID_PTR:
+            self._keep.append(values)
+            values = [item if isinstance(item, int) else ctypes.addressof(item) for item in values]
+        element = _ELEMENT.get(kind, c_int32)
+        return kind, (element * len(values))(*values)
+
+    def finalize(self) -> Descriptor:
+        """Closes the descriptor to further changes; cuDNN checks it here. Returns itself."""
+        lib = library.load()
+        lib.check(lib.finalize(self.pointer), f"finalizing the descriptor {self.kind.name}")
+        return self
+
+    def count(self, attribute: Attribute) -> int:
+        """How many elements an attribute has."""
+        return self._read(attribute, 0, None)
+
+    def get(self, attribute: Attribute) -> Any:
+        """The value of an attribute: a number, a list where there may be several, ``bytes`` (without NUL) for text."""
+        element = _ELEMENT.get(attribute.type, c_int32)
+        count = self.count(attribute) if attribute.many else 1
+        elements = (element * max(count, 1))()
+        count = self._read(attribute, count, elements) if count else 0
+        if attribute.type is AttributeType.CHAR:
+            return bytes(elements[:count]).rstrip(b"\0")
+        return list(elements[:count]) if attribute.many else elements[0]
+
+    def get_descriptors(self, attribute: Attribute, kind: DescriptorType, capacity: int = 0) -> list[Descriptor]:
+        """The descriptors of the given kind that an attribute holds.
+
+        Args:
+            capacity: Upper bound of their number, for attributes that do not tell it. 0: ask.
+        """
+        count = capacity or (self.count(attribute) if attribute.many else 1)
+        children = [Descriptor(kind) for _ in range(count)]
+        if not children:
+            return []
+        pointers = (c_void_p * len(children))(*[child.pointer for child in children])
+        return children[: self._read(attribute, len(children), pointers)]
+
+    def _read(self, attribute: Attribute, requested: int, elements: ctypes.Array[Any] | None) -> int:
+        lib = library.load()
+        if lib.version < attribute.since:
+            lib.require(attribute.since, f"the attribute {attribute.name} of {self.kind.name}")
+        got = c_int64()
+        address = None if elements is None else ctypes.addressof(elements)
+        status = lib.get_attribute(self.pointer, attribute, attribute.type, requested, got, address)
+        lib.check(status, f"reading {attribute.name} of the descriptor {self.kind.name}")
+        return got.value if elements is None else min(got.value, requested)
+
+    def close(self) -> None:
+        """Destroys the descriptor. It may be closed twice."""
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            self._destroy(pointer)
+        self._keep.clear()
+
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
+        # When the interpreter ends, libcudnn and the driver may be gone before this object.
+        if getattr(self, "pointer", 0) and not is_finalizing():
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.name} descriptor at {self.pointer:#x}>"

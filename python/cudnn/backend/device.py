@@ -1,0 +1,83 @@
+"""What graphs are built for and with: a description of a device, and a cache of compiled kernels."""
+
+from __future__ import annotations
+
+import threading
+
+from cudnn.backend.attributes import Attribute
+from cudnn.backend.descriptor import Descriptor
+from cudnn.backend.enums import DescriptorType
+
+
+class DeviceProperties:
+    """Describes the device to build for, so that plans can be built on a machine without it. Needs cuDNN 9.8."""
+
+    def __init__(self, source: int | str | bytes) -> None:
+        """From the ordinal of a device of this machine, or from the JSON text that :meth:`serialize` gave."""
+        by_number = isinstance(source, int)
+        attribute = Attribute.DEVICEPROP_DEVICE_ID if by_number else Attribute.DEVICEPROP_JSON_REPRESENTATION
+        self.descriptor = Descriptor.make(DescriptorType.DEVICEPROP, {attribute: source})
+
+    def serialize(self) -> str:
+        """The description as JSON text."""
+        return self.descriptor.get(Attribute.DEVICEPROP_JSON_REPRESENTATION).decode()
+
+
+def create_device_properties(source: int | str) -> DeviceProperties:
+    """The properties of device number ``source``, or those in a JSON text written by ``serialize()``."""
+    return DeviceProperties(source)
+
+
+class KernelCache:
+    """Kernels compiled for one graph topology, shared by graphs that differ in shapes only. Needs cuDNN 9.5."""
+
+    def __init__(self) -> None:
+        self._descriptor: Descriptor | None = None
+        self._finalized = False
+        self._lock = threading.Lock()
+
+    @property
+    def descriptor(self) -> Descriptor:
+        """The backend descriptor, created at first use."""
+        if self._descriptor is None:
+            self._descriptor = Descriptor(DescriptorType.KERNEL_CACHE)
+        return self._descriptor
+
+    def attach(self, operation_graph: Descriptor) -> None:
+        """Binds the cache to the topology of the first graph built with it; later calls change nothing."""
+        with self._lock:
+            if not self._finalized:
+                self.descriptor.set(Attribute.KERNEL_CACHE_OPERATION_GRAPH, operation_graph)
+                self.descriptor.finalize()
+                self._finalized = True
+
+    def serialize(self) -> str:
+        """The cache as JSON text, for :meth:`deserialize` in another process."""
+        return self.descriptor.get(Attribute.KERNEL_CACHE_JSON_REPRESENTATION).decode()
+
+    def deserialize(self, text: str) -> None:
+        """Fills a fresh cache.
+
+        Raises:
+            RuntimeError: the cache has been filled or used in a build before.
+        """
+        with self._lock:
+            if self._descriptor is not None:
+                raise RuntimeError(
+                    "KernelCache.deserialize: got a cache in use; allowed: a fresh one. "
+                    "To mend it, call create_kernel_cache()."
+                )
+            self.descriptor.set(Attribute.KERNEL_CACHE_JSON_REPRESENTATION, text)
+
+    def revision(self) -> int:
+        """A number that grows with each kernel added. Needs cuDNN 9.27."""
+        return self.descriptor.get(Attribute.KERNEL_CACHE_REVISION)
+
+    def size(self) -> int:
+        """How many kernels the cache holds. Needs cuDNN 9.27."""
+        return self.descriptor.get(Attribute.KERNEL_CACHE_ENTRY_COUNT)
+
+
+def create_kernel_cache() -> KernelCache:
+    """An empty kernel cache, to be passed to graphs as ``kernel_cache=``."""
+    return KernelCache()

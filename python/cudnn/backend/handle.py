@@ -1,0 +1,266 @@
+"""Handles, streams and devices."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Generator
+from ctypes import c_int, c_size_t, c_void_p
+
+from cudnn.backend import library
+from cudnn.errors import refusal
+
+_log = logging.getLogger("cudnn")
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+class Handle:
+    """A cuDNN handle: the device and the stream that graphs run on. ``int(handle)`` is the ``cudnnHandle_t``.
+
+    Use a handle in one thread at a time, as cuDNN demands.
+
+    Attributes:
+        ptr: The ``cudnnHandle_t``; 0 once destroyed. For a reference handle a number that is no address.
+        device: Ordinal of its device, -1 for a reference handle.
+        is_reference: True where there is no GPU: graphs run on the reference executor.
+        argument: ``ptr`` as a ctypes object, for calls on the hot path.
+        stream: The stream set last.
+    """
+
+    __slots__ = ("argument", "device", "is_reference", "ptr", "stream")
+
+    def __init__(self, ptr: int, device: int) -> None:
+        self.ptr = ptr
+        self.device = device
+        self.is_reference = device < 0
+        self.argument = c_void_p(ptr)
+        self.stream = 0
+
+    def __int__(self) -> int:
+        return resolve(self).ptr
+
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        where = "reference" if self.is_reference else f"device {self.device}"
+        return f"<cudnn.Handle {self.ptr:#x}, {where}>" if self.ptr else "<cudnn.Handle, destroyed>"
+
+
+_live: dict[int, Handle] = {}
+_reference_numbers = itertools.count(1)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver, initialised; None where there is none or it sees no device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count = c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    return driver
+
+
+def gpu_available() -> bool:
+    """True when the CUDA driver is there and sees a device."""
+    return _driver() is not None
+
+
+def device_count() -> int:
+    """How many devices the CUDA driver sees."""
+    driver = _driver()
+    count = c_int()
+    if driver is not None:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def device_capability(device: int) -> tuple[int, int] | None:
+    """Compute capability of a device, (9, 0) for an H200; None where there is no such device."""
+    driver = _driver()
+    if driver is None:
+        return None
+    numbers = c_int(), c_int()
+    for number, attribute in zip(numbers, (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR), strict=True):
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
+            return None
+    return numbers[0].value, numbers[1].value
+
+
+@functools.cache
+def _tell_about_reference() -> None:
+    _log.info("no CUDA device: this handle runs graphs on the reference executor")
+
+
+def create_handle() -> Handle:
+    """Creates a handle on the current device. Without a GPU, one that selects the reference executor.
+
+    Raises:
+        CudnnLibraryError: there is a GPU but no usable libcudnn.
+        CudnnError: ``cudnnCreate`` failed.
+    """
+    driver = _driver()
+    if driver is None:
+        _tell_about_reference()
+        handle = Handle(next(_reference_numbers), -1)
+    else:
+        lib = library.load()
+        pointer = c_void_p()
+        lib.check(lib.create_handle(pointer), "creating a handle (cudnnCreate)")
+        device = c_int()
+        driver.cuCtxGetDevice(ctypes.byref(device))  # cudnnCreate has made a context current
+        handle = Handle(pointer.value or 0, device.value)
+    _live[handle.ptr] = handle
+    return handle
+
+
+def resolve(handle: Handle | int) -> Handle:
+    """The live handle that an argument names.
+
+    Raises:
+        ValueError: it was destroyed, or was not made by :func:`create_handle`.
+        TypeError: it is no handle.
+    """
+    if isinstance(handle, Handle):
+        if _live.get(handle.ptr) is handle:
+            return handle
+        got = "a destroyed handle"
+    elif isinstance(handle, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        live = _live.get(handle)
+        if live is not None:
+            return live
+        got = f"{handle:#x}, which is no live handle of this library"
+    else:
+        got = type(handle).__name__
+        raise TypeError(refusal("cudnn", "handle", got, "a cudnn.Handle", "pass what create_handle() returned"))
+    cure = "call create_handle() and keep the handle until its last use"
+    raise ValueError(refusal("cudnn", "handle", got, "a live handle", cure))
+
+
+def destroy_handle(handle: Handle | int) -> None:
+    """Destroys a handle. Work already queued on its stream goes on."""
+    live = resolve(handle)
+    del _live[live.ptr]
+    pointer, live.ptr, live.argument = live.ptr, 0, c_void_p()
+    if not live.is_reference:
+        lib = library.load()
+        lib.check(lib.destroy_handle(pointer), "destroying a handle (cudnnDestroy)")
+
+
+def set_stream(handle: Handle | int, stream: int) -> None:
+    """Puts a handle on a CUDA stream, for example ``torch.cuda.current_stream().cuda_stream``."""
+    live = resolve(handle)
+    number = int(stream)
+    if not live.is_reference:
+        lib = library.load()
+        lib.check(lib.set_stream(live.ptr, number), "setting the stream of a handle (cudnnSetStream)")
+    live.stream = number
+
+
+def get_stream(handle: Handle | int) -> int:
+    """The stream a handle is on; 0 is the default stream."""
+    live = resolve(handle)
+    if live.is_reference:
+        return live.stream
+    lib = library.load()
+    stream = c_void_p()
+    lib.check(lib.get_stream(live.ptr, stream), "reading the stream of a handle (cudnnGetStream)")
+    return stream.value or 0
+
+
+class _ThreadHandles(threading.local):
+    """The default handles of a thread, by device.
+
+    A thread that ends leaves them to the next one. A garbage collection never destroys a handle: it could fall into a
+    stream capture and break it.
+    """
+
+    def __init__(self) -> None:
+        self.handles = _Lent()
+
+
+class _Lent(dict[int, Handle]):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            for device, handle in self.items():
+                _idle.setdefault(device, []).append(handle)
+
+
+_idle: dict[int, list[Handle]] = {}
+_mine = _ThreadHandles()
+_current_stream: Callable[[int], int] | None = None
+
+
+def default_handle(device: int) -> Handle:
+    """This thread's handle for a device, on PyTorch's current stream of that device if PyTorch is loaded."""
+    handle = _mine.handles.get(device)
+    if handle is None or not handle.ptr:
+        handle = _mine.handles[device] = _take_handle(device)
+    stream = (_current_stream or _find_current_stream())(device)
+    if stream != handle.stream:
+        set_stream(handle, stream)
+    return handle
+
+
+def _take_handle(device: int) -> Handle:
+    with contextlib.suppress(KeyError, IndexError):
+        return _idle[device].pop()
+    if _driver() is None:
+        return create_handle()
+    with _on_device(device):
+        return create_handle()
+
+
+@functools.cache
+def _primary_context(device: int) -> c_void_p:
+    driver = _driver()
+    context = c_void_p()
+    if driver is None or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        raise ValueError(refusal("cudnn", "device", device, f"0 to {device_count() - 1}"))
+    return context
+
+
+@contextlib.contextmanager
+def _on_device(device: int) -> Generator[ctypes.CDLL]:
+    """Makes a device's primary context, which the CUDA runtime uses, current in this thread. Gives the driver."""
+    context = _primary_context(device)
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuCtxPushCurrent_v2(context)
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(c_void_p()))
+
+
+def copy_to_device(destination: int, source: int, size: int, handle: Handle) -> None:
+    """Queues a copy of ``size`` bytes from host address ``source`` to a device address on the handle's stream.
+
+    The host memory must live as long as the stream, or a CUDA graph captured from it, may read it.
+
+    Raises:
+        RuntimeError: the driver refuses the copy.
+    """
+    with _on_device(handle.device) as driver:
+        status = driver.cuMemcpyHtoDAsync_v2(
+            c_void_p(destination), c_void_p(source), c_size_t(size), c_void_p(handle.stream)
+        )
+    if status:
+        raise RuntimeError(f"copying {size} bytes to the device failed: CUDA driver error {status}.")
+
+
+def _find_current_stream() -> Callable[[int], int]:
+    """PyTorch's function for the current stream, once it is loaded; until then the default stream."""
+    global _current_stream
+    torch = sys.modules.get("torch")
+    find: Callable[[int], int] | None = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    if find is None or _driver() is None:
+        return lambda device: 0
+    _current_stream = find
+    return find

@@ -1,0 +1,223 @@
+"""Finds and loads libcudnn and declares its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import logging
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+from cudnn import settings
+from cudnn.backend.enums import DescriptorType, Status
+from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedError
+
+OLDEST = 91000
+_CURE = (
+    "install cuDNN for the CUDA version of your PyTorch: `pip install cudnn-fused[cu12]` or "
+    "`pip install cudnn-fused[cu13]`, or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH"
+)
+
+_log = logging.getLogger("cudnn")
+
+
+def format_version(version: int) -> str:
+    """``92800`` as ``"9.28.0"``."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+class Library:
+    """libcudnn, loaded. ``version`` is ``cudnnGetVersion()``, ``path`` the file it came from.
+
+    The functions that end in ``_unchecked`` have no declared argument types: the hot path passes prepared ctypes
+    objects, which saves their conversion at every call.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            cdll = ctypes.CDLL(path)
+        except OSError as error:
+            raise CudnnLibraryError(f"libcudnn at {path} cannot be loaded: {error}. To mend it, {_CURE}.") from error
+        cdll.cudnnGetVersion.restype = c_size_t
+        cdll.cudnnGetCudartVersion.restype = c_size_t
+        self.path = path
+        self.version: int = cdll.cudnnGetVersion()
+        self.cuda_version: int = cdll.cudnnGetCudartVersion()
+        if self.version < OLDEST:
+            raise CudnnLibraryError(
+                f"cuDNN {format_version(self.version)} at {path} is too old; needed: {format_version(OLDEST)} or "
+                f"newer. To mend it, {_CURE}."
+            )
+
+        def declare(name: str, *arguments: type) -> Any:
+            function = cdll[name]  # unlike attribute access, gives a function object of its own
+            if arguments:
+                function.argtypes = arguments
+            return function
+
+        self.create_handle = declare("cudnnCreate", POINTER(c_void_p))
+        self.destroy_handle = declare("cudnnDestroy", c_void_p)
+        self.set_stream = declare("cudnnSetStream", c_void_p, c_void_p)
+        self.get_stream = declare("cudnnGetStream", c_void_p, POINTER(c_void_p))
+        self.create = declare("cudnnBackendCreateDescriptor", c_int, POINTER(c_void_p))
+        self.destroy = declare("cudnnBackendDestroyDescriptor", c_void_p)
+        self.finalize = declare("cudnnBackendFinalize", c_void_p)
+        self.set_attribute = declare("cudnnBackendSetAttribute", c_void_p, c_int, c_int, c_int64, c_void_p)
+        self.get_attribute = declare(
+            "cudnnBackendGetAttribute", c_void_p, c_int, c_int, c_int64, POINTER(c_int64), c_void_p
+        )
+        self.populate_cuda_graph = declare("cudnnBackendPopulateCudaGraph", c_void_p, c_void_p, c_void_p, c_void_p)
+        self.update_cuda_graph = declare("cudnnBackendUpdateCudaGraph", c_void_p, c_void_p, c_void_p, c_void_p)
+        self.execute_unchecked = declare("cudnnBackendExecute")
+        self.create_unchecked = declare("cudnnBackendCreateDescriptor")
+        self.set_unchecked = declare("cudnnBackendSetAttribute")
+        self.finalize_unchecked = declare("cudnnBackendFinalize")
+        # Empties a finalized descriptor. Deprecated since 9.2 in favour of a new one, but cheaper; it may go some day.
+        known = hasattr(cdll, "cudnnBackendInitialize")
+        self.reopen_unchecked = declare("cudnnBackendInitialize") if known else self._replace_variant_pack
+        self._last_error = declare("cudnnGetLastErrorString", c_char_p, c_size_t)
+        self._last_error.restype = None
+
+    def _replace_variant_pack(self, pack: c_void_p) -> int:
+        self.destroy(pack)
+        return self.create_unchecked(DescriptorType.VARIANT_PACK, ctypes.byref(pack))
+
+    def last_error(self) -> str:
+        """cuDNN's own text about the last failure in this thread, on one line."""
+        buffer = ctypes.create_string_buffer(4096)
+        self._last_error(buffer, len(buffer))
+        return " ".join(buffer.value.decode(errors="replace").split())
+
+    def check(self, status: int, what: str) -> None:
+        """Raises :class:`CudnnError` unless ``status`` is success. ``what`` says what was being done."""
+        if status:
+            raise self.error(status, what)
+
+    def error(self, status: int, what: str) -> CudnnError:
+        """The exception for a failed call."""
+        try:
+            name = f"CUDNN_STATUS_{Status(status).name}"
+        except ValueError:
+            name = f"CUDNN_STATUS {status}"
+        detail = self.last_error()
+        text = f"{what} failed: {name}" + (f"; cuDNN {format_version(self.version)} says: {detail}" if detail else "")
+        return CudnnError(text, status, name)
+
+    def require(self, since: int, what: str) -> None:
+        """Refuses ``what`` by name where the loaded cuDNN is older than ``since``."""
+        if self.version < since:
+            raise cudnnGraphNotSupportedError(
+                f"{what} needs cuDNN {format_version(since)} or newer; loaded: {format_version(self.version)} from "
+                f"{self.path}. To mend it, install a newer nvidia-cudnn package."
+            )
+
+
+_lock = threading.Lock()
+_library: Library | None = None
+
+
+def load() -> Library:
+    """The loaded library; loads it at the first call.
+
+    Raises:
+        CudnnLibraryError: libcudnn is missing, cannot be loaded, or is older than 9.10.
+    """
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                library = Library(_find())
+                _preload(library)
+                _log.debug("cuDNN %s from %s", format_version(library.version), library.path)
+                _library = library
+    return _library
+
+
+def is_available() -> bool:
+    """True when libcudnn can be loaded and is new enough."""
+    try:
+        load()
+    except CudnnLibraryError:
+        return False
+    return True
+
+
+def version() -> int:
+    """``cudnnGetVersion()``: 92800 for 9.28.0."""
+    return load().version
+
+
+def version_string() -> str:
+    """The version as ``"9.28.0"``."""
+    return format_version(load().version)
+
+
+def last_error() -> str:
+    """cuDNN's own text about the last failure in this thread."""
+    return load().last_error()
+
+
+def require(since: int, what: str) -> None:
+    """Refuses ``what`` by name where the loaded cuDNN is older than ``since``."""
+    load().require(since, what)
+
+
+def mapped_libraries(name: str) -> list[str]:
+    """Files mapped into this process whose name starts with ``name``, each once."""
+    try:
+        with open("/proc/self/maps") as maps:
+            files = {line.split(maxsplit=5)[5].strip() for line in maps if f"/{name}" in line}
+    except OSError:
+        return []
+    return sorted(file for file in files if os.path.basename(file).startswith(name))
+
+
+def _find() -> str:
+    """Where libcudnn is. One that the process maps already comes first: sub-libraries of two versions do not mix."""
+    for path in _candidates():
+        return path
+    raise CudnnLibraryError(f"libcudnn.so.9 is not installed. To mend it, {_CURE}.")
+
+
+def _candidates() -> Iterator[str]:
+    yield from mapped_libraries("libcudnn.so")
+    for folder in settings.LIBRARY_FOLDERS.get():
+        yield from sorted(glob.glob(os.path.join(glob.escape(folder), "libcudnn.so.9*")))[:1]
+    found = _ask_pathfinder()
+    if found:
+        yield found
+    for root in dict.fromkeys([sysconfig.get_path("purelib"), *sys.path]):
+        yield from sorted(glob.glob(os.path.join(glob.escape(root), "nvidia", "cudnn", "lib", "libcudnn.so.9*")))[:1]
+    try:
+        ctypes.CDLL("libcudnn.so.9")
+    except OSError:
+        return
+    yield from mapped_libraries("libcudnn.so")
+
+
+def _ask_pathfinder() -> str | None:
+    try:
+        from cuda import pathfinder  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError:
+        return None
+    try:
+        return pathfinder.load_nvidia_dynamic_lib("cudnn").abs_path
+    except Exception as error:  # its error classes differ from version to version, and other ways remain
+        _log.debug("cuda-pathfinder does not find cuDNN: %s", error)
+        return None
+
+
+def _preload(library: Library) -> None:
+    """Loads NVRTC and cuBLAS of the pip packages beside cuDNN's, where they are: its engines ask for them."""
+    packages = Path(library.path).resolve().parents[2]
+    major = library.cuda_version // 1000  # packages for CUDA 12 and 13 may lie side by side
+    for name in ("libnvrtc.so", "libcublasLt.so", "libcublas.so"):
+        found = sorted(packages.glob(f"*/lib/{name}.{major}"))
+        if packages.name == "nvidia" and found and not mapped_libraries(name):
+            ctypes.CDLL(str(found[0]), mode=ctypes.RTLD_GLOBAL)

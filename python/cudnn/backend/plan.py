@@ -1,0 +1,498 @@
+"""Execution plans: the choice among engine configurations, and execution."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import c_int64, c_void_p
+from struct import Struct
+from typing import Any
+
+from cudnn.backend import library
+from cudnn.backend.attributes import Attribute
+from cudnn.backend.descriptor import Descriptor
+from cudnn.backend.device import DeviceProperties, KernelCache
+from cudnn.backend.engine import EngineConfig, OperationGraph, heuristics
+from cudnn.backend.enums import DescriptorType
+from cudnn.backend.handle import Handle, resolve
+from cudnn.enums import behavior_note, build_plan_policy, heur_mode, numerical_note
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
+
+_VARIANT_PACK = int(DescriptorType.VARIANT_PACK)
+_encode_pointer = Struct("Q").pack
+_MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken; no device has it
+
+
+def backend_execute() -> Any:
+    """``cudnnBackendExecute(handle.argument, plan.argument, pack) -> status`` without conversions."""
+    return library.load().execute_unchecked
+
+
+class _Packs:
+    """What a plan knows about its variant packs for one handle."""
+
+    __slots__ = ("keys", "misses", "scratch")
+
+    def __init__(self, scratch: c_void_p) -> None:
+        self.keys: list[tuple[int, ...]] = []
+        self.misses = 0
+        self.scratch = scratch
+
+
+class _Vector(ctypes.Structure):
+    """``std::vector`` as libstdc++ and libc++ lay it out."""
+
+    _fields_ = (("begin", c_void_p), ("end", c_void_p), ("end_of_storage", c_void_p))
+
+
+class _NestedVector:
+    """A ``std::vector<std::vector<int64_t>>``: how cuDNN takes shapes and strides that override a tensor's own."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self._rows = [(c_int64 * len(row))(*row) for row in rows]
+        self._inner = (_Vector * len(rows))(*[_vector_of(row) for row in self._rows])
+        self._outer = _vector_of(self._inner)
+        self.address = ctypes.addressof(self._outer)
+
+
+def _vector_of(array: ctypes.Array[Any]) -> _Vector:
+    begin = ctypes.addressof(array)
+    end = begin + ctypes.sizeof(array)
+    return _Vector(begin, end, end)
+
+
+class ExecutionPlan:
+    """A finalized execution plan and its variant packs.
+
+    A variant pack binds a plan to pointers. A finalized one refuses new pointers, so packs are kept by their pointers.
+
+    Attributes:
+        packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
+            The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key])``, which returns a status; a
+            key that is missing goes to :meth:`pack`, a status that is not 0 to :meth:`failure`.
+        argument: The plan as a ctypes object.
+        launch: ``cudnnBackendExecute``, without conversions.
+        uids: The tensors whose pointers the keys hold, set by :meth:`bind`.
+    """
+
+    MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
+    MAX_MISSES = 1024
+
+    def __init__(self, descriptor: Descriptor, config: EngineConfig | None) -> None:
+        self.descriptor = descriptor
+        self.config = config
+        self.argument = c_void_p(descriptor.pointer)
+        self.packs: dict[tuple[int, ...], c_void_p] = {}
+        self.uids: tuple[int, ...] = ()
+        self._by_handle: dict[int, _Packs] = {}
+        self._library = library.load()
+        self.launch = self._library.execute_unchecked
+        self.bind(())
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        *,
+        kernel_cache: KernelCache | None = None,
+        device_properties: DeviceProperties | None = None,
+    ) -> ExecutionPlan:
+        """Builds the plan of a configuration, which may compile a kernel.
+
+        Raises:
+            CudnnError: cuDNN refuses the configuration.
+        """
+        descriptor = Descriptor.make(
+            DescriptorType.EXECUTION_PLAN,
+            {
+                Attribute.EXECUTION_PLAN_ENGINE_CONFIG: config.descriptor,
+                Attribute.EXECUTION_PLAN_KERNEL_CACHE: kernel_cache and kernel_cache.descriptor,
+                Attribute.EXECUTION_PLAN_DEVICEPROP: device_properties and device_properties.descriptor,
+            },
+        )
+        return cls(descriptor, config)
+
+    @classmethod
+    def from_json(cls, handle: Handle, text: str | bytes) -> ExecutionPlan:
+        """Restores a plan from :meth:`to_json`, on the device of ``handle``.
+
+        Raises:
+            ValueError: the handle selects the reference executor; cuDNN 9.28 crashes on a plan restored without a GPU.
+        """
+        if resolve(handle).is_reference:
+            what = "one that selects the reference executor"
+            raise ValueError(refusal("ExecutionPlan.from_json", "handle", what, "a handle of a GPU"))
+        descriptor = Descriptor.make(
+            DescriptorType.EXECUTION_PLAN,
+            {Attribute.EXECUTION_PLAN_HANDLE: handle, Attribute.EXECUTION_PLAN_JSON_REPRESENTATION: text},
+        )
+        return cls(descriptor, None)
+
+    @functools.cached_property
+    def workspace_size(self) -> int:
+        """Bytes of workspace that execution needs."""
+        return self.descriptor.get(Attribute.EXECUTION_PLAN_WORKSPACE_SIZE)
+
+    def to_json(self) -> bytes:
+        """The plan as JSON text, compiled kernels included."""
+        return self.descriptor.get(Attribute.EXECUTION_PLAN_JSON_REPRESENTATION)
+
+    def bind(self, uids: Sequence[int]) -> None:
+        """Fixes which tensors' pointers the keys of ``packs`` hold, and in which order."""
+        self._drop_packs()
+        self.uids = tuple(uids)
+        self._uid_array = (c_int64 * len(uids))(*uids)
+        self._uid_count = len(uids)
+        self._encode = Struct(f"{len(uids) + 2}Q").pack
+
+    def execute(self, handle: Handle, pointers: Sequence[int], workspace: int = 0) -> None:
+        """Queues the plan on the handle's stream.
+
+        Args:
+            pointers: Address of each tensor's data, in the order of ``uids``.
+            workspace: Address of ``workspace_size`` bytes of device memory.
+        """
+        key = (*pointers, workspace, handle.ptr)
+        status = self._library.execute_unchecked(handle.argument, self.argument, self.packs.get(key) or self.pack(key))
+        if status:
+            raise self.failure(status)
+
+    def failure(self, status: int) -> CudnnError:
+        """The exception for a failed execution."""
+        return self._library.error(
+            status, f"executing the plan {self.config.tag if self.config else 'restored from JSON'}"
+        )
+
+    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> c_void_p:
+        """The pack of a key that ``packs`` lacks, good for one call.
+
+        ``pointers`` (data pointers, workspace, ``handle.ptr``) goes into the pack instead of the key, for the graph,
+        which derives some addresses from others and keeps only the others in its keys.
+
+        The first ``MAX_PACKS`` keys of a handle get packs that stay. Later keys share one, which is emptied and filled
+        again: cheaper than to keep them all in turn. Where this goes on for ``MAX_MISSES`` calls, the packs that stayed
+        are of buffers no longer used, and make room. Two threads never share these packs, since cuDNN lets one thread
+        at a time use a handle.
+        """
+        lib = self._library
+        pointers = pointers or key
+        mine = self._by_handle.get(key[-1]) or self._first_pack(pointers)
+        stays = len(mine.keys) < self.MAX_PACKS
+        if stays:
+            pack = c_void_p()
+            status = lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack))
+        else:
+            pack = mine.scratch
+            status = lib.reopen_unchecked(pack)
+            mine.misses += 1
+            if mine.misses == self.MAX_MISSES:
+                self._forget(mine)
+        put = lib.set_unchecked
+        count = self._uid_count
+        # Plain ints for VARIANT_PACK_UNIQUE_IDS (1000), _DATA_POINTERS (1001), _WORKSPACE (1003) and the types
+        # INT64 (3) and VOID_PTR (6): ctypes takes them faster than enumeration members or ctypes objects.
+        status = (
+            status
+            or put(pack, 1000, 3, count, self._uid_array)
+            or put(pack, 1001, 6, count, self._encode(*pointers))  # of the words, cuDNN copies the first `count`
+            or (pointers[-2] and put(pack, 1003, 6, 1, _encode_pointer(pointers[-2])))
+            or lib.finalize_unchecked(pack)
+        )
+        if status:
+            error = lib.error(status, "preparing a variant pack")
+            if stays:
+                lib.destroy(pack)
+            raise error
+        if stays:
+            mine.keys.append(key)
+            self.packs[key] = pack
+        return pack
+
+    def _first_pack(self, key: tuple[int, ...]) -> _Packs:
+        if len(key) != len(self.uids) + 2:
+            given = len(key) - 2
+            raise ValueError(
+                refusal("variant pack", "pointers", given, f"{len(self.uids)}, one for each of the uids {self.uids}")
+            )
+        if resolve(key[-1]).is_reference:
+            raise ValueError(
+                refusal("variant pack", "handle", "one that selects the reference executor", "a handle of a GPU")
+            )
+        scratch = c_void_p()
+        self._library.check(self._library.create(_VARIANT_PACK, scratch), "creating a variant pack")
+        mine = self._by_handle[key[-1]] = _Packs(scratch)
+        return mine
+
+    def _forget(self, mine: _Packs) -> None:
+        mine.misses = 0
+        while mine.keys:
+            self._library.destroy(self.packs.pop(mine.keys.pop()))
+
+    def execute_overridden(
+        self,
+        handle: Handle,
+        pointers: Sequence[int],
+        workspace: int,
+        override_uids: Sequence[int],
+        override_shapes: Sequence[Sequence[int]],
+        override_strides: Sequence[Sequence[int]],
+    ) -> None:
+        """As :meth:`execute`, with other shapes and strides for some tensors, in a graph with ``override_shape``."""
+        lib = self._library
+        pack = Descriptor(DescriptorType.VARIANT_PACK)
+        pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, self.uids)
+        pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, pointers)
+        pack.set(Attribute.VARIANT_PACK_WORKSPACE, workspace)
+        pack.set(Attribute.VARIANT_PACK_OVERRIDE_UNIQUE_IDS, override_uids)
+        nested = [
+            (Attribute.VARIANT_PACK_OVERRIDE_SHAPES, _NestedVector(override_shapes)),
+            (Attribute.VARIANT_PACK_OVERRIDE_STRIDES, _NestedVector(override_strides)),
+        ]
+        for attribute, vector in nested:
+            status = lib.set_attribute(pack.pointer, attribute, attribute.type, 1, vector.address)
+            lib.check(status, f"setting {attribute.name} of the descriptor VARIANT_PACK")
+        pack.finalize()
+        status = lib.execute_unchecked(resolve(handle).argument, self.argument, c_void_p(pack.pointer))
+        if status:
+            raise self.failure(status)
+
+    def populate_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
+        """Adds the plan's nodes to an empty ``cudaGraph_t``. Needs the note SUPPORTS_CUDA_GRAPH_NATIVE_API."""
+        self._with_cuda_graph(
+            self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, cuda_graph
+        )
+
+    def update_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
+        """Gives the nodes that :meth:`populate_cuda_graph` added new pointers."""
+        self._with_cuda_graph(
+            self._library.update_cuda_graph, "updating a CUDA graph", handle, pointers, workspace, cuda_graph
+        )
+
+    def _with_cuda_graph(
+        self, call: Any, what: str, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int
+    ) -> None:
+        key = (*pointers, workspace, resolve(handle).ptr)
+        pack = self.packs.get(key) or self.pack(key)
+        self._library.check(call(handle.ptr, self.argument, pack, cuda_graph), what)
+
+    def close(self) -> None:
+        """Destroys the plan and its packs."""
+        self._drop_packs()
+        self.descriptor.close()
+        self.argument = c_void_p()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._drop_packs()
+
+    def _drop_packs(self) -> None:
+        for mine in self._by_handle.values():
+            self._forget(mine)
+            self._library.destroy(mine.scratch)
+        self._by_handle.clear()
+
+
+class PlanList:
+    """The engine configurations of a graph, best first, and the plans built of them.
+
+    Attributes:
+        configs: All configurations, barred ones included.
+        plans: The built plans, by the index of their configuration.
+        chosen: Index of the candidate, the plan to execute; None before it is built.
+    """
+
+    def __init__(
+        self,
+        graph: OperationGraph,
+        *,
+        device_properties: DeviceProperties | None = None,
+        sm_count: int | None = None,
+        kernel_cache: KernelCache | None = None,
+    ) -> None:
+        self.graph = graph
+        self.configs: list[EngineConfig] = []
+        self.plans: dict[int, ExecutionPlan] = {}
+        self.chosen: int | None = None
+        self._device_properties = device_properties
+        self._sm_count = sm_count
+        self._kernel_cache = kernel_cache
+        self._bars: list[Callable[[EngineConfig], str]] = []
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def add(self, modes: Iterable[heur_mode]) -> None:
+        """Appends the configurations that these heuristic modes give.
+
+        Raises:
+            cudnnGraphNotSupportedError: there is none.
+        """
+        reasons: list[str] = []
+        for mode in modes:
+            answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
+            self.configs += answer.configs
+            reasons += [answer.reason] if answer.reason else []
+        if not self.configs:
+            reason = "; ".join(reasons) or "no heuristic mode was asked"
+            raise cudnnGraphNotSupportedError(f"cuDNN has no engine configuration for this graph: {reason}.")
+
+    def append(self, config: EngineConfig) -> None:
+        """Adds one configuration, chosen by hand."""
+        self.configs.append(config)
+
+    def deselect_engines(self, names: Sequence[str]) -> None:
+        """Bars configurations whose tag contains one of these texts, such as ``"eng3"``."""
+        self._bar(lambda config: next((f"barred by name ({name})" for name in names if name in config.tag), ""))
+
+    def deselect_workspace_greater_than(self, size: int) -> None:
+        """Bars configurations that need more than ``size`` bytes of workspace."""
+
+        def bar(config: EngineConfig) -> str:
+            need = config.workspace_size
+            return f"needs {need} bytes of workspace, over the limit of {size}" if need > size else ""
+
+        self._bar(bar)
+
+    def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
+        """Bars configurations with any of these notes."""
+        self._bar(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
+
+    def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
+        """Bars configurations with any of these notes."""
+        self._bar(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
+
+    def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
+        """Bars configurations that lack any of these notes."""
+        self._bar(
+            lambda config: _first("lacks the note", [note for note in notes if note not in config.numerical_notes])
+        )
+
+    def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
+        """Bars configurations that lack any of these notes."""
+        self._bar(
+            lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes])
+        )
+
+    def _bar(self, bar: Callable[[EngineConfig], str]) -> None:
+        self._bars.append(bar)
+        if self.chosen is not None and bar(self.configs[self.chosen]):
+            self.chosen = None
+
+    def _obstacle(self, config: EngineConfig) -> str:
+        """Why a configuration may not be built, or the empty string."""
+        try:
+            reason = next(filter(None, (bar(config) for bar in self._bars)), "")
+            if not reason and config.shared_memory_used > _MAX_SHARED_MEMORY:
+                reason = f"asks for {config.shared_memory_used} bytes of shared memory"
+        except CudnnError as error:
+            reason = str(error)
+        return reason
+
+    def check_support(self) -> None:
+        """Builds nothing.
+
+        Raises:
+            cudnnGraphNotSupportedError: every configuration is barred.
+        """
+        reasons: list[str] = []
+        for config in self.configs:
+            reason = self._obstacle(config)
+            if not reason:
+                return
+            reasons.append(f"{config.tag} {reason}")
+        raise self._refused("no engine configuration may be used", reasons)
+
+    def build(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
+        """Builds the first configuration that works, or all of them; the candidate is the first that was built.
+
+        Raises:
+            cudnnGraphNotSupportedError: none works.
+        """
+        if self.chosen is not None and policy is build_plan_policy.HEURISTICS_CHOICE:
+            return
+        reasons: list[str] = []
+        for index in self._allowed(reasons):
+            try:
+                self._build(index)
+            except CudnnError as error:
+                reasons.append(f"{self.configs[index].tag} {error}")
+                continue
+            if self.chosen is None:
+                self.chosen = index
+            if policy is build_plan_policy.HEURISTICS_CHOICE:
+                return
+        if self.chosen is None:
+            raise self._refused("no engine configuration can be built", reasons)
+
+    def _allowed(self, reasons: list[str]) -> Iterator[int]:
+        for index, config in enumerate(self.configs):
+            reason = self._obstacle(config)
+            if reason:
+                reasons.append(f"{config.tag} {reason}")
+            else:
+                yield index
+
+    def build_at(self, index: int) -> None:
+        """Builds one configuration and makes it the candidate.
+
+        Raises:
+            RuntimeError: there is no such configuration.
+            cudnnGraphNotSupportedError: it is barred, or cuDNN refuses it.
+        """
+        config = self.config_at(index)
+        reason = self._obstacle(config)
+        if reason:
+            raise self._refused(f"the configuration at index {index} may not be used", [f"{config.tag} {reason}"])
+        try:
+            self._build(index)
+        except CudnnError as error:
+            if not error.not_supported:
+                raise
+            raise self._refused(
+                f"the configuration at index {index} cannot be built", [f"{config.tag} {error}"]
+            ) from error
+        self.chosen = index
+
+    def _build(self, index: int) -> None:
+        if index not in self.plans:
+            self.plans[index] = ExecutionPlan.build(
+                self.configs[index], kernel_cache=self._kernel_cache, device_properties=self._device_properties
+            )
+
+    def config_at(self, index: int) -> EngineConfig:
+        """The configuration at an index, with its tag, notes and workspace size."""
+        if not 0 <= index < len(self.configs):
+            allowed = f"0 to {len(self.configs) - 1}" if self.configs else "none before create_execution_plans()"
+            raise RuntimeError(f"plan index: got {index}; allowed: {allowed}.")
+        return self.configs[index]
+
+    def plan_at(self, index: int) -> ExecutionPlan:
+        """The built plan at an index."""
+        self.config_at(index)
+        if index not in self.plans:
+            built = ", ".join(map(str, sorted(self.plans))) or "none"
+            cure = f"To mend it, call build_plan_at_index({index})"
+            raise RuntimeError(f"plan index: got {index}, which is not built; built: {built}. {cure}.")
+        return self.plans[index]
+
+    @property
+    def candidate(self) -> ExecutionPlan:
+        """The plan to execute.
+
+        Raises:
+            RuntimeError: none is built.
+        """
+        if self.chosen is None:
+            raise RuntimeError("No execution plan is built. To mend it, call build() or build_plans() first.")
+        return self.plans[self.chosen]
+
+    def _refused(self, what: str, reasons: Sequence[str]) -> cudnnGraphNotSupportedError:
+        unique = list(dict.fromkeys(reasons))
+        more = f"; and {len(unique) - 8} more" if len(unique) > 8 else ""
+        return cudnnGraphNotSupportedError(f"{what}: {'; '.join(unique[:8]) or 'there is none'}{more}.")
+
+
+def _first(what: str, notes: Sequence[numerical_note | behavior_note]) -> str:
+    return f"{what} {notes[0].name}" if notes else ""

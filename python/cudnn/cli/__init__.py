@@ -1,0 +1,56 @@
+"""The ``cudnn`` command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import cudnn
+
+app = typer.Typer(
+    help="cuDNN's Graph API in pure Python: look at this machine, try real graphs on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cudnn-fused {cudnn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("info")
+def _info() -> None:
+    """Show GPU, driver, PyTorch and cuDNN, what is wrong with them, and what this machine can run."""
+    from cudnn.cli.info import show
+
+    show()
+
+
+@app.command("demo")
+def _demo(
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
+) -> None:
+    """Build and run real graphs and check each against plain PyTorch. Exit code 1 if any is wrong."""
+    from cudnn.cli.demo import run
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda.", param_hint="--device")
+    raise typer.Exit(run(device))
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="cudnn")

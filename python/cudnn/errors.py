@@ -1,0 +1,38 @@
+"""The error classes and the one helper that words every refusal."""
+
+from __future__ import annotations
+
+
+class cudnnGraphNotSupportedError(Exception):  # noqa: N801, N818  (the public name of the cuDNN Python API)
+    """cuDNN, or this library on its behalf, cannot run the graph: no engine, no plan, or a combination outside the support surface.
+
+    Not a subclass of ``RuntimeError``: test suites turn this class, and only this one, into a skip.
+    """
+
+
+class CudnnError(RuntimeError):
+    """A call of libcudnn failed. ``status`` is the number and ``status_name`` the name of its ``cudnnStatus_t``."""
+
+    def __init__(self, message: str, status: int, status_name: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.status_name = status_name
+
+    @property
+    def not_supported(self) -> bool:
+        """True for the ``CUDNN_STATUS_NOT_SUPPORTED_*`` family."""
+        return self.status // 1000 == 3
+
+
+class CudnnLibraryError(RuntimeError):
+    """libcudnn cannot be found, cannot be loaded or is too old."""
+
+
+def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") -> str:
+    """Words a refusal: which call or node and argument, what it got, what is allowed, what to do.
+
+    >>> refusal("conv2d (conv_fprop)", "stride", "nothing", "one entry per spatial dimension", "pass stride=[1, 1]")
+    'conv2d (conv_fprop): stride: got nothing; allowed: one entry per spatial dimension. To mend it, pass stride=[1, 1].'
+    """
+    text = f"{where}: {what}: got {got}; allowed: {allowed}."
+    return f"{text} To mend it, {cure}." if cure else text

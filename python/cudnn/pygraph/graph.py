@@ -1,0 +1,534 @@
+"""The graph builder: tensors, nodes, and the life cycle from description to execution."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cudnn import settings
+from cudnn.backend import library
+from cudnn.backend.device import DeviceProperties, KernelCache
+from cudnn.backend.engine import Knob, OperationGraph
+from cudnn.backend.handle import Handle, default_handle, gpu_available, resolve
+from cudnn.backend.plan import ExecutionPlan, PlanList
+from cudnn.datatypes import (
+    _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
+    library_type,
+)
+from cudnn.enums import (
+    behavior_note,
+    build_plan_policy,
+    data_type,
+    heur_mode,
+    knob_type,
+    numerical_note,
+    scalar_type,
+    tensor_reordering,
+)
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.lazy import torch
+from cudnn.pygraph import serialization
+from cudnn.pygraph.attention import AttentionMethods
+from cudnn.pygraph.lowering import Lowering, Uids
+from cudnn.pygraph.node import NOT_SET, Context
+from cudnn.pygraph.normalization import NormalizationMethods
+from cudnn.pygraph.program import CudnnProgram, keys_by_uid
+from cudnn.pygraph.subgraph import SubGraph
+from cudnn.pygraph.tensor import Tensor
+from cudnn.reference.executor import ReferenceProgram
+
+_log = logging.getLogger("cudnn")
+_DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
+
+
+class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
+    """A graph of operations on tensors.
+
+    Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call
+    ``build()``, then ``execute()`` as often as you like. cuDNN runs it on a GPU; the reference executor (PyTorch) runs it
+    for CPU tensors, on a machine without a GPU, with a handle created there, or where ``backend="reference"`` asks for it.
+
+    Args:
+        name: For messages and logs.
+        io_data_type, intermediate_data_type, compute_data_type: Defaults for tensors in memory, for virtual tensors and
+            for arithmetic: ``cudnn.data_type`` or ``torch.dtype``.
+        handle: From ``create_handle()``. None: one per thread and device, on PyTorch's current stream.
+        sm_count: Multiprocessors that the plan should use.
+        sm_version: Compute capability to check for, such as 90. None: that of the device.
+        kernel_cache: From ``create_kernel_cache()``; turns dynamic shapes on.
+        device_property: From ``create_device_properties()``: builds plans for that device, with or without a GPU here.
+        is_dynamic_shape_enabled: Lets plans of one topology share compiled kernels.
+        is_override_shape_enabled: Lets ``execute`` override shapes and strides.
+        backend: "cudnn", "reference", or None for the rule above.
+    """
+
+    def __init__(
+        self,
+        name: str = "test_graph",
+        io_data_type: object = NOT_SET,
+        intermediate_data_type: object = NOT_SET,
+        compute_data_type: object = NOT_SET,
+        handle: Handle | int | None = None,
+        sm_count: int | None = None,
+        sm_version: int | None = None,
+        kernel_cache: KernelCache | None = None,
+        device_property: DeviceProperties | None = None,
+        is_dynamic_shape_enabled: bool = False,
+        is_override_shape_enabled: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        if backend not in (None, "cudnn", "reference"):
+            raise ValueError(refusal("pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one"))
+        if sm_version is None and device_property is not None:
+            sm_version = json.loads(device_property.serialize())["deviceVer"] // 10
+        super().__init__(
+            Context(
+                library_type(io_data_type),
+                library_type(intermediate_data_type),
+                library_type(compute_data_type),
+                sm_version,
+            )
+        )
+        self.name = name
+        self._handle = None if handle is None else resolve(handle)
+        self._sm_count = sm_count
+        self._kernel_cache = kernel_cache
+        self._device_property = device_property
+        self._dynamic_shape = is_dynamic_shape_enabled or kernel_cache is not None
+        self._override_shape = is_override_shape_enabled
+        self._backend = backend
+        self._cpu_data = False
+        self._operation_graph: OperationGraph | None = None
+        self._program: CudnnProgram | ReferenceProgram | None = None
+        settings.configure_logging()
+
+    # Tensors.
+    def tensor(
+        self,
+        dim: Sequence[int],
+        stride: Sequence[int],
+        data_type: object = NOT_SET,
+        is_virtual: bool = False,
+        is_pass_by_value: bool = False,
+        ragged_offset: Tensor | None = None,
+        reordering_type: tensor_reordering = tensor_reordering.NONE,
+        name: str = "",
+        uid: int = -1,
+    ) -> Tensor:
+        """A tensor described by shape and strides in elements. A negative ``uid`` leaves the choice to the library."""
+        return Tensor(
+            dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name,
+            None if uid < 0 else int(uid),
+        )  # fmt: skip
+
+    def tensor_like(self, source: Any, name: str = "") -> Tensor:
+        """A tensor described by another: a graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.
+
+        A CPU array of one element is passed by value. Other CPU arrays make the graph one for the reference executor.
+        """
+        tensor = Tensor.like(source, name)
+        if not isinstance(source, Tensor) and not tensor.is_pass_by_value:
+            on_cpu = source.device.type == "cpu" if _is_torch_tensor(source) else source.__dlpack_device__()[0] == 1
+            self._cpu_data = self._cpu_data or on_cpu
+        return tensor
+
+    def tensor_scalar(self, value: int | float, scalar_type: scalar_type = scalar_type.RUNTIME_PARAM) -> Tensor:
+        """A constant: FLOAT for a float, INT32 (INT64 where it does not fit) for an int."""
+        if isinstance(value, float):
+            kind = data_type.FLOAT
+        else:
+            kind = data_type.INT32 if -(2**31) <= value < 2**31 else data_type.INT64
+        tensor = Tensor.constant(value, kind)
+        tensor.is_compile_time_constant = scalar_type.name == "COMPILE_TIME_CONST"
+        return tensor
+
+    # From description to plans.
+    def validate(self) -> None:
+        """Infers shapes, strides and types, and refuses what is wrong or unsupported, before any work for a GPU. Repeatable."""
+        self._prepare()
+        for node in self.nodes:
+            node.check(self.context)
+        if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
+            raise ValueError(
+                refusal(f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",
+                        "call set_output(True) on the tensors that you want to read")
+            )  # fmt: skip
+        if settings.configure_logging().isEnabledFor(logging.INFO):
+            _log.info(json.dumps(self._description()))
+
+    def _prepare(self) -> None:
+        if not self.nodes:
+            raise ValueError(
+                refusal(f"graph {self.name!r}", "nodes", "none", "one operation or more", "call a method such as matmul()")
+            )
+        for node in self.nodes:
+            node.prepare(self.context)
+        for node in self.nodes:
+            for tensor in node.tensors():
+                if tensor.data_type is NOT_SET:
+                    raise ValueError(
+                        refusal(node.where, f"tensor {tensor.name!r}", "no data type", "a cudnn.data_type",
+                                "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type")
+                    )  # fmt: skip
+            if node.compute_data_type is NOT_SET:
+                raise ValueError(
+                    refusal(node.where, "compute_data_type", "none", "a cudnn.data_type",
+                            "give it to the operation or to the graph")
+                )  # fmt: skip
+
+    def _runs_on_reference(self) -> bool:
+        if self._backend is not None:
+            return self._backend == "reference"
+        if self._device_property is not None:
+            return False
+        if self._handle is not None:
+            return self._handle.is_reference
+        return self._cpu_data or not gpu_available()
+
+    def _device(self) -> int:
+        if self._handle is not None:
+            return self._handle.device
+        loaded = sys.modules.get("torch")
+        return loaded.cuda.current_device() if loaded is not None and loaded.cuda.is_available() else 0
+
+    def build_operation_graph(self) -> None:
+        """Assigns uids and hands the operations to cuDNN (or to the reference executor)."""
+        self._prepare()
+        self._program = self._operation_graph = None
+        if self._runs_on_reference():
+            uids = Uids(self.nodes)
+            for node in self.nodes:
+                for tensor in node.tensors():
+                    uids.assign(tensor)
+            self._program = ReferenceProgram(self.nodes, keys_by_uid)
+            return
+        lowering = Lowering(self.context, self.nodes, library.version())
+        lowering.run(self.nodes)
+        handle = self._handle
+        if handle is None and self._device_property is None:
+            handle = default_handle(self._device())
+        graph = self._operation_graph = OperationGraph(
+            lowering.operations, handle, self._dynamic_shape, self._override_shape
+        )
+        if self._kernel_cache is not None:
+            self._kernel_cache.attach(graph.descriptor)
+        plans = PlanList(
+            graph,
+            device_properties=self._device_property,
+            sm_count=self._sm_count,
+            kernel_cache=self._kernel_cache,
+        )
+        tensors = [tensor for node in self.nodes for tensor in node.tensors()]
+        self._program = CudnnProgram(
+            plans,
+            lowering.bindings,
+            {tensor.get_uid(): tensor.name for tensor in tensors},
+            frozenset(tensor.get_uid() for tensor in tensors if tensor.is_pass_by_value),
+            self._device(),
+        )
+
+    def create_execution_plans(self, modes: Sequence[heur_mode]) -> None:
+        """Asks cuDNN's heuristics for engine configurations, best first; a second call appends.
+
+        Raises:
+            cudnnGraphNotSupportedError: no configuration supports the graph.
+        """
+        plans = self._plans("create_execution_plans")
+        if plans is not None:
+            try:
+                plans.add(modes)
+            except cudnnGraphNotSupportedError:
+                if not any([node.fall_back() for node in self.nodes]):  # a list: every node is asked
+                    raise
+                self.build_operation_graph()
+                self.create_execution_plans(modes)
+        elif isinstance(self._program, ReferenceProgram):
+            self._program.plan = "reference"
+
+    def check_support(self) -> None:
+        """Raises ``cudnnGraphNotSupportedError`` where no configuration may be used. Builds nothing."""
+        plans = self._plans("check_support")
+        if plans is not None:
+            plans.check_support()
+
+    def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
+        """Builds the first configuration that works, or all of them.
+
+        Raises:
+            cudnnGraphNotSupportedError: none works; the message has each reason.
+        """
+        plans = self._plans("build_plans")
+        if plans is not None:
+            plans.build(policy)
+            self._adopt(plans.candidate)
+
+    def build_plan_at_index(self, index: int) -> None:
+        """Builds one configuration and makes it the one that ``execute`` runs."""
+        plans = self._plans("build_plan_at_index")
+        if plans is not None:
+            plans.build_at(index)
+            self._adopt(plans.candidate)
+
+    def _adopt(self, plan: ExecutionPlan) -> None:
+        program = self._program
+        assert isinstance(program, CudnnProgram)
+        program.use(plan)
+        if plan.config is not None:
+            _log.info("graph %r: plan %s, workspace %d bytes", self.name, plan.config.tag, program.workspace_size(plan))
+
+    def build(self, modes: Sequence[heur_mode] | None = None) -> None:
+        """All steps from ``validate`` to ``build_plans``. Without heuristic modes only the first two."""
+        self.validate()
+        self.build_operation_graph()
+        if modes is None:
+            return
+        self.create_execution_plans(modes)
+        self.check_support()
+        self.build_plans()
+
+    def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
+        if self._program is None:
+            raise RuntimeError(
+                refusal(f"graph {self.name!r}", step, "a graph without operation graph", "a graph that was built",
+                        "call build(), or build_operation_graph(), first")
+            )  # fmt: skip
+        return self._program
+
+    def _plans(self, step: str) -> PlanList | None:
+        """The plans of cuDNN, None for the reference executor."""
+        program = self._built(step)
+        if isinstance(program, ReferenceProgram):
+            return None
+        if program.plans is None:
+            raise RuntimeError(
+                refusal(f"graph {self.name!r}", step, "a restored graph, which has one plan", "a graph built here",
+                        "build it from its description")
+            )  # fmt: skip
+        return program.plans
+
+    # What is known of plans.
+    def get_execution_plan_count(self) -> int:
+        """How many engine configurations there are; 0 before ``create_execution_plans``."""
+        if self._program is None:
+            return 0
+        if isinstance(self._program, ReferenceProgram):
+            return int(self._program.plan is not None)
+        return 1 if self._program.plans is None else len(self._program.plans)
+
+    def _plan(self) -> ExecutionPlan | None:
+        """The plan that ``execute`` runs, None for the reference executor."""
+        program = self._built("plan")
+        if program.plan is None:
+            raise RuntimeError(
+                refusal(f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first")
+            )
+        return None if isinstance(program, ReferenceProgram) else program.plan
+
+    def get_workspace_size(self) -> int:
+        """Bytes of device memory that ``execute`` needs beside the tensors."""
+        plan = self._plan()
+        return 0 if plan is None else self._cudnn().workspace_size(plan)
+
+    def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """Bytes of device memory that the plan at an index needs."""
+        plans = self._plans("get_workspace_size_plan_at_index")
+        return 0 if plans is None else self._cudnn().workspace_size(plans.plan_at(index))
+
+    def _cudnn(self) -> CudnnProgram:
+        assert isinstance(self._program, CudnnProgram)
+        return self._program
+
+    def get_plan_name_at_index(self, index: int) -> str:
+        """Name of a configuration: ``eng<engine>_k<knob>=<value>...``."""
+        plans = self._plans("get_plan_name_at_index")
+        return "reference" if plans is None else plans.config_at(index).tag
+
+    def get_plan_name(self) -> str:
+        """Name of the plan that ``execute`` runs."""
+        plan = self._plan()
+        if plan is None:
+            return "reference"
+        return plan.config.tag if plan.config is not None else "restored"
+
+    def get_behavior_notes(self) -> list[behavior_note]:
+        """Behaviour notes of the plan that ``execute`` runs."""
+        plan = self._plan()
+        return [] if plan is None or plan.config is None else plan.config.behavior_notes
+
+    def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
+        """Behaviour notes of a configuration."""
+        plans = self._plans("get_behavior_notes_for_plan_at_index")
+        return [] if plans is None else plans.config_at(index).behavior_notes
+
+    def get_numerical_notes_for_plan_at_index(self, index: int) -> list[numerical_note]:
+        """Numerical notes of a configuration."""
+        plans = self._plans("get_numerical_notes_for_plan_at_index")
+        return [] if plans is None else plans.config_at(index).numerical_notes
+
+    def get_engine_count(self) -> int:
+        """How many engines cuDNN knows for this graph, supported or not."""
+        self._built("get_engine_count")
+        return 1 if self._operation_graph is None else self._operation_graph.engine_count
+
+    def get_knobs_for_engine(self, engine_id: int) -> list[Knob]:
+        """The tuning parameters of an engine. RuntimeError where the engine does not support the graph."""
+        self._built("get_knobs_for_engine")
+        return [] if self._operation_graph is None else self._operation_graph.knobs(engine_id, self._device_property)
+
+    def create_execution_plan(self, engine_id: int, knobs: Mapping[knob_type, int]) -> None:
+        """Appends the configuration of an engine with given knobs. RuntimeError where the engine refuses them."""
+        plans = self._plans("create_execution_plan")
+        if plans is not None and self._operation_graph is not None:
+            plans.append(self._operation_graph.engine_config(engine_id, knobs, self._device_property))
+
+    def deselect_engines(self, engine_names: Sequence[str]) -> None:
+        """Bars configurations whose name contains one of the texts, such as ``"eng3"``."""
+        plans = self._plans("deselect_engines")
+        if plans is not None:
+            plans.deselect_engines(engine_names)
+
+    def deselect_workspace_greater_than(self, workspace: int) -> None:
+        """Bars configurations that need more bytes of workspace."""
+        plans = self._plans("deselect_workspace_greater_than")
+        if plans is not None:
+            plans.deselect_workspace_greater_than(workspace)
+
+    def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
+        """Bars configurations that have any of the notes."""
+        plans = self._plans("deselect_numeric_notes")
+        if plans is not None:
+            plans.deselect_numeric_notes(notes)
+
+    def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
+        """Bars configurations that have any of the notes."""
+        plans = self._plans("deselect_behavior_notes")
+        if plans is not None:
+            plans.deselect_behavior_notes(notes)
+
+    def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
+        """Bars configurations that lack any of the notes."""
+        plans = self._plans("select_numeric_notes")
+        if plans is not None:
+            plans.select_numeric_notes(notes)
+
+    def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
+        """Bars configurations that lack any of the notes."""
+        plans = self._plans("select_behavior_notes")
+        if plans is not None:
+            plans.select_behavior_notes(notes)
+
+    # Execution.
+    def execute(
+        self,
+        tensor_to_buffer: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: Handle | int | None = None,
+        override_uids: Sequence[int] | None = None,
+        override_shapes: Sequence[Sequence[int]] | None = None,
+        override_strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
+
+        Args:
+            tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or addresses. Shapes are not compared.
+                Entries that the graph does not use are ignored.
+            workspace: ``get_workspace_size()`` bytes of device memory.
+            handle: None: the graph's own, or the default one on PyTorch's current stream.
+            override_uids, override_shapes, override_strides: Other shapes and strides for these tensors, in this call.
+        """
+        if handle is None:
+            handle = self._handle
+        program = self._program
+        if program is None or program.plan is None:
+            self._plan()  # words the refusal
+        if override_uids is not None and isinstance(program, CudnnProgram):
+            override = (override_uids, override_shapes or [], override_strides or [])
+            program.execute(tensor_to_buffer, workspace, handle, None, override)
+        else:
+            (program.fast or program.execute)(tensor_to_buffer, workspace, handle)
+
+    def execute_plan_at_index(
+        self,
+        tensor_to_buffer: Mapping[Any, Any],
+        workspace: Any,
+        index: int,
+        handle: Handle | int | None = None,
+        override_uids: Sequence[int] | None = None,
+        override_shapes: Sequence[Sequence[int]] | None = None,
+        override_strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """As ``execute``, with the built plan at an index."""
+        plans = self._plans("execute_plan_at_index")
+        if plans is None:
+            return self.execute(tensor_to_buffer)
+        program = self._cudnn()
+        plan = program.bound(plans.plan_at(index))
+        override = (override_uids, override_shapes or [], override_strides or []) if override_uids else None
+        program.execute(tensor_to_buffer, workspace, self._handle if handle is None else handle, plan, override)
+
+    # Descriptions.
+    def _description(self) -> dict[str, Any]:
+        return serialization.describe(self.name, self.context, self.nodes)
+
+    def __repr__(self) -> str:
+        return json.dumps(self._description(), indent=4)
+
+    def key(self) -> int:
+        """A hash of the description: equal for equal graphs, also across processes."""
+        description = self._description()
+        if self._dynamic_shape:
+            for tensor in description["tensors"]:
+                del tensor["dim"], tensor["stride"]
+        digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
+    def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
+        """A copy of the tensor with this uid. RuntimeError where there is none."""
+        for node in self.nodes:
+            for tensor in node.tensors():
+                if tensor.uid == uid:
+                    return Tensor.like(tensor, tensor.name).set_uid(uid)
+        raise RuntimeError(
+            refusal(f"graph {self.name!r}", "uid", str(uid), "the uid of a tensor of this graph",
+                    "look at repr(graph), which lists all tensors")
+        )  # fmt: skip
+
+    def serialize(self) -> bytes:
+        """The graph and, where one is built, its plan with the compiled kernels, for ``deserialize`` in another process."""
+        program = self._program
+        cudnn = program if isinstance(program, CudnnProgram) else None
+        planned = program is not None and program.plan is not None
+        return serialization.dump(self._description(), cudnn, planned)
+
+    def deserialize(self, *arguments: Any) -> None:
+        """Restores a graph: ``deserialize(data)`` or ``deserialize(handle, data)`` on a fresh ``pygraph()``.
+
+        Data with a plan can be executed at once, on a GPU of the kind it was built for; on a machine without a GPU the
+        reference executor runs it. Data without a plan, and JSON text (``repr(graph)``), restore the description only.
+        """
+        *handles, data = arguments
+        if handles:
+            self._handle = resolve(handles[0])
+        restored = serialization.load(data)
+        self.name, self.nodes = restored.name, restored.nodes
+        self.context = restored.context
+        if restored.plan is None:
+            return
+        if self._runs_on_reference():
+            self._program = ReferenceProgram(self.nodes, keys_by_uid)
+            self._program.plan = "reference"
+            return
+        if not restored.plan:
+            raise cudnnGraphNotSupportedError(
+                refusal("deserialize", "data", "a graph serialised on the reference executor", "one with a plan of cuDNN",
+                        "build the description here: pygraph.deserialize(text) with the JSON text, then build()")
+            )  # fmt: skip
+        handle = default_handle(self._device()) if self._handle is None else self._handle
+        program = self._program = CudnnProgram(
+            None, restored.bindings, restored.labels, restored.by_value, handle.device
+        )
+        program.use(ExecutionPlan.from_json(handle, restored.plan))

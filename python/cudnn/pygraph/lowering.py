@@ -1,0 +1,219 @@
+"""Turns prepared nodes into backend operations, and notes where each call finds the data of every tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cudnn.backend import enums as be
+from cudnn.backend.descriptor import Descriptor
+from cudnn.enums import data_type, tensor_reordering
+from cudnn.pygraph.node import Context, Node, NodeList
+from cudnn.pygraph.tensor import Tensor
+
+_CTYPES: dict[data_type, type[Any]] = {
+    data_type.FLOAT: ctypes.c_float,
+    data_type.DOUBLE: ctypes.c_double,
+    data_type.INT32: ctypes.c_int32,
+    data_type.INT64: ctypes.c_int64,
+    data_type.INT8: ctypes.c_int8,
+    data_type.BOOLEAN: ctypes.c_bool,
+}
+
+
+def host_scalar(kind: data_type, value: float) -> Any:
+    """A ctypes object that holds a constant in its own type."""
+    ctype = _CTYPES.get(kind)
+    if ctype is None:
+        raise ValueError(f"constant: data type {kind.name}; allowed: {', '.join(k.name for k in _CTYPES)}.")
+    return ctype(value if kind in (data_type.FLOAT, data_type.DOUBLE) else int(value))
+
+
+@dataclasses.dataclass
+class Scratch:
+    """A tensor that lives in the graph's own part of the workspace.
+
+    ``initial`` (32-bit words) is copied there on the stream before each run; None leaves the memory as it is.
+    """
+
+    uid: int
+    offset: int  # bytes from the start of the workspace
+    initial: list[int] | None = None
+
+
+@dataclasses.dataclass
+class Bindings:
+    """Where a call finds the data of each tensor in the operation graph, by uid. JSON-able."""
+
+    user: list[int] = dataclasses.field(default_factory=list[int])
+    constants: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict[int, tuple[str, float]])
+    scratch: list[Scratch] = dataclasses.field(default_factory=list[Scratch])
+    aliases: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # source, bytes
+    hidden: list[int] = dataclasses.field(default_factory=list[int])  # in `user` only as the source of an alias
+    workspace_size: int = 0  # bytes of the graph's own part, which precedes the plan's
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Bindings:
+        return cls(
+            user=fields["user"],
+            constants={int(uid): (kind, value) for uid, (kind, value) in fields["constants"].items()},
+            scratch=[Scratch(**item) for item in fields["scratch"]],
+            aliases={int(uid): (source, offset) for uid, (source, offset) in fields["aliases"].items()},
+            hidden=fields["hidden"],
+            workspace_size=fields["workspace_size"],
+        )
+
+
+class Uids:
+    """Hands out uids: from 1 upwards, in the order asked, past those that users have set."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._owner: dict[int, Tensor] = {}
+        for node in nodes:
+            for tensor in node.tensors():
+                if tensor.uid is not None and self._owner.setdefault(tensor.uid, tensor) is not tensor:
+                    raise RuntimeError(
+                        f"uid {tensor.uid} is set on two tensors, {self._owner[tensor.uid].name!r} and {tensor.name!r} "
+                        f"(the second one in {node.where}): allowed: one tensor per uid. To mend it, call set_uid() "
+                        "with another number on one of them."
+                    )
+        self._next = 1
+
+    def assign(self, tensor: Tensor) -> int:
+        """The tensor's uid, given now if it has none."""
+        if tensor.uid is None:
+            while self._next in self._owner:
+                self._next += 1
+            tensor.uid = self._next
+            self._owner[tensor.uid] = tensor
+        return tensor.uid
+
+
+class Lowering:
+    """Collects the backend operations of a graph. Nodes call ``operation``, ``tensor`` and, when composite, ``expand``."""
+
+    def __init__(self, context: Context, nodes: Iterable[Node], version: int) -> None:
+        nodes = list(nodes)
+        self.context = context
+        self.version = version  # of cuDNN, as cudnnGetVersion() counts: 92800 is 9.28.0
+        self.operations: list[Descriptor] = []
+        self.bindings = Bindings()
+        self.produced = {id(tensor) for node in nodes for tensor in node.outputs.values()}
+        self._uids = Uids(nodes)
+        for node in nodes:
+            for tensor in node.tensors():
+                self._uids.assign(tensor)
+        self._tensors: dict[int, Descriptor] = {}
+
+    def run(self, nodes: Iterable[Node]) -> None:
+        """Lowers nodes in order."""
+        for node in nodes:
+            node.lower(self)
+        self.bindings.user = sorted(self.bindings.user)
+
+    def expand(self, smaller: NodeList) -> None:
+        """Prepares and lowers the smaller operations that a composite node is made of."""
+        for node in smaller.nodes:
+            node.prepare(smaller.context)
+            node.lower(self)
+
+    def operation(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
+        """Makes an operation descriptor and appends it. Tensors stand for their descriptors; None leaves an attribute out."""
+        made = self.descriptor(kind, attributes)
+        self.operations.append(made)
+        return made
+
+    def descriptor(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
+        """Makes a finalized descriptor that is not an operation of the graph by itself."""
+        return Descriptor.make(kind, {attribute: self._resolve(value) for attribute, value in attributes.items()})
+
+    def _resolve(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.tensor(value)
+        if isinstance(value, list):
+            return [self._resolve(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return value
+
+    def uid(self, tensor: Tensor) -> int:
+        """The tensor's uid."""
+        return self._uids.assign(tensor)
+
+    def data_type(self, kind: data_type) -> be.DataType:
+        """cuDNN's number for a type."""
+        return be.DataType[kind.name]
+
+    def tensor(self, tensor: Tensor) -> Descriptor:
+        """The tensor's descriptor, made at first use; its uid is bound to where its data will come from."""
+        uid = self.uid(tensor)
+        made = self._tensors.get(uid)
+        if made is not None:
+            return made
+        constant = None
+        if not tensor.is_virtual:
+            if tensor.value is None:
+                self._bind(uid)
+            elif tensor.is_compile_time_constant:
+                constant = host_scalar(tensor.data_type, tensor.value)
+            else:
+                self.bindings.constants[uid] = (tensor.data_type.name, tensor.value)
+        a = be.Attribute
+        vectorised = tensor.vector_count != 1
+        made = self.descriptor(
+            be.DescriptorType.TENSOR,
+            {
+                a.TENSOR_DATA_TYPE: self.data_type(tensor.data_type),
+                a.TENSOR_DIMENSIONS: tensor.dim,
+                a.TENSOR_STRIDES: tensor.stride,
+                a.TENSOR_UNIQUE_ID: uid,
+                a.TENSOR_BYTE_ALIGNMENT: tensor.alignment,
+                a.TENSOR_IS_VIRTUAL: True if tensor.is_virtual else None,
+                a.TENSOR_IS_BY_VALUE: True if tensor.is_pass_by_value else None,
+                a.TENSOR_VECTOR_COUNT: tensor.vector_count if vectorised else None,
+                a.TENSOR_VECTORIZED_DIMENSION: tensor.vector_dimension if vectorised else None,
+                a.TENSOR_RAGGED_OFFSET_DESC: tensor.ragged_offset,
+                a.TENSOR_RAGGED_OFFSET_MULTIPLIER: (
+                    tensor.ragged_offset_multiplier if tensor.ragged_offset_multiplier != 1 else None
+                ),
+                a.TENSOR_REORDERING_MODE: (
+                    None
+                    if tensor.reordering_type is tensor_reordering.NONE
+                    else be.TensorReordering[tensor.reordering_type.name]
+                ),
+                a.TENSOR_CONSTANT_VALUE: constant,
+            },
+        )
+        self._tensors[uid] = made
+        return made
+
+    def _bind(self, uid: int) -> None:
+        bindings = self.bindings
+        if uid not in bindings.aliases and all(item.uid != uid for item in bindings.scratch):
+            if uid in bindings.hidden:
+                bindings.hidden.remove(uid)
+            else:
+                bindings.user.append(uid)
+
+    def scratch(self, tensor: Tensor, size: int, initial: list[int] | None = None) -> Tensor:
+        """Places a non-virtual tensor in the graph's own part of the workspace."""
+        bindings = self.bindings
+        bindings.scratch.append(Scratch(self.uid(tensor), bindings.workspace_size, initial))
+        bindings.workspace_size += (size + 255) // 256 * 256  # keeps every part, the plan's too, on 256 bytes
+        tensor.is_virtual = False
+        return tensor
+
+    def alias(self, tensor: Tensor, source: Tensor, offset: int) -> None:
+        """Lets a tensor share the memory of another, ``offset`` bytes from its start."""
+        source_uid = self.uid(source)
+        if source_uid in self.bindings.aliases:
+            source_uid, inner = self.bindings.aliases[source_uid]
+            offset += inner
+        elif source_uid not in self.bindings.user:
+            self.bindings.user.append(source_uid)
+            self.bindings.hidden.append(source_uid)
+        self.bindings.aliases[self.uid(tensor)] = (source_uid, offset)
+        tensor.is_virtual = False

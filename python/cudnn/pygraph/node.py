@@ -1,0 +1,231 @@
+"""What every operation shares: attributes, ports, and the three things it knows how to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from cudnn.datatypes import library_type
+from cudnn.enums import data_type
+from cudnn.errors import refusal
+from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.lowering import Lowering
+
+NOT_SET = data_type.NOT_SET
+REGISTRY: dict[str, type[Node]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a graph tells its nodes: default types, and the compute capability it is checked for."""
+
+    io_data_type: data_type = NOT_SET
+    intermediate_data_type: data_type = NOT_SET
+    compute_data_type: data_type = NOT_SET
+    sm_version: int | None = None  # 90 for compute capability 9.0; None where no device is known
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Node:
+    """One operation: its attributes (the fields of the subclass), its input and output tensors by port.
+
+    A subclass says what it is with ``tag`` (its name in JSON) and ``method`` (the method of ``pygraph`` that adds it),
+    and implements ``infer``, ``lower`` and ``evaluate``.
+    """
+
+    tag: ClassVar[str]
+    method: ClassVar[str]
+    exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
+    aliases_input: ClassVar[bool] = False  # the output is a part of the input's memory and needs none of its own
+
+    name: str = ""
+    compute_data_type: data_type = NOT_SET
+    inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+    outputs: dict[str, Tensor] = dataclasses.field(default_factory=dict[str, Tensor])
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "tag" in cls.__dict__:
+            REGISTRY[cls.tag] = cls
+
+    # What a subclass implements.
+    def infer(self, context: Context) -> None:
+        """Fills shape, strides and type of the outputs where the user has not, and refuses what cannot be."""
+        raise NotImplementedError
+
+    def check(self, context: Context) -> None:
+        """Refuses, before cuDNN is asked, what the operation does not support. Called by ``validate()`` only."""
+
+    def lower(self, lowering: Lowering) -> None:
+        """Emits the backend operations that compute the node."""
+        raise NotImplementedError
+
+    def fall_back(self) -> bool:
+        """Called where cuDNN has no engine for what ``lower`` made: switches to another lowering, False if there is none."""
+        return False
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The reference formula: torch tensors by input port to torch tensors by output port.
+
+        Floating-point inputs arrive in the node's compute type with the shape of their graph tensor; so do all others,
+        save the ports in ``exact_ports``. The caller rounds each result to its tensor's type.
+        """
+        raise NotImplementedError
+
+    # What it inherits.
+    @property
+    def where(self) -> str:
+        """How messages call the node."""
+        return f"{self.name} ({self.method})" if self.name else self.method
+
+    def output(self, port: str) -> Tensor:
+        """Adds a virtual output tensor named ``<node>::<port>``."""
+        tensor = Tensor(is_virtual=True, name=f"{self.name}::{port}")
+        self.outputs[port] = tensor
+        return tensor
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Inputs, outputs and their ragged offsets, in a fixed order."""
+        for tensor in (*self.inputs.values(), *self.outputs.values()):
+            yield tensor
+            if tensor.ragged_offset is not None:
+                yield tensor.ragged_offset
+
+    def prepare(self, context: Context) -> None:
+        """Default types, then inference, then the checks that hold for every tensor. May run more than once."""
+        if self.compute_data_type is NOT_SET:
+            self.compute_data_type = context.compute_data_type
+        for port, tensor in self.inputs.items():
+            if not tensor.dim or not tensor.stride:
+                raise ValueError(
+                    refusal(self.where, f"input {port} (tensor {tensor.name!r})",
+                            f"dim={tensor.dim}, stride={tensor.stride}", "both set or inferred",
+                            "set them, or create the node that makes this tensor first")
+                )  # fmt: skip
+            self._default_type(tensor, context)
+        self.infer(context)
+        for tensor in self.outputs.values():
+            self._default_type(tensor, context)
+        for tensor in self.tensors():
+            tensor.check(self.where)
+
+    @staticmethod
+    def _default_type(tensor: Tensor, context: Context) -> None:
+        if tensor.data_type is NOT_SET:
+            tensor.data_type = context.intermediate_data_type if tensor.is_virtual else context.io_data_type
+
+    def rank_check(self, ranks: Sequence[int], *ports: str) -> None:
+        """Refuses inputs whose rank is not one of ``ranks``."""
+        for port in ports:
+            rank = len(self.inputs[port].dim)
+            if rank not in ranks:
+                raise ValueError(
+                    refusal(self.where, f"input {port} (tensor {self.inputs[port].name!r})",
+                            f"rank {rank}, dim={self.inputs[port].dim}", f"rank {', '.join(map(str, ranks))}",
+                            "add dimensions of extent 1 or merge some")
+                )  # fmt: skip
+
+    def attributes(self) -> dict[str, Any]:
+        """The fields that the subclass adds, as JSON-able data; defaults are left out."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if field.name in _BASE_FIELDS or not field.init:
+                continue
+            value = getattr(self, field.name)
+            if field.default is not dataclasses.MISSING and value == field.default:
+                continue
+            found[field.name] = _encode(value)
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """The node as JSON-able data, without its tensors."""
+        return {
+            "tag": self.tag,
+            "name": self.name,
+            "compute_data_type": self.compute_data_type.name,
+            **self.attributes(),
+        }
+
+    @staticmethod
+    def from_description(fields: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> Node:
+        """The node that ``describe()`` described, over tensors by uid."""
+        cls = REGISTRY[fields["tag"]]
+        known = {field.name for field in dataclasses.fields(cls)}
+        attributes = {key: _decode(value) for key, value in fields.items() if key in known - _BASE_FIELDS}
+        return cls(
+            name=fields["name"],
+            compute_data_type=data_type[fields["compute_data_type"]],
+            inputs={port: tensors[uid] for port, uid in fields["inputs"].items()},
+            outputs={port: tensors[uid] for port, uid in fields["outputs"].items()},
+            **attributes,
+        )
+
+
+_BASE_FIELDS = {field.name for field in dataclasses.fields(Node)}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return {"enum": type(value).__name__, "name": value.name}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return getattr(_enums(), value["enum"])[value["name"]]
+    if isinstance(value, list):
+        return [_decode(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
+def _enums() -> Any:
+    from cudnn import enums  # noqa: PLC0415  (only deserialisation looks enumerations up by name)
+
+    return enums
+
+
+N = TypeVar("N", bound=Node)
+
+
+class NodeList:
+    """A list of nodes that grows by method calls: the base of ``pygraph`` and of sub-graphs."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.nodes: list[Node] = []
+
+    def _add(
+        self,
+        cls: Callable[..., N],
+        name: str,
+        compute_data_type: object,
+        inputs: Mapping[str, Tensor | None],
+        outputs: Sequence[str] = (),
+        **attributes: Any,
+    ) -> N:
+        """Appends a node; absent (None) inputs are left out, ``outputs`` are created as virtual tensors."""
+        present: dict[str, Tensor] = {}
+        node = cls(name=name, compute_data_type=library_type(compute_data_type), inputs=present, **attributes)
+        for port, tensor in inputs.items():
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    refusal(node.where, f"input {port}", type(tensor).__name__, "a cudnn.tensor",
+                            "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself")
+                )  # fmt: skip
+            present[port] = tensor
+        for port in outputs:
+            node.output(port)
+        self.nodes.append(node)
+        return node
+
+    def _indexed(self, name: str) -> str:
+        """The name given, or the node's index, for the operations whose outputs are named so."""
+        return name or str(len(self.nodes))

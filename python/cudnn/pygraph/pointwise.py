@@ -1,0 +1,516 @@
+"""Element-wise operations: arithmetic, comparisons, logic, activations and their derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cudnn.backend import enums as be
+from cudnn.enums import data_type
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+from cudnn.pygraph.layout import broadcast, strides_like
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.lowering import Lowering
+
+_FLT_MAX = 3.4028234663852886e38
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Pointwise(Node):
+    """``OUT_0 = mode(IN_0[, IN_1[, IN_2]])`` with right-aligned broadcasting.
+
+    For the backward modes IN_0 is the gradient of the loss and IN_1 the input of the forward operation; for
+    BINARY_SELECT IN_2 is the mask.
+    """
+
+    tag = "POINTWISE"
+
+    mode: str
+    negative_slope: float | None = None
+    lower_clip: float | None = None
+    upper_clip: float | None = None
+    swish_beta: float | None = None
+    axis: int | None = None
+
+    @property
+    def method(self) -> str:  # type: ignore[override]
+        return _METHOD_OF_MODE.get(self.mode, self.mode.lower())
+
+    def infer(self, context: Context) -> None:
+        out = self.outputs["OUT_0"]
+        ports = list(self.inputs.values())
+        rank = max([len(t.dim) for t in ports if t.value is None] or [1])
+        for tensor in ports:
+            if tensor.value is not None and len(tensor.dim) < rank:  # a stored constant takes any rank
+                tensor.dim, tensor.stride = [1] * rank, [1] * rank
+        dims = broadcast([t.dim for t in ports])
+        if dims is None:
+            raise ValueError(
+                refusal(self.where, "inputs", ", ".join(f"{t.name!r} dim={t.dim}" for t in ports),
+                        "shapes that broadcast (aligned at the last dimension; extents equal or 1)",
+                        "reshape or transpose one of them")
+            )  # fmt: skip
+        if self.axis is not None and not 0 <= self.axis < len(dims):
+            raise ValueError(refusal(self.where, "axis", str(self.axis), f"0 to {len(dims) - 1}", "count from 0"))
+        if not out.dim:
+            out.dim = dims
+        elif out.dim != dims:
+            raise ValueError(
+                refusal(self.where, f"output (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
+                        "leave set_dim() out: it is inferred")
+            )  # fmt: skip
+        if not out.stride:
+            out.stride = self._strides(out, ports)
+
+    def _strides(self, out: Tensor, ports: list[Tensor]) -> list[int]:
+        """Strides of the last input that has the output's shape; else the stride order of IN_0."""
+        for tensor in reversed(ports):
+            if tensor.dim == out.dim:
+                return [*tensor.stride]
+        first = ports[0]
+        if out.is_virtual and len(first.dim) == len(out.dim):
+            return strides_like(first.stride, first.dim, out.dim)
+        raise ValueError(
+            refusal(self.where, f"output (tensor {out.name!r})", "no strides", "strides that can be taken from an input "
+                    "of the output's shape", f"call set_stride() on it, for dim={out.dim}")
+        )  # fmt: skip
+
+    def lower(self, lowering: Lowering) -> None:
+        a, mode = be.Attribute, be.PointwiseMode[self.mode]
+        relu = self.mode in ("RELU_FWD", "RELU_BWD")
+        upper = _FLT_MAX if self.compute_data_type is data_type.FLOAT else sys.float_info.max
+        attributes: dict[be.Attribute, Any] = {
+            a.POINTWISE_MODE: mode,
+            a.POINTWISE_MATH_PREC: lowering.data_type(self.compute_data_type),
+            a.POINTWISE_NAN_PROPAGATION: be.NanPropagation.PROPAGATE_NAN if relu else None,
+            a.POINTWISE_RELU_LOWER_CLIP: (self.lower_clip or 0.0) if relu else None,
+            a.POINTWISE_RELU_UPPER_CLIP: (upper if self.upper_clip is None else self.upper_clip) if relu else None,
+            a.POINTWISE_RELU_LOWER_CLIP_SLOPE: (self.negative_slope or 0.0) if relu else None,
+            a.POINTWISE_ELU_ALPHA: 1.0 if self.mode.startswith("ELU") else None,
+            a.POINTWISE_SOFTPLUS_BETA: 1.0 if self.mode.startswith("SOFTPLUS") else None,
+            a.POINTWISE_SWISH_BETA: self._beta if self.mode.startswith("SWISH") else None,
+            a.POINTWISE_AXIS: self.axis,
+        }
+        backward = self.mode.endswith("_BWD")
+        first, second = self.inputs["IN_0"], self.inputs.get("IN_1")
+        out = self.outputs["OUT_0"]
+        lowering.operation(
+            be.DescriptorType.OPERATION_POINTWISE,
+            {
+                a.OPERATION_POINTWISE_PW_DESCRIPTOR: lowering.descriptor(be.DescriptorType.POINTWISE, attributes),
+                a.OPERATION_POINTWISE_XDESC: second if backward else first,
+                a.OPERATION_POINTWISE_BDESC: None if backward else second,
+                a.OPERATION_POINTWISE_TDESC: self.inputs.get("IN_2"),
+                a.OPERATION_POINTWISE_YDESC: None if backward else out,
+                a.OPERATION_POINTWISE_DYDESC: first if backward else None,
+                a.OPERATION_POINTWISE_DXDESC: out if backward else None,
+                a.OPERATION_POINTWISE_ALPHA1: 1.0,
+                a.OPERATION_POINTWISE_ALPHA2: 1.0,
+            },
+        )
+
+    @property
+    def _beta(self) -> float:
+        return 1.0 if self.swish_beta is None else self.swish_beta
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        x = list(values.values())
+        formula = _FORMULAS.get(self.mode)
+        if formula is not None:
+            return {"OUT_0": formula(*x)}
+        if self.mode == "BINARY_SELECT":
+            return {"OUT_0": torch.where(x[2].bool(), x[0], x[1])}
+        if self.mode == "GEN_INDEX":
+            assert self.axis is not None
+            view = [-1 if axis == self.axis else 1 for axis in range(x[0].dim())]
+            return {"OUT_0": torch.arange(x[0].shape[self.axis], device=x[0].device).view(view).expand(x[0].shape)}
+        if self.mode.endswith("_FWD"):
+            return {"OUT_0": self._activation(x[0])}
+        return {"OUT_0": self._derivative(loss=x[0], x=x[1])}
+
+    def _activation(self, x: Any) -> Any:
+        functional = torch.nn.functional
+        if self.mode == "RELU_FWD":
+            lower, slope = self.lower_clip or 0.0, self.negative_slope or 0.0
+            y = torch.where(x > lower, x, lower + slope * (x - lower))
+            return y if self.upper_clip is None else y.clamp(max=self.upper_clip)
+        if self.mode == "SWISH_FWD":
+            return x * torch.sigmoid(self._beta * x)
+        return {
+            "TANH_FWD": torch.tanh,
+            "SIGMOID_FWD": torch.sigmoid,
+            "ELU_FWD": functional.elu,
+            "SOFTPLUS_FWD": functional.softplus,
+            "GELU_FWD": functional.gelu,
+            "GELU_APPROX_TANH_FWD": lambda x: functional.gelu(x, approximate="tanh"),
+        }[self.mode](x)
+
+    def _derivative(self, loss: Any, x: Any) -> Any:
+        if self.mode == "RELU_BWD":
+            lower, slope = self.lower_clip or 0.0, self.negative_slope or 0.0
+            factor = torch.where(x <= lower, slope, 1.0)
+            if self.upper_clip is not None:
+                factor = torch.where(x >= self.upper_clip, 0.0, factor)
+            return factor.to(loss.dtype) * loss
+        forward = dataclasses.replace(self, mode=self.mode.removesuffix("_BWD") + "_FWD")
+        with torch.enable_grad():
+            leaf = x.detach().expand(torch.broadcast_shapes(x.shape, loss.shape)).clone().requires_grad_()
+            return torch.autograd.grad(forward._activation(leaf), leaf, loss.expand(leaf.shape))[0]
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "ADD": lambda a, b: a + b,
+    "SUB": lambda a, b: a - b,
+    "MUL": lambda a, b: a * b,
+    "DIV": lambda a, b: a / b,
+    "ADD_SQUARE": lambda a, b: a + b * b,
+    "POW": lambda a, b: torch.pow(a, b),
+    "MOD": lambda a, b: torch.fmod(a, b),
+    "MAX": lambda a, b: torch.maximum(a, b),
+    "MIN": lambda a, b: torch.minimum(a, b),
+    "CMP_EQ": lambda a, b: a == b,
+    "CMP_NEQ": lambda a, b: a != b,
+    "CMP_GT": lambda a, b: a > b,
+    "CMP_GE": lambda a, b: a >= b,
+    "CMP_LT": lambda a, b: a < b,
+    "CMP_LE": lambda a, b: a <= b,
+    "LOGICAL_AND": lambda a, b: torch.logical_and(a, b),
+    "LOGICAL_OR": lambda a, b: torch.logical_or(a, b),
+    "LOGICAL_NOT": lambda a: torch.logical_not(a),
+    "ABS": lambda a: torch.abs(a),
+    "CEIL": lambda a: torch.ceil(a),
+    "FLOOR": lambda a: torch.floor(a),
+    "COS": lambda a: torch.cos(a),
+    "SIN": lambda a: torch.sin(a),
+    "TAN": lambda a: torch.tan(a),
+    "EXP": lambda a: torch.exp(a),
+    "LOG": lambda a: torch.log(a),
+    "NEG": lambda a: -a,
+    "SQRT": lambda a: torch.sqrt(a),
+    "RSQRT": lambda a: torch.rsqrt(a),
+    "ERF": lambda a: torch.erf(a),
+    "RECIPROCAL": lambda a: 1 / a,
+    "IDENTITY": lambda a: a,
+}
+_METHOD_OF_MODE = {
+    "RELU_FWD": "relu", "TANH_FWD": "tanh", "ELU_FWD": "elu", "GELU_FWD": "gelu", "SIGMOID_FWD": "sigmoid",
+    "SWISH_FWD": "swish", "SOFTPLUS_FWD": "softplus", "GELU_APPROX_TANH_FWD": "gelu_approx_tanh",
+    "RELU_BWD": "relu_backward", "TANH_BWD": "tanh_backward", "ELU_BWD": "elu_backward", "GELU_BWD": "gelu_backward",
+    "SIGMOID_BWD": "sigmoid_backward", "SWISH_BWD": "swish_backward", "SOFTPLUS_BWD": "softplus_backward",
+    "GELU_APPROX_TANH_BWD": "gelu_approx_tanh_backward",
+}  # fmt: skip
+
+
+def _number(where: str, what: str, value: float | None) -> float | None:
+    if value is not None and not isinstance(value, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(refusal(where, what, type(value).__name__, "a Python number", "pass float(x)"))
+    return None if value is None else float(value)
+
+
+class PointwiseMethods(NodeList):
+    """The methods that add element-wise operations.
+
+    Each takes tensors that broadcast against each other (aligned at the last dimension), then ``compute_data_type``, the
+    type of the arithmetic, and ``name``. Each returns one tensor, ``<name>::OUT_0``; where its strides are not set, it
+    takes those of the last input of its shape.
+    """
+
+    def _pointwise(self, mode: str, inputs: list[Tensor], compute: object, name: str, **attributes: Any) -> Tensor:
+        name = self._indexed(name)
+        for index, tensor in enumerate(inputs):
+            if isinstance(tensor, Tensor) and not tensor.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+                tensor.name = f"{name}::IN_{index}"
+        ports = {f"IN_{index}": tensor for index, tensor in enumerate(inputs)}
+        missing = [port for port, tensor in ports.items() if tensor is None]  # pyright: ignore[reportUnnecessaryComparison]
+        if missing:
+            raise TypeError(
+                refusal(name, f"input {missing[0]}", "None", "a cudnn.tensor", "make one with graph.tensor_like(x)")
+            )
+        return self._add(Pointwise, name, compute, ports, ["OUT_0"], mode=mode, **attributes).outputs["OUT_0"]
+
+    def add(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a + b``."""
+        return self._pointwise("ADD", [a, b], compute_data_type, name)
+
+    def sub(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a - b``."""
+        return self._pointwise("SUB", [a, b], compute_data_type, name)
+
+    def mul(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a * b``."""
+        return self._pointwise("MUL", [a, b], compute_data_type, name)
+
+    def div(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a / b``."""
+        return self._pointwise("DIV", [a, b], compute_data_type, name)
+
+    def add_square(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a + b * b``."""
+        return self._pointwise("ADD_SQUARE", [a, b], compute_data_type, name)
+
+    def logical_and(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a and b``."""
+        return self._pointwise("LOGICAL_AND", [a, b], compute_data_type, name)
+
+    def logical_or(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``a or b``."""
+        return self._pointwise("LOGICAL_OR", [a, b], compute_data_type, name)
+
+    def bias(self, input: Tensor, bias: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input + bias``."""
+        return self._pointwise("ADD", [input, bias], compute_data_type, name)
+
+    def scale(self, input: Tensor, scale: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input * scale``."""
+        return self._pointwise("MUL", [input, scale], compute_data_type, name)
+
+    def max(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """The larger of the two."""
+        return self._pointwise("MAX", [input0, input1], compute_data_type, name)
+
+    def min(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """The smaller of the two."""
+        return self._pointwise("MIN", [input0, input1], compute_data_type, name)
+
+    def mod(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Remainder of ``input0 / input1`` with the sign of ``input0`` (C's fmod)."""
+        return self._pointwise("MOD", [input0, input1], compute_data_type, name)
+
+    def pow(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input0 ** input1``."""
+        return self._pointwise("POW", [input0, input1], compute_data_type, name)
+
+    def cmp_eq(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input == comparison``, else 0."""
+        return self._pointwise("CMP_EQ", [input, comparison], compute_data_type, name)
+
+    def cmp_neq(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input != comparison``, else 0."""
+        return self._pointwise("CMP_NEQ", [input, comparison], compute_data_type, name)
+
+    def cmp_gt(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input > comparison``, else 0."""
+        return self._pointwise("CMP_GT", [input, comparison], compute_data_type, name)
+
+    def cmp_ge(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input >= comparison``, else 0."""
+        return self._pointwise("CMP_GE", [input, comparison], compute_data_type, name)
+
+    def cmp_lt(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input < comparison``, else 0."""
+        return self._pointwise("CMP_LT", [input, comparison], compute_data_type, name)
+
+    def cmp_le(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """1 where ``input <= comparison``, else 0."""
+        return self._pointwise("CMP_LE", [input, comparison], compute_data_type, name)
+
+    def sqrt(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Square root."""
+        return self._pointwise("SQRT", [input], compute_data_type, name)
+
+    def rsqrt(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``1 / sqrt(input)``."""
+        return self._pointwise("RSQRT", [input], compute_data_type, name)
+
+    def reciprocal(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``1 / input``."""
+        return self._pointwise("RECIPROCAL", [input], compute_data_type, name)
+
+    def erf(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Error function."""
+        return self._pointwise("ERF", [input], compute_data_type, name)
+
+    def identity(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """The input, converted to the type of the output."""
+        return self._pointwise("IDENTITY", [input], compute_data_type, name)
+
+    def exp(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``e ** input``."""
+        return self._pointwise("EXP", [input], compute_data_type, name)
+
+    def log(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Natural logarithm."""
+        return self._pointwise("LOG", [input], compute_data_type, name)
+
+    def neg(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``-input``."""
+        return self._pointwise("NEG", [input], compute_data_type, name)
+
+    def abs(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Absolute value."""
+        return self._pointwise("ABS", [input], compute_data_type, name)
+
+    def ceil(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Smallest integer not below the input."""
+        return self._pointwise("CEIL", [input], compute_data_type, name)
+
+    def floor(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Largest integer not above the input."""
+        return self._pointwise("FLOOR", [input], compute_data_type, name)
+
+    def sin(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Sine of radians."""
+        return self._pointwise("SIN", [input], compute_data_type, name)
+
+    def cos(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Cosine of radians."""
+        return self._pointwise("COS", [input], compute_data_type, name)
+
+    def tan(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Tangent of radians."""
+        return self._pointwise("TAN", [input], compute_data_type, name)
+
+    def logical_not(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``not input``."""
+        return self._pointwise("LOGICAL_NOT", [input], compute_data_type, name)
+
+    def tanh(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """Hyperbolic tangent."""
+        return self._pointwise("TANH_FWD", [input], compute_data_type, name)
+
+    def elu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input`` where positive, else ``exp(input) - 1``."""
+        return self._pointwise("ELU_FWD", [input], compute_data_type, name)
+
+    def gelu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input * Phi(input)`` with the normal distribution function (Hendrycks and Gimpel, 2016)."""
+        return self._pointwise("GELU_FWD", [input], compute_data_type, name)
+
+    def gelu_approx_tanh(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """GELU with the tanh approximation of Hendrycks and Gimpel, 2016."""
+        return self._pointwise("GELU_APPROX_TANH_FWD", [input], compute_data_type, name)
+
+    def sigmoid(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``1 / (1 + exp(-input))``."""
+        return self._pointwise("SIGMOID_FWD", [input], compute_data_type, name)
+
+    def softplus(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``log(1 + exp(input))``."""
+        return self._pointwise("SOFTPLUS_FWD", [input], compute_data_type, name)
+
+    def _relu(
+        self,
+        mode: str,
+        inputs: list[Tensor],
+        compute: object,
+        name: str,
+        negative_slope: float | None,
+        lower_clip: float | None,
+        upper_clip: float | None,
+    ) -> Tensor:
+        where = name or _METHOD_OF_MODE[mode]
+        return self._pointwise(
+            mode,
+            inputs,
+            compute,
+            name,
+            negative_slope=_number(where, "negative_slope", negative_slope),
+            lower_clip=_number(where, "lower_clip", lower_clip),
+            upper_clip=_number(where, "upper_clip", upper_clip),
+        )
+
+    def relu(
+        self,
+        input: Tensor,
+        negative_slope: float | None = None,
+        lower_clip: float | None = None,
+        upper_clip: float | None = None,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Tensor:
+        """``input`` above ``lower_clip`` (0), a line of slope ``negative_slope`` (0) below it, at most ``upper_clip``."""
+        return self._relu("RELU_FWD", [input], compute_data_type, name, negative_slope, lower_clip, upper_clip)
+
+    def leaky_relu(
+        self, input: Tensor, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``input`` where positive, else ``negative_slope * input``."""
+        return self._relu("RELU_FWD", [input], compute_data_type, name, negative_slope, None, None)
+
+    def swish(
+        self, input: Tensor, swish_beta: float | None = None, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``input * sigmoid(swish_beta * input)``; beta is 1 by default (SiLU)."""
+        beta = _number(name or "swish", "swish_beta", swish_beta)
+        return self._pointwise("SWISH_FWD", [input], compute_data_type, name, swish_beta=beta)
+
+    def silu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``input * sigmoid(input)``."""
+        return self._pointwise("SWISH_FWD", [input], compute_data_type, name)
+
+    def gen_index(self, input: Tensor, axis: int, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """The index along ``axis`` of each element of a tensor of the input's shape."""
+        return self._pointwise("GEN_INDEX", [input], compute_data_type, name, axis=int(axis))
+
+    def binary_select(
+        self, input0: Tensor, input1: Tensor, mask: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``input0`` where ``mask`` is true, else ``input1``."""
+        return self._pointwise("BINARY_SELECT", [input0, input1, mask], compute_data_type, name)
+
+    def relu_backward(
+        self,
+        loss: Tensor,
+        input: Tensor,
+        negative_slope: float | None = None,
+        lower_clip: float | None = None,
+        upper_clip: float | None = None,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Tensor:
+        """``loss`` times the derivative of ``relu`` at ``input``."""
+        return self._relu("RELU_BWD", [loss, input], compute_data_type, name, negative_slope, lower_clip, upper_clip)
+
+    def leaky_relu_backward(
+        self, loss: Tensor, input: Tensor, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``loss`` times the derivative of ``leaky_relu`` at ``input``."""
+        return self._relu("RELU_BWD", [loss, input], compute_data_type, name, negative_slope, None, None)
+
+    def swish_backward(
+        self,
+        loss: Tensor,
+        input: Tensor,
+        compute_data_type: object = NOT_SET,
+        swish_beta: float | None = None,
+        name: str = "",
+    ) -> Tensor:
+        """``loss`` times the derivative of ``swish`` at ``input``."""
+        beta = _number(name or "swish_backward", "swish_beta", swish_beta)
+        return self._pointwise("SWISH_BWD", [loss, input], compute_data_type, name, swish_beta=beta)
+
+    def tanh_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``loss`` times the derivative of ``tanh`` at ``input``."""
+        return self._pointwise("TANH_BWD", [loss, input], compute_data_type, name)
+
+    def sigmoid_backward(
+        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``loss`` times the derivative of ``sigmoid`` at ``input``."""
+        return self._pointwise("SIGMOID_BWD", [loss, input], compute_data_type, name)
+
+    def elu_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``loss`` times the derivative of ``elu`` at ``input``."""
+        return self._pointwise("ELU_BWD", [loss, input], compute_data_type, name)
+
+    def gelu_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+        """``loss`` times the derivative of ``gelu`` at ``input``."""
+        return self._pointwise("GELU_BWD", [loss, input], compute_data_type, name)
+
+    def softplus_backward(
+        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``loss`` times the derivative of ``softplus`` at ``input``."""
+        return self._pointwise("SOFTPLUS_BWD", [loss, input], compute_data_type, name)
+
+    def gelu_approx_tanh_backward(
+        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``loss`` times the derivative of ``gelu_approx_tanh`` at ``input``."""
+        return self._pointwise("GELU_APPROX_TANH_BWD", [loss, input], compute_data_type, name)

@@ -1,0 +1,148 @@
+"""Reductions over dimensions, and the statistics that batch normalisation starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cudnn.backend import enums as be
+from cudnn.enums import reduction_mode
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+from cudnn.pygraph.layout import channels_last
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.lowering import Lowering
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Reduction(Node):
+    """Y = X reduced over the dimensions in which Y has extent 1 and X has not."""
+
+    tag = "REDUCTION"
+    method = "reduction"
+
+    mode: reduction_mode
+
+    def infer(self, context: Context) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        y.fill(x.dim, channels_last)
+        if len(y.dim) != len(x.dim) or any(out not in (1, extent) for extent, out in zip(x.dim, y.dim, strict=True)):
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim} for an input of dim={x.dim}",
+                        "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape")
+            )  # fmt: skip
+
+    def lower(self, lowering: Lowering) -> None:
+        a = be.Attribute
+        lowering.operation(
+            be.DescriptorType.OPERATION_REDUCTION,
+            {
+                a.OPERATION_REDUCTION_XDESC: self.inputs["X"],
+                a.OPERATION_REDUCTION_YDESC: self.outputs["Y"],
+                a.OPERATION_REDUCTION_DESC: lowering.descriptor(
+                    be.DescriptorType.REDUCTION,
+                    {
+                        a.REDUCTION_COMP_TYPE: lowering.data_type(self.compute_data_type),
+                        a.REDUCTION_OPERATOR: be.ReduceTensorOp[self.mode.name],
+                        a.REDUCTION_IS_DETERMINISTIC: False if lowering.version >= 91100 else None,
+                    },
+                ),
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        x = values["X"]
+        kept = self.outputs["Y"].dim
+        axes = [axis for axis, extent in enumerate(x.shape) if extent != kept[axis]]
+        # PyTorch takes an empty list of dimensions for all of them, so there is always one of extent 1.
+        return {"Y": _REDUCE[self.mode.name](x.unsqueeze(-1), [*axes, -1]).squeeze(-1)}
+
+
+def _product(x: Any, axes: list[int]) -> Any:
+    for axis in axes:
+        x = x.prod(axis, keepdim=True)
+    return x
+
+
+_REDUCE: dict[str, Callable[[Any, list[int]], Any]] = {
+    "ADD": lambda x, axes: x.sum(axes, keepdim=True),
+    "MUL": _product,
+    "MIN": lambda x, axes: x.amin(axes, keepdim=True),
+    "MAX": lambda x, axes: x.amax(axes, keepdim=True),
+    "AMAX": lambda x, axes: x.abs().amax(axes, keepdim=True),
+    "AVG": lambda x, axes: x.mean(axes, keepdim=True),
+    "NORM1": lambda x, axes: x.abs().sum(axes, keepdim=True),
+    "NORM2": lambda x, axes: (x * x).sum(axes, keepdim=True).sqrt(),
+    "MUL_NO_ZEROS": lambda x, axes: _product(torch.where(x == 0, 1, x), axes),
+}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class GenStats(Node):
+    """SUM and SQ_SUM: sums of X and of its squares per channel (dimension 1)."""
+
+    tag = "GENSTATS"
+    method = "genstats"
+
+    def infer(self, context: Context) -> None:
+        x = self.inputs["X"]
+        self.rank_check(range(3, 9), "X")
+        for port, out in self.outputs.items():
+            dims = [1, x.dim[1], *[1] * (len(x.dim) - 2)]
+            out.fill(dims, channels_last)
+            if out.dim != dims:
+                raise ValueError(
+                    refusal(self.where, f"output {port} (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
+                            "leave set_dim() out: it is inferred")
+                )  # fmt: skip
+
+    def lower(self, lowering: Lowering) -> None:
+        a, x = be.Attribute, self.inputs["X"]
+        lowering.operation(
+            be.DescriptorType.OPERATION_GEN_STATS,
+            {
+                a.OPERATION_GENSTATS_MODE: be.GenStatsMode.SUM_SQSUM,
+                # cuDNN takes the type of X here, not that of the arithmetic.
+                a.OPERATION_GENSTATS_MATH_PREC: lowering.data_type(x.data_type),
+                a.OPERATION_GENSTATS_XDESC: x,
+                a.OPERATION_GENSTATS_SUMDESC: self.outputs["SUM"],
+                a.OPERATION_GENSTATS_SQSUMDESC: self.outputs["SQ_SUM"],
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        x = values["X"]
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        return {"SUM": x.sum(axes, keepdim=True), "SQ_SUM": (x * x).sum(axes, keepdim=True)}
+
+
+class ReductionMethods(NodeList):
+    """The methods that add reductions."""
+
+    def reduction(
+        self, input: Tensor, mode: reduction_mode, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """Reduces ``input`` over every dimension in which the shape set on the result with ``set_dim()`` has extent 1.
+
+        ``mode`` is a ``cudnn.reduction_mode``: ADD, MUL, MIN, MAX, AMAX (largest absolute value), AVG, NORM1 (sum of
+        absolute values), NORM2 (root of the sum of squares) or MUL_NO_ZEROS (product of what is not 0). Returns Y,
+        which has the shape of ``input`` until it is set and channels-last strides.
+        """
+        if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
+            allowed = ", ".join(member.name for member in reduction_mode if member)
+            where = f"{name} (reduction)" if name else "reduction"
+            raise ValueError(refusal(where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them"))
+        return self._add(Reduction, name, compute_data_type, {"X": input}, ["Y"], mode=mode).outputs["Y"]
+
+    def genstats(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> list[Tensor]:
+        """Sums per channel of ``input`` ``[N, C, ...]`` and of its squares, the start of batch normalisation.
+
+        Returns ``[SUM, SQ_SUM]``, each ``[1, C, 1, ...]``.
+        """
+        node = self._add(GenStats, name, compute_data_type, {"X": input}, ["SUM", "SQ_SUM"])
+        node.outputs["SUM"].name, node.outputs["SQ_SUM"].name = f"{name}_sum_output", f"{name}_sq_sum_output"
+        return [*node.outputs.values()]

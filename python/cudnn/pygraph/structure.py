@@ -1,0 +1,358 @@
+"""Operations that move or rename elements: reshape, transpose, slice, concatenate."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cudnn import enums
+from cudnn.backend import enums as be
+from cudnn.datatypes import element_bits
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.lazy import torch
+from cudnn.pygraph.layout import channels_last, span, strides_like
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.lowering import Lowering
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Moving(Node):
+    """An operation on one tensor that computes nothing: values keep their type and pass unchanged."""
+
+    exact_ports = frozenset({"X"})
+
+    def _type_of_input(self, context: Context) -> None:
+        """Gives the output the input's type where neither the user nor the graph's defaults say anything."""
+        x, y = self.inputs["X"], self.outputs["Y"]
+        self._default_type(y, context)
+        if y.data_type is NOT_SET:
+            y.data_type = x.data_type
+
+    def _refuse_conversion(self) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        if x.data_type is not y.data_type:
+            raise RuntimeError(
+                refusal(self.where, f"output Y (tensor {y.name!r})",
+                        f"{y.data_type.name} for an input of {x.data_type.name}",
+                        "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
+                        f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it")
+            )  # fmt: skip
+
+    def _check_output(self, dims: list[int]) -> None:
+        y = self.outputs["Y"]
+        if y.dim != dims:
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}", f"dim={dims}",
+                        "leave set_dim() out: it is inferred")
+            )  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Reshape(_Moving):
+    """Y = X under the shape, and for VIEW_ONLY the strides, that the user has set on Y."""
+
+    tag = "RESHAPE"
+    method = "reshape"
+
+    reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
+
+    def infer(self, context: Context) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        if not y.dim:
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", "no dim", "the new shape", "call set_dim() on it")
+            )
+        y.fill(y.dim, channels_last)
+        self._type_of_input(context)
+        if self.reshape_mode is enums.reshape_mode.LOGICAL:
+            self._refuse_conversion()
+        if math.prod(x.dim) != math.prod(y.dim):
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim} for an input of dim={x.dim}",
+                        f"as many elements as the input, {math.prod(x.dim)}", "correct set_dim()")
+            )  # fmt: skip
+        if self.reshape_mode is enums.reshape_mode.VIEW_ONLY and span(y.dim, y.stride) > span(x.dim, x.stride):
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}, stride={y.stride} for an input of "
+                        f"dim={x.dim}, stride={x.stride}", "a view that stays inside the input's memory",
+                        "correct set_stride()")
+            )  # fmt: skip
+
+    def lower(self, lowering: Lowering) -> None:
+        a = be.Attribute
+        mode = self.reshape_mode
+        if mode is enums.reshape_mode.LOGICAL and lowering.version < 92200:
+            raise _too_old(self.where, "reshape_mode", "LOGICAL", lowering.version)
+        lowering.operation(
+            be.DescriptorType.OPERATION_RESHAPE,
+            {
+                a.OPERATION_RESHAPE_XDESC: self.inputs["X"],
+                a.OPERATION_RESHAPE_YDESC: self.outputs["Y"],
+                a.OPERATION_RESHAPE_MODE: be.ReshapeMode[mode.name] if lowering.version >= 92200 else None,
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        value, x, y = values["X"], self.inputs["X"], self.outputs["Y"]
+        if self.reshape_mode is enums.reshape_mode.LOGICAL:
+            return {"Y": value.reshape(y.dim)}
+        memory = value.new_zeros(span(x.dim, x.stride))
+        memory.as_strided(x.dim, x.stride).copy_(value)
+        return {"Y": memory.as_strided(y.dim, y.stride)}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Transpose(_Moving):
+    """Y = X with its dimensions in another order: dimension i of Y is dimension ``permutation[i]`` of X."""
+
+    tag = "TRANSPOSE"
+    method = "transpose"
+
+    permutation: list[int]
+
+    def infer(self, context: Context) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        if not self.permutation:
+            raise ValueError(
+                refusal(self.where, "permutation", "nothing", f"an order of the dimensions 0 to {len(x.dim) - 1}",
+                        "pass permutation=[..]")
+            )  # fmt: skip
+        if sorted(self.permutation) != list(range(len(x.dim))):
+            raise RuntimeError(
+                refusal(self.where, "permutation", self.permutation,
+                        f"an order of the dimensions 0 to {len(x.dim) - 1}", "name each dimension once")
+            )  # fmt: skip
+        dims = [x.dim[axis] for axis in self.permutation]
+        y.fill(dims, lambda _: [x.stride[axis] for axis in self.permutation])
+        self._check_output(dims)
+        self._type_of_input(context)
+        self._refuse_conversion()
+
+    def lower(self, lowering: Lowering) -> None:
+        if lowering.version < 92200:
+            raise _too_old(self.where, "operation", "transpose", lowering.version)
+        a = be.Attribute
+        lowering.operation(
+            be.DescriptorType.OPERATION_TRANSPOSE,
+            {
+                a.OPERATION_TRANSPOSE_XDESC: self.inputs["X"],
+                a.OPERATION_TRANSPOSE_YDESC: self.outputs["Y"],
+                a.OPERATION_TRANSPOSE_PERMUTATION: self.permutation,
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"Y": values["X"].permute(self.permutation)}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Slice(_Moving):
+    """Y = a part of X: ``[start, stop, step]`` for each dimension. Where X lies in memory, Y is the same memory."""
+
+    tag = "SLICE"
+    method = "slice"
+
+    slices: list[list[int | None]]
+
+    def _ranges(self) -> list[range]:
+        x = self.inputs["X"]
+        whole = [[None, None, None]] * (len(x.dim) - len(self.slices))
+        return [
+            range(*builtins.slice(*triple).indices(extent))
+            for triple, extent in zip([*self.slices, *whole], x.dim, strict=True)
+        ]
+
+    def infer(self, context: Context) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        if len(self.slices) > len(x.dim):
+            raise ValueError(
+                refusal(self.where, "slices", f"{len(self.slices)} of them", f"at most {len(x.dim)}", "drop some")
+            )
+        if any(step is not None and step < 1 for *_, step in self.slices):
+            raise ValueError(refusal(self.where, "slices", self.slices, "positive steps", "leave the step out"))
+        ranges = self._ranges()
+        dims = [len(indices) for indices in ranges]
+        if 0 in dims:
+            raise ValueError(
+                refusal(self.where, "slices", f"{self.slices} of dim={x.dim}, which is empty",
+                        "one element or more in each dimension", "correct start and stop")
+            )  # fmt: skip
+        y.fill(dims, lambda _: [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)])
+        self._check_output(dims)
+        if not y.is_virtual:
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", "set_output(True)", "a virtual tensor: nothing "
+                        "writes a slice to memory", "copy it: graph.identity(y).set_output(True)")
+            )  # fmt: skip
+        self._type_of_input(context)
+        self._refuse_conversion()
+
+    def lower(self, lowering: Lowering) -> None:
+        # A pointer into an input serves every version of cuDNN and every engine; its own operation (9.22) few of them.
+        x = self.inputs["X"]
+        if lowering.uid(x) in lowering.bindings.aliases or not (x.is_virtual or id(x) in lowering.produced):
+            self._alias(lowering)
+        elif lowering.version < 92200:
+            raise _too_old(
+                self.where, f"input X (tensor {x.name!r})", "the result of another operation", lowering.version
+            )
+        else:
+            a, ranges = be.Attribute, self._ranges()
+            lowering.operation(
+                be.DescriptorType.OPERATION_SLICE,
+                {
+                    a.OPERATION_SLICE_XDESC: x,
+                    a.OPERATION_SLICE_YDESC: self.outputs["Y"],
+                    a.OPERATION_SLICE_START_INDICES: [indices.start for indices in ranges],
+                    a.OPERATION_SLICE_LIMIT_INDICES: [indices.stop for indices in ranges],
+                    a.OPERATION_SLICE_STRIDES: [indices.step for indices in ranges],
+                },
+            )
+
+    def _alias(self, lowering: Lowering) -> None:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        elements = sum(indices.start * step for indices, step in zip(self._ranges(), x.stride, strict=True))
+        offset, rest = divmod(elements * element_bits(x.data_type), 8)
+        if rest:
+            raise ValueError(
+                refusal(self.where, "slices", f"a start inside a byte of {x.data_type.name} elements",
+                        "a start on a whole byte", "start at an even element")
+            )  # fmt: skip
+        y.alignment = math.gcd(x.alignment, offset)
+        lowering.alias(y, x, offset)
+        lowering.tensor(y)  # the operations that follow see memory ...
+        y.is_virtual = True  # ... and the graph's user a tensor that is not to be passed
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"Y": values["X"][tuple(builtins.slice(i.start, i.stop, i.step) for i in self._ranges())]}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Concatenate(Node):
+    """Y = the inputs one after the other along ``axis``; the one of ``in_place_index`` already lies in Y's memory."""
+
+    tag = "CONCATENATE"
+    method = "concatenate"
+
+    axis: int
+    in_place_index: int | None = None
+
+    @property
+    def exact_ports(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(self.inputs)
+
+    def infer(self, context: Context) -> None:
+        inputs, y = list(self.inputs.values()), self.outputs["Y"]
+        shapes = ", ".join(f"dim={tensor.dim}" for tensor in inputs)
+        first = inputs[0]
+        rank = len(first.dim)
+        if not 0 <= self.axis < rank:
+            raise ValueError(refusal(self.where, "axis", self.axis, f"0 to {rank - 1}", "count from 0"))
+        others = [[*tensor.dim[: self.axis], *tensor.dim[self.axis + 1 :]] for tensor in inputs]
+        if any(len(tensor.dim) != rank for tensor in inputs) or any(other != others[0] for other in others):
+            raise ValueError(
+                refusal(self.where, "inputs", shapes, f"one shape save for dimension {self.axis}", "reshape or slice")
+            )
+        if any(tensor.data_type is not first.data_type for tensor in inputs):
+            kinds = ", ".join(tensor.data_type.name for tensor in inputs)
+            raise ValueError(refusal(self.where, "inputs", kinds, "one data type", "convert some with identity()"))
+        if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
+            raise ValueError(
+                refusal(self.where, "in_place_index", self.in_place_index, f"None or 0 to {len(inputs) - 1}", "mend it")
+            )
+        dims = [*first.dim]
+        dims[self.axis] = sum(tensor.dim[self.axis] for tensor in inputs)
+        y.fill(dims, lambda dims: strides_like(first.stride, first.dim, dims))
+        if y.dim != dims:
+            raise ValueError(
+                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}", f"dim={dims}",
+                        "leave set_dim() out: it is inferred")
+            )  # fmt: skip
+
+    def lower(self, lowering: Lowering) -> None:
+        a = be.Attribute
+        lowering.operation(
+            be.DescriptorType.OPERATION_CONCAT,
+            {
+                a.OPERATION_CONCAT_AXIS: self.axis,
+                a.OPERATION_CONCAT_INPUT_DESCS: list(self.inputs.values()),
+                a.OPERATION_CONCAT_OUTPUT_DESC: self.outputs["Y"],
+                a.OPERATION_CONCAT_INPLACE_INDEX: self.in_place_index,
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"Y": torch.cat(list(values.values()), self.axis)}
+
+
+def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupportedError:
+    found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return cudnnGraphNotSupportedError(
+        refusal(where, what, f"{got} with cuDNN {found}", "cuDNN 9.22 or newer", "install a newer cuDNN")
+    )
+
+
+class StructureMethods(NodeList):
+    """The methods that add operations which move or rename elements."""
+
+    def reshape(
+        self, input: Tensor, name: str = "", reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
+    ) -> Tensor:
+        """``input`` under another shape: call ``set_dim()``, and best ``set_stride()``, on the result.
+
+        ``reshape_mode`` VIEW_ONLY reads the memory of ``input`` with the strides of the result (channels-last where
+        they are not set); LOGICAL keeps the row-major order of the elements (cuDNN 9.22 and newer). Returns Y.
+        """
+        return self._add(Reshape, name, NOT_SET, {"X": input}, ["Y"], reshape_mode=reshape_mode).outputs["Y"]
+
+    def transpose(
+        self, input: Tensor, permutation: Sequence[int], compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
+        """``input`` with its dimensions reordered: dimension i of the result is dimension ``permutation[i]`` of it.
+
+        Shape and strides of Y are those of ``input``, permuted; its type is the same. Needs cuDNN 9.22.
+        """
+        order = [int(axis) for axis in permutation]
+        return self._add(Transpose, name, compute_data_type, {"X": input}, ["Y"], permutation=order).outputs["Y"]
+
+    def slice(
+        self,
+        input: Tensor,
+        slices: Sequence[builtins.slice] = (),
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+    ) -> Tensor:
+        """The part of ``input`` that Python ``slice`` objects with positive steps select, one per dimension.
+
+        The result has the strides of ``input`` times the steps, and its type. It is virtual and never passed to
+        ``execute``: it shares the memory of ``input``. The slice of another operation's result needs cuDNN 9.22.
+        """
+        where = f"{name} (slice)" if name else "slice"
+        for item in slices:
+            if not isinstance(item, builtins.slice):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    refusal(where, "slices", repr(item), "Python slice objects", "write slice(start, stop)")
+                )
+        triples = [[item.start, item.stop, item.step] for item in slices]
+        return self._add(Slice, name, compute_data_type, {"X": input}, ["Y"], slices=triples).outputs["Y"]
+
+    def concatenate(
+        self, inputs: Sequence[Tensor], axis: int, in_place_index: int | None = None, name: str = ""
+    ) -> Tensor:
+        """``inputs`` joined along dimension ``axis``; their other extents and their types are equal.
+
+        ``in_place_index`` says which input already lies in its place in the memory of the result. Returns Y, with
+        strides in the order of the first input's.
+        """
+        name = self._indexed(name)
+        if not inputs:
+            raise ValueError(refusal(f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list"))
+        ports: dict[str, Tensor | None] = {f"X_{index}": tensor for index, tensor in enumerate(inputs)}
+        node = self._add(Concatenate, name, NOT_SET, ports, ["Y"], axis=int(axis), in_place_index=in_place_index)
+        return node.outputs["Y"]

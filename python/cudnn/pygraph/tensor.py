@@ -1,0 +1,263 @@
+"""A tensor of a graph: shape, strides, type and role; no data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cudnn.datatypes import (
+    _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
+    _torch_to_cudnn_data_type,  # pyright: ignore[reportPrivateUsage]
+    dlpack_to_data_type,
+    library_type,
+)
+from cudnn.enums import data_type, tensor_reordering
+from cudnn.errors import refusal
+from cudnn.pygraph.dlpack import describe
+from cudnn.pygraph.layout import row_major
+
+NOT_SET = data_type.NOT_SET
+
+
+class Tensor:
+    """A tensor of a graph (``cudnn.tensor``).
+
+    Setters return the tensor, so that they chain. Tensors hash and compare by identity. ``dim`` and ``stride`` count
+    elements; both are empty until they are set or inferred. A virtual tensor never reaches memory.
+    """
+
+    __slots__ = (
+        "name", "dim", "stride", "data_type", "is_virtual", "is_pass_by_value", "value", "is_compile_time_constant",
+        "ragged_offset", "ragged_offset_multiplier", "reordering_type", "alignment", "vector_count", "vector_dimension",
+        "uid", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        dim: Sequence[int] = (),
+        stride: Sequence[int] = (),
+        data_type: object = NOT_SET,
+        is_virtual: bool = False,
+        is_pass_by_value: bool = False,
+        ragged_offset: Tensor | None = None,
+        reordering_type: tensor_reordering = tensor_reordering.NONE,
+        name: str = "",
+        uid: int | None = None,
+        value: int | float | None = None,
+    ) -> None:
+        self.name = name
+        self.dim = [int(extent) for extent in dim]
+        self.stride = [int(step) for step in stride]
+        self.data_type = library_type(data_type)
+        self.is_virtual = is_virtual
+        self.is_pass_by_value = is_pass_by_value
+        self.value = value  # a host constant stored in the graph; it joins every call by itself
+        self.is_compile_time_constant = False
+        self.ragged_offset = ragged_offset
+        self.ragged_offset_multiplier = 1
+        self.reordering_type = reordering_type
+        self.alignment = 16
+        self.vector_count = 1
+        self.vector_dimension = -1
+        self.uid = uid  # None until the user or build_operation_graph() assigns one; 0 is a legal uid
+
+    @classmethod
+    def like(cls, source: Any, name: str = "") -> Tensor:
+        """A tensor described by another graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.
+
+        From a graph tensor everything but uid and name is copied. A scalar (one element) on the CPU is passed by value.
+        """
+        if isinstance(source, Tensor):
+            copy = cls.__new__(cls)
+            for field in cls.__slots__[:-1]:
+                setattr(copy, field, getattr(source, field))
+            copy.dim, copy.stride, copy.uid, copy.name = [*source.dim], [*source.stride], None, name
+            return copy
+        if _is_torch_tensor(source):
+            dims, strides = list(source.shape), list(source.stride())
+            kind, on_cpu = _torch_to_cudnn_data_type(source.dtype) or NOT_SET, source.device.type == "cpu"
+            if kind is data_type.FP4_E2M1:  # two elements a byte: torch counts bytes along the last dimension
+                dims[-1] *= 2
+                strides = [step if step == 1 else 2 * step for step in strides]
+        elif hasattr(source, "__dlpack__"):
+            dims, strides, code, bits, on_cpu = describe(source)
+            kind = dlpack_to_data_type(code, bits)
+        else:
+            raise ValueError(
+                refusal("tensor_like", "source", f"{type(source).__name__}", "a cudnn.tensor, a torch.Tensor or any "
+                        "object with __dlpack__", "pass such a tensor, or describe it with graph.tensor(dim=, stride=)")
+            )  # fmt: skip
+        scalar = on_cpu and all(extent == 1 for extent in dims)
+        return cls(dims or [1], strides or [1], kind, is_pass_by_value=scalar, name=name)
+
+    @classmethod
+    def constant(cls, value: int | float, kind: data_type, rank: int = 1, name: str = "") -> Tensor:
+        """A host constant of shape ``[1] * rank`` that the graph itself hands over at every call."""
+        return cls([1] * rank, [1] * rank, kind, is_pass_by_value=True, name=name, value=value)
+
+    # Getters and setters of the public API.
+    def get_name(self) -> str:
+        return self.name
+
+    def set_name(self, name: str) -> Tensor:
+        self.name = str(name)
+        return self
+
+    def get_uid(self) -> int:
+        """The uid, 0 while none is assigned."""
+        return 0 if self.uid is None else self.uid
+
+    def set_uid(self, uid: int) -> Tensor:
+        """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
+        self.uid = int(uid)
+        return self
+
+    def get_data_type(self) -> data_type:
+        return self.data_type
+
+    def set_data_type(self, data_type: object) -> Tensor:
+        """Sets the element type: a ``cudnn.data_type`` or a ``torch.dtype``."""
+        self.data_type = library_type(data_type)
+        return self
+
+    def get_dim(self) -> list[int]:
+        return [*self.dim]
+
+    def set_dim(self, dim: Sequence[int]) -> Tensor:
+        self.dim = [int(extent) for extent in dim]
+        return self
+
+    def get_stride(self) -> list[int]:
+        return [*self.stride]
+
+    def set_stride(self, stride: Sequence[int]) -> Tensor:
+        self.stride = [int(step) for step in stride]
+        return self
+
+    def get_is_virtual(self) -> bool:
+        return self.is_virtual
+
+    def set_is_virtual(self, is_virtual: bool) -> Tensor:
+        self.is_virtual = bool(is_virtual)
+        return self
+
+    def set_output(self, is_output: bool) -> Tensor:
+        """Makes the tensor an output of the graph: it is written to memory."""
+        self.is_virtual = not is_output
+        return self
+
+    def get_is_pass_by_value(self) -> bool:
+        return self.is_pass_by_value
+
+    def set_is_pass_by_value(self, is_pass_by_value: bool) -> Tensor:
+        self.is_pass_by_value = bool(is_pass_by_value)
+        return self
+
+    def get_has_compile_time_constant(self) -> bool:
+        return self.is_compile_time_constant
+
+    def get_reordering_type(self) -> tensor_reordering:
+        return self.reordering_type
+
+    def set_reordering_type(self, reordering_type: tensor_reordering) -> Tensor:
+        self.reordering_type = tensor_reordering(reordering_type)
+        return self
+
+    def get_alignment(self) -> int:
+        """Alignment of the data in bytes."""
+        return self.alignment
+
+    def set_alignment(self, alignment: int) -> Tensor:
+        self.alignment = int(alignment)
+        return self
+
+    def get_vector_count(self) -> int:
+        return self.vector_count
+
+    def get_vector_dimension(self) -> int:
+        return self.vector_dimension
+
+    def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:
+        self.vector_count, self.vector_dimension = int(count), int(dimension)
+        return self
+
+    def get_ragged_offset(self) -> Tensor | None:
+        return self.ragged_offset
+
+    def set_ragged_offset(self, ragged_offset: Tensor) -> Tensor:
+        """Makes the batch entries start at the offsets (in elements) of a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
+        self.ragged_offset = ragged_offset
+        return self
+
+    def get_ragged_offset_multiplier(self) -> int:
+        return self.ragged_offset_multiplier
+
+    def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:
+        self.ragged_offset_multiplier = int(multiplier)
+        return self
+
+    # Inference.
+    def fill(self, dim: Sequence[int], layout: Callable[[Sequence[int]], list[int]] = row_major) -> None:
+        """Sets the shape, then the strides that ``layout`` gives for it, each only where the user has not."""
+        if not self.dim:
+            self.dim = [*dim]
+        if not self.stride:
+            self.stride = layout(self.dim)
+
+    def check(self, where: str) -> None:
+        """Refuses a tensor that cannot be described to cuDNN."""
+        label = f"tensor {self.name!r}"
+        if not self.dim or not self.stride:
+            raise ValueError(
+                refusal(where, label, f"dim={self.dim}, stride={self.stride}", "both set or inferred",
+                        "call set_dim() and set_stride() on it")
+            )  # fmt: skip
+        if len(self.dim) != len(self.stride):
+            raise ValueError(
+                refusal(where, label, f"dim={self.dim} with stride={self.stride}", "as many strides as dimensions",
+                        "give both the same length")
+            )  # fmt: skip
+        if len(self.dim) > 8:
+            raise ValueError(refusal(where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions"))
+        if any(extent < 1 for extent in self.dim):
+            raise ValueError(refusal(where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions"))
+        if self.is_virtual and self.is_pass_by_value:
+            raise ValueError(refusal(where, label, "virtual and pass-by-value", "one of the two", "choose one"))
+        if self.value is not None and not self.is_pass_by_value:
+            raise ValueError(
+                refusal(where, label, "a stored constant", "pass-by-value only", "call set_is_pass_by_value(True)")
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The tensor as JSON-able data; defaults are left out."""
+        fields: dict[str, Any] = {
+            "name": self.name, "uid": self.uid, "data_type": self.data_type.name, "dim": self.dim, "stride": self.stride,
+        }  # fmt: skip
+        optional: dict[str, tuple[Any, Any]] = {
+            "is_virtual": (self.is_virtual, False),
+            "is_pass_by_value": (self.is_pass_by_value, False),
+            "value": (self.value, None),
+            "is_compile_time_constant": (self.is_compile_time_constant, False),
+            "reordering_type": (self.reordering_type.name, "NONE"),
+            "alignment": (self.alignment, 16),
+            "vector_count": (self.vector_count, 1),
+            "vector_dimension": (self.vector_dimension, -1),
+            "ragged_offset": (None if self.ragged_offset is None else self.ragged_offset.uid, None),
+            "ragged_offset_multiplier": (self.ragged_offset_multiplier, 1),
+        }
+        fields.update({key: value for key, (value, default) in optional.items() if value != default})
+        return fields
+
+    @classmethod
+    def from_description(cls, fields: dict[str, Any]) -> Tensor:
+        """The tensor that ``describe()`` described; its ragged offset is left for the caller to connect."""
+        tensor = cls(fields["dim"], fields["stride"], data_type[fields["data_type"]], name=fields["name"])
+        for key in cls.__slots__[:-1]:
+            if key in fields and key not in ("dim", "stride", "data_type", "reordering_type", "ragged_offset"):
+                setattr(tensor, key, fields[key])
+        tensor.reordering_type = tensor_reordering[fields.get("reordering_type", "NONE")]
+        return tensor
+
+    def __repr__(self) -> str:
+        return json.dumps(self.describe())

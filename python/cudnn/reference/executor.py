@@ -1,0 +1,129 @@
+"""Runs the nodes of a graph one after the other with PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cudnn.datatypes import _is_torch_tensor, element_bits
+from cudnn.enums import data_type
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+from cudnn.reference.memory import memory, pack_bits, rounded, torch_type, unpack_bits, view
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.node import Node
+    from cudnn.pygraph.tensor import Tensor
+
+_log = logging.getLogger("cudnn")
+_said = False
+
+
+def _span_bytes(tensor: Tensor) -> int:
+    last = sum((extent - 1) * step for extent, step in zip(tensor.dim, tensor.stride, strict=True))
+    return (last + 1) * element_bits(tensor.data_type) // 8
+
+
+class ReferenceProgram:
+    """A graph ready to run with PyTorch, on the device of the tensors that a call brings.
+
+    Precision follows the graph: arithmetic in each node's compute type, every tensor, virtual ones too, rounded to its
+    data type. It has one plan, named ``reference``, and needs no workspace.
+    """
+
+    fast = None  # the hot path, which only plans of cuDNN have
+
+    def __init__(self, nodes: Sequence[Node], keys_by_uid: Callable[[Mapping[Any, Any]], dict[int, Any]]) -> None:
+        self._keys_by_uid = keys_by_uid
+        self.plan: str | None = None  # its name, once create_execution_plans() has been called
+        self._nodes = list(nodes)
+        produced = {id(tensor) for node in nodes for tensor in node.outputs.values()}
+        self._inputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        for node in nodes:
+            for tensor in (*node.inputs.values(), *(t.ragged_offset for t in node.tensors() if t.ragged_offset)):
+                if id(tensor) not in produced and tensor.value is None:
+                    assert tensor.uid is not None
+                    self._inputs[tensor.uid] = tensor
+            for tensor in node.outputs.values():
+                # What an alias of an input holds (a slice) needs no memory of its own, whatever it is called.
+                if not tensor.is_virtual and not node.aliases_input:
+                    assert tensor.uid is not None
+                    self._outputs[tensor.uid] = tensor
+
+    def execute(self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Any = None) -> None:
+        """Reads the inputs from, and writes the outputs to, the memory given by tensor or uid. Needs no workspace, no handle."""
+        global _said
+        buffers = {uid: variant_pack[key] for uid, key in self._keys_by_uid(variant_pack).items()}
+        if not _said:
+            _said = True
+            _log.warning("the reference executor runs this graph with PyTorch operations; it is exact in its precision, not fast")
+        device = self._check(buffers)
+        with torch.no_grad():
+            values = {
+                uid: self._load(tensor, buffers[uid], device)
+                for uid, tensor in self._inputs.items()
+                if buffers.get(uid) is not None
+            }
+            results: dict[int, Any] = {}
+            for node in self._nodes:
+                results.update(self._run(node, values, device))
+            for uid, tensor in self._outputs.items():
+                self._store(tensor, results[uid], buffers[uid], device)
+
+    def _check(self, buffers: Mapping[int, Any]) -> Any:
+        for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
+            for uid, tensor in tensors.items():
+                if buffers.get(uid) is None:
+                    raise ValueError(
+                        refusal("execute", f"{kind} tensor {tensor.name!r} (uid {uid})", "no data",
+                                "a tensor or pointer for every input and output", f"add it to the dict under uid {uid}")
+                    )  # fmt: skip
+        big = [
+            (uid, buffers[uid])
+            for uid, tensor in {**self._inputs, **self._outputs}.items()
+            if _is_torch_tensor(buffers[uid]) and not tensor.is_pass_by_value
+        ]
+        devices = {str(data.device) for _, data in big}
+        if len(devices) > 1:
+            listing = ", ".join(f"uid {uid} on {data.device}" for uid, data in big)
+            raise ValueError(refusal("execute", "tensors", listing, "one device for all", "move them to one device"))
+        return big[0][1].device if big else torch.device("cpu")
+
+    def _load(self, tensor: Tensor, data: Any, device: Any) -> Any:
+        where = f"tensor {tensor.name!r} (uid {tensor.uid})"
+        if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
+            return unpack_bits(data.view(torch.uint8))
+        raw = memory(data, _span_bytes(tensor), torch.device("cpu") if tensor.is_pass_by_value else device, where)
+        return view(raw, tensor.data_type, tensor.dim, tensor.stride, where).to(device)
+
+    def _run(self, node: Node, values: dict[int, Any], device: Any) -> dict[int, Any]:
+        compute = torch_type(node.compute_data_type, node.where) if node.compute_data_type else torch.float32
+        arguments: dict[str, Any] = {}
+        for port, tensor in node.inputs.items():
+            if tensor.value is not None:
+                kind = torch_type(tensor.data_type, node.where)
+                value = torch.full(tensor.dim, tensor.value, dtype=kind, device=device)
+            else:
+                value = values[tensor.uid]  # pyright: ignore[reportArgumentType]
+            arguments[port] = value if port in node.exact_ports else value.to(compute)
+        found = node.evaluate(arguments)
+        stored: dict[int, Any] = {}
+        for port, tensor in node.outputs.items():
+            assert tensor.uid is not None
+            stored[tensor.uid] = values[tensor.uid] = rounded(found[port], tensor.data_type, node.where)
+        return stored
+
+    def _store(self, tensor: Tensor, value: Any, data: Any, device: Any) -> None:
+        where = f"tensor {tensor.name!r} (uid {tensor.uid})"
+        if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
+            data.view(torch.uint8).copy_(pack_bits(value))
+            return
+        raw = memory(data, _span_bytes(tensor), device, where)
+        view(raw, tensor.data_type, tensor.dim, tensor.stride, where).copy_(value)
+
+
+def _is_bit_packed(tensor: Tensor, data: Any) -> bool:
+    """cuDNN's fusion engines store BOOLEAN masks as bits; the buffer then has an eighth of the channels."""
+    return len(tensor.dim) > 1 and list(data.shape) == [tensor.dim[0], tensor.dim[1] // 8, *tensor.dim[2:]]

@@ -1,0 +1,126 @@
+"""Every environment variable of the library: name, type, default, meaning. Read here and nowhere else, when used."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TextIO, TypeVar
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One environment variable. ``get()`` reads it now: a change takes effect at the next call."""
+
+    name: str
+    kind: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self) -> T:
+        """The variable's value, the default where it is not set.
+
+        Raises:
+            ValueError: the text is not of the variable's type; names the variable.
+        """
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(
+                f"environment variable {self.name}: got {text!r}; allowed: {self.kind}. "
+                f"To mend it, unset it (default: {self.default!r}) or correct it."
+            ) from None
+
+
+def _flag(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(text)
+    return word in _TRUE
+
+
+LIBRARY_FOLDERS = Setting(
+    "LD_LIBRARY_PATH",
+    "folders, separated by `:`",
+    lambda text: tuple(folder for folder in text.split(os.pathsep) if folder),
+    (),
+    "Where libcudnn is looked for first, unless the process has loaded one already (PyTorch's, say). After these "
+    "folders come the Python packages that bring it, then the system.",
+)
+LOG_INFO = Setting(
+    "CUDNN_FRONTEND_LOG_INFO",
+    "1 or 0",
+    _flag,
+    False,
+    "Logs what is built and run; each graph that is validated as one line of JSON.",
+)
+LOG_FILE = Setting(
+    "CUDNN_FRONTEND_LOG_FILE",
+    "`stdout`, `stderr` or the path of a file to append to",
+    str,
+    "stderr",
+    "Where the log goes when `CUDNN_FRONTEND_LOG_INFO` is on.",
+)
+
+SETTINGS = (LIBRARY_FOLDERS, LOG_INFO, LOG_FILE)
+
+
+class _StandardStream(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stdout`` or ``sys.stderr`` is at that moment, so that redirections are followed."""
+
+    def __init__(self, name: str) -> None:
+        logging.Handler.__init__(self)
+        self._stream_name = name
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(sys, self._stream_name)
+
+
+_configured: tuple[str, logging.Handler] | None = None
+
+
+def configure_logging() -> logging.Logger:
+    """The ``cudnn`` logger, writing where ``CUDNN_FRONTEND_LOG_INFO`` and ``CUDNN_FRONTEND_LOG_FILE`` say now.
+
+    Cheap enough to call before every message that is not on a hot path. Without the variables the logger is an
+    ordinary one of ``logging``: the application decides about handlers and level.
+    """
+    global _configured
+    logger = logging.getLogger("cudnn")
+    target = LOG_FILE.get() if LOG_INFO.get() else ""
+    if target == (_configured[0] if _configured else ""):
+        return logger
+    if _configured is not None:
+        logger.removeHandler(_configured[1])
+        _configured[1].close()
+        _configured = None
+        logger.setLevel(logging.NOTSET)
+    if target:
+        standard = target in ("stdout", "stderr")
+        handler = _StandardStream(target) if standard else logging.FileHandler(target, encoding="utf-8")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        _configured = (target, handler)
+    return logger
+
+
+def markdown_table() -> str:
+    """The table of all variables in Markdown, for the documentation."""
+    rows: list[str] = []
+    for setting in SETTINGS:
+        default = int(setting.default) if isinstance(setting.default, bool) else setting.default
+        shown = "not set" if default == () else f"`{default}`"
+        rows.append(f"| `{setting.name}` | {setting.kind} | {shown} | {setting.meaning} |")
+    return "\n".join(["| variable | value | default | meaning |", "|---|---|---|---|", *rows])

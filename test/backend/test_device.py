@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from cudnn.backend import library
+from cudnn.backend.device import DeviceProperties, create_device_properties, create_kernel_cache
+from cudnn.backend.plan import PlanList
+from cudnn.enums import heur_mode
+from cudnn.errors import CudnnError
+from support import descriptors
+
+pytestmark = pytest.mark.usefixtures("libcudnn")
+
+
+@pytest.mark.deviceless_919
+def test_device_properties_round_trip(device_properties: DeviceProperties) -> None:
+    text = device_properties.serialize()
+    assert json.loads(text)["deviceVer"] in (900, 1000)
+    assert create_device_properties(text).serialize() == text
+
+
+def test_incomplete_device_properties_name_what_is_missing() -> None:
+    with pytest.raises(CudnnError, match=r"DEVICEPROP failed: .*BAD_PARAM"):
+        create_device_properties('{"deviceVer": 900}')
+
+
+def _build(cache: object, h200: DeviceProperties, m: int) -> float:
+    start = time.perf_counter()
+    graph = descriptors.matmul(m=m, dynamic_shape=True)
+    cache.attach(graph.descriptor)  # type: ignore[attr-defined]
+    plans = PlanList(graph, device_properties=h200, kernel_cache=cache)  # type: ignore[arg-type]
+    plans.add([heur_mode.A])
+    plans.build()
+    return time.perf_counter() - start
+
+
+@pytest.mark.deviceless_919
+def test_kernel_cache_spares_compilation(libcudnn: library.Library, h200: DeviceProperties) -> None:
+    cache = create_kernel_cache()
+    compiled = _build(cache, h200, 128)
+    assert _build(cache, h200, 256) < compiled / 5
+
+    restored = create_kernel_cache()
+    restored.deserialize(cache.serialize())
+    again = _build(restored, h200, 384)
+    if libcudnn.version >= 92800:  # cuDNN 9.19 compiles again with a restored cache, at least without a GPU
+        assert again < compiled / 5
+
+
+def test_a_used_kernel_cache_is_not_filled_again(h200: DeviceProperties) -> None:
+    cache = create_kernel_cache()
+    _build(cache, h200, 128)
+    text = cache.serialize()
+    restored = create_kernel_cache()
+    restored.deserialize(text)
+    for used in (cache, restored):
+        with pytest.raises(RuntimeError, match="got a cache in use; allowed: a fresh one"):
+            used.deserialize(text)
+
+
+def test_kernel_cache_counts(libcudnn: library.Library, h200: DeviceProperties) -> None:
+    if libcudnn.version < 92700:
+        pytest.skip("cuDNN 9.27 brought the counters")
+    cache = create_kernel_cache()
+    _build(cache, h200, 128)
+    assert cache.size() == 1
+    assert cache.revision() >= 1

@@ -1,0 +1,295 @@
+"""Operation graphs built to finalized plans by libcudnn itself, for an H200 and a B200 that are not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from cudnn.backend import handle as handles
+from cudnn.backend.device import DeviceProperties
+from cudnn.backend.engine import OperationGraph, heuristics
+from cudnn.backend.handle import Handle, create_handle, destroy_handle
+from cudnn.backend.library import Library
+from cudnn.backend.plan import ExecutionPlan, PlanList
+from cudnn.enums import behavior_note, build_plan_policy, heur_mode, knob_type, numerical_note
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
+from support import descriptors
+
+pytestmark = pytest.mark.usefixtures("libcudnn")
+TAG = re.compile(r"eng\d+(_k\d+=\d+)*")
+
+
+def planned(graph: OperationGraph, device: DeviceProperties, *modes: heur_mode) -> PlanList:
+    plans = PlanList(graph, device_properties=device)
+    plans.add(modes or [heur_mode.A])
+    return plans
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("graph", [descriptors.matmul, descriptors.convolution])
+def test_graph_becomes_a_plan(graph: Callable[[], OperationGraph], device_properties: DeviceProperties) -> None:
+    plans = planned(graph(), device_properties)
+    plans.check_support()
+    plans.build()
+    assert plans.chosen is not None
+    assert plans.candidate.workspace_size >= 0
+    assert TAG.fullmatch(plans.configs[plans.chosen].tag)
+    text = plans.candidate.to_json()
+    assert len(text) > 200
+    json.loads(text)
+
+
+def test_the_plans_of_two_architectures_differ(h200: DeviceProperties, b200: DeviceProperties) -> None:
+    texts = []
+    for device in (h200, b200):
+        plans = planned(descriptors.matmul(), device)
+        plans.build()
+        texts.append(plans.candidate.to_json())
+    assert texts[0] != texts[1]
+
+
+def test_heuristic_modes(h200: DeviceProperties) -> None:
+    graph = descriptors.matmul()
+    tags = {mode: [config.tag for config in heuristics(graph, mode, h200).configs] for mode in heur_mode}
+    assert all(tags.values())
+    assert tags[heur_mode.OPENSOURCE] == tags[heur_mode.A] + tags[heur_mode.FALLBACK]
+    assert tags[heur_mode.CUDNN_FIND] == tags[heur_mode.A] + tags[heur_mode.B] + tags[heur_mode.FALLBACK]
+
+
+def test_modes_append(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    first = len(plans)
+    plans.add([heur_mode.FALLBACK])
+    assert len(plans) > first
+
+
+def test_sm_count_is_passed_on(h200: DeviceProperties) -> None:
+    assert heuristics(descriptors.matmul(), heur_mode.A, h200, sm_count=132).configs
+    plans = PlanList(descriptors.matmul(), device_properties=h200, sm_count=66)
+    with pytest.raises(cudnnGraphNotSupportedError, match=r"heuristics mode A: .*66"):  # it is not the device's
+        plans.add([heur_mode.A])
+
+
+def test_a_graph_without_engines_says_so() -> None:
+    if handles.gpu_available():
+        pytest.skip("about machines without a GPU")
+    with pytest.raises(cudnnGraphNotSupportedError, match=r"no engine configuration for this graph: heuristics mode A"):
+        planned(descriptors.convolution(), None)  # type: ignore[arg-type]
+
+
+def test_notes(h200: DeviceProperties) -> None:
+    config = planned(descriptors.matmul(), h200).configs[0]
+    assert behavior_note.RUNTIME_COMPILATION in config.behavior_notes
+    assert numerical_note.TENSOR_CORE in config.numerical_notes
+    assert 0 < config.shared_memory_used <= 232448
+    assert config.workspace_size >= 0
+
+
+def test_knobs(h200: DeviceProperties) -> None:
+    graph = descriptors.matmul()
+    config = planned(graph, h200).configs[0]
+    engine = int(re.findall(r"\d+", config.tag)[0])
+    knobs = {knob.type: knob for knob in graph.knobs(engine, h200)}
+    kernel = knobs[knob_type.KERNEL_CFG]
+    assert kernel.min_value < kernel.max_value
+    assert kernel.stride >= 1
+    chosen = graph.engine_config(engine, {knob_type.KERNEL_CFG: 1}, h200)
+    assert chosen.tag == f"eng{engine}_k24=1"
+    plans = PlanList(graph, device_properties=h200)
+    plans.append(chosen)
+    plans.build_at(0)
+    assert plans.candidate.config is chosen
+    with pytest.raises(RuntimeError, match="finalizing the descriptor ENGINECFG failed"):
+        graph.engine_config(engine, {knob_type.KERNEL_CFG: kernel.max_value + 1000}, h200)
+    with pytest.raises(RuntimeError, match=r"engine_id: got 999; allowed: 0 to \d+ for this graph"):
+        graph.engine_config(999, {}, h200)
+
+
+def test_deselected_engines_are_not_built(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    first = plans.configs[0].tag
+    plans.deselect_engines([first])
+    plans.build()
+    assert plans.candidate.config is not None
+    assert plans.candidate.config.tag != first
+
+
+def test_a_bar_after_the_build_drops_the_candidate(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    plans.build()
+    assert plans.chosen == 0
+    plans.deselect_engines([plans.configs[0].tag])
+    with pytest.raises(RuntimeError, match=r"No execution plan is built.*build"):
+        _ = plans.candidate
+    plans.build()
+    assert plans.chosen not in (None, 0)
+
+
+def test_bars_by_note_and_workspace(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.convolution(), h200, heur_mode.A, heur_mode.FALLBACK)
+    plans.select_behavior_notes([behavior_note.RUNTIME_COMPILATION])
+    plans.build()
+    assert behavior_note.RUNTIME_COMPILATION in plans.candidate.config.behavior_notes  # type: ignore[union-attr]
+    assert plans.chosen != 0  # a precompiled engine
+
+    plans = planned(descriptors.convolution(), h200, heur_mode.FALLBACK)
+    plans.deselect_numeric_notes([numerical_note.TENSOR_CORE])
+    plans.select_numeric_notes([numerical_note.STRICT_NAN_PROP])
+    plans.deselect_behavior_notes([behavior_note.RUNTIME_COMPILATION])
+    plans.deselect_workspace_greater_than(0)
+    plans.check_support()
+    plans.build()
+    config = plans.candidate.config
+    assert config is not None
+    assert numerical_note.TENSOR_CORE not in config.numerical_notes
+    assert numerical_note.STRICT_NAN_PROP in config.numerical_notes
+    assert config.workspace_size == 0
+
+
+def test_everything_barred_lists_the_reasons(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    plans.deselect_behavior_notes([behavior_note.RUNTIME_COMPILATION])
+    for call in (plans.check_support, plans.build):
+        with pytest.raises(cudnnGraphNotSupportedError, match=r"eng\d+\S* has the note RUNTIME_COMPILATION"):
+            call()
+    with pytest.raises(cudnnGraphNotSupportedError, match="index 0 may not be used"):
+        plans.build_at(0)
+
+
+def spoil(plans: PlanList, index: int) -> None:
+    """Makes cuDNN refuse a configuration when a plan is built of it."""
+    assert plans.configs[index].tag  # read while it can be
+    plans.configs[index].descriptor.close()
+
+
+def test_a_refused_configuration_gives_way_to_the_next(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    spoil(plans, 0)
+    plans.build()
+    assert plans.chosen == 1
+
+
+def test_all_refused_gives_cudnns_reasons(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.matmul(), h200)
+    for index in range(len(plans)):
+        spoil(plans, index)
+    with pytest.raises(cudnnGraphNotSupportedError) as caught:
+        plans.build()
+    for part in ("no engine configuration can be built", plans.configs[0].tag, "CUDNN_STATUS_BAD_PARAM", "says: "):
+        assert part in str(caught.value)
+
+
+def test_policy_all_keeps_the_first_that_built(h200: DeviceProperties) -> None:
+    plans = planned(descriptors.convolution(), h200, heur_mode.FALLBACK)
+    spoil(plans, 0)
+    plans.build(build_plan_policy.ALL)
+    assert sorted(plans.plans) == list(range(1, len(plans)))
+    assert plans.chosen == 1
+
+
+def test_indices(h200: DeviceProperties) -> None:
+    plans = PlanList(descriptors.convolution(), device_properties=h200)
+    with pytest.raises(RuntimeError, match=r"plan index: got 0; allowed: none before create_execution_plans"):
+        plans.config_at(0)
+    with pytest.raises(RuntimeError, match="No execution plan is built"):
+        _ = plans.candidate
+    plans.add([heur_mode.FALLBACK])
+    plans.build_at(1)
+    assert plans.chosen == 1
+    assert plans.plan_at(1) is plans.candidate
+    with pytest.raises(RuntimeError, match="got 0, which is not built; built: 1"):
+        plans.plan_at(0)
+    with pytest.raises(RuntimeError, match=rf"got {len(plans)}; allowed: 0 to {len(plans) - 1}"):
+        plans.build_at(len(plans))
+
+
+def test_threads_build_their_own_graphs(h200: DeviceProperties) -> None:
+    failures: list[BaseException] = []
+
+    def work(m: int) -> None:
+        try:
+            plans = planned(descriptors.matmul(m=m), h200, heur_mode.B)
+            plans.build()
+            assert plans.candidate.to_json()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(64 * (i + 1),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.fixture
+def plan(h200: DeviceProperties) -> ExecutionPlan:
+    plans = planned(descriptors.matmul(), h200)
+    plans.build()
+    plans.candidate.bind([1, 2, 3])
+    return plans.candidate
+
+
+@pytest.fixture
+def described_handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """Counts as the handle of a GPU; packs can be prepared for it, but nothing can run."""
+    handle = Handle(0x7000, 0)
+    monkeypatch.setitem(handles._live, handle.ptr, handle)
+    return handle
+
+
+def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_handle: Handle) -> None:
+    def key(i: int, workspace: int = 0) -> tuple[int, ...]:
+        return (4096 * i, 1 << 40, 2 << 40, workspace, described_handle.ptr)
+
+    bound = ExecutionPlan.MAX_PACKS
+    packs = [plan.pack(key(i + 1, 256 * (i % 2))) for i in range(bound)]
+    assert len({pack.value for pack in packs}) == len(plan.packs) == bound
+    assert plan.packs[key(3)] is packs[2]
+
+    extra = {plan.pack(key(1000 + i)).value for i in range(10)}
+    assert len(extra) == 1  # they share one
+    assert not extra & {pack.value for pack in packs}
+    assert len(plan.packs) == bound
+
+    for i in range(ExecutionPlan.MAX_MISSES):
+        plan.pack(key(5000 + i))
+    newest = key(5000 + ExecutionPlan.MAX_MISSES - 1)
+    assert newest in plan.packs  # the first ones made room
+    assert key(1) not in plan.packs
+    assert len(plan.packs) <= bound
+    plan.close()
+    assert not plan.packs
+
+
+def test_packs_without_the_deprecated_entry_point(
+    plan: ExecutionPlan, described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libcudnn, "reopen_unchecked", libcudnn._replace_variant_pack)
+    for i in range(3 * ExecutionPlan.MAX_PACKS):
+        assert plan.pack((4096 * (i + 1), 1 << 40, 2 << 40, 0, described_handle.ptr)).value
+
+
+def test_packs_refuse_what_cannot_run(plan: ExecutionPlan, described_handle: Handle) -> None:
+    with pytest.raises(ValueError, match=r"pointers: got 2; allowed: 3, one for each of the uids \(1, 2, 3\)"):
+        plan.execute(described_handle, [1 << 40, 2 << 40])
+    if not handles.gpu_available():
+        handle = create_handle()
+        with pytest.raises(ValueError, match="handle: got one that selects the reference executor"):
+            plan.execute(handle, [1 << 40, 2 << 40, 3 << 40])
+        with pytest.raises(ValueError, match="handle: got one that selects the reference executor"):
+            ExecutionPlan.from_json(handle, plan.to_json())
+        destroy_handle(handle)
+        with pytest.raises(ValueError, match="no live handle"):
+            plan.execute(handle, [1 << 40, 2 << 40, 3 << 40])
+
+
+def test_a_failed_pack_is_not_kept(plan: ExecutionPlan, described_handle: Handle) -> None:
+    plan.bind([])
+    with pytest.raises(CudnnError, match="preparing a variant pack failed: CUDNN_STATUS_BAD_PARAM"):
+        plan.pack((0, described_handle.ptr))
+    assert not plan.packs

@@ -1,0 +1,259 @@
+"""Convolution and its gradients: values against sums over windows and autograd, inference, refusals, plans of cuDNN."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import cudnn
+import pytest
+import torch
+import torch.nn.functional as F
+from cudnn.enums import convolution_mode
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run
+
+INT8, INT32 = cudnn.data_type.INT8, cudnn.data_type.INT32
+
+
+@dataclasses.dataclass
+class Problem:
+    x: torch.Tensor
+    w: torch.Tensor
+    options: dict[str, Any]  # as the graph takes them
+
+    @property
+    def groups(self) -> int:
+        return self.x.shape[1] // self.w.shape[1]
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own convolution of the padded image."""
+        if self.options["convolution_mode"] is convolution_mode.CONVOLUTION:
+            w = w.flip([*range(2, w.dim())])
+        pads = zip(reversed(self.options["pre_padding"]), reversed(self.options["post_padding"]), strict=True)
+        convolve = getattr(F, f"conv{x.dim() - 2}d")
+        padded = F.pad(x, [*itertools.chain(*pads)])
+        return convolve(padded, w, stride=self.options["stride"], dilation=self.options["dilation"], groups=self.groups)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    spatial = draw(st.integers(1, 3))
+
+    def numbers(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=spatial, max_size=spatial))
+
+    groups, channels, kernels = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    window, dilation, stride = numbers(1, 3), numbers(1, 2), numbers(1, 3)
+    pre, post = numbers(0, 2), numbers(0, 2)
+    least = [max(1, d * (w - 1) + 1 - a - b) for d, w, a, b in zip(dilation, window, pre, post, strict=True)]
+    extents = [a + b for a, b in zip(least, numbers(0, 5), strict=True)]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn([draw(st.integers(1, 3)), groups * channels, *extents], generator=generator)
+    w = torch.randn([groups * kernels, channels, *window], generator=generator)
+    if draw(st.booleans()):
+        x, w = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, w))
+    mode = draw(st.sampled_from(convolution_mode))
+    return Problem(
+        x, w, dict(pre_padding=pre, post_padding=post, stride=stride, dilation=dilation, convolution_mode=mode)
+    )  # fmt: skip
+
+
+def channels_last(dims: list[int]) -> tuple[int, ...]:
+    return torch.empty([dims[0], *dims[2:], dims[1]]).movedim(-1, 1).stride()
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_forward(problem: Problem) -> None:
+    graph = reference_graph()
+    x, w = like(graph, problem.x), like(graph, problem.w)
+    y = graph.conv_fprop(x, w, **problem.options).set_output(True)
+    (result,) = run(graph, {x: problem.x, w: problem.w}, y)
+    expected = problem.forward(problem.x, problem.w)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_stride=False)
+    assert result.stride() == channels_last(list(expected.shape))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_gradients(problem: Problem) -> None:
+    x, w = problem.x.clone().requires_grad_(), problem.w.clone().requires_grad_()
+    y = problem.forward(x, w)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+
+    graph = reference_graph()
+    loss, filter, image = like(graph, dy), like(graph, problem.w), like(graph, problem.x)
+    dx = graph.conv_dgrad(loss, filter, **problem.options).set_output(True).set_dim(problem.x.shape)
+    dw = graph.conv_wgrad(image, loss, **problem.options).set_output(True).set_dim(problem.w.shape)
+    results = run(graph, {loss: dy, filter: problem.w, image: problem.x}, dx, dw)
+    for result, expected in zip(results, (x.grad, w.grad), strict=True):
+        assert expected is not None
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4, check_stride=False)
+        assert result.stride() == channels_last(list(expected.shape))
+
+
+def test_window_by_window() -> None:
+    """One case without PyTorch's convolution: asymmetric padding, stride, dilation, two groups, both orientations."""
+    x, w = torch.randn(2, 4, 7, 6), torch.randn(6, 2, 2, 3)
+    pre, post, stride, dilation = [1, 0], [2, 1], [2, 1], [2, 1]
+    padded = torch.zeros(2, 4, 10, 7)
+    padded[:, :, 1:8, 0:6] = x
+    for mode in convolution_mode:
+        graph = reference_graph()
+        image, weight = like(graph, x), like(graph, w)
+        y = graph.conv_fprop(
+            image, weight, pre_padding=pre, post_padding=post, stride=stride, dilation=dilation, convolution_mode=mode
+        ).set_output(True)
+        (result,) = run(graph, {image: x, weight: w}, y)
+        assert result.shape == (2, 6, 4, 5)
+        taps = w if mode is convolution_mode.CROSS_CORRELATION else w.flip([2, 3])
+        for n, k, p, q in itertools.product(range(2), range(6), range(4), range(5)):
+            group = k // 3
+            patch = padded[n, 2 * group : 2 * group + 2, 2 * p : 2 * p + 3 : 2, q : q + 3]
+            torch.testing.assert_close(result[n, k, p, q], (patch * taps[k]).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_int8_is_exact() -> None:
+    x, w = (torch.randint(-128, 128, dims, dtype=torch.int8) for dims in ([2, 64, 5, 5], [8, 64, 3, 3]))
+    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
+    image, weight = like(graph, x), like(graph, w)
+    y = graph.conv_fprop(image, weight, [1, 1]).set_output(True)
+    expected = F.conv2d(x.double(), w.double(), padding=1)
+    assert torch.equal(run(graph, {image: x, weight: w}, y)[0].double(), expected)
+
+
+def test_call_forms() -> None:
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    mode = convolution_mode.CROSS_CORRELATION
+    forms: list[Callable[[Any, Any, Any], Any]] = [
+        lambda g, x, w: g.conv_fprop(x, w, [1, 1], [2, 2], [1, 1]),
+        lambda g, x, w: g.conv_fprop(x, w, (1, 1), torch.Size([2, 2]), (1, 1), mode, FLOAT, "conv"),
+        lambda g, x, w: g.conv_fprop(image=x, weight=w, padding=[1, 1], stride=[2, 2]),
+        lambda g, x, w: g.conv_fprop(
+            image=x, weight=w, pre_padding=[1, 1], post_padding=[1, 1], stride=[2, 2], dilation=[1, 1], name="conv"
+        ),
+    ]
+    for form in forms:
+        graph = reference_graph()
+        image, weight = like(graph, x), like(graph, w)
+        y = form(graph, image, weight).set_output(True)
+        torch.testing.assert_close(
+            run(graph, {image: x, weight: w}, y)[0], F.conv2d(x, w, None, 2, 1), check_stride=False
+        )
+        assert y.get_name() in ("0::Y", "conv::Y")
+
+
+def test_gradient_shapes_are_inferred_for_stride_one() -> None:
+    graph = reference_graph()
+    x, w, y = graph.tensor([2, 3, 9, 8], [216, 72, 8, 1]), graph.tensor([4, 3, 3, 2], [18, 6, 2, 1]), None
+    y = graph.conv_fprop(x, w, pre_padding=[1, 0], post_padding=[2, 1], dilation=[2, 3])
+    dx = graph.conv_dgrad(weight=w, loss=y, pre_padding=[1, 0], post_padding=[2, 1], dilation=[2, 3], name="d")
+    dw = graph.conv_wgrad(x, y, pre_padding=[1, 0], post_padding=[2, 1], dilation=[2, 3])
+    for tensor in (y, dx, dw):
+        tensor.set_output(True)
+    graph.validate()
+    assert y.get_dim() == [2, 4, 8, 6]
+    assert (dx.get_dim(), dw.get_dim()) == ([2, 3, 9, 8], [4, 3, 3, 2])
+    assert (dx.get_name(), dw.get_name()) == ("d::DX", "::DW")
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3)), ValueError, ["pre_padding", "not set", "padding=[0, 0]"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1]), ValueError, ["2 numbers"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1, -1]), ValueError, ["from 0 upwards"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1, 1], [0, 1]), ValueError, ["stride", "from 1"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), 1), TypeError, ["padding", "one per spatial"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1, 1], [1, 1], [1, 1], [1, 1]), TypeError, ["by keyword"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1, 1], pre_padding=[1, 1]), ValueError, ["one of the two"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 2, 3, 3), [1, 1]), ValueError, ["channels", "groups"]),
+        (lambda g, t: g.conv_fprop(t(2, 4, 8, 8), t(3, 2, 3, 3), [1, 1]), ValueError, ["channels", "groups"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 2, 8), t(4, 3, 3, 3), [0, 0]), ValueError, ["window", "padded image"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8), t(4, 3, 3, 3), [1]), ValueError, ["one rank"]),
+        (lambda g, t: g.conv_fprop(t(2, 3), t(4, 3), []), ValueError, ["rank 3, 4, 5"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), t(4, 3, 3, 3), [1, 1]).set_dim([2, 4, 7, 7]), ValueError, ["Y dim=[2, 4, 8, 8]"]),
+        (lambda g, t: g.conv_dgrad(t(2, 4, 4, 4), t(4, 3, 3, 3), [1, 1], [2, 2]), ValueError, ["DX", "set_dim"]),
+        (lambda g, t: g.conv_wgrad(t(2, 3, 8, 8), t(2, 4, 4, 4), [1, 1], [2, 2]), ValueError, ["DW", "set_dim"]),
+        (lambda g, t: g.conv_dgrad(t(2, 4, 4, 4), t(4, 3, 3, 3), [1, 1], [2, 2]).set_dim([2, 3, 9, 9]), ValueError, ["DY dim=[2, 4, 5, 5]"]),
+        (lambda g, t: g.conv_dgrad(t(2, 4, 4, 4), padding=[1, 1]), TypeError, ["input W", "nothing"]),
+        (lambda g, t: g.conv_fprop(t(2, 3, 8, 8), torch.ones(4, 3, 3, 3), [1, 1]), TypeError, ["input W", "cudnn.tensor"]),
+    ],
+)  # fmt: skip
+def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
+    graph = reference_graph()
+    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
+        build(graph, lambda *dims: graph.tensor(dims, torch.empty(dims).stride())).set_output(True)
+        graph.validate()
+    for word in ("conv_", *words):
+        assert word in str(caught.value)
+
+
+def test_options_survive_serialisation() -> None:
+    x, w = torch.randn(2, 4, 6, 6), torch.randn(4, 2, 3, 3)
+    graph = reference_graph()
+    image, weight = like(graph, x).set_uid(1), like(graph, w).set_uid(2)
+    y = graph.conv_fprop(
+        image, weight, pre_padding=[1, 2], post_padding=[0, 1], stride=[2, 1], dilation=[1, 2],
+        convolution_mode=convolution_mode.CONVOLUTION,
+    ).set_output(True).set_uid(3)  # fmt: skip
+    (expected,) = run(graph, {image: x, weight: w}, y)
+    restored = cudnn.pygraph(backend="reference")
+    restored.deserialize(graph.serialize())
+    result = torch.full_like(expected, float("nan"))
+    restored.execute({1: x, 2: w, 3: result}, None)
+    assert torch.equal(result, expected)
+
+
+def nhwc(graph: cudnn.pygraph, *dims: int, kind: object = HALF) -> cudnn.tensor:
+    return graph.tensor(dims, channels_last(list(dims)), kind)
+
+
+@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT])
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_cudnn_has_engines(spatial: int, kind: object, device_properties: Any) -> None:
+    extents, window, ones = [8, 16, 16][-spatial:], [3] * spatial, [1] * spatial
+    for method, first, second, out in (
+        ("conv_fprop", [4, 64, *extents], [32, 64, *window], None),
+        ("conv_dgrad", [4, 32, *extents], [32, 64, *window], [4, 64, *extents]),
+        ("conv_wgrad", [4, 64, *extents], [4, 32, *extents], [32, 64, *window]),
+    ):
+        graph = planned_graph(device_properties, io=kind)
+        y = getattr(graph, method)(nhwc(graph, *first, kind=kind), nhwc(graph, *second, kind=kind), ones, ones, ones)
+        y.set_output(True)
+        if out is not None:
+            y.set_dim(out)
+        if spatial == 1:  # cuDNN convolves one dimension as two
+            graph.validate()
+        else:
+            assert configurations(graph) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pre_padding": [1, 0], "post_padding": [0, 2]},
+        {"padding": [1, 1], "stride": [2, 2]},
+        {"padding": [2, 2], "dilation": [2, 2]},
+        {"padding": [1, 1], "convolution_mode": convolution_mode.CONVOLUTION},
+    ],
+)
+def test_cudnn_has_engines_for_options(options: dict[str, Any], device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    graph.conv_fprop(nhwc(graph, 4, 64, 16, 16), nhwc(graph, 32, 64, 3, 3), **options).set_output(True)
+    assert configurations(graph) > 0
+
+
+@pytest.mark.deviceless_919
+def test_cudnn_builds_fusions(device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    y = graph.conv_fprop(nhwc(graph, 4, 64, 16, 16), nhwc(graph, 32, 64, 3, 3), [1, 1])
+    graph.relu(graph.bias(y, nhwc(graph, 1, 32, 1, 1)), upper_clip=6.0).set_output(True)
+    assert configurations(graph) > 0
+    graph.build_plans()
+    assert graph.get_plan_name()

@@ -1,0 +1,134 @@
+"""Matrix product: values against einsum, inference, refusals, and plans of cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cudnn
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, strided
+
+INT8, INT32, FP8 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3
+extents = st.integers(1, 6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), batch=st.lists(extents, max_size=2), m=extents, n=extents, k=extents)
+def test_against_a_sum_of_products(data: st.DataObject, batch: list[int], m: int, n: int, k: int) -> None:
+    batches = [[data.draw(st.sampled_from([1, extent])) for extent in batch] for _ in "ab"]
+    a, b = data.draw(strided([*batches[0], m, k])), data.draw(strided([*batches[1], k, n]))
+    graph = reference_graph()
+    first, second = like(graph, a), like(graph, b)
+    c = graph.matmul(first, second).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)
+    expected = (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert result.is_contiguous()
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_matrix_beside_a_batch(data: st.DataObject) -> None:
+    a, b = data.draw(strided([3, 4, 5])), data.draw(strided([5, 2]))
+    graph = reference_graph()
+    first, second = like(graph, a), like(graph, b)
+    c = graph.matmul(first, second).set_output(True)
+    torch.testing.assert_close(run(graph, {first: a, second: b}, c)[0], a @ b)
+
+
+def test_grouped_batches() -> None:
+    a, b = torch.randn(2, 6, 4, 8), torch.randn(2, 2, 8, 3)
+    graph = reference_graph()
+    first, second = like(graph, a), like(graph, b)
+    c = graph.matmul(first, second).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)
+    for head in range(6):
+        torch.testing.assert_close(result[:, head], a[:, head] @ b[:, head // 3])
+
+
+def test_output_strides_are_the_users() -> None:
+    a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 3)
+    graph = reference_graph()
+    first, second = like(graph, a), like(graph, b)
+    c = graph.matmul(first, second).set_output(True).set_stride([12, 1, 4])
+    (result,) = run(graph, {first: a, second: b}, c)
+    assert result.stride() == (12, 1, 4)
+    torch.testing.assert_close(result, a @ b, check_stride=False)
+
+
+def test_types() -> None:
+    a, b = torch.randn(1, 64, 256).half(), torch.randn(1, 256, 64).half()
+    graph = reference_graph(io=HALF)
+    first, second = like(graph, a), like(graph, b)
+    c = graph.matmul(first, second).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)
+    assert torch.equal(result, (a.float() @ b.float()).half())  # float32 sums, rounded once
+
+    a8, b8 = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ([1, 8, 512], [1, 512, 4]))
+    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
+    first, second = like(graph, a8), like(graph, b8)
+    c = graph.matmul(first, second).set_output(True)
+    assert torch.equal(run(graph, {first: a8, second: b8}, c)[0].long(), a8.long() @ b8.long())
+
+
+def test_names() -> None:
+    graph = reference_graph()
+    a, b, c = (graph.tensor([1, 4, 4], [16, 4, 1]) for _ in range(3))
+    first = graph.matmul(a, b)
+    second = graph.matmul(first, c, FLOAT, 0.0, "mm")
+    assert [t.get_name() for t in (a, b, first, c, second)] == ["0::A", "0::B", "0::C", "mm::B", "mm::C"]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda g, t: g.matmul(t(2, 4, 8), t(2, 7, 3)), ValueError, ["inner extents 8 and 7"]),
+        (lambda g, t: g.matmul(t(2, 4, 8), t(3, 8, 3)), ValueError, ["batch"]),
+        (lambda g, t: g.matmul(t(8), t(8)), ValueError, ["rank"]),
+        (lambda g, t: g.matmul(t(2, 4, 8), torch.ones(2, 8, 3)), TypeError, ["input B", "cudnn.tensor"]),
+        (lambda g, t: g.matmul(t(2, 4, 8), g.tensor([2, 8, 3], [3, 1])), ValueError, ["as many strides"]),
+    ],
+)
+def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
+    graph = reference_graph()
+    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
+        build(graph, lambda *dims: graph.tensor(dims, [*dims[1:], 1])).set_output(True)
+        graph.validate()
+    for word in ("matmul", *words):
+        assert word in str(caught.value)
+
+
+def rows(graph: cudnn.pygraph, *dims: int, kind: object = HALF, column_major: bool = False) -> cudnn.tensor:
+    *_, m, n = dims
+    return graph.tensor(dims, [m * n, 1, m] if column_major else [m * n, n, 1], kind)
+
+
+@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, FP8])
+def test_cudnn_has_engines(kind: object, device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=kind)
+    a, b = rows(graph, 4, 128, 64, kind=kind), rows(graph, 4, 64, 256, kind=kind, column_major=True)
+    graph.matmul(a, b).set_output(True).set_data_type(HALF if kind is FP8 else kind)
+    assert configurations(graph) > 0
+
+
+def test_cudnn_has_engines_for_int8(device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=INT32, intermediate=INT32, compute=INT32)
+    a, b = rows(graph, 4, 128, 64, kind=INT8), rows(graph, 4, 64, 256, kind=INT8, column_major=True)
+    graph.matmul(a, b).set_output(True)
+    assert configurations(graph) > 0
+
+
+@pytest.mark.deviceless_919
+def test_cudnn_builds_fusions(device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    a, b = rows(graph, 4, 128, 64), rows(graph, 1, 64, 256)
+    scaled = graph.mul(graph.identity(a), rows(graph, 4, 128, 1)).set_data_type(HALF)
+    biased = graph.bias(graph.matmul(scaled, b), rows(graph, 1, 1, 256))
+    graph.gelu(biased).set_output(True)
+    assert configurations(graph) > 0
+    graph.build_plans()
+    assert graph.get_plan_name()

@@ -1,0 +1,637 @@
+"""Normalisations: shapes and formulas against PyTorch's own, call forms, messages, and plans by cuDNN without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import cudnn
+
+FLOAT, HALF, BOOLEAN = cudnn.data_type.FLOAT, cudnn.data_type.HALF, cudnn.data_type.BOOLEAN
+INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
+NAN = float("nan")
+
+
+def new_graph(io: cudnn.data_type = FLOAT, **keywords: Any) -> cudnn.pygraph:
+    return cudnn.pygraph(io_data_type=io, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **keywords)
+
+
+def outputs(tensors: Iterable[Any], statistics: cudnn.data_type = FLOAT) -> list[Any]:
+    """Marks what is there as output: the first in the graph's type, the rest in their own."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    for index, tensor in enumerate(present):
+        tensor.set_output(True)
+        if index:
+            tensor.set_data_type(statistics)
+    return present
+
+
+def run(graph: cudnn.pygraph, inputs: Mapping[Any, torch.Tensor], wanted: Sequence[Any]) -> list[torch.Tensor]:
+    """Builds for the reference executor, runs on buffers full of NaN with the inferred strides."""
+    graph.build([cudnn.heur_mode.A])
+    buffers = [
+        torch.empty_strided(
+            t.get_dim(), t.get_stride(), dtype=cudnn.datatypes._cudnn_to_torch_data_type(t.get_data_type())
+        )
+        for t in wanted
+    ]
+    for buffer in buffers:
+        if buffer.is_floating_point():
+            buffer.fill_(NAN)
+    graph.execute({**inputs, **dict(zip(wanted, buffers, strict=True))})
+    return buffers
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    torch.testing.assert_close(
+        found, expected.reshape(found.shape).to(found.dtype), rtol=1e-4 * scale, atol=2e-5 * scale
+    )
+
+
+def strided(dims: Sequence[int], order: Sequence[int], padding: int) -> torch.Tensor:
+    """Random numbers whose dimensions lie in memory in ``order``, slowest first, with gaps after the fastest."""
+    packed = [dims[axis] for axis in order]
+    packed[-1] += padding
+    storage = torch.randn(packed).narrow(-1, 0, packed[-1] - padding)
+    return storage.permute([order.index(axis) for axis in range(len(dims))])
+
+
+@st.composite
+def arrays(draw: st.DrawFn, min_rank: int = 2) -> torch.Tensor:
+    dims = draw(st.lists(st.integers(1, 5), min_size=min_rank, max_size=5))
+    dims[0], dims[-1] = dims[0] + 1, dims[-1] + 1  # torch refuses one value per channel
+    order = draw(st.permutations(range(len(dims))))
+    return strided(dims, order, draw(st.integers(0, 2)))
+
+
+@st.composite
+def arrays_with_axes(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
+    x = draw(arrays())
+    return x, sorted(draw(st.sets(st.integers(1, x.dim() - 1), min_size=1)))
+
+
+def parameter(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    return torch.randn([extent if axis in axes else 1 for axis, extent in enumerate(x.shape)])
+
+
+def to_last(t: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    return t.movedim(tuple(axes), tuple(range(-len(axes), 0)))
+
+
+def from_last(t: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    return t.movedim(tuple(range(-len(axes), 0)), tuple(axes))
+
+
+def gradients(y: torch.Tensor, dy: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(y, leaves, dy)
+
+
+def leaf(t: torch.Tensor) -> torch.Tensor:
+    # Contiguous: PyTorch 2.13 gets batch_norm's gradient wrong on the CPU where X is channels-last and DY is not.
+    return t.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+
+
+@settings(deadline=None, max_examples=25)
+@given(arrays_with_axes(), st.sampled_from([1e-5, 1e-2]), st.booleans())
+def test_layernorm_and_its_gradients(
+    drawn: tuple[torch.Tensor, list[int]], epsilon: float, zero_centered: bool
+) -> None:
+    data, axes = drawn
+    weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
+    shape = [data.shape[axis] for axis in axes]
+
+    graph = new_graph()
+    x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
+    y, mean, inv = graph.layernorm(TRAINING, x, scale, bias, epsilon, zero_centered_gamma=zero_centered)
+    wanted = outputs([y, mean, inv])
+    found, found_mean, found_inv = run(graph, {x: data, scale: weight, bias: offset}, wanted)
+    assert y.get_stride() == list(data.stride())
+
+    held = [leaf(data), leaf(weight), leaf(offset)]
+    gamma = held[1] + 1 if zero_centered else held[1]
+    expected = from_last(
+        functional.layer_norm(to_last(held[0], axes), shape, gamma.reshape(shape), held[2].reshape(shape), epsilon),
+        axes,
+    )
+    close(found, expected.detach())
+    close(found_mean, data.mean(axes))
+    # One value per row has no variance of the sample; the formula of the population holds for it too.
+    close(found_inv, (data.var(axes, unbiased=False) + epsilon).rsqrt(), 10)
+    if zero_centered:
+        return
+
+    graph = new_graph()
+    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, found_mean, found_inv))
+    wanted = outputs(graph.layernorm_backward(g, x, scale, m, r))
+    got = run(graph, {g: dy, x: data, scale: weight, m: found_mean, r: found_inv}, wanted)
+    assert wanted[0].get_stride() == list(data.stride())
+    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
+        close(result, reference, max(1.0, float(found_inv.max())))
+
+
+@settings(deadline=None, max_examples=25)
+@given(arrays_with_axes(), st.booleans())
+def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bias: bool) -> None:
+    data, axes = drawn
+    weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
+    shape = [data.shape[axis] for axis in axes]
+
+    graph = new_graph()
+    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
+    bias = graph.tensor_like(offset) if has_bias else None
+    wanted = outputs(graph.rmsnorm(TRAINING, x, scale, bias, 1e-3))
+    inputs = {x: data, scale: weight, **({bias: offset} if has_bias else {})}
+    found, found_inv = run(graph, inputs, wanted)
+
+    held = [leaf(data), leaf(weight), leaf(offset)]
+    expected = from_last(functional.rms_norm(to_last(held[0], axes), shape, held[1].reshape(shape), 1e-3), axes)
+    if has_bias:
+        expected = expected + held[2]
+    close(found, expected.detach())
+    close(found_inv, ((data**2).mean(axes) + 1e-3).rsqrt())
+
+    graph = new_graph()
+    g, x, scale, r = (graph.tensor_like(t) for t in (dy, data, weight, found_inv))
+    results = graph.rmsnorm_backward(g, x, scale, r, has_bias)
+    assert (results[2] is not None) is has_bias
+    got = run(graph, {g: dy, x: data, scale: weight, r: found_inv}, outputs(results))
+    for result, reference in zip(got, gradients(expected, dy, *held[: 2 + has_bias]), strict=True):
+        close(result, reference, max(1.0, float(found_inv.max())))
+
+
+@settings(deadline=None, max_examples=25)
+@given(arrays(min_rank=3))
+def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
+    weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
+    graph = new_graph()
+    x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
+    wanted = outputs(graph.instancenorm(TRAINING, x, scale, bias, 1e-3))
+    found, mean, inv = run(graph, {x: data, scale: weight, bias: offset}, wanted)
+    assert wanted[1].get_dim() == [*data.shape[:2], *[1] * (data.dim() - 2)]
+
+    held = [leaf(data), leaf(weight), leaf(offset)]
+    expected = functional.instance_norm(held[0], weight=held[1].flatten(), bias=held[2].flatten(), eps=1e-3)
+    close(found, expected.detach())
+    close(mean, data.flatten(2).mean(2))
+
+    graph = new_graph()
+    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
+    results = graph.instancenorm_backward(g, x, scale, m, r)
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
+        close(result, reference, max(1.0, float(inv.max())))
+
+
+@settings(deadline=None, max_examples=25)
+@given(arrays(), st.floats(0, 1, width=16), st.booleans())
+def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_tensor: bool) -> None:
+    weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
+    old_mean, old_var = parameter(data, [1]), parameter(data, [1]).exp()
+    graph = new_graph()
+    x, scale, bias, m0, v0 = (graph.tensor_like(t) for t in (data, weight, offset, old_mean, old_var))
+    inputs = {x: data, scale: weight, bias: offset, m0: old_mean, v0: old_var}
+    epsilon: Any = 1e-3
+    rate: Any = momentum
+    if by_tensor:
+        scalars = [torch.full([1] * data.dim(), value) for value in (1e-3, momentum)]
+        epsilon, rate = map(graph.tensor_like, scalars)
+        inputs |= {epsilon: scalars[0], rate: scalars[1]}
+    wanted = outputs(graph.batchnorm(x, scale, bias, m0, v0, epsilon, rate))
+    found, mean, inv, new_mean, new_var = run(graph, inputs, wanted)
+    assert [t.get_dim() for t in wanted[1:]] == [list(weight.shape)] * 4
+
+    held = [leaf(data), leaf(weight), leaf(offset)]
+    running = [old_mean.flatten().clone(), old_var.flatten().clone()]
+    expected = functional.batch_norm(
+        held[0], *running, held[1].flatten(), held[2].flatten(), training=True, momentum=momentum, eps=1e-3
+    )
+    close(found, expected.detach())
+    close(new_mean, running[0])
+    close(new_var, running[1])
+
+    graph = new_graph()
+    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
+    results = graph.batchnorm_backward(g, x, scale, m, r)
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
+        close(result, reference, max(1.0, float(inv.max())))
+
+
+def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
+    data, weight = torch.randn(4, 3, 2, 2), torch.ones(1, 3, 1, 1)
+    graph = new_graph()
+    x, scale, bias = graph.tensor_like(data), graph.tensor_like(weight), graph.tensor_like(torch.zeros(1, 3, 1, 1))
+    results = graph.batchnorm(x, scale, bias)
+    assert results[3:] == [None, None]
+    found = run(graph, {x: data, scale: weight, bias: torch.zeros(1, 3, 1, 1)}, outputs(results))
+    close(found[0], functional.batch_norm(data, None, None, training=True))
+
+
+@settings(deadline=None, max_examples=20)
+@given(arrays())
+def test_batchnorm_inference(data: torch.Tensor) -> None:
+    mean, inv, weight, offset = (parameter(data, [1]) for _ in range(4))
+    inv = inv.abs() + 0.5
+    graph = new_graph()
+    x, m, r, scale, bias = (graph.tensor_like(t) for t in (data, mean, inv, weight, offset))
+    y = graph.batchnorm_inference(x, m, r, scale, bias, name="bn")
+    assert y.get_name() == "bn::Y"
+    (found,) = run(graph, {x: data, m: mean, r: inv, scale: weight, bias: offset}, outputs([y]))
+    close(
+        found,
+        functional.batch_norm(data, mean.flatten(), inv.flatten() ** -2, weight.flatten(), offset.flatten(), eps=0.0),
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 6), st.booleans())
+def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, has_bias: bool) -> None:
+    data, dy = torch.randn(batch, tokens, hidden), torch.randn(batch, tokens, hidden)
+    weight, offset = torch.randn(batch, 1, hidden), torch.randn(batch, 1, hidden)
+    graph = new_graph()
+    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
+    bias = graph.tensor_like(offset) if has_bias else None
+    wanted = outputs(graph.adalayernorm(TRAINING, x, scale, bias, 1e-3))
+    found, mean, inv = run(graph, {x: data, scale: weight, **({bias: offset} if has_bias else {})}, wanted)
+    assert wanted[1].get_dim() == [batch, tokens, 1]
+
+    held = [leaf(data), leaf(weight), leaf(offset)]
+    shift = held[2] if has_bias else 0 * held[2]
+    expected = torch.stack(
+        [functional.layer_norm(held[0][b], [hidden], held[1][b, 0], shift[b, 0], 1e-3) for b in range(batch)]
+    )
+    close(found, expected.detach())
+
+    graph = new_graph()
+    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
+    results = graph.adalayernorm_backward(g, x, scale, m, r)
+    assert [t.get_name() for t in results] == ["::DX", "::DSCALE", "::DBIAS"]
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    reference = gradients(expected, dy, *held[:2])
+    for result, wanted_gradient in zip(got, (*reference, dy.sum(1)), strict=True):
+        close(result, wanted_gradient, max(1.0, float(inv.max())))
+
+
+def test_half_precision_outputs_are_the_float_results_rounded_once() -> None:
+    data, weight = torch.randn(6, 16, dtype=torch.float16), torch.randn(1, 16)
+    graph = new_graph(HALF)
+    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
+    y, inv = outputs(graph.rmsnorm(TRAINING, x, scale))
+    found, found_inv = run(graph, {x: data, scale: weight}, [y, inv])
+    assert (found.dtype, found_inv.dtype) == (torch.float16, torch.float32)
+    exact = functional.rms_norm(data.double(), [16], weight[0].double(), 1e-5)
+    assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-11 * 1.01 + 1e-7)
+
+
+# How the methods may be called.
+
+
+def shape_graph() -> tuple[cudnn.pygraph, Any, Any, Any]:
+    graph = new_graph()
+    x, scale, bias = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
+    return graph, graph.tensor_like(x), graph.tensor_like(scale), graph.tensor_like(bias)
+
+
+def test_the_phase_may_be_left_out_and_means_inference() -> None:
+    graph, x, scale, bias = shape_graph()
+    for results in (
+        graph.layernorm(x, scale, bias),
+        graph.layernorm(x, scale, bias, 1e-3),
+        graph.layernorm(x, scale, bias=bias, epsilon=1e-3),
+        graph.layernorm(input=x, scale=scale, bias=bias),
+        graph.layernorm(INFERENCE, x, scale, bias),
+        graph.layernorm(norm_forward_phase=INFERENCE, input=x, scale=scale, bias=bias),
+    ):
+        assert len(results) == 3
+        assert results[0] is not None
+        assert results[1:] == [None, None]
+    for results in (
+        graph.rmsnorm(x, scale, epsilon=1e-5),
+        graph.rmsnorm(x, scale, bias),
+        graph.rmsnorm(INFERENCE, x, scale),
+    ):
+        assert len(results) == 2
+        assert results[1] is None
+    assert [node.phase for node in graph.nodes] == [INFERENCE] * len(graph.nodes)
+
+
+def test_gamma_of_rank_one_runs_along_the_last_dimension_and_validation_repeats() -> None:
+    data, gamma, beta = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
+    graph = new_graph()
+    x, scale, bias = graph.tensor_like(data), graph.tensor_like(gamma), graph.tensor_like(beta)
+    y = graph.layernorm(x, scale, bias, epsilon=1e-2, zero_centered_gamma=True)[0].set_output(True)
+    graph.validate()
+    graph.validate()
+    assert scale.get_dim() == bias.get_dim() == [1, 1, 8]
+    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, [y])
+    close(found, functional.layer_norm(data, [8], 1 + gamma, beta, 1e-2))
+
+
+def test_vectors_run_along_the_channels_of_instance_and_batch_normalisation() -> None:
+    data, gamma, beta = torch.randn(2, 4, 3, 3), torch.randn(4), torch.randn(4)
+    graph = new_graph()
+    x, scale, bias = graph.tensor_like(data), graph.tensor_like(gamma), graph.tensor_like(beta)
+    y = graph.instancenorm(x, scale, bias)[0].set_output(True)
+    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, [y])
+    close(found, functional.instance_norm(data, weight=gamma, bias=beta))
+
+
+def test_parameters_without_shape_take_theirs_from_x() -> None:
+    graph = new_graph()
+    x = graph.tensor([2, 4, 3, 5], [60, 1, 20, 4])
+    layer, batch = ([graph.tensor([], []) for _ in range(2)] for _ in range(2))
+    graph.layernorm(TRAINING, x, *layer)[0].set_output(True)
+    graph.batchnorm(x, *batch)[0].set_output(True)
+    graph.validate()
+    assert [t.get_dim() for t in (*layer, *batch)] == [[1, 4, 3, 5]] * 2 + [[1, 4, 1, 1]] * 2
+    assert layer[0].get_stride() == [60, 1, 20, 4]
+    assert batch[0].get_stride() == [4, 1, 4, 4]
+
+
+def test_names_and_shapes_of_outputs() -> None:
+    graph = new_graph()
+    x = graph.tensor([8, 32, 1, 1], [32, 1, 32, 32])
+    vector, column = ([1, 32, 1, 1], [32, 1, 32, 32]), ([8, 1, 1, 1], [1, 1, 1, 1])
+    scale, bias = graph.tensor(*vector), graph.tensor(*vector)
+    forward = graph.layernorm(TRAINING, x, scale, bias, name="ln")
+    backward = graph.layernorm_backward(x, x, scale, forward[1], forward[2], name="ln_bwd")
+    rms = graph.rmsnorm_backward(x, x, scale, forward[2], True, name="rms_bwd")
+    for tensor in (*forward, *backward, *rms):
+        tensor.set_output(True)
+    graph.validate()
+    assert [t.get_name() for t in forward] == ["ln::Y", "ln::MEAN", "ln::INV_VARIANCE"]
+    assert [t.get_name() for t in backward] == ["ln_bwd::DX", "ln_bwd::DSCALE", "ln_bwd::DBIAS"]
+    assert [t.get_name() for t in rms] == ["rms_bwd::DX", "rms_bwd::Dscale", "rms_bwd::Dbias"]
+    assert [(t.get_dim(), t.get_stride()) for t in forward[1:]] == [column, column]
+    assert [(t.get_dim(), t.get_stride()) for t in backward[1:]] == [vector, vector]
+
+
+# Messages.
+
+
+@dataclasses.dataclass
+class Wrong:
+    call: Callable[[cudnn.pygraph, Any, Any], Any]
+    error: type[Exception]
+    says: str
+
+
+def _tensor(graph: cudnn.pygraph, *dim: int) -> Any:
+    return graph.tensor(list(dim), [prod(dim[axis + 1 :]) for axis in range(len(dim))])
+
+
+WRONG = {
+    "no phase": Wrong(
+        lambda g, x, s: g.layernorm(cudnn.norm_forward_phase.NOT_SET, x, s, s),
+        ValueError,
+        "norm_forward_phase.*TRAINING",
+    ),
+    "missing bias": Wrong(lambda g, x, s: g.layernorm(x, s, None), TypeError, r"layernorm: input BIAS: got None"),
+    "no tensor": Wrong(lambda g, x, s: g.rmsnorm(x, 3.0), TypeError, r"rmsnorm: input SCALE: got float"),
+    "epsilon": Wrong(lambda g, x, s: g.rmsnorm(x, s, epsilon="1e-5"), TypeError, r"rmsnorm: epsilon: got str"),
+    "epsilon with shape": Wrong(lambda g, x, s: g.rmsnorm(x, s, epsilon=s), ValueError, "EPSILON.*one element"),
+    "missing mean": Wrong(lambda g, x, s: g.instancenorm_backward(x, x, s), TypeError, "input MEAN: got None"),
+    "scale extent": Wrong(
+        lambda g, x, s: g.rmsnorm(x, _tensor(g, 1, 5, 1, 1), name="norm"),
+        ValueError,
+        r"norm \(rmsnorm\): input SCALE .*\[1, 5, 1, 1\] beside X of dim=\[2, 4, 3, 3\].*extents of X, or 1",
+    ),
+    "scale rank": Wrong(lambda g, x, s: g.rmsnorm(x, _tensor(g, 4, 3)), ValueError, "input SCALE"),
+    "bias unlike scale": Wrong(
+        lambda g, x, s: g.layernorm(x, s, _tensor(g, 1, 4, 3, 3)),
+        ValueError,
+        r"input BIAS.*dim=\[1, 4, 1, 1\], as SCALE",
+    ),
+    "channels": Wrong(
+        lambda g, x, s: g.batchnorm(x, _tensor(g, 1, 4, 3, 3), s),
+        ValueError,
+        r"input SCALE.*allowed: dim=\[1, 4, 1, 1\]",
+    ),
+    "statistics": Wrong(
+        lambda g, x, s: g.batchnorm_backward(x, x, s, s, _tensor(g, 2, 4, 1, 1)), ValueError, "input INV_VARIANCE"
+    ),
+    "running without momentum": Wrong(
+        lambda g, x, s: g.batchnorm(x, s, s, s, s), ValueError, "running statistics: got no momentum"
+    ),
+    "half of the running ones": Wrong(
+        lambda g, x, s: g.batchnorm(x, s, s, s, None, 1e-5, 0.1), ValueError, "got no in_running_var"
+    ),
+    "gradient": Wrong(
+        lambda g, x, s: g.batchnorm_backward(_tensor(g, 2, 4, 3, 1), x, s, s, s), ValueError, r"input DY.*as X"
+    ),
+    "rank of X": Wrong(lambda g, x, s: g.rmsnorm(_tensor(g, 4), _tensor(g, 4)), ValueError, r"input X .*rank 1"),
+    "Y": Wrong(lambda g, x, s: [g.rmsnorm(x, s)[0].set_dim([2, 4, 9])], ValueError, r"output Y .*dim=\[2, 4, 3, 3\]"),
+}
+
+
+def _validate(wrong: Wrong) -> None:
+    graph = new_graph()
+    results = wrong.call(graph, _tensor(graph, 2, 4, 3, 3), _tensor(graph, 1, 4, 1, 1))
+    results[0].set_output(True)
+    graph.validate()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_refused_and_how(name: str) -> None:
+    with pytest.raises(WRONG[name].error, match=WRONG[name].says):
+        _validate(WRONG[name])
+
+
+def test_the_reference_executor_does_not_share_statistics_between_gpus() -> None:
+    graph = new_graph()
+    data, vector = torch.randn(2, 4, 3, 3), torch.randn(1, 4, 1, 1)
+    x, s, peer = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(torch.zeros(2, 16, 1, 1))
+    wanted = outputs(graph.batchnorm(x, s, s, peer_stats=[peer]))
+    with pytest.raises(NotImplementedError, match="peer_stats"):
+        run(graph, {x: data, s: vector, peer: torch.zeros(2, 16, 1, 1)}, wanted)
+
+
+# Every operation as a graph. Layouts and types are those that cuDNN's engines are written for.
+
+Nhwc = tuple[list[int], list[int]]
+IMAGE: Nhwc = ([4, 64, 16, 16], [64 * 256, 1, 64 * 16, 64])
+CHANNELS: Nhwc = ([1, 64, 1, 1], [64, 1, 64, 64])
+PER_SAMPLE: Nhwc = ([4, 64, 1, 1], [64, 1, 64, 64])
+ROWS: Nhwc = ([96, 128, 1, 1], [128, 1, 128, 128])
+HIDDEN: Nhwc = ([1, 128, 1, 1], [128, 1, 128, 128])
+ROW_STATISTICS: Nhwc = ([96, 1, 1, 1], [1, 1, 1, 1])
+TOKENS: Nhwc = ([4, 24, 128], [24 * 128, 128, 1])
+LAST: Nhwc = ([1, 1, 128], [128, 128, 1])
+PER_BATCH: Nhwc = ([4, 1, 128], [128, 128, 1])
+TOKEN_STATISTICS: Nhwc = ([4, 24, 1], [24, 1, 1])
+
+
+def real(graph: cudnn.pygraph, shape: Nhwc, count: int = 1, kind: cudnn.data_type = FLOAT) -> list[Any]:
+    return [graph.tensor(*shape, kind) for _ in range(count)]
+
+
+def layernorm(
+    g: cudnn.pygraph, phase: cudnn.norm_forward_phase, x: Nhwc = ROWS, scale: Nhwc = HIDDEN, **keywords: Any
+) -> None:
+    outputs(g.layernorm(phase, *real(g, x, 1, HALF), *real(g, scale, 2), 1e-5, **keywords))
+
+
+def layernorm_backward(g: cudnn.pygraph, x: Nhwc, scale: Nhwc, statistics: Nhwc) -> None:
+    outputs(g.layernorm_backward(*real(g, x, 2, HALF), *real(g, scale), *real(g, statistics, 2)))
+
+
+def rmsnorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase, x: Nhwc, scale: Nhwc, has_bias: bool = False) -> None:
+    bias = real(g, scale)[0] if has_bias else None
+    outputs(g.rmsnorm(phase, *real(g, x, 1, HALF), *real(g, scale), bias, 1e-5))
+
+
+def rmsnorm_backward(g: cudnn.pygraph, has_dbias: bool) -> None:
+    outputs(g.rmsnorm_backward(*real(g, ROWS, 2, HALF), *real(g, HIDDEN), *real(g, ROW_STATISTICS), has_dbias))
+
+
+def instancenorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase) -> None:
+    outputs(g.instancenorm(phase, *real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 2), 1e-5))
+
+
+def instancenorm_backward(g: cudnn.pygraph) -> None:
+    outputs(g.instancenorm_backward(*real(g, IMAGE, 2, HALF), *real(g, CHANNELS), *real(g, PER_SAMPLE, 2)))
+
+
+def adalayernorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase) -> None:
+    outputs(g.adalayernorm(phase, *real(g, TOKENS, 1, HALF), *real(g, PER_BATCH, 2), 1e-5))
+
+
+def adalayernorm_backward(g: cudnn.pygraph) -> None:
+    outputs(g.adalayernorm_backward(*real(g, TOKENS, 2, HALF), *real(g, PER_BATCH), *real(g, TOKEN_STATISTICS, 2)))
+
+
+def batchnorm(g: cudnn.pygraph, running: bool = True, peers: int = 0) -> None:
+    arguments = [*real(g, CHANNELS, 2), 1e-5, 0.1] if running else []
+    exchange = real(g, ([2, 4 * 64, 1, 1], [256, 1, 256, 256]), peers)
+    outputs(g.batchnorm(*real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 2), *arguments, peer_stats=exchange))
+
+
+def batchnorm_backward(g: cudnn.pygraph) -> None:
+    outputs(g.batchnorm_backward(*real(g, IMAGE, 2, HALF), *real(g, CHANNELS, 3)))
+
+
+def batchnorm_relu_mask(g: cudnn.pygraph) -> None:
+    y, *statistics = g.batchnorm(*real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 4), 1e-5, 0.1)
+    relu = g.relu(y)
+    mask = g.cmp_gt(relu, *real(g, ([1] * 4, [1] * 4)))
+    outputs([relu, *statistics])
+    mask.set_output(True).set_data_type(BOOLEAN)
+
+
+def batchnorm_add_relu(g: cudnn.pygraph) -> None:
+    y, *statistics = g.batchnorm(*real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 4), 1e-5, 0.1)
+    outputs([g.relu(g.add(y, *real(g, IMAGE, 1, HALF))), *statistics])
+
+
+def batchnorm_inference_relu_batchnorm_backward(g: cudnn.pygraph) -> None:
+    x, dy = real(g, IMAGE, 2, HALF)
+    mean, inv, scale, bias = real(g, CHANNELS, 4)
+    y = g.batchnorm_inference(x, mean, inv, scale, bias).set_data_type(HALF)
+    outputs(g.batchnorm_backward(g.relu_backward(dy, y).set_data_type(HALF), x, scale, mean, inv))
+
+
+def mask_batchnorm_backward(g: cudnn.pygraph) -> None:
+    (mask,) = real(g, IMAGE, 1, BOOLEAN)
+    x, dy = real(g, IMAGE, 2, HALF)
+    scale, mean, inv = real(g, CHANNELS, 3)
+    outputs(g.batchnorm_backward(g.mul(dy, mask).set_data_type(HALF), x, scale, mean, inv))
+
+
+GRAPHS: dict[str, Callable[[cudnn.pygraph], None]] = {
+    "layernorm inference": lambda g: layernorm(g, INFERENCE),
+    "layernorm training": lambda g: layernorm(g, TRAINING),
+    "layernorm of tokens": lambda g: layernorm(g, TRAINING, TOKENS, LAST),
+    "layernorm zero-centred": lambda g: layernorm(g, TRAINING, zero_centered_gamma=True),
+    "layernorm_backward": lambda g: layernorm_backward(g, ROWS, HIDDEN, ROW_STATISTICS),
+    "layernorm_backward of tokens": lambda g: layernorm_backward(g, TOKENS, LAST, TOKEN_STATISTICS),
+    "rmsnorm inference": lambda g: rmsnorm(g, INFERENCE, ROWS, HIDDEN),
+    "rmsnorm training with bias": lambda g: rmsnorm(g, TRAINING, ROWS, HIDDEN, has_bias=True),
+    "rmsnorm of tokens, gamma a vector": lambda g: rmsnorm(g, TRAINING, TOKENS, ([128], [1])),
+    "rmsnorm_backward": lambda g: rmsnorm_backward(g, has_dbias=False),
+    "rmsnorm_backward with bias": lambda g: rmsnorm_backward(g, has_dbias=True),
+    "instancenorm inference": lambda g: instancenorm(g, INFERENCE),
+    "instancenorm training": lambda g: instancenorm(g, TRAINING),
+    "instancenorm_backward": instancenorm_backward,
+    "adalayernorm inference": lambda g: adalayernorm(g, INFERENCE),
+    "adalayernorm training": lambda g: adalayernorm(g, TRAINING),
+    "adalayernorm_backward": adalayernorm_backward,
+    "batchnorm": batchnorm,
+    "batchnorm without running statistics": lambda g: batchnorm(g, running=False),
+    "batchnorm with peers": lambda g: batchnorm(g, peers=2),
+    "batchnorm_backward": batchnorm_backward,
+    "batchnorm + relu + mask": batchnorm_relu_mask,
+    "batchnorm + add + relu": batchnorm_add_relu,
+    "batchnorm_inference + relu_backward + batchnorm_backward": batchnorm_inference_relu_batchnorm_backward,
+    "mask + batchnorm_backward": mask_batchnorm_backward,
+}
+
+
+def _build(describe: Callable[[cudnn.pygraph], None], device: Any) -> cudnn.pygraph:
+    graph = new_graph(HALF, device_property=device)
+    describe(graph)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return graph
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("name", GRAPHS)
+def test_cudnn_builds_a_plan(name: str, device_properties: Any) -> None:
+    assert _build(GRAPHS[name], device_properties).get_workspace_size() >= 0
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_description_round_trip(name: str) -> None:
+    graph = new_graph(HALF, backend="reference")
+    GRAPHS[name](graph)
+    graph.build([cudnn.heur_mode.A])
+    restored = cudnn.pygraph()
+    restored.deserialize(repr(graph))
+    assert repr(restored) == repr(graph)
+
+
+def test_restored_graph_computes_the_same() -> None:
+    data, weight = torch.randn(4, 8), torch.randn(1, 8)
+    graph = new_graph()
+    x, scale = graph.tensor_like(data).set_uid(1), graph.tensor_like(weight).set_uid(2)
+    y, inv = outputs(graph.rmsnorm(TRAINING, x, scale, epsilon=0.25))
+    y.set_uid(3)
+    inv.set_uid(4)
+    first = run(graph, {x: data, scale: weight}, [y, inv])
+    restored = cudnn.pygraph()
+    restored.deserialize(graph.serialize())
+    again = [torch.full_like(t, NAN) for t in first]
+    restored.execute({1: data, 2: weight, 3: again[0], 4: again[1]})
+    assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mask_of_a_fused_relu_as_bytes_and_as_bits(packed: bool) -> None:
+    data, vector = torch.randn(2, 16, 3, 3), torch.rand(1, 16, 1, 1) + 0.5
+    zero = torch.zeros(1, 1, 1, 1)
+    graph = new_graph()
+    x, s, z = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(zero)
+    y = graph.relu(graph.batchnorm(x, s, s)[0])
+    mask = graph.cmp_gt(y, z)
+    mask.set_output(True).set_data_type(BOOLEAN)
+    y.set_output(True)
+    graph.build([cudnn.heur_mode.A])
+    found = torch.full(data.shape, NAN)
+    bits = torch.full((2, 2 if packed else 16, 3, 3), 255, dtype=torch.uint8)
+    graph.execute({x: data, s: vector, z: zero, y: found, mask: bits})
+    expected = functional.batch_norm(data, None, None, vector.flatten(), vector.flatten(), training=True).relu()
+    close(found, expected)
+    if packed:  # eight channels a byte, the lowest one in the lowest bit
+        bits = torch.stack([(bits[:, c // 8] >> (c % 8)) & 1 for c in range(16)], dim=1)
+    assert torch.equal(bits.bool(), found > 0)

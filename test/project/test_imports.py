@@ -1,0 +1,62 @@
+"""What importing the packages costs and loads, and the layers between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "kernels")])}
+HEAVY = ("cutlass", "tvm_ffi", "numpy", "rich", "typer")
+
+
+def _python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT, cwd=ROOT).stdout
+
+
+def _loaded_by(statement: str) -> set[str]:
+    code = f"import sys, json; {statement}; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    return set(json.loads(_python(code).splitlines()[-1]))
+
+
+def test_import_loads_neither_torch_nor_cutlass() -> None:
+    assert _loaded_by("import cudnn") & {"torch", *HEAVY} == set()
+
+
+def test_kernels_import_neither_torch_nor_cudnn() -> None:
+    assert _loaded_by("import cudnn_kernels") & {"torch", "cudnn"} == set()
+
+
+def test_import_is_quick() -> None:
+    """``import cudnn`` adds under 0.2 s to ``import torch``. Processor time: the cores may be busy with other tests."""
+    code = "import time, torch; t = time.process_time(); import cudnn; print(time.process_time() - t)"
+    assert min(float(_python(code)) for _ in range(2)) < 0.2
+
+
+@pytest.mark.parametrize("command", [["--version"], ["--help"]])
+def test_command_starts_without_torch(command: list[str]) -> None:
+    code = f"""
+import sys
+from cudnn.cli import main
+sys.argv = ["cudnn", *{command!r}]
+try:
+    main()
+except SystemExit:
+    pass
+print("torch" in sys.modules)
+"""
+    assert _python(code).splitlines()[-1] == "False"
+
+
+def test_layers() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    if not linter.exists():
+        pytest.skip("import-linter is not installed: pip install '.[test]'")
+    result = subprocess.run([linter, "--no-cache"], capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,81 @@
+"""Graphs for tests: random strided data, a run on either executor, plans of cuDNN for a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cudnn
+import torch
+from cudnn.datatypes import _cudnn_to_torch_data_type
+from hypothesis import strategies as st
+
+FLOAT, HALF, BFLOAT16 = cudnn.data_type.FLOAT, cudnn.data_type.HALF, cudnn.data_type.BFLOAT16
+MODES = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
+
+
+def reference_graph(io: object = FLOAT, intermediate: object = FLOAT, compute: object = FLOAT) -> cudnn.pygraph:
+    """A graph that the reference executor runs, on any machine."""
+    return cudnn.pygraph(
+        io_data_type=io, intermediate_data_type=intermediate, compute_data_type=compute, backend="reference"
+    )
+
+
+def planned_graph(device: Any, io: object = HALF, intermediate: object = FLOAT, compute: object = FLOAT) -> cudnn.pygraph:
+    """A graph whose plans are made for a described device (the fixtures ``device_properties``, ``h200``, ``b200``)."""
+    return cudnn.pygraph(
+        io_data_type=io, intermediate_data_type=intermediate, compute_data_type=compute, device_property=device
+    )
+
+
+def configurations(graph: cudnn.pygraph) -> int:
+    """How many engine configurations cuDNN has for a graph; ``cudnnGraphNotSupportedError`` where it has none."""
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans(MODES)
+    graph.check_support()
+    return graph.get_execution_plan_count()
+
+
+def like(graph: cudnn.pygraph, data: torch.Tensor, name: str = "") -> cudnn.tensor:
+    """A graph tensor of the shape, strides and type of the data. One element is no scalar here."""
+    return graph.tensor(list(data.shape), list(data.stride()), data.dtype, name=name)
+
+
+def buffer(tensor: cudnn.tensor, device: str = "cpu") -> torch.Tensor:
+    """Memory for an output, full of what no correct program leaves there (NaN, or the largest number)."""
+    kind = _cudnn_to_torch_data_type(tensor.get_data_type())
+    made = torch.empty_strided(tensor.get_dim(), tensor.get_stride(), dtype=kind, device=device)
+    if kind.is_floating_point:
+        return made.fill_(float("nan")) if kind.itemsize > 1 else made
+    return made.fill_(True if kind is torch.bool else torch.iinfo(kind).max)
+
+
+def run(graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *outputs: cudnn.tensor) -> list[torch.Tensor]:
+    """Builds and executes the graph on the device of the data; returns what it wrote to the outputs."""
+    graph.build(MODES)
+    device = str(next((value.device for value in data.values() if value.device.type != "cpu"), "cpu"))
+    results = {tensor: buffer(tensor, device) for tensor in outputs}
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
+    graph.execute({**data, **results}, workspace)
+    return list(results.values())
+
+
+def shapes(rank: int | None = None, largest: int = 5) -> st.SearchStrategy[list[int]]:
+    """Small shapes."""
+    ranks = st.integers(2, 4) if rank is None else st.just(rank)
+    return ranks.flatmap(lambda rank: st.lists(st.integers(1, largest), min_size=rank, max_size=rank))
+
+
+@st.composite
+def strided(draw: st.DrawFn, dims: Sequence[int], low: float = -2.0, high: float = 2.0) -> torch.Tensor:
+    """Random float32 data with its dimensions in any order of memory, with or without gaps."""
+    order = draw(st.permutations(range(len(dims))))
+    gap = draw(st.sampled_from([0, 0, 1, 3]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    strides, step = [1] * len(dims), 1
+    for axis in order:
+        strides[axis] = step
+        step = step * dims[axis] + gap
+    data = torch.empty_strided(dims, strides)
+    return data.copy_(torch.rand(dims, generator=generator) * (high - low) + low)
