@@ -61,8 +61,9 @@ def build_graph(cudnn: Any, torch: Any, handle: Any, tensors: int) -> tuple[Any,
 
 def work(tensors: int) -> None:
     """The process of one package: answers each mode read from standard input with the seconds that a batch took."""
-    import cudnn
     import torch
+
+    import cudnn
 
     handle = cudnn.create_handle()
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
@@ -111,9 +112,8 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(
-                f"execute_overhead: the process of {self._name} ended with {self._process.wait()}; see above."
-            )
+            code = self._process.wait()
+            raise SystemExit(f"execute_overhead: the process of {self._name} ended with {code}; see above.")
         return line
 
     def batch(self, mode: str) -> float:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 
 from support import driver
+
+# A first call may load a library or compile a kernel: no time limit on single examples.
+hypothesis.settings.register_profile("project", deadline=None)
+hypothesis.settings.load_profile("project")
 
 _NO_DRIVER = driver.load_stub_driver()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from cudnn.enums import data_type
 from cudnn.lazy import torch
@@ -15,7 +15,7 @@ class _Row(NamedTuple):
     bits: int  # bits an element takes in memory
 
 
-# DLPack type codes: dlpack.h 1.1 (kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLBool 6, float8/float4 codes 10, 12, 14, 17).
+# DLPack type codes, dlpack.h 1.1: kDLInt 0, kDLUInt 1, kDLFloat 2, kDLBfloat 4, kDLBool 6; float8 and float4 10 to 17.
 _TABLE: dict[data_type, _Row] = {
     data_type.FLOAT: _Row("float32", (2, 32), 32),
     data_type.DOUBLE: _Row("float64", (2, 64), 64),
@@ -51,7 +51,7 @@ def is_torch_available() -> bool:
     return True
 
 
-def _is_torch_tensor(obj: object) -> bool:
+def _is_torch_tensor(obj: object) -> TypeGuard[Any]:
     """True for a ``torch.Tensor``; does not import PyTorch to find out."""
     module = sys.modules.get("torch")
     return module is not None and isinstance(obj, module.Tensor)

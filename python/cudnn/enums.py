@@ -36,8 +36,8 @@ class data_type(enum.IntEnum):  # noqa: N801
 class heur_mode(enum.IntEnum):  # noqa: N801
     """How engine configurations are found.
 
-    ``A`` and ``B`` are cuDNN's heuristics, ``FALLBACK`` its list of last resort. ``OPENSOURCE`` stands for A, then FALLBACK.
-    ``CUDNN_FIND`` stands for A, B and FALLBACK together.
+    ``A`` and ``B`` are cuDNN's heuristics, ``FALLBACK`` its list of last resort. ``OPENSOURCE`` stands for A, then
+    FALLBACK; ``CUDNN_FIND`` for A, B and FALLBACK together.
     """
 
     A = 0
@@ -119,7 +119,7 @@ class diagonal_alignment(enum.IntEnum):  # noqa: N801
 
 
 class attention_implementation(enum.IntEnum):  # noqa: N801
-    """One attention operation of cuDNN (``UNIFIED``), a pattern of smaller ones (``COMPOSITE``), or whichever fits (``AUTO``)."""
+    """One operation of cuDNN (``UNIFIED``), a pattern of smaller ones (``COMPOSITE``), or either (``AUTO``)."""
 
     AUTO = 0
     COMPOSITE = 1
@@ -158,8 +158,8 @@ class convolution_mode(enum.IntEnum):  # noqa: N801
 knob_type = enum.IntEnum(
     "knob_type",
     "NOT_SET SWIZZLE TILE_SIZE EDGE MULTIPLY SPLIT_K_BUF TILEK STAGES REDUCTION_MODE SPLIT_K_SLC IDX_MODE SPECFILT "
-    "KERNEL_CFG WORKSPACE TILE_CGA_M TILE_CGA_N BLOCK_SIZE OCCUPANCY ARRAY_SIZE_PER_THREAD SPLIT_COLS TILE_ROWS TILE_COLS "
-    "LOAD_SIZE CTA_COUNT STREAM_K SPLIT_P_SLC TILE_M TILE_N WARP_SPEC_CFG",
+    "KERNEL_CFG WORKSPACE TILE_CGA_M TILE_CGA_N BLOCK_SIZE OCCUPANCY ARRAY_SIZE_PER_THREAD SPLIT_COLS TILE_ROWS "
+    "TILE_COLS LOAD_SIZE CTA_COUNT STREAM_K SPLIT_P_SLC TILE_M TILE_N WARP_SPEC_CFG",
     start=0,
     module=__name__,
 )

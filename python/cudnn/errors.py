@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-class cudnnGraphNotSupportedError(Exception):  # noqa: N801, N818  (the public name of the cuDNN Python API)
-    """cuDNN, or this library on its behalf, cannot run the graph: no engine, no plan, or a combination outside the support surface.
+class cudnnGraphNotSupportedError(Exception):  # noqa: N801  (the public name of the cuDNN Python API)
+    """cuDNN, or this library on its behalf, cannot run the graph: no engine, no plan, or outside the support surface.
 
     Not a subclass of ``RuntimeError``: test suites turn this class, and only this one, into a skip.
     """
@@ -31,8 +31,8 @@ class CudnnLibraryError(RuntimeError):
 def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") -> str:
     """Words a refusal: which call or node and argument, what it got, what is allowed, what to do.
 
-    >>> refusal("conv2d (conv_fprop)", "stride", "nothing", "one entry per spatial dimension", "pass stride=[1, 1]")
-    'conv2d (conv_fprop): stride: got nothing; allowed: one entry per spatial dimension. To mend it, pass stride=[1, 1].'
+    >>> refusal("conv2d (conv_fprop)", "stride", "nothing", "one per spatial dimension", "pass stride=[1, 1]")
+    'conv2d (conv_fprop): stride: got nothing; allowed: one per spatial dimension. To mend it, pass stride=[1, 1].'
     """
     text = f"{where}: {what}: got {got}; allowed: {allowed}."
     return f"{text} To mend it, {cure}." if cure else text

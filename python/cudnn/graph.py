@@ -42,7 +42,7 @@ def graph(
 def jit(
     heur_modes: heur_mode | Sequence[heur_mode] = heur_mode.A,
 ) -> Callable[[Callable[P, tuple[pygraph, Sequence[Any]]]], Callable[P, tuple[pygraph, list[int]]]]:
-    """Decorates a function that returns ``(graph, tensors)``: builds the graph if it is not built, returns ``(graph, uids)``."""
+    """Decorates a function returning ``(graph, tensors)``: builds the graph if need be; returns ``(graph, uids)``."""
     modes = [heur_modes] if isinstance(heur_modes, heur_mode) else list(heur_modes)
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
@@ -59,7 +59,7 @@ def jit(
 
 
 def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: one result per ``key_fn(*args, **kwargs)``, the oldest dropped beyond ``maxsize`` of them."""
+    """Decorates a function: one result per ``key_fn(*args, **kwargs)``; beyond ``maxsize`` the oldest is dropped."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         results: dict[Hashable, R] = {}

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
 T = TypeVar("T")
 
@@ -50,6 +50,12 @@ def _flag(text: str) -> bool:
     return word in _TRUE
 
 
+def _architecture(text: str) -> str:
+    if text not in ("", "sm_90a", "sm_100a"):
+        raise ValueError(text)
+    return text
+
+
 LIBRARY_FOLDERS = Setting(
     "LD_LIBRARY_PATH",
     "folders, separated by `:`",
@@ -73,10 +79,32 @@ LOG_FILE = Setting(
     "Where the log goes when `CUDNN_FRONTEND_LOG_INFO` is on.",
 )
 
-SETTINGS = (LIBRARY_FOLDERS, LOG_INFO, LOG_FILE)
+KERNEL_CACHE = Setting(
+    "CUDNN_KERNEL_CACHE",
+    "the path of a folder",
+    str,
+    "",
+    "Where compiled kernels of the fused APIs are kept; unset: the user's cache folder. `cudnn cache list` shows it.",
+)
+EMULATE = Setting(
+    "CUDNN_EMULATE",
+    "`sm_90a` or `sm_100a`",
+    _architecture,
+    "",
+    "Fused APIs on CPU tensors run the real kernel for that architecture in the emulator, as in `cudnn.emulation(...)`; "
+    "unset: the reference in PyTorch.",
+)
+
+SETTINGS = (LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, EMULATE)
 
 
-class _StandardStream(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # no subscript before Python 3.11
+
+
+class _StandardStream(_StreamHandler):
     """Writes to what ``sys.stdout`` or ``sys.stderr`` is at that moment, so that redirections are followed."""
 
     def __init__(self, name: str) -> None:
@@ -121,6 +149,6 @@ def markdown_table() -> str:
     rows: list[str] = []
     for setting in SETTINGS:
         default = int(setting.default) if isinstance(setting.default, bool) else setting.default
-        shown = "not set" if default == () else f"`{default}`"
+        shown = "not set" if default in ((), "") else f"`{default}`"
         rows.append(f"| `{setting.name}` | {setting.kind} | {shown} | {setting.meaning} |")
     return "\n".join(["| variable | value | default | meaning |", "|---|---|---|---|", *rows])

@@ -63,9 +63,9 @@ def test_setting_after_finalize_is_an_error() -> None:
 def test_children_live_as_long_as_their_parent() -> None:
     graph = descriptors.matmul()  # nothing else holds its operation, its tensors and its matmul descriptor
     gc.collect()
-    held = [child for values in graph.descriptor._keep for child in values]
-    assert [child.kind for child in held] == [DescriptorType.OPERATION_MATMUL]
-    assert len(held[0]._keep) == 4
+    (operations,) = graph.descriptor._keep
+    assert [operation.kind for operation in operations] == [DescriptorType.OPERATION_MATMUL]
+    assert len(operations[0]._keep) == 4
     assert graph.engine_count > 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cudnn
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import cudnn
 from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, strided
 
 INT8, INT32, FP8 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import cudnn
+from cudnn.pygraph.lowering import Lowering
+from support.graphs import FLOAT, HALF, MODES, configurations, planned_graph, reference_graph, run, strided
 
-FLOAT, HALF, BOOLEAN = cudnn.data_type.FLOAT, cudnn.data_type.HALF, cudnn.data_type.BOOLEAN
+BOOLEAN = cudnn.data_type.BOOLEAN
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
-NAN = float("nan")
-
-
-def new_graph(io: cudnn.data_type = FLOAT, **keywords: Any) -> cudnn.pygraph:
-    return cudnn.pygraph(io_data_type=io, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **keywords)
 
 
 def outputs(tensors: Iterable[Any], statistics: cudnn.data_type = FLOAT) -> list[Any]:
@@ -34,42 +31,17 @@ def outputs(tensors: Iterable[Any], statistics: cudnn.data_type = FLOAT) -> list
     return present
 
 
-def run(graph: cudnn.pygraph, inputs: Mapping[Any, torch.Tensor], wanted: Sequence[Any]) -> list[torch.Tensor]:
-    """Builds for the reference executor, runs on buffers full of NaN with the inferred strides."""
-    graph.build([cudnn.heur_mode.A])
-    buffers = [
-        torch.empty_strided(
-            t.get_dim(), t.get_stride(), dtype=cudnn.datatypes._cudnn_to_torch_data_type(t.get_data_type())
-        )
-        for t in wanted
-    ]
-    for buffer in buffers:
-        if buffer.is_floating_point():
-            buffer.fill_(NAN)
-    graph.execute({**inputs, **dict(zip(wanted, buffers, strict=True))})
-    return buffers
-
-
 def close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(
         found, expected.reshape(found.shape).to(found.dtype), rtol=1e-4 * scale, atol=2e-5 * scale
     )
 
 
-def strided(dims: Sequence[int], order: Sequence[int], padding: int) -> torch.Tensor:
-    """Random numbers whose dimensions lie in memory in ``order``, slowest first, with gaps after the fastest."""
-    packed = [dims[axis] for axis in order]
-    packed[-1] += padding
-    storage = torch.randn(packed).narrow(-1, 0, packed[-1] - padding)
-    return storage.permute([order.index(axis) for axis in range(len(dims))])
-
-
 @st.composite
 def arrays(draw: st.DrawFn, min_rank: int = 2) -> torch.Tensor:
     dims = draw(st.lists(st.integers(1, 5), min_size=min_rank, max_size=5))
     dims[0], dims[-1] = dims[0] + 1, dims[-1] + 1  # torch refuses one value per channel
-    order = draw(st.permutations(range(len(dims))))
-    return strided(dims, order, draw(st.integers(0, 2)))
+    return draw(strided(dims))
 
 
 @st.composite
@@ -108,11 +80,11 @@ def test_layernorm_and_its_gradients(
     weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
     shape = [data.shape[axis] for axis in axes]
 
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
     y, mean, inv = graph.layernorm(TRAINING, x, scale, bias, epsilon, zero_centered_gamma=zero_centered)
     wanted = outputs([y, mean, inv])
-    found, found_mean, found_inv = run(graph, {x: data, scale: weight, bias: offset}, wanted)
+    found, found_mean, found_inv = run(graph, {x: data, scale: weight, bias: offset}, *wanted)
     assert y.get_stride() == list(data.stride())
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -128,10 +100,10 @@ def test_layernorm_and_its_gradients(
     if zero_centered:
         return
 
-    graph = new_graph()
+    graph = reference_graph()
     g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, found_mean, found_inv))
     wanted = outputs(graph.layernorm_backward(g, x, scale, m, r))
-    got = run(graph, {g: dy, x: data, scale: weight, m: found_mean, r: found_inv}, wanted)
+    got = run(graph, {g: dy, x: data, scale: weight, m: found_mean, r: found_inv}, *wanted)
     assert wanted[0].get_stride() == list(data.stride())
     for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
         close(result, reference, max(1.0, float(found_inv.max())))
@@ -144,12 +116,12 @@ def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bi
     weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
     shape = [data.shape[axis] for axis in axes]
 
-    graph = new_graph()
+    graph = reference_graph()
     x, scale = graph.tensor_like(data), graph.tensor_like(weight)
     bias = graph.tensor_like(offset) if has_bias else None
     wanted = outputs(graph.rmsnorm(TRAINING, x, scale, bias, 1e-3))
     inputs = {x: data, scale: weight, **({bias: offset} if has_bias else {})}
-    found, found_inv = run(graph, inputs, wanted)
+    found, found_inv = run(graph, inputs, *wanted)
 
     held = [leaf(data), leaf(weight), leaf(offset)]
     expected = from_last(functional.rms_norm(to_last(held[0], axes), shape, held[1].reshape(shape), 1e-3), axes)
@@ -158,11 +130,11 @@ def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bi
     close(found, expected.detach())
     close(found_inv, ((data**2).mean(axes) + 1e-3).rsqrt())
 
-    graph = new_graph()
+    graph = reference_graph()
     g, x, scale, r = (graph.tensor_like(t) for t in (dy, data, weight, found_inv))
     results = graph.rmsnorm_backward(g, x, scale, r, has_bias)
     assert (results[2] is not None) is has_bias
-    got = run(graph, {g: dy, x: data, scale: weight, r: found_inv}, outputs(results))
+    got = run(graph, {g: dy, x: data, scale: weight, r: found_inv}, *outputs(results))
     for result, reference in zip(got, gradients(expected, dy, *held[: 2 + has_bias]), strict=True):
         close(result, reference, max(1.0, float(found_inv.max())))
 
@@ -171,10 +143,10 @@ def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bi
 @given(arrays(min_rank=3))
 def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
     weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
     wanted = outputs(graph.instancenorm(TRAINING, x, scale, bias, 1e-3))
-    found, mean, inv = run(graph, {x: data, scale: weight, bias: offset}, wanted)
+    found, mean, inv = run(graph, {x: data, scale: weight, bias: offset}, *wanted)
     assert wanted[1].get_dim() == [*data.shape[:2], *[1] * (data.dim() - 2)]
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -182,10 +154,10 @@ def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
     close(found, expected.detach())
     close(mean, data.flatten(2).mean(2))
 
-    graph = new_graph()
+    graph = reference_graph()
     g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
     results = graph.instancenorm_backward(g, x, scale, m, r)
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
     for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
         close(result, reference, max(1.0, float(inv.max())))
 
@@ -195,7 +167,7 @@ def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
 def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_tensor: bool) -> None:
     weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
     old_mean, old_var = parameter(data, [1]), parameter(data, [1]).exp()
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias, m0, v0 = (graph.tensor_like(t) for t in (data, weight, offset, old_mean, old_var))
     inputs = {x: data, scale: weight, bias: offset, m0: old_mean, v0: old_var}
     epsilon: Any = 1e-3
@@ -205,7 +177,7 @@ def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_ten
         epsilon, rate = map(graph.tensor_like, scalars)
         inputs |= {epsilon: scalars[0], rate: scalars[1]}
     wanted = outputs(graph.batchnorm(x, scale, bias, m0, v0, epsilon, rate))
-    found, mean, inv, new_mean, new_var = run(graph, inputs, wanted)
+    found, mean, inv, new_mean, new_var = run(graph, inputs, *wanted)
     assert [t.get_dim() for t in wanted[1:]] == [list(weight.shape)] * 4
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -217,21 +189,21 @@ def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_ten
     close(new_mean, running[0])
     close(new_var, running[1])
 
-    graph = new_graph()
+    graph = reference_graph()
     g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
     results = graph.batchnorm_backward(g, x, scale, m, r)
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
     for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
         close(result, reference, max(1.0, float(inv.max())))
 
 
 def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
     data, weight = torch.randn(4, 3, 2, 2), torch.ones(1, 3, 1, 1)
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias = graph.tensor_like(data), graph.tensor_like(weight), graph.tensor_like(torch.zeros(1, 3, 1, 1))
     results = graph.batchnorm(x, scale, bias)
     assert results[3:] == [None, None]
-    found = run(graph, {x: data, scale: weight, bias: torch.zeros(1, 3, 1, 1)}, outputs(results))
+    found = run(graph, {x: data, scale: weight, bias: torch.zeros(1, 3, 1, 1)}, *outputs(results))
     close(found[0], functional.batch_norm(data, None, None, training=True))
 
 
@@ -240,11 +212,11 @@ def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
 def test_batchnorm_inference(data: torch.Tensor) -> None:
     mean, inv, weight, offset = (parameter(data, [1]) for _ in range(4))
     inv = inv.abs() + 0.5
-    graph = new_graph()
+    graph = reference_graph()
     x, m, r, scale, bias = (graph.tensor_like(t) for t in (data, mean, inv, weight, offset))
     y = graph.batchnorm_inference(x, m, r, scale, bias, name="bn")
     assert y.get_name() == "bn::Y"
-    (found,) = run(graph, {x: data, m: mean, r: inv, scale: weight, bias: offset}, outputs([y]))
+    (found,) = run(graph, {x: data, m: mean, r: inv, scale: weight, bias: offset}, *outputs([y]))
     close(
         found,
         functional.batch_norm(data, mean.flatten(), inv.flatten() ** -2, weight.flatten(), offset.flatten(), eps=0.0),
@@ -256,11 +228,11 @@ def test_batchnorm_inference(data: torch.Tensor) -> None:
 def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, has_bias: bool) -> None:
     data, dy = torch.randn(batch, tokens, hidden), torch.randn(batch, tokens, hidden)
     weight, offset = torch.randn(batch, 1, hidden), torch.randn(batch, 1, hidden)
-    graph = new_graph()
+    graph = reference_graph()
     x, scale = graph.tensor_like(data), graph.tensor_like(weight)
     bias = graph.tensor_like(offset) if has_bias else None
     wanted = outputs(graph.adalayernorm(TRAINING, x, scale, bias, 1e-3))
-    found, mean, inv = run(graph, {x: data, scale: weight, **({bias: offset} if has_bias else {})}, wanted)
+    found, mean, inv = run(graph, {x: data, scale: weight, **({bias: offset} if has_bias else {})}, *wanted)
     assert wanted[1].get_dim() == [batch, tokens, 1]
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -270,11 +242,11 @@ def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, ha
     )
     close(found, expected.detach())
 
-    graph = new_graph()
+    graph = reference_graph()
     g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
     results = graph.adalayernorm_backward(g, x, scale, m, r)
     assert [t.get_name() for t in results] == ["::DX", "::DSCALE", "::DBIAS"]
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, outputs(results))
+    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
     reference = gradients(expected, dy, *held[:2])
     for result, wanted_gradient in zip(got, (*reference, dy.sum(1)), strict=True):
         close(result, wanted_gradient, max(1.0, float(inv.max())))
@@ -282,10 +254,10 @@ def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, ha
 
 def test_half_precision_outputs_are_the_float_results_rounded_once() -> None:
     data, weight = torch.randn(6, 16, dtype=torch.float16), torch.randn(1, 16)
-    graph = new_graph(HALF)
+    graph = reference_graph(HALF)
     x, scale = graph.tensor_like(data), graph.tensor_like(weight)
     y, inv = outputs(graph.rmsnorm(TRAINING, x, scale))
-    found, found_inv = run(graph, {x: data, scale: weight}, [y, inv])
+    found, found_inv = run(graph, {x: data, scale: weight}, y, inv)
     assert (found.dtype, found_inv.dtype) == (torch.float16, torch.float32)
     exact = functional.rms_norm(data.double(), [16], weight[0].double(), 1e-5)
     assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-11 * 1.01 + 1e-7)
@@ -295,7 +267,7 @@ def test_half_precision_outputs_are_the_float_results_rounded_once() -> None:
 
 
 def shape_graph() -> tuple[cudnn.pygraph, Any, Any, Any]:
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
     return graph, graph.tensor_like(x), graph.tensor_like(scale), graph.tensor_like(bias)
 
@@ -324,28 +296,29 @@ def test_the_phase_may_be_left_out_and_means_inference() -> None:
 
 
 def test_gamma_of_rank_one_runs_along_the_last_dimension_and_validation_repeats() -> None:
-    data, gamma, beta = torch.randn(2, 3, 8), torch.randn(8), torch.randn(8)
-    graph = new_graph()
+    data, gamma, beta = torch.randn(2, 3, 8), torch.randn(16)[::2], torch.randn(8)
+    graph = reference_graph()
     x, scale, bias = graph.tensor_like(data), graph.tensor_like(gamma), graph.tensor_like(beta)
     y = graph.layernorm(x, scale, bias, epsilon=1e-2, zero_centered_gamma=True)[0].set_output(True)
     graph.validate()
     graph.validate()
     assert scale.get_dim() == bias.get_dim() == [1, 1, 8]
-    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, [y])
+    assert (scale.get_stride()[-1], bias.get_stride()) == (2, [8, 8, 1])
+    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, y)
     close(found, functional.layer_norm(data, [8], 1 + gamma, beta, 1e-2))
 
 
 def test_vectors_run_along_the_channels_of_instance_and_batch_normalisation() -> None:
     data, gamma, beta = torch.randn(2, 4, 3, 3), torch.randn(4), torch.randn(4)
-    graph = new_graph()
+    graph = reference_graph()
     x, scale, bias = graph.tensor_like(data), graph.tensor_like(gamma), graph.tensor_like(beta)
     y = graph.instancenorm(x, scale, bias)[0].set_output(True)
-    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, [y])
+    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, y)
     close(found, functional.instance_norm(data, weight=gamma, bias=beta))
 
 
 def test_parameters_without_shape_take_theirs_from_x() -> None:
-    graph = new_graph()
+    graph = reference_graph()
     x = graph.tensor([2, 4, 3, 5], [60, 1, 20, 4])
     layer, batch = ([graph.tensor([], []) for _ in range(2)] for _ in range(2))
     graph.layernorm(TRAINING, x, *layer)[0].set_output(True)
@@ -357,7 +330,7 @@ def test_parameters_without_shape_take_theirs_from_x() -> None:
 
 
 def test_names_and_shapes_of_outputs() -> None:
-    graph = new_graph()
+    graph = reference_graph()
     x = graph.tensor([8, 32, 1, 1], [32, 1, 32, 32])
     vector, column = ([1, 32, 1, 1], [32, 1, 32, 32]), ([8, 1, 1, 1], [1, 1, 1, 1])
     scale, bias = graph.tensor(*vector), graph.tensor(*vector)
@@ -433,7 +406,7 @@ WRONG = {
 
 
 def _validate(wrong: Wrong) -> None:
-    graph = new_graph()
+    graph = reference_graph()
     results = wrong.call(graph, _tensor(graph, 2, 4, 3, 3), _tensor(graph, 1, 4, 1, 1))
     results[0].set_output(True)
     graph.validate()
@@ -446,12 +419,12 @@ def test_what_is_refused_and_how(name: str) -> None:
 
 
 def test_the_reference_executor_does_not_share_statistics_between_gpus() -> None:
-    graph = new_graph()
+    graph = reference_graph()
     data, vector = torch.randn(2, 4, 3, 3), torch.randn(1, 4, 1, 1)
     x, s, peer = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(torch.zeros(2, 16, 1, 1))
     wanted = outputs(graph.batchnorm(x, s, s, peer_stats=[peer]))
     with pytest.raises(NotImplementedError, match="peer_stats"):
-        run(graph, {x: data, s: vector, peer: torch.zeros(2, 16, 1, 1)}, wanted)
+        run(graph, {x: data, s: vector, peer: torch.zeros(2, 16, 1, 1)}, *wanted)
 
 
 # Every operation as a graph. Layouts and types are those that cuDNN's engines are written for.
@@ -574,28 +547,38 @@ GRAPHS: dict[str, Callable[[cudnn.pygraph], None]] = {
 }
 
 
-def _build(describe: Callable[[cudnn.pygraph], None], device: Any) -> cudnn.pygraph:
-    graph = new_graph(HALF, device_property=device)
-    describe(graph)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    graph.check_support()
-    graph.build_plans()
-    return graph
-
-
 @pytest.mark.deviceless_919
 @pytest.mark.parametrize("name", GRAPHS)
 def test_cudnn_builds_a_plan(name: str, device_properties: Any) -> None:
-    assert _build(GRAPHS[name], device_properties).get_workspace_size() >= 0
+    graph = planned_graph(device_properties)
+    GRAPHS[name](graph)
+    graph.build(MODES)
+    assert graph.get_workspace_size() >= 0
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_cudnn_is_told_of_every_tensor(name: str, libcudnn: Any) -> None:
+    graph = reference_graph(HALF)
+    GRAPHS[name](graph)
+    graph.validate()
+    lowering = Lowering(graph.context, graph.nodes, libcudnn.version)
+    lowering.run(graph.nodes)
+    tensors = [tensor for node in graph.nodes for tensor in node.tensors()]
+    assert lowering.bindings.user == sorted({t.get_uid() for t in tensors if not t.is_virtual and t.value is None})
+
+
+def test_batchnorm_inference_alone_is_left_to_fusions_by_cudnn(h200: Any) -> None:
+    graph = planned_graph(h200)
+    outputs([graph.batchnorm_inference(*real(graph, IMAGE, 1, HALF), *real(graph, CHANNELS, 4))])
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError):
+        configurations(graph)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_description_round_trip(name: str) -> None:
-    graph = new_graph(HALF, backend="reference")
+    graph = reference_graph(HALF)
     GRAPHS[name](graph)
-    graph.build([cudnn.heur_mode.A])
+    graph.build(MODES)
     restored = cudnn.pygraph()
     restored.deserialize(repr(graph))
     assert repr(restored) == repr(graph)
@@ -603,15 +586,15 @@ def test_description_round_trip(name: str) -> None:
 
 def test_restored_graph_computes_the_same() -> None:
     data, weight = torch.randn(4, 8), torch.randn(1, 8)
-    graph = new_graph()
+    graph = reference_graph()
     x, scale = graph.tensor_like(data).set_uid(1), graph.tensor_like(weight).set_uid(2)
     y, inv = outputs(graph.rmsnorm(TRAINING, x, scale, epsilon=0.25))
     y.set_uid(3)
     inv.set_uid(4)
-    first = run(graph, {x: data, scale: weight}, [y, inv])
+    first = run(graph, {x: data, scale: weight}, y, inv)
     restored = cudnn.pygraph()
     restored.deserialize(graph.serialize())
-    again = [torch.full_like(t, NAN) for t in first]
+    again = [torch.full_like(t, float("nan")) for t in first]
     restored.execute({1: data, 2: weight, 3: again[0], 4: again[1]})
     assert all(map(torch.equal, first, again))
 
@@ -620,14 +603,14 @@ def test_restored_graph_computes_the_same() -> None:
 def test_mask_of_a_fused_relu_as_bytes_and_as_bits(packed: bool) -> None:
     data, vector = torch.randn(2, 16, 3, 3), torch.rand(1, 16, 1, 1) + 0.5
     zero = torch.zeros(1, 1, 1, 1)
-    graph = new_graph()
+    graph = reference_graph()
     x, s, z = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(zero)
     y = graph.relu(graph.batchnorm(x, s, s)[0])
     mask = graph.cmp_gt(y, z)
     mask.set_output(True).set_data_type(BOOLEAN)
     y.set_output(True)
-    graph.build([cudnn.heur_mode.A])
-    found = torch.full(data.shape, NAN)
+    graph.build(MODES)
+    found = torch.full(data.shape, float("nan"))
     bits = torch.full((2, 2 if packed else 16, 3, 3), 255, dtype=torch.uint8)
     graph.execute({x: data, s: vector, z: zero, y: found, mask: bits})
     expected = functional.batch_norm(data, None, None, vector.flatten(), vector.flatten(), training=True).relu()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cudnn
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import cudnn
 from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, shapes, strided
 
 BOOLEAN = cudnn.data_type.BOOLEAN
@@ -98,7 +99,9 @@ def test_comparisons(method: str) -> None:
     a, b = torch.randint(-2, 3, (3, 4, 5)).float(), torch.randint(-2, 3, (1, 4, 5)).float()
     expected = getattr(torch, COMPARISONS[method])(a, b)
     assert torch.equal(one_node(method, a, b, kind=BOOLEAN), expected)
-    assert torch.equal(one_node(method, a, b), expected.float())  # the output's type is the graph's, not BOOLEAN by itself
+    assert torch.equal(
+        one_node(method, a, b), expected.float()
+    )  # the output's type is the graph's, not BOOLEAN by itself
 
 
 def test_logic() -> None:
@@ -116,7 +119,9 @@ def test_logic() -> None:
     lower=st.sampled_from([None, 0, -0.5, 0.25]),
     upper=st.sampled_from([None, 1, 1.5]),
 )
-def test_relu_with_slope_and_clips(x: torch.Tensor, slope: float | None, lower: float | None, upper: float | None) -> None:
+def test_relu_with_slope_and_clips(
+    x: torch.Tensor, slope: float | None, lower: float | None, upper: float | None
+) -> None:
     low, high = lower or 0.0, float("inf") if upper is None else upper
     leaf = x.clone().requires_grad_()
     # Below the lower clip a line through (lower, lower); above the upper one a constant.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.engine import OperationGraph
@@ -23,8 +24,8 @@ def tensor(uid: int, dims: Sequence[int], strides: Sequence[int], kind: DataType
     )
 
 
-def matmul(batch: int = 2, m: int = 128, n: int = 256, k: int = 64, dynamic_shape: bool = False) -> OperationGraph:
-    """C (uid 3) = A (1) @ B (2), row-major fp16."""
+def matmul(batch: int = 2, m: int = 128, n: int = 256, k: int = 64, **options: Any) -> OperationGraph:
+    """C (uid 3) = A (1) @ B (2), row-major fp16. ``options`` are those of ``OperationGraph``."""
     operation = Descriptor.make(
         DescriptorType.OPERATION_MATMUL,
         {
@@ -36,7 +37,7 @@ def matmul(batch: int = 2, m: int = 128, n: int = 256, k: int = 64, dynamic_shap
             ),
         },
     )
-    return OperationGraph([operation], dynamic_shape=dynamic_shape)
+    return OperationGraph([operation], **options)
 
 
 def convolution() -> OperationGraph:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import cudnn
 import torch
-from cudnn.datatypes import _cudnn_to_torch_data_type
 from hypothesis import strategies as st
+
+import cudnn
+from cudnn.datatypes import _cudnn_to_torch_data_type
 
 FLOAT, HALF, BFLOAT16 = cudnn.data_type.FLOAT, cudnn.data_type.HALF, cudnn.data_type.BFLOAT16
 MODES = [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK]
@@ -21,7 +22,9 @@ def reference_graph(io: object = FLOAT, intermediate: object = FLOAT, compute: o
     )
 
 
-def planned_graph(device: Any, io: object = HALF, intermediate: object = FLOAT, compute: object = FLOAT) -> cudnn.pygraph:
+def planned_graph(
+    device: Any, io: object = HALF, intermediate: object = FLOAT, compute: object = FLOAT
+) -> cudnn.pygraph:
     """A graph whose plans are made for a described device (the fixtures ``device_properties``, ``h200``, ``b200``)."""
     return cudnn.pygraph(
         io_data_type=io, intermediate_data_type=intermediate, compute_data_type=compute, device_property=device

@@ -38,7 +38,7 @@ class Descriptor:
         lib.check(lib.create(kind, pointer), f"creating the descriptor {kind.name}")
         self.kind = kind
         self.pointer: int = pointer.value or 0
-        self._keep: list[object] = []
+        self._keep: list[list[Any]] = []
         self._destroy = lib.destroy
 
     @classmethod

@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator
-from ctypes import c_int, c_size_t, c_void_p
+from ctypes import c_int, c_void_p
 
 from cudnn.backend import library
 from cudnn.errors import refusal
@@ -190,7 +190,8 @@ class _Lent(dict[int, Handle]):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
             for device, handle in self.items():
-                _idle.setdefault(device, []).append(handle)
+                if handle.ptr:
+                    _idle.setdefault(device, []).append(handle)
 
 
 _idle: dict[int, list[Handle]] = {}
@@ -214,45 +215,28 @@ def _take_handle(device: int) -> Handle:
         return _idle[device].pop()
     if _driver() is None:
         return create_handle()
-    with _on_device(device):
+    with on_device(device):
         return create_handle()
 
 
 @functools.cache
-def _primary_context(device: int) -> c_void_p:
+def _primary_context(device: int) -> tuple[ctypes.CDLL, c_void_p]:
     driver = _driver()
     context = c_void_p()
     if driver is None or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         raise ValueError(refusal("cudnn", "device", device, f"0 to {device_count() - 1}"))
-    return context
+    return driver, context
 
 
 @contextlib.contextmanager
-def _on_device(device: int) -> Generator[ctypes.CDLL]:
-    """Makes a device's primary context, which the CUDA runtime uses, current in this thread. Gives the driver."""
-    context = _primary_context(device)
-    driver = ctypes.CDLL("libcuda.so.1")
+def on_device(device: int) -> Generator[None]:
+    """Makes a device's primary context, which the CUDA runtime uses, current in this thread."""
+    driver, context = _primary_context(device)
     driver.cuCtxPushCurrent_v2(context)
     try:
-        yield driver
+        yield
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(c_void_p()))
-
-
-def copy_to_device(destination: int, source: int, size: int, handle: Handle) -> None:
-    """Queues a copy of ``size`` bytes from host address ``source`` to a device address on the handle's stream.
-
-    The host memory must live as long as the stream, or a CUDA graph captured from it, may read it.
-
-    Raises:
-        RuntimeError: the driver refuses the copy.
-    """
-    with _on_device(handle.device) as driver:
-        status = driver.cuMemcpyHtoDAsync_v2(
-            c_void_p(destination), c_void_p(source), c_size_t(size), c_void_p(handle.stream)
-        )
-    if status:
-        raise RuntimeError(f"copying {size} bytes to the device failed: CUDA driver error {status}.")
 
 
 def _find_current_stream() -> Callable[[int], int]:

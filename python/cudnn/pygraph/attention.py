@@ -19,8 +19,8 @@ ScoreModifier = Callable[..., Tensor] | None
 class AttentionMethods(NodeList):
     """The methods that add attention.
 
-    Logical shapes are batch, heads, sequence, head size, whatever the strides; the last stride is 1. A number of heads of Q
-    that is a multiple of that of K or V makes grouped-query attention.
+    Logical shapes are batch, heads, sequence, head size, whatever the strides; the last stride is 1. More heads in Q
+    than in K or V, by a whole factor, make grouped-query attention.
     """
 
     def sdpa(
@@ -64,23 +64,27 @@ class AttentionMethods(NodeList):
         """Scaled dot-product attention ``O = softmax(attn_scale * Q K^T + bias, masked) V``.
 
         Args:
-            q, k, v: ``[b, h_q, s_q, d_qk]``, ``[b, h_k, s_kv, d_qk]``, ``[b, h_v, s_kv, d_v]``; HALF or BFLOAT16 on a GPU.
+            q, k, v: ``[b, h_q, s_q, d_qk]``, ``[b, h_k, s_kv, d_qk]``, ``[b, h_v, s_kv, d_v]``; HALF or
+                BFLOAT16 on a GPU.
             is_inference, generate_stats: Give one; ``is_inference=x`` is ``generate_stats=not x``. Neither: inference.
             attn_scale: A number, or a tensor of one element on the device or passed by value. None: no scaling.
             bias: Added to the scores; broadcasts to ``[b, h_q, s_q, s_kv]``. ``attn_bias`` is another name for it.
-            use_padding_mask: Rows from ``seq_len_q`` and columns from ``seq_len_kv`` on (INT32 ``[b, 1, 1, 1]``) take no part.
+            use_padding_mask: Rows from ``seq_len_q`` and columns from ``seq_len_kv`` on take no part.
+            seq_len_q, seq_len_kv: INT32 ``[b, 1, 1, 1]``; for the padding mask.
             use_causal_mask: Column up to row. The same as ``diagonal_band_right_bound=0``.
-            use_causal_mask_bottom_right: Column up to row + s_kv - s_q (the lengths of the padding mask, where there is one).
+            use_causal_mask_bottom_right: Column up to row + s_kv - s_q (with a padding mask, its lengths).
             diagonal_alignment: Whether the band below starts top left or ends bottom right.
             diagonal_band_left_bound: Column greater than the diagonal less this. ``sliding_window_length`` is the same.
             diagonal_band_right_bound: Column up to the diagonal plus this.
             implementation: One operation of cuDNN (UNIFIED), a pattern of several (COMPOSITE), or what fits (AUTO).
             block_mask, use_alibi_mask, dropout, rng_dump, paged_attention_k_table, paged_attention_v_table,
-                paged_attention_max_seq_len_kv, score_mod, score_max, score_sum_exp, sink_token, unfuse_fma: Not supported yet.
+                paged_attention_max_seq_len_kv, score_mod, score_max, score_sum_exp, sink_token, unfuse_fma: Not
+                supported yet.
 
         Returns:
-            ``[O, Stats]``: O ``[b, h_q, s_q, d_v]``, by default in Q's stride order; Stats ``[b, h_q, s_q, 1]``, by default
-            FLOAT, for the backward pass, or None.
+            ``[O, Stats]``: O ``[b, h_q, s_q, d_v]``, by default in Q's stride order; Stats ``[b, h_q, s_q, 1]`` for the
+            backward pass, by default FLOAT, or None. In BFLOAT16 they are rounded towards zero, and the backward pass
+            refuses them.
 
         Raises:
             RuntimeError: arguments that contradict each other.
@@ -126,11 +130,11 @@ class AttentionMethods(NodeList):
         k: Tensor,
         v: Tensor,
         o: Tensor,
-        dO: Tensor,  # noqa: N803
+        dO: Tensor,
         stats: Tensor,
         attn_scale: float | Tensor | None = None,
         bias: Tensor | None = None,
-        dBias: Tensor | None = None,  # noqa: N803
+        dBias: Tensor | None = None,
         use_alibi_mask: bool = False,
         use_padding_mask: bool = False,
         seq_len_q: Tensor | None = None,
@@ -151,7 +155,7 @@ class AttentionMethods(NodeList):
         score_mod: ScoreModifier = None,
         score_mod_bprop: ScoreModifier = None,
         sink_token: Tensor | None = None,
-        dSink_token: Tensor | None = None,  # noqa: N803
+        dSink_token: Tensor | None = None,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention.
 
@@ -159,7 +163,7 @@ class AttentionMethods(NodeList):
             q, k, v: As for ``sdpa``.
             o, stats: What ``sdpa`` returned with ``generate_stats=True``.
             dO: Gradient of O.
-            dBias: A tensor made by ``graph.tensor()`` that receives the gradient of ``bias``, in a shape that broadcasts to
+            dBias: A tensor made by ``graph.tensor()`` for the gradient of ``bias``, in a shape that broadcasts to
                 ``[b, h_q, s_q, s_kv]``; broadcast dimensions are summed over.
             attn_scale ... diagonal_band_right_bound: As given to ``sdpa``.
             use_alibi_mask, max_total_seq_len_q, max_total_seq_len_kv, dropout, rng_dump, use_deterministic_algorithm,
@@ -250,7 +254,9 @@ def _shared(
     right_bound: int | None,
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """The inputs and attributes that both passes have."""
-    _conflict(where, causal and causal_bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them")
+    _conflict(
+        where, causal and causal_bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them"
+    )
     if causal or causal_bottom_right:
         flag = "use_causal_mask" if causal else "use_causal_mask_bottom_right"
         _conflict(where, right_bound is not None, f"{flag} and diagonal_band_right_bound", f"True and {right_bound}",
@@ -271,7 +277,8 @@ def _shared(
             refusal(where, "attn_scale", type(attn_scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
         )
     inputs = {
-        "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q, "Seq_len_kv": seq_len_kv
+        "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q,
+        "Seq_len_kv": seq_len_kv,
     }  # fmt: skip
     attributes = {
         "attn_scale": scale,

@@ -21,7 +21,7 @@ _log = logging.getLogger("cudnn")
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class AttentionBackward(Attention):
-    """dQ, dK, dV (and dBias) from the forward pass's inputs, O, Stats ``[b, h_q, s_q, 1]`` and dO, the gradient of O."""
+    """dQ, dK, dV (and dBias) from the forward pass's inputs, O and Stats ``[b, h_q, s_q, 1]``, and the gradient dO."""
 
     tag = "SDPA_BWD"
     method = "sdpa_backward"
@@ -47,15 +47,17 @@ class AttentionBackward(Attention):
         support.check_backward(self, context, support.loaded_version())
 
     def lower(self, lowering: Lowering) -> None:
+        support.check_types(self)
         _log.info("%s: COMPOSITE implementation, the only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         batch, _, s_q, s_kv = self.score_dim
         if s_kv % 128 and not self.use_padding_mask and lowering.version <= 91500:
-            # Up to cuDNN 9.15.0 the engines read past the end of an incomplete last tile of 128 keys: mask it as padding.
-            graph.lengths = tuple(
-                lowering.scratch(Tensor([batch, 1, 1, 1], [1] * 4, data_type.INT32), 4 * batch, [length] * batch)
-                for length in (s_q, s_kv)
-            )
+            # Up to cuDNN 9.15.0 an incomplete last tile of 128 keys goes wrong in the engines: mask it as padding.
+
+            def length(end: int) -> Tensor:
+                return lowering.scratch(Tensor([batch, 1, 1, 1], [1] * 4, data_type.INT32), 4 * batch, [end] * batch)
+
+            graph.lengths = length(s_q), length(s_kv)
         key, value = self.transposed(lowering, "K"), self.transposed(lowering, "V")
         self.compose(graph, key, value, *self._scratch(lowering))
         lowering.expand(graph)
@@ -70,7 +72,9 @@ class AttentionBackward(Attention):
         accumulator = None if "dBias" in self.outputs else place(q)
         return place([*q[:3], 1]), accumulator
 
-    def compose(self, graph: ScoreGraph, key: Tensor, value: Tensor, row_sums: Tensor, accumulator: Tensor | None) -> None:
+    def compose(
+        self, graph: ScoreGraph, key: Tensor, value: Tensor, row_sums: Tensor, accumulator: Tensor | None
+    ) -> None:
         """The backward pass in smaller operations.
 
         Args:
@@ -80,7 +84,7 @@ class AttentionBackward(Attention):
         """
         q, o, d_o, stats = (self.inputs[port] for port in ("Q", "O", "dO", "Stats"))
         seq_len_q, seq_len_kv = graph.lengths
-        batch, heads, s_q, d_v = o.dim
+        heads, s_q, d_v = o.dim[1:]
         weighted = graph.mul(d_o, o).set_dim(o.dim)
         weighted.set_stride([heads * s_q * d_v, s_q * d_v, heads * d_v, 1])  # the pattern is matched with these strides
         graph.mul(graph.reduced(weighted, reduction_mode.ADD), graph.number(1.0))
@@ -124,9 +128,9 @@ class AttentionBackward(Attention):
             graph.sum_heads(product, gradient)
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        tensors = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
-        d_q, d_k, d_v, d_scores = attention_backward(*tensors, self.masks(values))
-        found = {"dQ": d_q, "dK": d_k, "dV": d_v}
+        q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
+        d_q, d_k, d_v, d_scores = attention_backward(q, k, v, o, d_o, stats, self.masks(values))
+        found: dict[str, Any] = {"dQ": d_q, "dK": d_k, "dV": d_v}
         if "dBias" in self.outputs:
             found["dBias"] = d_scores.sum_to_size(self.outputs["dBias"].dim)
         return found

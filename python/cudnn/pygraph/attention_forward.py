@@ -31,7 +31,7 @@ AUTO, UNIFIED, COMPOSITE = (
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class AttentionForward(Attention):
-    """O ``[b, h_q, s_q, d_v]`` and, for training, Stats ``[b, h_q, s_q, 1]``: the logarithm of the softmax's denominator."""
+    """O ``[b, h_q, s_q, d_v]`` and, for training, Stats ``[b, h_q, s_q, 1]``, the log of the softmax's denominator."""
 
     tag = "SDPA"
     method = "sdpa"
@@ -62,28 +62,30 @@ class AttentionForward(Attention):
         version = support.loaded_version()
         support.check_forward(self, context, version)
         if self.implementation == UNIFIED:
-            support.refuse_unified(self, support.unified_obstacle(self, context, version))
+            support.refuse_unified(self, support.unified_obstacle(self, version))
 
     # Lowering.
     def lower(self, lowering: Lowering) -> None:
-        reason = self._reason_for_composite(lowering.context, lowering.version)
+        support.check_types(self)
+        stats = self._stats(lowering)
+        reason = self._reason_for_composite(lowering.version)
         if reason:
             _log.info("%s: COMPOSITE implementation: %s", self.where, reason)
             graph = ScoreGraph(self, lowering.context, lowering.version)
-            self.compose(graph, self.transposed(lowering, "K"))
+            self.compose(graph, self.transposed(lowering, "K"), stats)
             lowering.expand(graph)
         else:
             _log.info("%s: UNIFIED implementation, cuDNN's one operation for attention", self.where)
-            self._lower_unified(lowering)
+            self._lower_unified(lowering, stats)
 
-    def _reason_for_composite(self, context: Context, version: int) -> str:
+    def _reason_for_composite(self, version: int) -> str:
         if self.implementation == COMPOSITE:
             return "asked for"
         if self.implementation == UNIFIED:
             return ""
         if self.unified_refused:
             return "cuDNN has no engine for the UNIFIED one"
-        return support.unified_obstacle(self, context, version)
+        return support.unified_obstacle(self, version)
 
     def fall_back(self) -> bool:
         if self.implementation == AUTO and not self.unified_refused:
@@ -91,12 +93,19 @@ class AttentionForward(Attention):
             return True
         return False
 
-    def _lower_unified(self, lowering: Lowering) -> None:
+    def _stats(self, lowering: Lowering) -> Tensor | None:
+        """Where cuDNN writes the statistics: FLOAT, even into a tensor of another type, which they would overrun."""
+        stats = self.outputs.get("Stats")
+        if stats is None or stats.is_virtual or stats.data_type is data_type.FLOAT:
+            return stats
+        support.check_narrow_stats(self, stats)
+        return lowering.narrowed(stats)
+
+    def _lower_unified(self, lowering: Lowering, stats: Tensor | None) -> None:
         graph = ScoreGraph(self, lowering.context, lowering.version)
         scores = graph.scores(Tensor(is_virtual=True, data_type=lowering.context.intermediate_data_type))
         masked = graph.apply(self.MASK_STEPS, scores)
         subgraph = self._subgraph(lowering, graph) if graph.nodes else None
-        stats = self.outputs.get("Stats")
         softmax = None
         if stats is not None and lowering.version >= BAND_MASK_SINCE:
             softmax = self._softmax(lowering, stats)
@@ -135,26 +144,29 @@ class AttentionForward(Attention):
         x, y = (Tensor(self.score_dim, row_major(self.score_dim), kind, is_virtual=True) for _ in range(2))
         return Softmax(inputs={"X": x}, outputs={"Y": y, "Stats": stats}).descriptor(lowering)
 
-    def compose(self, graph: ScoreGraph, key: Tensor) -> None:
+    def compose(self, graph: ScoreGraph, key: Tensor, stats: Tensor | None) -> None:
         """Attention in smaller operations; ``key`` is K as ``[b, h_k, d_qk, s_kv]``."""
         q, seq_len_q, seq_len_kv = self.inputs["Q"], *graph.lengths
         scores = graph.scores(graph.product(q, key, m=seq_len_q, n=seq_len_kv))
         scores = graph.apply(self.SCORE_STEPS, scores)
         softmax = self._one_softmax if graph.version >= BAND_MASK_SINCE else self._small_softmax
-        weights = softmax(graph, scores).set_data_type(q.data_type)
+        weights = softmax(graph, scores, stats).set_data_type(q.data_type)
         graph.product(weights, self.inputs["V"], m=seq_len_q, k=seq_len_kv)
         graph.into(self.outputs["O"])
 
-    def _one_softmax(self, graph: ScoreGraph, scores: Tensor) -> Tensor:
-        return graph.scores(graph.softmax(scores, self.outputs.get("Stats")))
+    @staticmethod
+    def _one_softmax(graph: ScoreGraph, scores: Tensor, stats: Tensor | None) -> Tensor:
+        return graph.scores(graph.softmax(scores, stats))
 
-    def _small_softmax(self, graph: ScoreGraph, scores: Tensor) -> Tensor:
+    @staticmethod
+    def _small_softmax(graph: ScoreGraph, scores: Tensor, stats: Tensor | None) -> Tensor:
         largest = graph.reduced(scores, reduction_mode.MAX)
         powers = graph.scores(graph.exp(graph.scores(graph.sub(scores, largest))))
         total = graph.reduced(powers, reduction_mode.ADD)
-        graph.add(graph.log(total), largest)  # also where nobody reads it: the engines match a softmax with statistics only
-        if "Stats" in self.outputs:
-            graph.into(self.outputs["Stats"])
+        # Also where nobody reads it: the engines match a softmax with statistics only.
+        graph.add(graph.log(total), largest)
+        if stats is not None:
+            graph.into(stats)
         return graph.scores(graph.div(powers, total))
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Softmax(Node):
 class DiagonalBandMask(Node):
     """Keeps the scores X on one side of a diagonal and puts the constant Fill elsewhere.
 
-    ``CMP_GE`` keeps columns up to the diagonal, shifted right by ``Shift_right``; ``CMP_GT`` keeps columns greater than the
-    diagonal less ``Left``. With ``Seq_len_q`` and ``Seq_len_kv`` the diagonal ends at the last valid row and column.
+    ``CMP_GE`` keeps columns up to the diagonal, shifted right by ``Shift_right``; ``CMP_GT`` keeps columns greater than
+    the diagonal less ``Left``. With ``Seq_len_q`` and ``Seq_len_kv`` it ends at the last valid row and column.
     """
 
     tag = "DIAGONAL_BAND_MASK"
@@ -94,7 +94,7 @@ class DiagonalBandMask(Node):
 
 
 class HeadReduction(Reduction):
-    """Sums groups of consecutive heads: ``[b, h_q, s, d]`` to ``[b, h_kv, s, d]``. cuDNN's ordinary reduction, used so."""
+    """Sums groups of consecutive heads, ``[b, h_q, s, d]`` to ``[b, h_kv, s, d]``, by cuDNN's ordinary reduction."""
 
     def infer(self, context: Context) -> None:
         """The shape of Y is set where the node is made."""

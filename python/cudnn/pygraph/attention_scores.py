@@ -1,7 +1,8 @@
 """What attention's forward and backward pass share: their attributes, and the way from ``Q K^T`` to masked scores.
 
-That way is a chain of steps, each a method of :class:`ScoreGraph` from scores to scores that returns them unchanged where it
-does not apply. A new feature of the scores is one more step in the lists of ``attention.py`` and ``attention_backward.py``.
+That way is a chain of steps, each a method of :class:`ScoreGraph` from scores to scores that returns them unchanged
+where it does not apply. A new feature of the scores is one more step in the lists of ``attention_forward.py`` and
+``attention_backward.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BAND_MASK_SINCE = 92100  # cuDNN's own operations for the band mask and the soft
 class Attention(Node):
     """Attributes and inputs of both passes.
 
-    Inputs: Q ``[b, h_q, s_q, d_qk]``, K ``[b, h_k, s_kv, d_qk]``, V ``[b, h_v, s_kv, d_v]``; optional Attn_scale (one element),
-    Bias (broadcasts to ``[b, h_q, s_q, s_kv]``), Seq_len_q and Seq_len_kv (INT32 ``[b, 1, 1, 1]``).
+    Inputs: Q ``[b, h_q, s_q, d_qk]``, K ``[b, h_k, s_kv, d_qk]``, V ``[b, h_v, s_kv, d_v]``; optional Attn_scale (one
+    element), Bias (broadcasts to ``[b, h_q, s_q, s_kv]``), Seq_len_q and Seq_len_kv (INT32 ``[b, 1, 1, 1]``).
     """
 
     exact_ports = frozenset({"Seq_len_q", "Seq_len_kv"})
@@ -70,7 +71,7 @@ class Attention(Node):
             if tensor.ragged_offset is not None:
                 raise NotImplementedError(
                     refusal(self.where, f"ragged_offset of {port} (tensor {tensor.name!r})", "an offset tensor",
-                            "none: ragged tensors are not supported yet", "use a padding mask with seq_len_q and seq_len_kv")
+                            "none: ragged tensors are not supported yet", "use a padding mask instead")
                 )  # fmt: skip
         for port in ("Seq_len_q", "Seq_len_kv"):
             if port in self.inputs:
@@ -89,7 +90,9 @@ class Attention(Node):
         tensor = self.inputs.get(port) or self.outputs[port]
         if tensor.dim and not fits(tensor.dim):
             raise ValueError(
-                refusal(self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed, "correct its shape")
+                refusal(
+                    self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed, "correct its shape"
+                )
             )
 
     def masks(self, values: Mapping[str, Any]) -> Masks:
@@ -132,7 +135,7 @@ class ScoreGraph(SubGraph):
     """The smaller operations that an attention node is made of; ``version`` is that of cuDNN."""
 
     def __init__(self, node: Attention, context: Context, version: int) -> None:
-        super().__init__(context)
+        super().__init__(dataclasses.replace(context, compute_data_type=node.compute_data_type))
         self.node = node
         self.version = version
         self.lengths = node.inputs.get("Seq_len_q"), node.inputs.get("Seq_len_kv")  # of the padding mask

@@ -1,7 +1,7 @@
 """What cuDNN's attention supports, checked before cuDNN is asked. The order of the checks is part of the contract.
 
-A check that depends on the device is left out where no device is known, one that depends on cuDNN's version where no cuDNN is
-found: then the reference executor may run the graph.
+A check that depends on the device is left out where no device is known, one that depends on cuDNN's version where no
+cuDNN is found: then the reference executor may run the graph.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from cudnn.backend.handle import device_capability, gpu_available
 from cudnn.backend.library import format_version
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.node import NOT_SET, Context
 
 if TYPE_CHECKING:
     from cudnn.pygraph.attention import AttentionForward
     from cudnn.pygraph.attention_backward import AttentionBackward
     from cudnn.pygraph.attention_scores import Attention
+    from cudnn.pygraph.tensor import Tensor
 
 NEWEST = sys.maxsize
 UNSUPPORTED = cudnnGraphNotSupportedError
@@ -80,13 +82,15 @@ def check_backward(node: AttentionBackward, context: Context, version: int) -> N
     sm = capability(context)
     _apply(node, _layout(node, ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")))
     s_q, s_kv = node.score_dim[2:]
-    _apply(node, [Rule(s_q == s_kv == 1, UNSUPPORTED, "sequence lengths", "s_q=1, s_kv=1", "more than one row or column")])
+    _apply(
+        node, [Rule(s_q == s_kv == 1, UNSUPPORTED, "sequence lengths", "s_q=1, s_kv=1", "more than one row or column")]
+    )
     _apply(node, _versions(node, version))
     _apply(node, _backward_heads(node, version, sm))
     _apply(node, _masks(node))
     left = node.left_bound
     _apply(node, [
-        Rule(left is not None and left <= 0, RuntimeError, "diagonal_band_left_bound", str(left), "1 or more", "leave it out"),
+        Rule(left is not None and left <= 0, RuntimeError, "diagonal_band_left_bound", str(left), "1 or more"),
         *_window(node),
         *_types(context),
         *_device(sm),
@@ -115,20 +119,20 @@ def _masks(node: Attention) -> Iterator[Rule]:
     s_q, s_kv = node.score_dim[2:]
     bottom_right = node.bottom_right and node.right_bound is not None
     yield Rule(
-        bias is not None and bias.data_type is data_type.BOOLEAN, UNSUPPORTED, "bias", "BOOLEAN", "a floating-point type",
-        "use 0 and a large negative number"
+        bias is not None and bias.data_type is data_type.BOOLEAN, UNSUPPORTED, "bias", "BOOLEAN",
+        "a floating-point type", "use 0 and a large negative number"
     )  # fmt: skip
     yield Rule(
-        node.use_padding_mask and len(lengths) < 2, ValueError, "use_padding_mask", f"True with {lengths or 'no lengths'}",
-        "both seq_len_q and seq_len_kv", "pass them"
+        node.use_padding_mask and len(lengths) < 2, ValueError, "use_padding_mask",
+        f"True with {lengths or 'no lengths'}", "both seq_len_q and seq_len_kv", "pass them"
     )  # fmt: skip
     yield Rule(
-        not node.use_padding_mask and bool(lengths), ValueError, "seq_len_q, seq_len_kv", "given without use_padding_mask",
-        "use_padding_mask=True", "pass it, or leave the lengths out"
+        not node.use_padding_mask and bool(lengths), ValueError, "seq_len_q, seq_len_kv",
+        "given without use_padding_mask", "use_padding_mask=True", "pass it, or leave the lengths out"
     )  # fmt: skip
     yield Rule(
         bottom_right and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED, "bottom-right causal mask",
-        f"s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or a padding mask", "use the top-left alignment"
+        f"s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding", "use the top-left alignment"
     )  # fmt: skip
     yield Rule(
         bottom_right and bias is not None, UNSUPPORTED, "bottom-right causal mask", "with bias", "one of the two",
@@ -145,8 +149,8 @@ def _types(context: Context) -> Iterator[Rule]:
 
 def _versions(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
-        version in (91000, 91001), UNSUPPORTED, "cuDNN", "9.10.0 or 9.10.1, whose attention is broken", "9.10.2 or newer",
-        "install a newer nvidia-cudnn package"
+        version in (91000, 91001), UNSUPPORTED, "cuDNN", "9.10.0 or 9.10.1, whose attention is broken",
+        "9.10.2 or newer", "install a newer nvidia-cudnn package"
     )  # fmt: skip
     yield Rule(
         version == 91400 and node.score_dim[3] > 1024 and node.left_bound is not None and node.right_bound is None,
@@ -158,8 +162,8 @@ def _versions(node: Attention, version: int) -> Iterator[Rule]:
 def _window(node: Attention) -> Iterator[Rule]:
     s_q, s_kv = node.score_dim[2:]
     yield Rule(
-        node.left_bound is not None and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED, "diagonal_band_left_bound",
-        f"{node.left_bound} with s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or a padding mask"
+        node.left_bound is not None and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED,
+        "diagonal_band_left_bound", f"{node.left_bound} with s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding"
     )  # fmt: skip
     right = node.right_bound
     yield Rule(
@@ -169,9 +173,7 @@ def _window(node: Attention) -> Iterator[Rule]:
 
 
 def _device(sm: int | None) -> Iterator[Rule]:
-    yield Rule(
-        sm is not None and sm < 80, UNSUPPORTED, "device", f"compute capability {sm}", "80 (Ampere) or newer"
-    )
+    yield Rule(sm is not None and sm < 80, UNSUPPORTED, "device", f"compute capability {sm}", "80 (Ampere) or newer")
 
 
 def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
@@ -192,7 +194,43 @@ def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[R
     )  # fmt: skip
 
 
-def unified_obstacle(node: AttentionForward, context: Context, version: int) -> str:
+def check_types(node: Attention) -> None:
+    """Refuses type combinations that cuDNN accepts and computes wrongly.
+
+    Its engines (9.19 on an H200) read and write every tensor as if it had Q's type, and statistics as FLOAT.
+    """
+    q = node.inputs["Q"].data_type
+    tensors = {**node.inputs, **node.outputs}
+    rules = [
+        Rule(q not in (data_type.HALF, data_type.BFLOAT16), UNSUPPORTED, "data type of Q", q.name, "HALF or BFLOAT16",
+             "convert it, or build the graph with backend='reference'")
+    ]  # fmt: skip
+    for port in ("K", "V", "O", "dO", "dQ", "dK", "dV", "dBias"):
+        kind = tensors[port].data_type if port in tensors else q
+        rules.append(
+            Rule(kind is not q, UNSUPPORTED, f"data type of {port}", f"{kind.name} beside {q.name} of Q", "the same",
+                 "convert it")
+        )  # fmt: skip
+    stats = node.inputs.get("Stats")
+    rules.append(
+        Rule(stats is not None and stats.data_type is not data_type.FLOAT, UNSUPPORTED, "data type of Stats",
+             stats.data_type.name if stats else "", "FLOAT", "let the forward pass write FLOAT statistics")
+    )  # fmt: skip
+    _apply(node, rules)
+
+
+def check_narrow_stats(node: AttentionForward, stats: Tensor) -> None:
+    """Refuses statistics in a type or layout that FLOAT ones cannot be copied to."""
+    packed = row_major(stats.dim)
+    _apply(node, [
+        Rule(stats.data_type is not data_type.BFLOAT16, UNSUPPORTED, "data type of Stats", stats.data_type.name,
+             "FLOAT or BFLOAT16", "call set_data_type(cudnn.data_type.FLOAT) on it"),
+        Rule(stats.stride != packed, UNSUPPORTED, "strides of Stats in BFLOAT16", str(stats.stride), str(packed),
+             "call set_data_type(cudnn.data_type.FLOAT) on it"),
+    ])  # fmt: skip
+
+
+def unified_obstacle(node: AttentionForward, version: int) -> str:
     """Why cuDNN's one attention operation cannot be used; empty where it can. Minima as measured and documented."""
     since = {
         "the operation itself": (True, 91301),
@@ -203,7 +241,7 @@ def unified_obstacle(node: AttentionForward, context: Context, version: int) -> 
     for feature, (used, minimum) in since.items():
         if used and version < minimum:
             return f"{feature} needs cuDNN {format_version(minimum)}, this is {format_version(version)}"
-    if context.compute_data_type is not data_type.FLOAT or node.compute_data_type is not data_type.FLOAT:
+    if node.compute_data_type is not data_type.FLOAT:
         return f"it computes in FLOAT only, not in {node.compute_data_type.name}"
     return ""
 

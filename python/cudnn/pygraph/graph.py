@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,6 @@ from cudnn.enums import (
     tensor_reordering,
 )
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.lazy import torch
 from cudnn.pygraph import serialization
 from cudnn.pygraph.attention import AttentionMethods
 from cudnn.pygraph.lowering import Lowering, Uids
@@ -49,8 +50,8 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     """A graph of operations on tensors.
 
     Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call
-    ``build()``, then ``execute()`` as often as you like. cuDNN runs it on a GPU; the reference executor (PyTorch) runs it
-    for CPU tensors, on a machine without a GPU, with a handle created there, or where ``backend="reference"`` asks for it.
+    ``build()``, then ``execute()`` as often as you like. cuDNN runs it on a GPU; the reference executor (PyTorch) runs
+    it for CPU tensors, on a machine without a GPU, with a handle created there, or where ``backend="reference"`` asks.
 
     Args:
         name: For messages and logs.
@@ -148,8 +149,9 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
 
     # From description to plans.
     def validate(self) -> None:
-        """Infers shapes, strides and types, and refuses what is wrong or unsupported, before any work for a GPU. Repeatable."""
+        """Infers shapes, strides and types; refuses what is wrong or unsupported, before any GPU work. Repeatable."""
         self._prepare()
+        Uids(self.nodes)  # refuses a number given twice
         for node in self.nodes:
             node.check(self.context)
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
@@ -163,7 +165,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     def _prepare(self) -> None:
         if not self.nodes:
             raise ValueError(
-                refusal(f"graph {self.name!r}", "nodes", "none", "one operation or more", "call a method such as matmul()")
+                refusal(f"graph {self.name!r}", "nodes", "none", "one operation or more", "call graph.matmul(), say")
             )
         for node in self.nodes:
             node.prepare(self.context)
@@ -198,7 +200,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     def build_operation_graph(self) -> None:
         """Assigns uids and hands the operations to cuDNN (or to the reference executor)."""
         self._prepare()
-        self._program = self._operation_graph = None
+        self._forget_program()
         if self._runs_on_reference():
             uids = Uids(self.nodes)
             for node in self.nodes:
@@ -231,6 +233,10 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             self._device(),
         )
 
+    def _forget_program(self) -> None:
+        self._program = self._operation_graph = None
+        self.__dict__.pop("execute", None)
+
     def create_execution_plans(self, modes: Sequence[heur_mode]) -> None:
         """Asks cuDNN's heuristics for engine configurations, best first; a second call appends.
 
@@ -242,7 +248,8 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             try:
                 plans.add(modes)
             except cudnnGraphNotSupportedError:
-                if not any([node.fall_back() for node in self.nodes]):  # a list: every node is asked
+                fallen_back = [node.fall_back() for node in self.nodes]
+                if not any(fallen_back):
                     raise
                 self.build_operation_graph()
                 self.create_execution_plans(modes)
@@ -277,6 +284,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         program = self._program
         assert isinstance(program, CudnnProgram)
         program.use(plan)
+        self.__dict__.pop("execute", None)
         if plan.config is not None:
             _log.info("graph %r: plan %s, workspace %d bytes", self.name, plan.config.tag, program.workspace_size(plan))
 
@@ -319,13 +327,17 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             return int(self._program.plan is not None)
         return 1 if self._program.plans is None else len(self._program.plans)
 
-    def _plan(self) -> ExecutionPlan | None:
-        """The plan that ``execute`` runs, None for the reference executor."""
+    def _planned(self) -> CudnnProgram | ReferenceProgram:
         program = self._built("plan")
         if program.plan is None:
             raise RuntimeError(
                 refusal(f"graph {self.name!r}", "plan", "none built", "one built plan", "call build_plans() first")
             )
+        return program
+
+    def _plan(self) -> ExecutionPlan | None:
+        """The plan that ``execute`` runs, None for the reference executor."""
+        program = self._planned()
         return None if isinstance(program, ReferenceProgram) else program.plan
 
     def get_workspace_size(self) -> int:
@@ -434,22 +446,31 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
 
         Args:
-            tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or addresses. Shapes are not compared.
-                Entries that the graph does not use are ignored.
+            tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or addresses. Their shapes are not
+                compared with the graph's. Entries that the graph does not use are ignored.
             workspace: ``get_workspace_size()`` bytes of device memory.
             handle: None: the graph's own, or the default one on PyTorch's current stream.
             override_uids, override_shapes, override_strides: Other shapes and strides for these tensors, in this call.
         """
-        if handle is None:
-            handle = self._handle
-        program = self._program
-        if program is None or program.plan is None:
-            self._plan()  # words the refusal
-        if override_uids is not None and isinstance(program, CudnnProgram):
+        program = self._planned()
+        used = self._handle if handle is None else handle
+        if isinstance(program, ReferenceProgram):
+            if override_uids:
+                raise NotImplementedError(
+                    refusal("execute", "override_uids", str(list(override_uids)), "None for the reference executor",
+                            "build a graph of that shape, or run this one on a GPU")
+                )  # fmt: skip
+            return program.execute(tensor_to_buffer, workspace, used)
+        if override_uids is not None:
             override = (override_uids, override_shapes or [], override_strides or [])
-            program.execute(tensor_to_buffer, workspace, handle, None, override)
-        else:
-            (program.fast or program.execute)(tensor_to_buffer, workspace, handle)
+            return program.execute(tensor_to_buffer, workspace, used, None, override)
+        program.execute(tensor_to_buffer, workspace, used)
+        # Later calls run what is written out for data like these. It refers to the graph weakly: a cycle would leave
+        # the plan to the garbage collector, which may destroy it in the middle of a stream capture.
+        otherwise = functools.partial(_execute_again, weakref.ref(self))
+        fast = program.specialised(tensor_to_buffer, workspace, self._handle, otherwise)
+        if fast is not None:
+            self.__dict__["execute"] = fast
 
     def execute_plan_at_index(
         self,
@@ -464,7 +485,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """As ``execute``, with the built plan at an index."""
         plans = self._plans("execute_plan_at_index")
         if plans is None:
-            return self.execute(tensor_to_buffer)
+            return pygraph.execute(self, tensor_to_buffer, workspace, handle, override_uids)
         program = self._cudnn()
         plan = program.bound(plans.plan_at(index))
         override = (override_uids, override_shapes or [], override_strides or []) if override_uids else None
@@ -498,7 +519,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         )  # fmt: skip
 
     def serialize(self) -> bytes:
-        """The graph and, where one is built, its plan with the compiled kernels, for ``deserialize`` in another process."""
+        """The graph and its plan, if built, with the compiled kernels, for ``deserialize`` in another process."""
         program = self._program
         cudnn = program if isinstance(program, CudnnProgram) else None
         planned = program is not None and program.plan is not None
@@ -508,12 +529,14 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """Restores a graph: ``deserialize(data)`` or ``deserialize(handle, data)`` on a fresh ``pygraph()``.
 
         Data with a plan can be executed at once, on a GPU of the kind it was built for; on a machine without a GPU the
-        reference executor runs it. Data without a plan, and JSON text (``repr(graph)``), restore the description only.
+        reference executor runs it, and what the reference executor ran there gets a plan of cuDNN here. Data without a
+        plan, and JSON text (``repr(graph)``), restore the description only.
         """
         *handles, data = arguments
         if handles:
             self._handle = resolve(handles[0])
         restored = serialization.load(data)
+        self._forget_program()
         self.name, self.nodes = restored.name, restored.nodes
         self.context = restored.context
         if restored.plan is None:
@@ -523,12 +546,17 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             self._program.plan = "reference"
             return
         if not restored.plan:
-            raise cudnnGraphNotSupportedError(
-                refusal("deserialize", "data", "a graph serialised on the reference executor", "one with a plan of cuDNN",
-                        "build the description here: pygraph.deserialize(text) with the JSON text, then build()")
-            )  # fmt: skip
+            _log.info("graph %r was serialised on the reference executor: cuDNN builds a plan for it here", self.name)
+            return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         program = self._program = CudnnProgram(
             None, restored.bindings, restored.labels, restored.by_value, handle.device
         )
         program.use(ExecutionPlan.from_json(handle, restored.plan))
+
+
+def _execute_again(graph: weakref.ref[pygraph], *arguments: Any) -> None:
+    """``pygraph.execute`` of a graph that is alive, since it is being called."""
+    called = graph()
+    assert called is not None
+    pygraph.execute(called, *arguments)

@@ -37,7 +37,7 @@ def strides_in_order(dims: Sequence[int], fastest_first: Iterable[int]) -> list[
 
 
 def stride_order(dims: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The dimensions, fastest first. Between equal strides the later dimension counts as faster, and a larger extent as slower."""
+    """The dimensions, fastest first; of equal strides the smaller extent, then the later dimension, is faster."""
     return sorted(range(len(strides)), key=lambda axis: (strides[axis], dims[axis], -axis))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
 from cudnn.enums import data_type, tensor_reordering
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
 from cudnn.pygraph.node import Context, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
 
@@ -51,7 +53,8 @@ class Bindings:
     constants: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict[int, tuple[str, float]])
     scratch: list[Scratch] = dataclasses.field(default_factory=list[Scratch])
     aliases: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # source, bytes
-    hidden: list[int] = dataclasses.field(default_factory=list[int])  # in `user` only as the source of an alias
+    hidden: list[int] = dataclasses.field(default_factory=list[int])  # in `user`, but not in the operation graph
+    narrowed: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # where, count
     workspace_size: int = 0  # bytes of the graph's own part, which precedes the plan's
 
     def to_json(self) -> dict[str, Any]:
@@ -65,6 +68,7 @@ class Bindings:
             scratch=[Scratch(**item) for item in fields["scratch"]],
             aliases={int(uid): (source, offset) for uid, (source, offset) in fields["aliases"].items()},
             hidden=fields["hidden"],
+            narrowed={int(uid): (offset, count) for uid, (offset, count) in fields["narrowed"].items()},
             workspace_size=fields["workspace_size"],
         )
 
@@ -95,7 +99,7 @@ class Uids:
 
 
 class Lowering:
-    """Collects the backend operations of a graph. Nodes call ``operation``, ``tensor`` and, when composite, ``expand``."""
+    """Collects the backend operations of a graph. Nodes call ``operation`` and, when composite, ``expand``."""
 
     def __init__(self, context: Context, nodes: Iterable[Node], version: int) -> None:
         nodes = list(nodes)
@@ -123,14 +127,20 @@ class Lowering:
             node.lower(self)
 
     def operation(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
-        """Makes an operation descriptor and appends it. Tensors stand for their descriptors; None leaves an attribute out."""
+        """Appends an operation descriptor. A tensor stands for its descriptor; None leaves an attribute out."""
         made = self.descriptor(kind, attributes)
         self.operations.append(made)
         return made
 
     def descriptor(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
         """Makes a finalized descriptor that is not an operation of the graph by itself."""
-        return Descriptor.make(kind, {attribute: self._resolve(value) for attribute, value in attributes.items()})
+        resolved = {attribute: self._resolve(value) for attribute, value in attributes.items()}
+        try:
+            return Descriptor.make(kind, resolved)
+        except CudnnError as error:
+            if error.not_supported:
+                raise cudnnGraphNotSupportedError(str(error)) from error
+            raise
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -205,6 +215,20 @@ class Lowering:
         bindings.workspace_size += (size + 255) // 256 * 256  # keeps every part, the plan's too, on 256 bytes
         tensor.is_virtual = False
         return tensor
+
+    def narrowed(self, tensor: Tensor) -> Tensor:
+        """A FLOAT stand-in in the workspace for a packed BFLOAT16 output, which gets its upper halves after each run.
+
+        For outputs that cuDNN writes as FLOAT whatever their type. The conversion truncates.
+        """
+        wide = Tensor(tensor.dim, tensor.stride, data_type.FLOAT, name=f"{tensor.name} as FLOAT")
+        count = prod(tensor.dim)
+        self.scratch(wide, 4 * count)
+        uid = self.uid(tensor)
+        self.bindings.narrowed[uid] = (self.bindings.scratch[-1].offset, count)
+        self.bindings.user.append(uid)
+        self.bindings.hidden.append(uid)
+        return wide
 
     def alias(self, tensor: Tensor, source: Tensor, offset: int) -> None:
         """Lets a tensor share the memory of another, ``offset`` bytes from its start."""

@@ -43,7 +43,8 @@ class Matmul(Node):
                 operand.dim.insert(0, 1)
         if a.dim[-1] != b.dim[-2]:
             raise ValueError(
-                refusal(self.where, "A and B", f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}",
+                refusal(self.where, "A and B",
+                        f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}",
                         "[.., M, K] and [.., K, N]", "transpose one by swapping its last two dims and strides")
             )  # fmt: skip
         batch = [max(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)]
@@ -98,12 +99,12 @@ class MatmulMethods(NodeList):
         B: Tensor,
         compute_data_type: object = NOT_SET,
         padding: float = 0.0,
-        name: str = "",  # noqa: N803
+        name: str = "",
     ) -> Tensor:
         """Matrix product ``C = A B``.
 
         A is ``[.., M, K]`` and B ``[.., K, N]`` of the same rank, 2 or more; batch dimensions are equal or 1. C is
-        ``[.., M, N]``, row-major unless its strides are set. ``padding`` is the value read beyond the extents of a tensor.
+        ``[.., M, N]``, row-major unless its strides are set. ``padding`` is read beyond the extents of a tensor.
         """
         name = self._indexed(name)
         for port, tensor in (("A", A), ("B", B)):

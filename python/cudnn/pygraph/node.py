@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from cudnn import enums
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
 from cudnn.errors import refusal
@@ -65,7 +66,7 @@ class Node:
         raise NotImplementedError
 
     def fall_back(self) -> bool:
-        """Called where cuDNN has no engine for what ``lower`` made: switches to another lowering, False if there is none."""
+        """Where cuDNN has no engine for what ``lower`` made: switches to another lowering; False if there is none."""
         return False
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -178,16 +179,11 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        return getattr(_enums(), value["enum"])[value["name"]]
+        described = cast(dict[str, str], value)
+        return getattr(enums, described["enum"])[described["name"]]
     if isinstance(value, list):
         return [_decode(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value
-
-
-def _enums() -> Any:
-    from cudnn import enums  # noqa: PLC0415  (only deserialisation looks enumerations up by name)
-
-    return enums
 
 
 N = TypeVar("N", bound=Node)
@@ -211,7 +207,7 @@ class NodeList:
     ) -> N:
         """Appends a node; absent (None) inputs are left out, ``outputs`` are created as virtual tensors."""
         present: dict[str, Tensor] = {}
-        node = cls(name=name, compute_data_type=library_type(compute_data_type), inputs=present, **attributes)
+        node = cls(name=name or "", compute_data_type=library_type(compute_data_type), inputs=present, **attributes)
         for port, tensor in inputs.items():
             if tensor is None:
                 continue

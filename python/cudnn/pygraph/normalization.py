@@ -90,9 +90,9 @@ class Normalization(Node):
 
     def _complete(self, parameter: Tensor, x: Tensor) -> None:
         if len(parameter.dim) == 1:
-            dims = [1] * len(x.dim)
-            dims[self.kind.vector_axis] = parameter.dim[0]
-            parameter.dim, parameter.stride = dims, channels_last(dims)
+            (extent,), (step,) = parameter.dim, parameter.stride or [1]
+            parameter.dim, parameter.stride = [1] * len(x.dim), [step * extent] * len(x.dim)
+            parameter.dim[self.kind.vector_axis], parameter.stride[self.kind.vector_axis] = extent, step
         parameter.fill(self.kind.parameters(x.dim), channels_last if self.kind.by_channel else _like(x))
 
     @property

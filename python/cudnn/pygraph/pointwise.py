@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
@@ -40,7 +39,7 @@ class Pointwise(Node):
 
     @property
     def method(self) -> str:  # type: ignore[override]
-        return _METHOD_OF_MODE.get(self.mode, self.mode.lower())
+        return _method(self.mode)
 
     def infer(self, context: Context) -> None:
         out = self.outputs["OUT_0"]
@@ -77,8 +76,8 @@ class Pointwise(Node):
         if out.is_virtual and len(first.dim) == len(out.dim):
             return strides_like(first.stride, first.dim, out.dim)
         raise ValueError(
-            refusal(self.where, f"output (tensor {out.name!r})", "no strides", "strides that can be taken from an input "
-                    "of the output's shape", f"call set_stride() on it, for dim={out.dim}")
+            refusal(self.where, f"output (tensor {out.name!r})", "no strides", "strides that an input of the output's "
+                    "shape has", f"call set_stride() on it, for dim={out.dim}")
         )  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:
@@ -121,35 +120,31 @@ class Pointwise(Node):
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = list(values.values())
-        formula = _FORMULAS.get(self.mode)
-        if formula is not None:
-            return {"OUT_0": formula(*x)}
+        if self.mode == "ADD_SQUARE":
+            return {"OUT_0": x[0] + x[1] * x[1]}
         if self.mode == "BINARY_SELECT":
             return {"OUT_0": torch.where(x[2].bool(), x[0], x[1])}
         if self.mode == "GEN_INDEX":
             assert self.axis is not None
             view = [-1 if axis == self.axis else 1 for axis in range(x[0].dim())]
             return {"OUT_0": torch.arange(x[0].shape[self.axis], device=x[0].device).view(view).expand(x[0].shape)}
-        if self.mode.endswith("_FWD"):
-            return {"OUT_0": self._activation(x[0])}
-        return {"OUT_0": self._derivative(loss=x[0], x=x[1])}
+        if self.mode.endswith("_BWD"):
+            return {"OUT_0": self._derivative(loss=x[0], x=x[1])}
+        return {"OUT_0": self._forward(*x)}
 
-    def _activation(self, x: Any) -> Any:
-        functional = torch.nn.functional
+    def _forward(self, *operands: Any) -> Any:
+        x = operands[0]
         if self.mode == "RELU_FWD":
             lower, slope = self.lower_clip or 0.0, self.negative_slope or 0.0
             y = torch.where(x > lower, x, lower + slope * (x - lower))
             return y if self.upper_clip is None else y.clamp(max=self.upper_clip)
         if self.mode == "SWISH_FWD":
             return x * torch.sigmoid(self._beta * x)
-        return {
-            "TANH_FWD": torch.tanh,
-            "SIGMOID_FWD": torch.sigmoid,
-            "ELU_FWD": functional.elu,
-            "SOFTPLUS_FWD": functional.softplus,
-            "GELU_FWD": functional.gelu,
-            "GELU_APPROX_TANH_FWD": lambda x: functional.gelu(x, approximate="tanh"),
-        }[self.mode](x)
+        if self.mode == "GELU_APPROX_TANH_FWD":
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        name = _TORCH_NAMES.get(self.mode, _method(self.mode))
+        function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+        return function(*operands)
 
     def _derivative(self, loss: Any, x: Any) -> Any:
         if self.mode == "RELU_BWD":
@@ -161,50 +156,19 @@ class Pointwise(Node):
         forward = dataclasses.replace(self, mode=self.mode.removesuffix("_BWD") + "_FWD")
         with torch.enable_grad():
             leaf = x.detach().expand(torch.broadcast_shapes(x.shape, loss.shape)).clone().requires_grad_()
-            return torch.autograd.grad(forward._activation(leaf), leaf, loss.expand(leaf.shape))[0]
+            return torch.autograd.grad(forward._forward(leaf), leaf, loss.expand(leaf.shape))[0]
 
 
-_FORMULAS: dict[str, Callable[..., Any]] = {
-    "ADD": lambda a, b: a + b,
-    "SUB": lambda a, b: a - b,
-    "MUL": lambda a, b: a * b,
-    "DIV": lambda a, b: a / b,
-    "ADD_SQUARE": lambda a, b: a + b * b,
-    "POW": lambda a, b: torch.pow(a, b),
-    "MOD": lambda a, b: torch.fmod(a, b),
-    "MAX": lambda a, b: torch.maximum(a, b),
-    "MIN": lambda a, b: torch.minimum(a, b),
-    "CMP_EQ": lambda a, b: a == b,
-    "CMP_NEQ": lambda a, b: a != b,
-    "CMP_GT": lambda a, b: a > b,
-    "CMP_GE": lambda a, b: a >= b,
-    "CMP_LT": lambda a, b: a < b,
-    "CMP_LE": lambda a, b: a <= b,
-    "LOGICAL_AND": lambda a, b: torch.logical_and(a, b),
-    "LOGICAL_OR": lambda a, b: torch.logical_or(a, b),
-    "LOGICAL_NOT": lambda a: torch.logical_not(a),
-    "ABS": lambda a: torch.abs(a),
-    "CEIL": lambda a: torch.ceil(a),
-    "FLOOR": lambda a: torch.floor(a),
-    "COS": lambda a: torch.cos(a),
-    "SIN": lambda a: torch.sin(a),
-    "TAN": lambda a: torch.tan(a),
-    "EXP": lambda a: torch.exp(a),
-    "LOG": lambda a: torch.log(a),
-    "NEG": lambda a: -a,
-    "SQRT": lambda a: torch.sqrt(a),
-    "RSQRT": lambda a: torch.rsqrt(a),
-    "ERF": lambda a: torch.erf(a),
-    "RECIPROCAL": lambda a: 1 / a,
-    "IDENTITY": lambda a: a,
-}
-_METHOD_OF_MODE = {
-    "RELU_FWD": "relu", "TANH_FWD": "tanh", "ELU_FWD": "elu", "GELU_FWD": "gelu", "SIGMOID_FWD": "sigmoid",
-    "SWISH_FWD": "swish", "SOFTPLUS_FWD": "softplus", "GELU_APPROX_TANH_FWD": "gelu_approx_tanh",
-    "RELU_BWD": "relu_backward", "TANH_BWD": "tanh_backward", "ELU_BWD": "elu_backward", "GELU_BWD": "gelu_backward",
-    "SIGMOID_BWD": "sigmoid_backward", "SWISH_BWD": "swish_backward", "SOFTPLUS_BWD": "softplus_backward",
-    "GELU_APPROX_TANH_BWD": "gelu_approx_tanh_backward",
+# What torch calls a mode, where that is not the name of the method.
+_TORCH_NAMES = {
+    "MOD": "fmod", "MAX": "maximum", "MIN": "minimum", "IDENTITY": "clone", "CMP_EQ": "eq", "CMP_NEQ": "ne",
+    "CMP_GT": "gt", "CMP_GE": "ge", "CMP_LT": "lt", "CMP_LE": "le",
 }  # fmt: skip
+
+
+def _method(mode: str) -> str:
+    """The method of a mode: ``relu`` of RELU_FWD, ``relu_backward`` of RELU_BWD."""
+    return mode.removesuffix("_FWD").replace("_BWD", "_BACKWARD").lower()
 
 
 def _number(where: str, what: str, value: float | None) -> float | None:
@@ -216,9 +180,9 @@ def _number(where: str, what: str, value: float | None) -> float | None:
 class PointwiseMethods(NodeList):
     """The methods that add element-wise operations.
 
-    Each takes tensors that broadcast against each other (aligned at the last dimension), then ``compute_data_type``, the
-    type of the arithmetic, and ``name``. Each returns one tensor, ``<name>::OUT_0``; where its strides are not set, it
-    takes those of the last input of its shape.
+    Each takes tensors that broadcast against each other (aligned at the last dimension), then ``compute_data_type``,
+    the type of the arithmetic, and ``name``. Each returns one tensor, ``<name>::OUT_0``; where its strides are not set,
+    it takes those of the last input of its shape.
     """
 
     def _pointwise(self, mode: str, inputs: list[Tensor], compute: object, name: str, **attributes: Any) -> Tensor:
@@ -227,11 +191,6 @@ class PointwiseMethods(NodeList):
             if isinstance(tensor, Tensor) and not tensor.name:  # pyright: ignore[reportUnnecessaryIsInstance]
                 tensor.name = f"{name}::IN_{index}"
         ports = {f"IN_{index}": tensor for index, tensor in enumerate(inputs)}
-        missing = [port for port, tensor in ports.items() if tensor is None]  # pyright: ignore[reportUnnecessaryComparison]
-        if missing:
-            raise TypeError(
-                refusal(name, f"input {missing[0]}", "None", "a cudnn.tensor", "make one with graph.tensor_like(x)")
-            )
         return self._add(Pointwise, name, compute, ports, ["OUT_0"], mode=mode, **attributes).outputs["OUT_0"]
 
     def add(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
@@ -404,7 +363,7 @@ class PointwiseMethods(NodeList):
         lower_clip: float | None,
         upper_clip: float | None,
     ) -> Tensor:
-        where = name or _METHOD_OF_MODE[mode]
+        where = name or _method(mode)
         return self._pointwise(
             mode,
             inputs,
@@ -424,7 +383,7 @@ class PointwiseMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Tensor:
-        """``input`` above ``lower_clip`` (0), a line of slope ``negative_slope`` (0) below it, at most ``upper_clip``."""
+        """``input`` above ``lower_clip`` (0), a line of slope ``negative_slope`` (0) below; at most ``upper_clip``."""
         return self._relu("RELU_FWD", [input], compute_data_type, name, negative_slope, lower_clip, upper_clip)
 
     def leaky_relu(

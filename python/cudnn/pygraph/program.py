@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from cudnn.backend.handle import Handle, default_handle, resolve
-from cudnn.backend.memory import copy_to_device
+from cudnn.backend.memory import copy_to_device, copy_upper_halves
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
 )
 from cudnn.enums import data_type
 from cudnn.errors import refusal
-from cudnn.lazy import torch
 from cudnn.pygraph.dlpack import data_pointer
+from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar
 from cudnn.pygraph.tensor import Tensor
 
@@ -25,7 +24,7 @@ Override = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]
 
 
 def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
-    """The keys of a dict of data, by uid. Keys of None and absent data are left out: callers pass them for absent tensors."""
+    """The keys of a dict of data, by uid, without those of None, or for None: so callers pass absent tensors."""
     found: dict[int, Any] = {}
     for key, data in variant_pack.items():
         if key is None or data is None:
@@ -50,17 +49,19 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
 class CudnnProgram:
     """Plans of cuDNN, and where each call finds their tensors.
 
-    ``fast`` is the hot path, made at the first call with PyTorch tensors. A finalized variant pack refuses new pointers,
-    so packs are kept by their pointers; for addresses seen before, a call reads the addresses, finds the pack and makes
-    one call into cuDNN.
+    ``execute`` takes data of any kind; ``fast_call`` writes out what is left of it for PyTorch tensors.
     """
 
     def __init__(
-        self, plans: PlanList | None, bindings: Bindings, labels: Mapping[int, str], by_value: frozenset[int], device: int
+        self,
+        plans: PlanList | None,
+        bindings: Bindings,
+        labels: Mapping[int, str],
+        by_value: frozenset[int],
+        device: int,
     ) -> None:
         self.plans = plans  # None for a graph restored with its one plan
         self.plan: ExecutionPlan | None = None
-        self.fast: Callable[[VariantPack, Any, Any], None] | None = None
         self.bindings = bindings
         self.labels = labels
         self.by_value = by_value
@@ -91,7 +92,6 @@ class CudnnProgram:
     def use(self, plan: ExecutionPlan) -> None:
         """Makes a plan the one that calls run."""
         self.plan = self.bound(plan)
-        self.fast = None
 
     def workspace_size(self, plan: ExecutionPlan) -> int:
         """Bytes that a call needs: the graph's own part, then the plan's."""
@@ -118,53 +118,34 @@ class CudnnProgram:
         values = [variant_pack[key] for key in ordered]
         ready = plan or self.plan
         assert ready is not None
-        self._check(values, workspace, used, ready)
+        self.check(values, workspace, used, ready)
         pointers = [self._address(uid, value) for uid, value in zip(self.bindings.user, values, strict=True)]
         key = (*pointers, 0 if workspace is None else self._address(None, workspace), used.ptr)
         if self._copies:
             self._copy(key[-2], used)
         if override is not None:
-            filled = self._filled(key)
-            return ready.execute_overridden(used, filled[:-2], filled[-2], *override)
-        if plan is None and self.fast is None and all(map(_is_torch_tensor, (*values, workspace))):
-            self.fast = self._make_fast(ordered, ready)
-        status = ready.launch(used.argument, ready.argument, ready.packs.get(key) or ready.pack(key, self._filled(key)))
+            filled = self.filled(key)
+            ready.execute_overridden(used, filled[:-2], filled[-2], *override)
+            return self._narrow(key, used)
+        status = ready.launch(used.argument, ready.argument, ready.packs.get(key) or ready.pack(key, self.filled(key)))
         if status:
             raise ready.failure(status)
+        self._narrow(key, used)
 
-    def _make_fast(self, keys: Sequence[Any], plan: ExecutionPlan) -> Callable[[VariantPack, Any, Any], None]:
-        """``execute`` for PyTorch tensors under these keys, in the order of ``bindings.user``.
+    def specialised(
+        self, variant_pack: VariantPack, workspace: Any, own: Handle | None, otherwise: Callable[..., None]
+    ) -> Callable[..., None] | None:
+        """The hot path for data like these, None where every call has more to do than to hand addresses over."""
+        keys = keys_by_uid(variant_pack)
+        ordered = [keys[uid] for uid in self.bindings.user]
+        assert self.plan is not None
+        if self._copies or self.bindings.narrowed or not all(_is_torch_tensor(variant_pack[key]) for key in ordered):
+            return None
+        if self.workspace_size(self.plan) and not _is_torch_tensor(workspace):
+            return None
+        return specialised(self, self.plan, ordered, own, otherwise)
 
-        A closure, and addresses read by ``map`` in C: attribute look-ups and a Python loop would cost 0.5 us of 1 us.
-        """
-        values_of = itemgetter(*keys) if len(keys) > 1 else lambda pack: (pack[keys[0]],)
-        data_ptr, get_device = torch.Tensor.data_ptr, torch.Tensor.get_device
-        device, copies, needed = self.device, self._copies, self.workspace_size(plan)
-        packs, argument, launch = plan.packs, plan.argument, plan.launch
-
-        def fast(variant_pack: VariantPack, workspace: Any, handle: Any) -> None:
-            try:
-                if handle is None:
-                    handle = default_handle(device)
-                values = values_of(variant_pack)
-                key = (*map(data_ptr, values), workspace.data_ptr(), handle.ptr)
-            except (KeyError, TypeError, AttributeError):  # other keys, or data that are no PyTorch tensors
-                return self.execute(variant_pack, workspace, handle)
-            pack = packs.get(key)
-            if pack is None:
-                where = {*map(get_device, values), get_device(workspace)}
-                if len(where) > 1 or handle.device not in where or workspace.nbytes < needed:
-                    self._check(values, workspace, handle, plan)
-                pack = plan.pack(key, self._filled(key))
-            if copies:
-                self._copy(key[-2], handle)
-            status = launch(handle.argument, argument, pack)
-            if status:
-                raise plan.failure(status)
-
-        return fast
-
-    def _filled(self, key: tuple[int, ...]) -> tuple[int, ...]:
+    def filled(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """Addresses in the order of ``uids``, workspace and handle, from those of the caller's tensors."""
         if self._plain:
             return key
@@ -183,10 +164,14 @@ class CudnnProgram:
         for offset, words in self._copies:
             copy_to_device(space + offset, words, handle)
 
+    def _narrow(self, key: tuple[int, ...], handle: Handle) -> None:
+        for uid, (offset, count) in self.bindings.narrowed.items():
+            copy_upper_halves(key[self.bindings.user.index(uid)], key[-2] + offset, count, handle)
+
     def _label(self, uid: int) -> str:
         return f"tensor {self.labels.get(uid, '')!r} (uid {uid})"
 
-    def _check(self, values: Sequence[Any], workspace: Any, handle: Handle, plan: ExecutionPlan) -> None:
+    def check(self, values: Sequence[Any], workspace: Any, handle: Handle, plan: ExecutionPlan) -> None:
         """Refuses what would make the kernel fault: a dead handle, a small workspace, a tensor of another device."""
         resolve(handle)
         if handle.is_reference:
@@ -195,7 +180,7 @@ class CudnnProgram:
                         "create the handle on the machine that executes")
             )  # fmt: skip
         for uid, value in zip(self.bindings.user, values, strict=True):
-            if _is_torch_tensor(value) and value.get_device() != handle.device and uid not in self.by_value:
+            if _is_torch_tensor(value) and uid not in self.by_value and value.get_device() != handle.device:
                 raise ValueError(
                     refusal("execute", self._label(uid), f"a tensor on {value.device}",
                             f"cuda:{handle.device}, the device of the handle", "move it there, or build the graph with "

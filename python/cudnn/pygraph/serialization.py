@@ -81,26 +81,29 @@ def dump(description: dict[str, Any], program: CudnnProgram | None, planned: boo
 
 def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
     """Reads what ``dump`` wrote, or the JSON text of a description."""
-    text = data if isinstance(data, str) else bytes(data).decode()
     try:
-        document = json.loads(text)
-        context, descriptions = document["context"], document["nodes"]
-    except (ValueError, KeyError, TypeError) as error:
+        document = json.loads(data if isinstance(data, str) else bytes(data))
+        if document.get("format", FORMAT) == FORMAT:
+            return _restore(document, with_plan=not isinstance(data, str))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            refusal("deserialize", "data", f"{len(text)} characters that are no graph ({error})",
+            refusal("deserialize", "data", f"{len(data)} bytes that are no graph ({type(error).__name__}: {error})",
                     "what serialize() returned, or the JSON text of a graph", "serialise the graph again")
         ) from None  # fmt: skip
-    if document.get("format", FORMAT) != FORMAT:
-        raise ValueError(
-            refusal("deserialize", "format", str(document["format"]), str(FORMAT), "serialise with this version")
-        )
+    raise ValueError(
+        refusal("deserialize", "format", str(document["format"]), str(FORMAT), "serialise with this version")
+    )
+
+
+def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
+    context = document["context"]
     tensors = {fields["uid"]: Tensor.from_description(fields) for fields in document["tensors"]}
     for fields in document["tensors"]:
         if "ragged_offset" in fields:
             tensors[fields["uid"]].ragged_offset = tensors[fields["ragged_offset"]]
     for number, tensor in tensors.items():
         tensor.uid = None if number < 0 else number
-    nodes = [Node.from_description(fields, tensors) for fields in descriptions]
+    nodes = [Node.from_description(fields, tensors) for fields in document["nodes"]]
     return Restored(
         context["name"],
         Context(
@@ -113,5 +116,5 @@ def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
         Bindings.from_json(document["bindings"]) if "bindings" in document else Bindings(),
         {number: tensor.name for number, tensor in tensors.items()},
         frozenset(number for number, tensor in tensors.items() if tensor.is_pass_by_value),
-        None if isinstance(data, str) else document.get("plan"),
+        document.get("plan") if with_plan else None,
     )

@@ -28,9 +28,22 @@ class Tensor:
     """
 
     __slots__ = (
-        "name", "dim", "stride", "data_type", "is_virtual", "is_pass_by_value", "value", "is_compile_time_constant",
-        "ragged_offset", "ragged_offset_multiplier", "reordering_type", "alignment", "vector_count", "vector_dimension",
-        "uid", "__weakref__",
+        "__weakref__",
+        "alignment",
+        "data_type",
+        "dim",
+        "is_compile_time_constant",
+        "is_pass_by_value",
+        "is_virtual",
+        "name",
+        "ragged_offset",
+        "ragged_offset_multiplier",
+        "reordering_type",
+        "stride",
+        "uid",
+        "value",
+        "vector_count",
+        "vector_dimension",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +83,7 @@ class Tensor:
         """
         if isinstance(source, Tensor):
             copy = cls.__new__(cls)
-            for field in cls.__slots__[:-1]:
+            for field in _FIELDS:
                 setattr(copy, field, getattr(source, field))
             copy.dim, copy.stride, copy.uid, copy.name = [*source.dim], [*source.stride], None, name
             return copy
@@ -110,6 +123,8 @@ class Tensor:
 
     def set_uid(self, uid: int) -> Tensor:
         """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
+        if uid < 0:
+            raise ValueError(refusal(f"tensor {self.name!r}", "uid", str(uid), "0 or more", "choose another number"))
         self.uid = int(uid)
         return self
 
@@ -186,7 +201,7 @@ class Tensor:
         return self.ragged_offset
 
     def set_ragged_offset(self, ragged_offset: Tensor) -> Tensor:
-        """Makes the batch entries start at the offsets (in elements) of a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
+        """Batch entries start at the offsets (in elements) in a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
         self.ragged_offset = ragged_offset
         return self
 
@@ -232,8 +247,12 @@ class Tensor:
     def describe(self) -> dict[str, Any]:
         """The tensor as JSON-able data; defaults are left out."""
         fields: dict[str, Any] = {
-            "name": self.name, "uid": self.uid, "data_type": self.data_type.name, "dim": self.dim, "stride": self.stride,
-        }  # fmt: skip
+            "name": self.name,
+            "uid": self.uid,
+            "data_type": self.data_type.name,
+            "dim": self.dim,
+            "stride": self.stride,
+        }
         optional: dict[str, tuple[Any, Any]] = {
             "is_virtual": (self.is_virtual, False),
             "is_pass_by_value": (self.is_pass_by_value, False),
@@ -253,7 +272,7 @@ class Tensor:
     def from_description(cls, fields: dict[str, Any]) -> Tensor:
         """The tensor that ``describe()`` described; its ragged offset is left for the caller to connect."""
         tensor = cls(fields["dim"], fields["stride"], data_type[fields["data_type"]], name=fields["name"])
-        for key in cls.__slots__[:-1]:
+        for key in _FIELDS:
             if key in fields and key not in ("dim", "stride", "data_type", "reordering_type", "ragged_offset"):
                 setattr(tensor, key, fields[key])
         tensor.reordering_type = tensor_reordering[fields.get("reordering_type", "NONE")]
@@ -261,3 +280,6 @@ class Tensor:
 
     def __repr__(self) -> str:
         return json.dumps(self.describe())
+
+
+_FIELDS = [field for field in Tensor.__slots__ if field != "__weakref__"]

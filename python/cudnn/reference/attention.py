@@ -56,7 +56,7 @@ class Masks:
             scores = scores * self.scale
         if self.bias is not None:
             scores = scores + self.bias
-        return scores.masked_fill(~self.visible(*scores.shape[-2:], scores.device), float("-inf"))
+        return scores.masked_fill(~self.visible(scores.shape[-2], scores.shape[-1], scores.device), float("-inf"))
 
 
 def _heads(x: Any, count: int) -> Any:
@@ -90,9 +90,7 @@ def _probabilities(scores: Any, stats: Any) -> Any:
     return torch.exp(scores - stats).masked_fill(torch.isneginf(scores), 0.0)
 
 
-def attention_backward(
-    q: Any, k: Any, v: Any, o: Any, d_o: Any, stats: Any, masks: Masks
-) -> tuple[Any, Any, Any, Any]:
+def attention_backward(q: Any, k: Any, v: Any, o: Any, d_o: Any, stats: Any, masks: Masks) -> tuple[Any, Any, Any, Any]:
     """Gradients dQ, dK, dV and that of the scores, from the forward pass's O and statistics.
 
     The formulas of Dao et al., FlashAttention (2022), appendix B.2: ``dS = P * (dO V^T - rowsum(dO * O))``.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn.backend.handle import resolve
 from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refusal
@@ -32,8 +33,6 @@ class ReferenceProgram:
     data type. It has one plan, named ``reference``, and needs no workspace.
     """
 
-    fast = None  # the hot path, which only plans of cuDNN have
-
     def __init__(self, nodes: Sequence[Node], keys_by_uid: Callable[[Mapping[Any, Any]], dict[int, Any]]) -> None:
         self._keys_by_uid = keys_by_uid
         self.plan: str | None = None  # its name, once create_execution_plans() has been called
@@ -53,12 +52,14 @@ class ReferenceProgram:
                     self._outputs[tensor.uid] = tensor
 
     def execute(self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Any = None) -> None:
-        """Reads the inputs from, and writes the outputs to, the memory given by tensor or uid. Needs no workspace, no handle."""
+        """Reads inputs from, and writes outputs to, the memory given by tensor or uid. Needs no workspace, no handle."""
         global _said
+        if handle is not None:
+            resolve(handle)  # refuses one that was destroyed, as on a GPU
         buffers = {uid: variant_pack[key] for uid, key in self._keys_by_uid(variant_pack).items()}
         if not _said:
             _said = True
-            _log.warning("the reference executor runs this graph with PyTorch operations; it is exact in its precision, not fast")
+            _log.warning("the reference executor runs this graph with PyTorch operations: right in its precision, not fast")
         device = self._check(buffers)
         with torch.no_grad():
             values = {

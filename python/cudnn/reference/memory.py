@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from cudnn.datatypes import (
@@ -30,14 +31,21 @@ def torch_type(kind: data_type, where: str) -> Any:
 
 
 def rounded(value: Any, kind: data_type, where: str) -> Any:
-    """``value`` in the storage type ``kind``; conversions to fp8 saturate, BOOLEAN is anything but zero."""
+    """``value`` in the storage type ``kind``.
+
+    Conversions to fp8 and to narrower integers saturate, those to integers round to nearest even; BOOLEAN is anything but
+    zero.
+    """
     limit = _FP8_MAX.get(kind)
     if limit is not None:
         value = value.float().clamp(-limit, limit)
-    elif kind in (data_type.INT8, data_type.UINT8, data_type.INT32) and value.dtype.is_floating_point:
+    elif kind in (data_type.INT8, data_type.UINT8, data_type.INT32) and value.dtype is not torch.bool:
         info = torch.iinfo(torch_type(kind, where))
         # float32 cannot hold the largest int32: clamp in float64 so that saturation does not wrap round.
-        value = value.double().round().clamp(info.min, info.max)
+        value = value.double().round() if value.dtype.is_floating_point else value.long()
+        value = value.clamp(info.min, info.max)
+    elif kind is data_type.INT64 and value.dtype.is_floating_point:
+        value = value.round()
     return value.to(torch_type(kind, where))
 
 
@@ -61,12 +69,8 @@ def _from_pointer(address: int, nbytes: int, device: Any) -> Any:
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
-    class _Pointer:
-        __cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
-
-    return torch.as_tensor(_Pointer(), device=device)
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int], where: str) -> Any:

@@ -1,0 +1,68 @@
+"""Reductions and genstats on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnn
+from gpu.common import assert_accurate, gpu_graph
+from support.graphs import FLOAT, like, run
+
+pytestmark = pytest.mark.gpu
+FORMULAS: dict[str, Callable[[torch.Tensor, list[int]], torch.Tensor]] = {
+    "ADD": lambda x, axes: x.sum(axes, keepdim=True),
+    "MIN": lambda x, axes: x.amin(axes, keepdim=True),
+    "MAX": lambda x, axes: x.amax(axes, keepdim=True),
+    "AMAX": lambda x, axes: x.abs().amax(axes, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("mode", FORMULAS)
+def test_after_matmul(mode: str) -> None:
+    a, b = torch.randn(4, 96, 64, device="cuda").half(), torch.randn(4, 64, 128, device="cuda").half()
+    graph = gpu_graph(io=torch.float16)
+    first, second = like(graph, a), like(graph, b)
+    y = graph.reduction(graph.matmul(first, second), cudnn.reduction_mode[mode]).set_output(True)
+    y.set_data_type(FLOAT).set_dim([4, 96, 1]).set_stride([96, 1, 1])
+    (result,) = run(graph, {first: a, second: b}, y)
+    assert_accurate(result, lambda dtype: FORMULAS[mode](a.to(dtype) @ b.to(dtype), [2]), torch.float16)
+
+
+def test_after_convolution() -> None:
+    x = torch.randn(4, 16, 16, 64, device="cuda").half().movedim(-1, 1)
+    w = torch.randn(32, 3, 3, 64, device="cuda").half().movedim(-1, 1)
+    graph = gpu_graph(io=torch.float16)
+    image, weight = like(graph, x), like(graph, w)
+    y = graph.reduction(graph.conv_fprop(image, weight, [1, 1]), cudnn.reduction_mode.ADD).set_output(True)
+    y.set_data_type(FLOAT).set_dim([1, 32, 1, 1])
+    (result,) = run(graph, {image: x, weight: w}, y)
+    assert_accurate(
+        result,
+        lambda dtype: F.conv2d(x.to(dtype), w.to(dtype), padding=1).sum([0, 2, 3], keepdim=True),
+        torch.float16,
+    )
+
+
+def test_genstats_after_convolution() -> None:
+    x = torch.randn(4, 16, 16, 64, device="cuda").half().movedim(-1, 1)
+    w = torch.randn(32, 3, 3, 64, device="cuda").half().movedim(-1, 1) / 24
+    graph = gpu_graph(io=torch.float16)
+    image, weight = like(graph, x), like(graph, w)
+    y = graph.conv_fprop(image, weight, [1, 1]).set_output(True).set_data_type(cudnn.data_type.HALF)
+    total, squares = (statistic.set_output(True).set_data_type(FLOAT) for statistic in graph.genstats(y))
+    results = run(graph, {image: x, weight: w}, y, total, squares)
+
+    def forward(dtype: torch.dtype) -> torch.Tensor:
+        return F.conv2d(x.to(dtype), w.to(dtype), padding=1)
+
+    assert_accurate(results[0], forward, torch.float16)
+    # From what was stored: float32 sums of values and squares that float16 has rounded.
+    stored = results[0].float()
+    for result, expected in ((results[1], stored), (results[2], stored.square())):
+        expected = expected.sum([0, 2, 3], keepdim=True)
+        scale = stored.abs().sum([0, 2, 3]).max().item()
+        assert (result - expected).abs().max().item() <= 2**-10 * scale

@@ -1,0 +1,61 @@
+"""Slices and joins on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cudnn
+from gpu.common import assert_accurate, gpu_graph
+from support.graphs import HALF, like, run
+
+pytestmark = pytest.mark.gpu
+
+
+def test_product_of_slices() -> None:
+    a, b = torch.randn(4, 96, 128, device="cuda").half(), torch.randn(4, 128, 128, device="cuda").half()
+    graph = gpu_graph(io=HALF, intermediate=HALF)
+    first, second = like(graph, a), like(graph, b)
+    left = graph.slice(graph.slice(first, [slice(1, 3)]), [slice(None), slice(0, 64), slice(64, None)])
+    right = graph.slice(second, [slice(2, 4), slice(32, 96), slice(None, None, 1)])
+    c = graph.matmul(left, right).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)  # the slices are not passed
+    assert_accurate(result, lambda dtype: a[1:3, :64, 64:].to(dtype) @ b[2:4, 32:96].to(dtype), torch.float16)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 4, 8])
+def test_slices_off_the_alignment(start: int) -> None:
+    x = torch.randn(4, 64, 128, device="cuda").half()
+    graph = gpu_graph(io=HALF, intermediate=HALF)
+    tensor = like(graph, x)
+    y = graph.neg(graph.slice(tensor, [slice(None), slice(start, 60), slice(start, start + 96)])).set_output(True)
+    (result,) = run(graph, {tensor: x}, y)
+    assert torch.equal(result, -x[:, start:60, start : start + 96])
+
+
+def test_slice_of_a_result() -> None:
+    a, b = torch.randn(4, 64, 64, device="cuda").half(), torch.randn(2, 32, 64, device="cuda").half()
+    graph = gpu_graph(io=HALF, intermediate=HALF)
+    first, second = like(graph, a), like(graph, b)
+    part = graph.slice(graph.relu(first), [slice(1, 3), slice(None), slice(32, 64)])
+    c = graph.matmul(part, second).set_output(True)
+    try:
+        (result,) = run(graph, {first: a, second: b}, c)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        pytest.skip(str(error)[:200])
+    assert_accurate(result, lambda dtype: a.relu()[1:3, :, 32:].to(dtype) @ b.to(dtype), torch.float16)
+
+
+def test_concatenation_after_a_convolution() -> None:
+    x, old = (torch.randn(4, 16, 16, 64, device="cuda").half().movedim(-1, 1) for _ in range(2))
+    w = torch.randn(64, 1, 1, 64, device="cuda").half().movedim(-1, 1)
+    graph = gpu_graph(io=HALF, intermediate=HALF)
+    image, weight, kept = like(graph, x), like(graph, w), like(graph, old)
+    y = graph.concatenate([kept, graph.conv_fprop(image, weight, [0, 0])], 1).set_output(True)
+    try:
+        (result,) = run(graph, {image: x, weight: w, kept: old}, y)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        pytest.skip(str(error)[:200])
+    assert torch.equal(result[:, :64], old)
+    assert_accurate(result[:, 64:], lambda dtype: F.conv2d(x.to(dtype), w.to(dtype)), torch.float16)

@@ -1,0 +1,217 @@
+"""Refusals before any work for a GPU: class, node, tensor, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cudnn
+import pytest
+import torch
+from cudnn.errors import CudnnError, refusal
+from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
+
+
+def half(*dim: int) -> dict[str, Any]:
+    stride = [1] * len(dim)
+    for axis in range(len(dim) - 2, -1, -1):
+        stride[axis] = stride[axis + 1] * dim[axis + 1]
+    return {"dim": list(dim), "stride": stride, "data_type": HALF}
+
+
+def test_wording() -> None:
+    assert refusal("mm (matmul)", "A", 3, "4", "pass 4") == "mm (matmul): A: got 3; allowed: 4. To mend it, pass 4."
+    assert refusal("mm", "A", 3, "4") == "mm: A: got 3; allowed: 4."
+
+
+def test_classes() -> None:
+    assert cudnn.cudnnGraphNotSupportedError.__bases__ == (Exception,)
+    assert issubclass(CudnnError, RuntimeError)
+    assert CudnnError("", 3001, "").not_supported
+    assert not CudnnError("", 2001, "").not_supported
+
+
+# While the graph is described.
+def test_an_array_in_place_of_a_graph_tensor() -> None:
+    with pytest.raises(TypeError, match=r"mm \(matmul\): input A: got Tensor; allowed: a cudnn.tensor.*tensor_like"):
+        reference_graph().matmul(torch.zeros(1, 2, 3), torch.zeros(1, 3, 2), name="mm")
+
+
+# validate().
+Description = Callable[[cudnn.pygraph], Any]
+
+
+def rank(graph: cudnn.pygraph) -> None:
+    graph.matmul(graph.tensor(**half(4), name="a"), graph.tensor(**half(4, 4), name="b"), name="mm").set_output(True)
+
+
+def inner_extents(graph: cudnn.pygraph) -> None:
+    a, b = graph.tensor(**half(1, 2, 3), name="a"), graph.tensor(**half(1, 4, 5), name="b")
+    graph.matmul(a, b, name="mm").set_output(True)
+
+
+def broadcast(graph: cudnn.pygraph) -> None:
+    graph.add(graph.tensor(**half(2, 3), name="a"), graph.tensor(**half(2, 4), name="b"), name="sum").set_output(True)
+
+
+def strides(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(dim=[2, 3], stride=[3], name="x"), name="act").set_output(True)
+
+
+def output_shape(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(**half(2, 3), name="x"), name="act").set_output(True).set_dim([3, 2])
+
+
+def no_output(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(**half(2, 3), name="x"), name="act")
+
+
+def not_yet_inferred(graph: cudnn.pygraph) -> None:
+    graph.relu(cudnn.tensor().set_name("x"), name="act").set_output(True)
+
+
+@pytest.mark.parametrize(
+    ("describe", "message"),
+    [
+        (rank, r"mm \(matmul\): A and B: got dim=\[4\] and dim=\[4, 4\]; allowed: .*rank.*add leading dimensions"),
+        (inner_extents, r"mm \(matmul\): A and B: .*inner extents 3 and 4; allowed: \[.., M, K\] and \[.., K, N\]"),
+        (broadcast, r"sum \(add\): inputs: got 'a' dim=\[2, 3\], 'b' dim=\[2, 4\]; allowed: shapes that broadcast"),
+        (strides, r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: as many strides"),
+        (output_shape, r"act \(relu\): output \(tensor 'act::OUT_0'\): got dim=\[3, 2\]; allowed: dim=\[2, 3\]"),
+        (no_output, r"graph 'test_graph': outputs: got none; allowed: .*set_output\(True\)"),
+        (not_yet_inferred, r"act \(relu\): input IN_0 \(tensor 'x'\): got dim=\[\], stride=\[\]"),
+    ],
+)
+def test_validate(describe: Description, message: str) -> None:
+    graph = reference_graph(io=HALF)
+    describe(graph)
+    with pytest.raises(ValueError, match=message):
+        graph.validate()
+
+
+# execute() on the reference executor.
+def doubled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor]:
+    graph = reference_graph()
+    x = graph.tensor(dim=[4, 6], stride=[6, 1], name="x", uid=1)
+    y = graph.add(x, x, name="sum").set_output(True).set_uid(2)
+    graph.build(MODES)
+    return graph, x, y
+
+
+def test_extra_entries_are_ignored() -> None:
+    """Programs pass tensors of other graphs, keys of None for absent tensors, and data that a variant does not use."""
+    graph, x, y = doubled()
+    data, out = torch.randn(4, 6), torch.empty(4, 6)
+    graph.execute({x: data, y: out, 99: data, None: data, 98: None})
+    torch.testing.assert_close(out, 2 * data)
+
+
+@pytest.mark.parametrize(
+    ("pack", "error", "message"),
+    [
+        ({1: torch.zeros(4, 6)}, ValueError, r"execute: output tensor 'sum::OUT_0' \(uid 2\): got no data.*uid 2"),
+        ({2: torch.zeros(4, 6)}, ValueError, r"execute: input tensor 'x' \(uid 1\): got no data"),
+        ({1: None, 2: torch.zeros(4, 6)}, ValueError, r"input tensor 'x' \(uid 1\): got no data"),
+        ({"x": torch.zeros(4, 6), 2: torch.zeros(4, 6)}, TypeError, "key: got str; allowed: .*names are keys of cudnn.Graph"),
+        ({1: torch.zeros(4, 5), 2: torch.zeros(4, 6)}, ValueError, r"tensor 'x' \(uid 1\): memory: got 80 bytes; allowed: the 96"),
+        ({1: torch.zeros(4, 6), 2: torch.zeros(4, 5)}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): memory: got 80 bytes"),
+        ({1: [1, 2], 2: torch.zeros(4, 6)}, TypeError, r"tensor 'x' \(uid 1\): data: got list; allowed: a torch.Tensor"),
+        ({cudnn.tensor(): torch.zeros(4, 6)}, ValueError, "key tensor '': got a tensor without uid"),
+        ({1: torch.zeros(4, 6), 2: torch.zeros(4, 6, device="meta")}, ValueError, "tensors: got .*uid 2 on meta; allowed: one device"),
+    ],
+)  # fmt: skip
+def test_execute(pack: dict[Any, Any], error: type[Exception], message: str) -> None:
+    graph, _, _ = doubled()
+    with pytest.raises(error, match=message):
+        graph.execute(pack)
+
+
+def test_misaligned_memory() -> None:
+    graph, x, y = doubled()
+    raw = torch.zeros(4 * 6 * 4 + 1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"tensor 'x' \(uid 1\): memory: got address .*; allowed: a multiple of 4 bytes"):
+        graph.execute({x: raw[1:], y: torch.zeros(4, 6)})
+
+
+def test_overrides_are_for_gpus() -> None:
+    graph, x, y = doubled()
+    pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
+    with pytest.raises(NotImplementedError, match=r"override_uids: got \[1\]; allowed: None for the reference"):
+        graph.execute(pack, None, None, [1], [[2, 6]], [[6, 1]])
+    with pytest.raises(NotImplementedError, match="override_uids"):
+        graph.execute_plan_at_index(pack, None, 0, override_uids=[1], override_shapes=[[2, 6]], override_strides=[[6, 1]])
+
+
+def test_a_destroyed_handle() -> None:
+    graph, x, y = doubled()
+    handle = cudnn.create_handle()
+    cudnn.destroy_handle(handle)
+    pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
+    with pytest.raises(ValueError, match="handle: got a destroyed handle"):
+        graph.execute(pack, handle=handle)
+    with pytest.raises(ValueError, match="handle: got 0x3039, which is no live handle"):
+        graph.execute(pack, handle=0x3039)
+    with pytest.raises(TypeError, match="handle: got str"):
+        graph.execute(pack, handle="mine")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a destroyed handle"):
+        cudnn.pygraph(handle=handle)
+
+
+# execute() of a plan of cuDNN: what is checked before the call, with no GPU.
+class Elsewhere:
+    """Stands for the handle of a device: the checks come before anything is done with it."""
+
+    is_reference = False
+    device = 0
+    ptr = 1
+
+
+@pytest.fixture
+def program(h200: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    graph = planned_graph(h200)
+    a = graph.tensor(**half(1, 64, 64), name="a", uid=1)
+    b = graph.tensor(**half(1, 64, 64), name="b", uid=2)
+    factor = graph.tensor(dim=[1, 1, 1], stride=[1, 1, 1], data_type=FLOAT, is_pass_by_value=True, name="f", uid=3)
+    graph.mul(graph.matmul(a, b, name="mm"), factor, name="times").set_output(True).set_uid(4)
+    graph.build(MODES)
+    monkeypatch.setattr("cudnn.pygraph.program.resolve", lambda handle: handle)
+    monkeypatch.setattr(type(graph._cudnn()), "workspace_size", lambda self, plan: 1024)
+    return graph._cudnn()
+
+
+class Fake(torch.Tensor):
+    """A tensor that says it lies on a device."""
+
+    lies_on = 0
+
+    def get_device(self) -> int:
+        return self.lies_on
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("cuda", self.lies_on) if self.lies_on >= 0 else torch.device("cpu")
+
+
+def fake(device: int = 0, size: int = 4096) -> Fake:
+    made = torch.zeros(size, dtype=torch.uint8).as_subclass(Fake)
+    made.lies_on = device
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "workspace", "message"),
+    [
+        ({1: None}, fake(), r"execute: tensor 'a' \(uid 1\): got no data"),
+        ({1: fake(1)}, fake(), r"tensor 'a' \(uid 1\): got a tensor on cuda:1; allowed: cuda:0, the device of the handle"),
+        ({2: fake(-1)}, fake(), r"tensor 'b' \(uid 2\): got a tensor on cpu; allowed: cuda:0.*backend='reference'"),
+        ({3: fake(0)}, fake(), r"tensor 'f' \(uid 3\): got a tensor on cuda:0; allowed: the CPU"),
+        ({}, None, "workspace: got 0 bytes; allowed: 1024 bytes or more"),
+        ({}, fake(size=1023), "workspace: got 1023 bytes; allowed: 1024 bytes or more"),
+        ({}, fake(-1), "workspace: got a tensor on cpu; allowed: cuda:0"),
+        ({}, fake(1), "workspace: got a tensor on cuda:1; allowed: cuda:0"),
+    ],
+)
+def test_execute_with_cudnn(program: Any, change: dict[int, Any], workspace: Any, message: str) -> None:
+    pack = {1: fake(), 2: fake(), 3: fake(-1), 4: fake()} | change
+    with pytest.raises(ValueError, match=message):
+        program.execute(pack, workspace, Elsewhere())

@@ -1,0 +1,170 @@
+"""Reductions and genstats: values against loops over PyTorch's own, inference, refusals, plans of cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cudnn
+from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, shapes, strided
+
+MODE = cudnn.reduction_mode
+INT32 = cudnn.data_type.INT32
+# Each takes the elements that fall together, along the last dimension.
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "ADD": lambda x: reduce(torch.add, x.unbind(-1)),
+    "MUL": lambda x: reduce(torch.mul, x.unbind(-1)),
+    "MIN": lambda x: reduce(torch.minimum, x.unbind(-1)),
+    "MAX": lambda x: reduce(torch.maximum, x.unbind(-1)),
+    "AMAX": lambda x: reduce(torch.maximum, x.abs().unbind(-1)),
+    "AVG": lambda x: reduce(torch.add, x.unbind(-1)) / x.shape[-1],
+    "NORM1": lambda x: torch.linalg.vector_norm(x, 1, dim=-1),
+    "NORM2": lambda x: torch.linalg.vector_norm(x, 2, dim=-1),
+    "MUL_NO_ZEROS": lambda x: reduce(torch.mul, torch.where(x == 0, torch.ones(()), x).unbind(-1)),
+}
+
+
+def together(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """The elements that a reduction to ``dims`` brings together, along a new last dimension."""
+    kept = [axis for axis, extent in enumerate(dims) if extent == x.shape[axis]]
+    gone = [axis for axis in range(x.dim()) if axis not in kept]
+    return x.permute(*kept, *gone).reshape(*[x.shape[axis] for axis in kept], -1)
+
+
+@pytest.mark.parametrize("mode", FORMULAS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_values(mode: str, data: st.DataObject) -> None:
+    x = data.draw(shapes(largest=4).flatmap(strided))
+    x = x.masked_fill_(x.abs() < 0.3, 0.0)
+    dims = [data.draw(st.sampled_from([1, extent])) for extent in x.shape]
+    graph = reference_graph()
+    tensor = like(graph, x)
+    y = graph.reduction(tensor, MODE[mode]).set_output(True).set_dim(dims)
+    (result,) = run(graph, {tensor: x}, y)
+    expected = FORMULAS[mode](together(x, dims)).reshape(dims)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6, check_stride=False)
+
+
+def test_integers_are_exact() -> None:
+    x = torch.randint(-1000, 1000, (4, 300), dtype=torch.int32)
+    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
+    tensor = like(graph, x)
+    y = graph.reduction(tensor, MODE.ADD).set_output(True).set_dim([4, 1])
+    assert torch.equal(run(graph, {tensor: x}, y)[0].long(), x.long().sum(1, keepdim=True))
+
+
+def test_strides_are_channels_last() -> None:
+    graph = reference_graph()
+    x = graph.tensor([2, 3, 4, 5], [60, 20, 5, 1])
+    whole = graph.reduction(x, MODE.ADD)
+    part = graph.reduction(x, mode=MODE.ADD, compute_data_type=FLOAT, name="sum").set_dim([2, 3, 1, 5])
+    given = graph.reduction(x, MODE.MAX).set_dim([2, 1, 1, 1]).set_stride([1, 1, 1, 1])
+    for tensor in (whole, part, given):
+        tensor.set_output(True)
+    graph.validate()
+    assert (whole.get_dim(), whole.get_stride()) == ([2, 3, 4, 5], [60, 1, 15, 3])
+    assert (part.get_name(), part.get_stride()) == ("sum::Y", [15, 1, 15, 3])
+    assert given.get_stride() == [1, 1, 1, 1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(x=st.integers(3, 5).flatmap(lambda rank: shapes(rank, 4)).flatmap(strided))
+def test_genstats(x: torch.Tensor) -> None:
+    graph = reference_graph()
+    tensor = like(graph, x)
+    total, squares = graph.genstats(tensor, name="stats")
+    assert (total.get_name(), squares.get_name()) == ("stats_sum_output", "stats_sq_sum_output")
+    results = run(graph, {tensor: x}, total.set_output(True), squares.set_output(True))
+    channels = x.shape[1]
+    for result, values in zip(results, (x, x.square()), strict=True):
+        assert list(result.shape) == [1, channels, *[1] * (x.dim() - 2)]
+        for channel in range(channels):
+            torch.testing.assert_close(result[0, channel].squeeze(), values[:, channel].sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_serialisation() -> None:
+    x = torch.randn(4, 6)
+    graph = reference_graph()
+    tensor = like(graph, x).set_uid(1)
+    y = graph.reduction(tensor, MODE.AMAX).set_output(True).set_dim([4, 1]).set_uid(2)
+    run(graph, {tensor: x}, y)
+    restored = cudnn.pygraph(backend="reference")
+    restored.deserialize(graph.serialize())
+    result = torch.full((4, 1), float("nan"))
+    restored.execute({1: x, 2: result}, None)
+    assert torch.equal(result, x.abs().amax(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda g, x: g.reduction(x, MODE.ADD).set_dim([4, 3]), ValueError, ["dim=[4, 3]", "dim=[4, 6]", "set_dim"]),
+        (lambda g, x: g.reduction(x, MODE.ADD).set_dim([4]), ValueError, ["dim=[4]"]),
+        (lambda g, x: g.reduction(x, MODE.NOT_SET), ValueError, ["mode", "ADD, MUL"]),
+        (lambda g, x: g.reduction(x, "ADD"), ValueError, ["mode", "'ADD'", "reduction_mode"]),
+        (lambda g, x: g.reduction(torch.ones(3), MODE.ADD), TypeError, ["input X"]),
+        (lambda g, x: g.genstats(x)[0], ValueError, ["genstats", "rank"]),
+        (lambda g, x: g.genstats(g.tensor([2, 3, 4], [12, 4, 1]))[0].set_dim([1, 4, 1]), ValueError, ["dim=[1, 3, 1]"]),
+    ],
+)
+def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
+    graph = reference_graph()
+    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
+        build(graph, graph.tensor([4, 6], [6, 1])).set_output(True)
+        graph.validate()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["ADD", "MUL", "MIN", "MAX", "AMAX"])
+@pytest.mark.parametrize("dims", [[4, 64, 1], [4, 64, 256]], ids=["rows", "nothing"])
+def test_cudnn_has_engines_after_matmul(mode: str, dims: list[int], device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    a, b = graph.tensor([4, 64, 128], [8192, 128, 1]), graph.tensor([4, 128, 256], [32768, 256, 1])
+    y = graph.reduction(graph.matmul(a, b), MODE[mode]).set_output(True).set_data_type(FLOAT)
+    y.set_dim(dims).set_stride([dims[1] * dims[2], dims[2], 1])
+    assert configurations(graph) > 0
+
+
+@pytest.mark.parametrize("mode", ["AVG", "NORM1", "NORM2", "MUL_NO_ZEROS"])
+def test_cudnn_refuses_the_other_modes(mode: str, h200: Any) -> None:
+    graph = planned_graph(h200)
+    x = graph.tensor([4, 64, 16, 16], [16384, 1, 1024, 64])
+    graph.reduction(graph.relu(x), MODE[mode]).set_output(True).set_data_type(FLOAT).set_dim([1, 64, 1, 1])
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="REDUCTION"):
+        configurations(graph)
+
+
+def convolution(graph: cudnn.pygraph) -> cudnn.tensor:
+    x = graph.tensor([4, 64, 16, 16], [16384, 1, 1024, 64])
+    return graph.conv_fprop(x, graph.tensor([32, 64, 3, 3], [576, 1, 192, 64]), [1, 1])
+
+
+def test_cudnn_has_engines_after_convolution(device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    graph.reduction(convolution(graph), MODE.ADD).set_output(True).set_data_type(FLOAT).set_dim([1, 32, 1, 1])
+    assert configurations(graph) > 0
+
+    graph = planned_graph(device_properties)
+    y = convolution(graph).set_output(True).set_data_type(HALF)
+    for statistic in graph.genstats(y):
+        statistic.set_output(True).set_data_type(FLOAT)
+    assert configurations(graph) > 0
+
+
+@pytest.mark.deviceless_919
+def test_cudnn_builds_a_plan(device_properties: Any) -> None:
+    graph = planned_graph(device_properties)
+    a, b = graph.tensor([4, 64, 128], [8192, 128, 1]), graph.tensor([4, 128, 256], [32768, 256, 1])
+    y = graph.reduction(graph.matmul(a, b), MODE.ADD).set_output(True).set_data_type(FLOAT)
+    y.set_dim([4, 64, 1]).set_stride([64, 1, 1])
+    configurations(graph)
+    graph.build_plans()
+    assert graph.get_plan_name()

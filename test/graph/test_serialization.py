@@ -1,0 +1,250 @@
+"""``serialize`` and ``deserialize``: for the reference executor, for plans of cuDNN, and for descriptions alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cudnn
+import pytest
+import torch
+from cudnn.pygraph import graph as graph_module
+from cudnn.pygraph.lowering import Bindings, Scratch
+from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
+
+ROOT = Path(__file__).parents[2]
+
+
+def scaled_product(graph: cudnn.pygraph) -> None:
+    """uid 0 @ uid 1, biased with uid 2, times a constant, to uid 3; uid 4 is a factor passed by value."""
+    a = graph.tensor(dim=[2, 64, 128], stride=[64 * 128, 128, 1], name="a", uid=0)
+    b = graph.tensor(dim=[2, 128, 32], stride=[128 * 32, 32, 1], name="b", uid=1)
+    d = graph.tensor(dim=[1, 64, 32], stride=[64 * 32, 32, 1], name="d", uid=2)
+    factor = graph.tensor(dim=[1, 1, 1], stride=[1, 1, 1], data_type=FLOAT, is_pass_by_value=True, name="f", uid=4)
+    c = graph.bias(graph.matmul(a, b, name="mm"), d, name="shift")
+    c = graph.relu(c, negative_slope=0.25, name="leak")
+    graph.mul(graph.mul(c, factor, name="times"), graph.tensor_scalar(0.5), name="halve").set_output(True).set_uid(3)
+
+
+def check(graph: cudnn.pygraph) -> None:
+    a, b, d = torch.randn(2, 64, 128), torch.randn(2, 128, 32), torch.randn(1, 64, 32)
+    out = torch.full((2, 64, 32), float("nan"))
+    graph.execute({0: a, 1: b, 2: d, 3: out, 4: torch.full((1, 1, 1), 3.0)})
+    wanted = torch.nn.functional.leaky_relu(a @ b + d, 0.25) * 1.5
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+def built() -> cudnn.pygraph:
+    graph = reference_graph()
+    scaled_product(graph)
+    graph.build(MODES)
+    return graph
+
+
+def restored(*arguments: Any, **options: Any) -> cudnn.pygraph:
+    graph = cudnn.pygraph(**options)
+    graph.deserialize(*arguments)
+    return graph
+
+
+# The reference executor.
+def test_round_trip() -> None:
+    graph = built()
+    data = graph.serialize()
+    assert isinstance(data, bytes)
+    again = restored(data, backend="reference")
+    assert repr(again) == repr(graph)
+    assert again.key() == graph.key()
+    assert again.get_workspace_size() == 0
+    assert again.get_execution_plan_count() == 1
+    check(again)
+    assert again.serialize() == data
+
+
+def test_what_may_be_passed_back() -> None:
+    data = built().serialize()
+    for form in (list(data), bytearray(data), tuple(data)):
+        check(restored(form, backend="reference"))
+
+
+def test_with_a_handle() -> None:
+    handle = cudnn.create_handle()
+    check(restored(handle, built().serialize(), backend="reference"))
+    cudnn.destroy_handle(handle)
+    with pytest.raises(ValueError, match="a destroyed handle"):
+        restored(handle, built().serialize())
+
+
+def test_uids_and_tensors_survive() -> None:
+    graph = restored(built().serialize(), backend="reference")
+    for uid, name in ((0, "a"), (1, "b"), (2, "d"), (3, "halve::OUT_0"), (4, "f")):
+        assert graph.query_tensor_attributes_of_uid(uid).get_name() == name
+    assert graph.query_tensor_attributes_of_uid(4).get_is_pass_by_value()
+    assert graph.query_tensor_attributes_of_uid(3).get_dim() == [2, 64, 32]
+
+
+def test_tensors_of_the_original_execute_the_restored_graph() -> None:
+    graph = reference_graph()
+    x = graph.tensor(dim=[2, 3], stride=[3, 1])
+    y = graph.relu(x).set_output(True)
+    graph.build(MODES)
+    data, out = torch.randn(2, 3), torch.empty(2, 3)
+    restored(graph.serialize(), backend="reference").execute({x: data, y: out})
+    torch.testing.assert_close(out, torch.relu(data))
+
+
+def test_another_process_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "graph").write_bytes(built().serialize())
+    code = (
+        "import sys, torch, cudnn\n"
+        "graph = cudnn.pygraph(backend='reference')\n"
+        "graph.deserialize(open(sys.argv[1], 'rb').read())\n"
+        "ones = [torch.ones(2, 64, 128), torch.ones(2, 128, 32), torch.ones(1, 64, 32)]\n"
+        "out = torch.empty(2, 64, 32)\n"
+        "graph.execute({0: ones[0], 1: ones[1], 2: ones[2], 3: out, 4: torch.full((1, 1, 1), 2.0)})\n"
+        "assert bool((out == 129).all()), out\n"
+        "print(graph.key())\n"
+    )
+    paths = f"{ROOT / 'python'}:{ROOT / 'kernels'}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "graph")],
+        env={"PYTHONPATH": paths, "PATH": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == built().key()
+
+
+# Descriptions.
+def test_json_text_is_a_description_to_build() -> None:
+    graph = built()
+    for text in (repr(graph), graph.serialize().decode()):
+        again = restored(text, backend="reference")
+        assert again.get_execution_plan_count() == 0
+        with pytest.raises(RuntimeError, match="call build"):
+            again.execute({})
+        again.build(MODES)
+        check(again)
+
+
+def test_a_graph_without_a_plan() -> None:
+    graph = reference_graph()
+    scaled_product(graph)
+    again = restored(graph.serialize(), backend="reference")
+    assert again.get_execution_plan_count() == 0
+    again.build(MODES)
+    check(again)
+
+
+def test_enumerations_constants_and_ragged_offsets_survive() -> None:
+    graph = reference_graph()
+    offsets = graph.tensor(dim=[3, 1, 1, 1], stride=[1, 1, 1, 1], data_type=cudnn.data_type.INT32, name="offsets")
+    x = graph.tensor(dim=[2, 4, 8, 8], stride=[256, 1, 32, 4], ragged_offset=offsets, name="x")
+    y = graph.reduction(x, cudnn.reduction_mode.AMAX, name="amax").set_dim([1, 1, 1, 1]).set_output(True)
+    graph.add(y, graph.tensor_scalar(1 << 40), name="plus").set_output(True)
+    graph.validate()
+    again = restored(repr(graph), backend="reference")
+    assert repr(again) == repr(graph)
+    node = again.nodes[0]
+    assert node.attributes()["mode"] == {"enum": "reduction_mode", "name": "AMAX"}
+    ragged = node.inputs["input"] if "input" in node.inputs else next(iter(node.inputs.values()))
+    assert ragged.get_ragged_offset().get_name() == "offsets"
+    assert again.nodes[1].inputs["IN_1"].value == 1 << 40
+
+
+# Data that are no graph.
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"garbage", b"\xff\xfe\x00", b"[]", b"null", b"{}", [1, 2, 3], [300, 1], "no json", b'{"format": 1}',
+        b'{"context": {}, "nodes": [], "tensors": []}',
+    ],
+)  # fmt: skip
+def test_corrupted_data(data: Any) -> None:
+    with pytest.raises(ValueError, match="deserialize: data: got .* serialise the graph again"):
+        restored(data)
+
+
+def test_truncated_data() -> None:
+    data = built().serialize()
+    for length in (1, len(data) // 2, len(data) - 1):
+        with pytest.raises(ValueError, match="deserialize: data"):
+            restored(data[:length])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d["nodes"][0].update(tag="NOBODY"),
+        lambda d: d["nodes"][0]["inputs"].update(A=999),
+        lambda d: d["nodes"][0].update(compute_data_type="FLOATY"),
+        lambda d: d["tensors"][0].update(data_type="FLOATY"),
+        lambda d: d["tensors"][0].pop("dim"),
+        lambda d: d.pop("tensors"),
+        lambda d: d["context"].pop("name"),
+    ],
+)
+def test_damaged_descriptions(damage: Any) -> None:
+    document = json.loads(built().serialize())
+    damage(document)
+    with pytest.raises(ValueError, match="deserialize: data"):
+        restored(json.dumps(document).encode())
+
+
+def test_a_format_of_the_future() -> None:
+    document = json.loads(built().serialize())
+    document["format"] = 2
+    with pytest.raises(ValueError, match="deserialize: format: got 2; allowed: 1"):
+        restored(json.dumps(document).encode())
+
+
+# Plans of cuDNN.
+def test_plans_travel(h200: Any) -> None:
+    """A plan for a device that is not there; without a GPU the reference executor runs what is restored."""
+    graph = planned_graph(h200, io=FLOAT)
+    scaled_product(graph)
+    graph.build(MODES)
+    data = graph.serialize()
+    document = json.loads(data)
+    assert json.loads(document["plan"])
+    assert document["cudnn"] == cudnn.backend_version()
+    bindings = Bindings.from_json(document["bindings"])
+    assert bindings.user == [0, 1, 2, 3, 4]
+    assert [kind for kind, _ in bindings.constants.values()] == ["FLOAT"]
+    check(restored(data, backend="reference"))
+
+
+def test_bindings_survive_json() -> None:
+    bindings = Bindings(
+        user=[1, 2], constants={3: ("FLOAT", 0.1)}, scratch=[Scratch(4, 0, [1, 2]), Scratch(5, 256)],
+        aliases={6: (1, 64)}, hidden=[1], workspace_size=512,
+    )  # fmt: skip
+    again = Bindings.from_json(json.loads(json.dumps(bindings.to_json())))
+    assert again == Bindings(**{**vars(bindings)})
+
+
+def test_what_the_reference_ran_is_built_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which executor a machine has is decided by the handle; here the choice is made to fall on cuDNN."""
+    data = built().serialize()
+    modes: list[Any] = []
+    monkeypatch.setattr(graph_module.pygraph, "_runs_on_reference", lambda self: False)
+    monkeypatch.setattr(graph_module.pygraph, "build", lambda self, given: modes.extend(given))
+    with caplog.at_level(logging.INFO, "cudnn"):
+        restored(data)
+    assert modes == MODES
+    assert "serialised on the reference executor" in caplog.text
+
+
+def test_half_precision_round_trip() -> None:
+    graph = reference_graph(io=HALF)
+    x = graph.tensor(dim=[2, 3], stride=[3, 1], uid=10)
+    graph.exp(x, name="e").set_output(True).set_uid(11)
+    graph.build(MODES)
+    data, out = torch.randn(2, 3, dtype=torch.float16), torch.empty(2, 3, dtype=torch.float16)
+    restored(graph.serialize(), backend="reference").execute({10: data, 11: out})
+    torch.testing.assert_close(out, torch.exp(data.float()).half())
