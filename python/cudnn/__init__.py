@@ -1,5 +1,8 @@
 """cudnn-fused: NVIDIA's cuDNN graphs from Python, on a GPU or, with PyTorch as the reference, on any machine."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cudnn.backend.device import create_device_properties, create_kernel_cache
 from cudnn.backend.engine import Knob as knob
 from cudnn.backend.handle import Handle, create_handle, destroy_handle, get_stream, set_stream
@@ -28,6 +31,13 @@ from cudnn.graph import graph, graph_cache, jit
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.tensor import Tensor as tensor
 from cudnn.wrapper import Graph
+
+if TYPE_CHECKING:
+    from cudnn.launch import emulation as emulation
+    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
+    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
+    from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
+    from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
 
 __version__ = "0.1.0"
 
@@ -69,3 +79,29 @@ __all__ = [
     "tensor",
     "tensor_reordering",
 ]
+
+# The fused APIs, each with the module that its first use loads: `import cudnn` loads neither PyTorch nor the CuTe DSL.
+_LAZY = {
+    "emulation": "cudnn.launch",
+    "RmsNormRhtAmax": "cudnn.rmsnorm_rht_amax",
+    "RmsNormRhtAmaxSm100": "cudnn.rmsnorm_rht_amax",
+    "rmsnorm_rht_amax_wrapper": "cudnn.rmsnorm_rht_amax",
+    "rmsnorm_rht_amax_wrapper_sm100": "cudnn.rmsnorm_rht_amax",
+}
+_LAZY_MODULES = ("ops",)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY and name not in _LAZY_MODULES:
+        raise AttributeError(f"module 'cudnn' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_LAZY.get(name, f"cudnn.{name}"))
+    except ImportError as error:
+        raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To mend it, reinstall cudnn-fused.") from error
+    value = module if name in _LAZY_MODULES else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})

@@ -91,7 +91,7 @@ EMULATE = Setting(
     "`sm_90a` or `sm_100a`",
     _architecture,
     "",
-    "Fused APIs on CPU tensors run the real kernel for that architecture in the emulator, as in `cudnn.emulation(...)`; "
+    "Fused APIs on CPU tensors run the real kernel for that architecture in the emulator, as in `cudnn.emulation`; "
     "unset: the reference in PyTorch.",
 )
 

@@ -43,6 +43,8 @@ def assert_accurate(result: torch.Tensor, formula: Callable[[torch.dtype], torch
     assert result.shape == exact.shape
     assert torch.isfinite(result.float()).all(), "not every element was written"
     error = (result.float() - exact).abs().max().item()
+    # PyTorch may overflow inside a chain that is computed in float16 throughout: such elements bound nothing.
+    typed = torch.where(torch.isfinite(typed), typed, exact)
     allowed = 2 * (typed - exact).abs().max().item() + _ROUNDING[kind] * exact.abs().max().item()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
 

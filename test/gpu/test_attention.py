@@ -174,3 +174,19 @@ def test_cuda_graph_replay_with_new_data() -> None:
     captured.replay()
     exact, rough = attention(problem, data, torch.float64), attention(problem, data, torch.float16)
     check(problem, found | {name: results[tensor] for name, tensor in graph.outputs.items()}, exact, rough)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_tensor_as_query_key_and_value(causal: bool) -> None:
+    """With one uid for Q and V, cuDNN 9.19 stops at a misaligned address."""
+    x = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.float16)
+    graph = new_graph(torch.float16)
+    q = graph.tensor_like(x)
+    o, _ = graph.sdpa(q, q, q, is_inference=True, attn_scale=0.125, use_causal_mask=causal)
+    o.set_output(True)
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    found = torch.full_like(x, float("nan"))
+    graph.execute({q: x, o: found}, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda"))
+    wide = x.double()
+    expected = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide, is_causal=causal, scale=0.125)
+    torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=4e-3)

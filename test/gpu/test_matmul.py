@@ -64,6 +64,24 @@ def test_broadcast_operand_and_prologue() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("options", [{"negative_slope": 0.1}, {"lower_clip": -1.0}, {"upper_clip": 3.0}])
+@pytest.mark.parametrize("kind", IO_TYPES, ids=str)
+def test_relu_with_options(kind: torch.dtype, options: dict[str, float]) -> None:
+    """Engines over cuBLASLt ignore them."""
+    a, b = torch.randn(1, 256, 240, device="cuda").to(kind), torch.randn(1, 240, 192, device="cuda").to(kind)
+    graph = gpu_graph(io=kind)
+    first, second = like(graph, a), like(graph, b)
+    c = graph.relu(graph.matmul(first, second), **options).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)
+    low, slope = options.get("lower_clip", 0.0), options.get("negative_slope", 0.0)
+
+    def formula(dtype: torch.dtype) -> torch.Tensor:
+        x = a.to(dtype) @ b.to(dtype)
+        return torch.where(x > low, x, low + slope * (x - low)).clamp(max=options.get("upper_clip"))
+
+    assert_accurate(result, formula, kind)
+
+
 def test_two_hundred_random_fusions(capsys: pytest.CaptureFixture[str]) -> None:
     said = fuzz(fuzz_matmul.problems(200))
     with capsys.disabled():

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import cudnn
+from cudnn.pygraph import known_faults
 from gpu.common import IO_TYPES, assert_accurate, gpu_graph
-from support.graphs import like, run
+from support.graphs import MODES, like, run
 
 pytestmark = pytest.mark.gpu
 BOOLEAN, INT32 = cudnn.data_type.BOOLEAN, cudnn.data_type.INT32
@@ -66,7 +67,14 @@ def test_binary(method: str) -> None:
 @pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (4, 96, 1)])
 def test_broadcast(dims: tuple[int, ...]) -> None:
     a, b = draw(torch.bfloat16), draw(torch.bfloat16, dims=dims)
-    assert_accurate(one_node("add", a, b), lambda dtype: a.to(dtype) + b.to(dtype), torch.bfloat16)
+    try:
+        result = one_node("add", a, b)
+    except cudnn.cudnnGraphNotSupportedError:
+        # 9.19 adds a wrong operand beyond the first batch entry, so the library refuses all but one number per row.
+        assert cudnn.backend_version() <= known_faults.SEEN_IN
+        assert dims != (4, 96, 1)
+        return
+    assert_accurate(result, lambda dtype: a.to(dtype) + b.to(dtype), torch.bfloat16)
 
 
 @pytest.mark.parametrize("method", COMPARISONS)
@@ -78,14 +86,21 @@ def test_comparisons(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "formula"),
-    [("logical_and", torch.logical_and), ("logical_or", torch.logical_or), ("logical_not", torch.logical_not)],
+    [("logical_and", torch.bitwise_and), ("logical_or", torch.bitwise_or), ("logical_not", torch.bitwise_not)],
 )
 def test_logic(method: str, formula: Formula) -> None:
-    data = [torch.rand(4, 96, 128, device="cuda") > 0.5 for _ in range(1 if method == "logical_not" else 2)]
-    try:
-        result = one_node(method, *data, kind=BOOLEAN, compute_data_type=BOOLEAN)
-    except cudnn.cudnnGraphNotSupportedError as error:
-        pytest.skip(str(error)[:200])
+    # The engine keeps eight elements a byte, along the fastest dimension.
+    data = [
+        torch.randint(0, 256, (4, 96, 16), device="cuda", dtype=torch.uint8)
+        for _ in range(1 if method == "logical_not" else 2)
+    ]
+    graph = gpu_graph(io=BOOLEAN, intermediate=BOOLEAN, compute=BOOLEAN)
+    inputs = [graph.tensor([4, 96, 128], [96 * 128, 128, 1]) for _ in data]
+    y = getattr(graph, method)(*inputs).set_output(True)
+    graph.build(MODES)
+    result = torch.full_like(data[0], 0xA5)
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
+    graph.execute({**dict(zip(inputs, data, strict=True)), y: result}, workspace)
     assert torch.equal(result, formula(*data))
 
 

@@ -367,10 +367,7 @@ def backward(graph: cudnn.pygraph, d: int = 64, d_v: int | None = None, s: int =
         (None, {"d": 264}, False),
     ],
 )  # fmt: skip
-def test_head_sizes_of_the_backward_pass(
-    sm: int | None, sizes: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention_support, "gpu_available", lambda: False)
+def test_head_sizes_of_the_backward_pass(sm: int | None, sizes: dict[str, int], refused: bool) -> None:
     graph = cudnn.pygraph(
         io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, backend="reference", sm_version=sm
     )
@@ -572,3 +569,17 @@ def test_refuses_types_that_cudnn_would_mistake(change: Any, text: str, h200: An
     graph.validate()
     with pytest.raises(NOT_SUPPORTED, match=text):
         graph.build_operation_graph()
+
+
+@pytest.mark.parametrize("implementation", [UNIFIED, COMPOSITE])
+def test_one_tensor_in_three_roles_has_three_uids(implementation: cudnn.attention_implementation, h200: Any) -> None:
+    graph = planned_graph(h200)
+    q = graph.tensor([2, 4, 64, 64], [4 * 64 * 64, 64 * 64, 64, 1])
+    o, _ = graph.sdpa(q, q, q, is_inference=True, implementation=implementation)
+    o.set_output(True)
+    graph.build([cudnn.heur_mode.A])
+    bindings = graph._program.bindings
+    assert [source for source, _ in bindings.aliases.values()] == [q.uid] * len(bindings.aliases)
+    assert len(bindings.aliases) >= 2
+    assert sorted({*bindings.user, *bindings.aliases}) == sorted([*bindings.user, *bindings.aliases])
+    assert set(bindings.user) == {q.uid, o.uid}  # the caller still hands over one tensor

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cudnn
 import pytest
 import torch
+
+import cudnn
 from cudnn.errors import CudnnError, refusal
+from cudnn.pygraph import program as program_module
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
 
 
@@ -74,7 +76,7 @@ def not_yet_inferred(graph: cudnn.pygraph) -> None:
     ("describe", "message"),
     [
         (rank, r"mm \(matmul\): A and B: got dim=\[4\] and dim=\[4, 4\]; allowed: .*rank.*add leading dimensions"),
-        (inner_extents, r"mm \(matmul\): A and B: .*inner extents 3 and 4; allowed: \[.., M, K\] and \[.., K, N\]"),
+        (inner_extents, r"mm \(matmul\): A and B: .*inner.* 3 and 4; allowed: \[.., M, K\] and \[.., K, N\]"),
         (broadcast, r"sum \(add\): inputs: got 'a' dim=\[2, 3\], 'b' dim=\[2, 4\]; allowed: shapes that broadcast"),
         (strides, r"act \(relu\): tensor 'x'.*dim=\[2, 3\] with stride=\[3\]; allowed: as many strides"),
         (output_shape, r"act \(relu\): output \(tensor 'act::OUT_0'\): got dim=\[3, 2\]; allowed: dim=\[2, 3\]"),
@@ -106,18 +108,21 @@ def test_extra_entries_are_ignored() -> None:
     torch.testing.assert_close(out, 2 * data)
 
 
+X, SHORT = torch.zeros(4, 6), torch.zeros(4, 5)
+
+
 @pytest.mark.parametrize(
     ("pack", "error", "message"),
     [
-        ({1: torch.zeros(4, 6)}, ValueError, r"execute: output tensor 'sum::OUT_0' \(uid 2\): got no data.*uid 2"),
-        ({2: torch.zeros(4, 6)}, ValueError, r"execute: input tensor 'x' \(uid 1\): got no data"),
-        ({1: None, 2: torch.zeros(4, 6)}, ValueError, r"input tensor 'x' \(uid 1\): got no data"),
-        ({"x": torch.zeros(4, 6), 2: torch.zeros(4, 6)}, TypeError, "key: got str; allowed: .*names are keys of cudnn.Graph"),
-        ({1: torch.zeros(4, 5), 2: torch.zeros(4, 6)}, ValueError, r"tensor 'x' \(uid 1\): memory: got 80 bytes; allowed: the 96"),
-        ({1: torch.zeros(4, 6), 2: torch.zeros(4, 5)}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): memory: got 80 bytes"),
-        ({1: [1, 2], 2: torch.zeros(4, 6)}, TypeError, r"tensor 'x' \(uid 1\): data: got list; allowed: a torch.Tensor"),
-        ({cudnn.tensor(): torch.zeros(4, 6)}, ValueError, "key tensor '': got a tensor without uid"),
-        ({1: torch.zeros(4, 6), 2: torch.zeros(4, 6, device="meta")}, ValueError, "tensors: got .*uid 2 on meta; allowed: one device"),
+        ({1: X}, ValueError, r"execute: output tensor 'sum::OUT_0' \(uid 2\): got no data.*uid 2"),
+        ({2: X}, ValueError, r"execute: input tensor 'x' \(uid 1\): got no data"),
+        ({1: None, 2: X}, ValueError, r"input tensor 'x' \(uid 1\): got no data"),
+        ({"x": X, 2: X}, TypeError, "key: got str; allowed: .*names are keys of cudnn.Graph"),
+        ({1: SHORT, 2: X}, ValueError, r"tensor 'x' \(uid 1\): memory: got 80 bytes; allowed: the 96"),
+        ({1: X, 2: SHORT}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): memory: got 80 bytes"),
+        ({1: [1, 2], 2: X}, TypeError, r"tensor 'x' \(uid 1\): data: got list; allowed: a torch.Tensor"),
+        ({cudnn.tensor(): X}, ValueError, "key tensor '': got a tensor without uid"),
+        ({1: X, 2: X.to("meta")}, ValueError, "tensors: got .*uid 2 on meta; allowed: one device"),
     ],
 )  # fmt: skip
 def test_execute(pack: dict[Any, Any], error: type[Exception], message: str) -> None:
@@ -129,7 +134,9 @@ def test_execute(pack: dict[Any, Any], error: type[Exception], message: str) -> 
 def test_misaligned_memory() -> None:
     graph, x, y = doubled()
     raw = torch.zeros(4 * 6 * 4 + 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"tensor 'x' \(uid 1\): memory: got address .*; allowed: a multiple of 4 bytes"):
+    with pytest.raises(
+        ValueError, match=r"tensor 'x' \(uid 1\): memory: got address .*; allowed: a multiple of 4 bytes"
+    ):
         graph.execute({x: raw[1:], y: torch.zeros(4, 6)})
 
 
@@ -139,7 +146,9 @@ def test_overrides_are_for_gpus() -> None:
     with pytest.raises(NotImplementedError, match=r"override_uids: got \[1\]; allowed: None for the reference"):
         graph.execute(pack, None, None, [1], [[2, 6]], [[6, 1]])
     with pytest.raises(NotImplementedError, match="override_uids"):
-        graph.execute_plan_at_index(pack, None, 0, override_uids=[1], override_shapes=[[2, 6]], override_strides=[[6, 1]])
+        graph.execute_plan_at_index(
+            pack, None, 0, override_uids=[1], override_shapes=[[2, 6]], override_strides=[[6, 1]]
+        )
 
 
 def test_a_destroyed_handle() -> None:
@@ -174,7 +183,7 @@ def program(h200: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     factor = graph.tensor(dim=[1, 1, 1], stride=[1, 1, 1], data_type=FLOAT, is_pass_by_value=True, name="f", uid=3)
     graph.mul(graph.matmul(a, b, name="mm"), factor, name="times").set_output(True).set_uid(4)
     graph.build(MODES)
-    monkeypatch.setattr("cudnn.pygraph.program.resolve", lambda handle: handle)
+    monkeypatch.setattr(program_module, "resolve", lambda handle: handle)
     monkeypatch.setattr(type(graph._cudnn()), "workspace_size", lambda self, plan: 1024)
     return graph._cudnn()
 
@@ -202,7 +211,11 @@ def fake(device: int = 0, size: int = 4096) -> Fake:
     ("change", "workspace", "message"),
     [
         ({1: None}, fake(), r"execute: tensor 'a' \(uid 1\): got no data"),
-        ({1: fake(1)}, fake(), r"tensor 'a' \(uid 1\): got a tensor on cuda:1; allowed: cuda:0, the device of the handle"),
+        (
+            {1: fake(1)},
+            fake(),
+            r"tensor 'a' \(uid 1\): got a tensor on cuda:1; allowed: cuda:0, the device of the handle",
+        ),
         ({2: fake(-1)}, fake(), r"tensor 'b' \(uid 2\): got a tensor on cpu; allowed: cuda:0.*backend='reference'"),
         ({3: fake(0)}, fake(), r"tensor 'f' \(uid 3\): got a tensor on cuda:0; allowed: the CPU"),
         ({}, None, "workspace: got 0 bytes; allowed: 1024 bytes or more"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import cudnn
 import pytest
 import torch
+
+import cudnn
 
 
 def describe(handle: Any, x: torch.Tensor, calls: list[int] | None = None) -> tuple[cudnn.pygraph, list[cudnn.tensor]]:

@@ -6,9 +6,10 @@ import json
 import logging
 from typing import Any
 
-import cudnn
 import pytest
 import torch
+
+import cudnn
 from support.graphs import FLOAT, HALF, MODES, configurations, planned_graph, reference_graph
 
 
@@ -294,7 +295,9 @@ def test_backend_names() -> None:
         cudnn.pygraph(backend="cuda")
 
 
-def test_the_reference_says_once_that_it_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reference_says_once_that_it_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("cudnn.reference.executor._said", False)
     graph = reference_graph()
     tensors = linear(graph)
@@ -393,5 +396,5 @@ def test_a_graph_that_cudnn_refuses(h200: Any) -> None:
     assert y is not None
     graph.validate()
     graph.build_operation_graph()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="no engine configuration for this graph: .+"):
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"no engine configuration for this graph: .+"):
         graph.create_execution_plans(MODES)

@@ -6,10 +6,11 @@ import ast
 import inspect
 from typing import Any
 
-import cudnn
 import pytest
 import torch
-from support.seed_programs import PROGRAMS, reference_cells, reference_prelude, run_program
+
+import cudnn
+from support.seed_programs import PROGRAMS, check_program, reference_cells, reference_prelude
 from support.seed_reference import REFERENCE
 
 CELLS = reference_cells()
@@ -18,18 +19,18 @@ CELLS = reference_cells()
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program(program: str, libcudnn: object) -> None:
     """The programs compare their own results with PyTorch's. (One asks for cuDNN's version, hence the fixture.)"""
-    run_program(program, "cpu")
+    check_program(program, "cpu")
 
 
 def test_a_cached_graph_is_built_once() -> None:
-    names = run_program("low_level_api", "cpu")
+    names = check_program("low_level_api", "cpu")
     again, _ = names["create_matmul_bias_graph"](names["handle"], names["a_gpu"], names["b_gpu"], names["d_gpu"])
     assert again is names["g"]
 
 
 @pytest.mark.parametrize("title", REFERENCE)
 def test_reference_cell(title: str) -> None:
-    """A code block of the API reference, over evident definitions of what it leaves undefined, gives the right numbers."""
+    """A code block of the API reference, with what it leaves undefined defined, gives the right numbers."""
     REFERENCE[title](CELLS[title], reference_prelude("cpu"), "cpu")
 
 
@@ -74,3 +75,84 @@ def test_no_data_types_means_those_of_the_inputs() -> None:
             y = graph.relu(input=graph.add(x, x))
         assert y.get_data_type().name in ("HALF", "BFLOAT16", "FLOAT")
         assert graph(x).dtype is dtype
+
+
+# Call shapes that only the API reference's text and signatures show.
+def test_attention_arguments_of_the_reference() -> None:
+    """``attn_bias``, and a dropout of 0 with its seed and offset."""
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    bias = torch.randn(2, 4, 16, 16)
+    with cudnn.Graph() as graph:
+        o, stats = graph.sdpa(
+            q=q, k=k, v=v, attn_scale=0.5, is_inference=True, use_causal_mask=False, generate_stats=False,
+            attn_bias=bias, dropout=0.0, dropout_seed=None, dropout_offset=0, name=None,
+        )  # fmt: skip
+    assert stats is None
+    assert o.get_dim() == [2, 4, 16, 8]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=0.5)
+    torch.testing.assert_close(graph(q, k, v, bias), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_is_not_there_yet() -> None:
+    with pytest.raises(NotImplementedError, match="dropout"), cudnn.Graph() as graph:
+        graph.sdpa(q=torch.randn(1, 1, 8, 8), k=torch.randn(1, 1, 8, 8), v=torch.randn(1, 1, 8, 8), dropout=0.1)
+
+
+def test_no_scale_means_no_scaling() -> None:
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    with cudnn.Graph() as graph:
+        graph.sdpa(q, k, v)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+    torch.testing.assert_close(graph(q, k, v), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_keeps_the_stride_order_of_q() -> None:
+    q, k, v = (torch.randn(2, 16, 4, 8).transpose(1, 2) for _ in range(3))
+    with cudnn.Graph() as graph:
+        graph.sdpa(q, k, v)
+    assert graph(q, k, v).stride() == q.stride()
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_layernorm_of_the_reference(zero_centered: bool) -> None:
+    x, gamma, beta = torch.randn(2, 8, 16), torch.randn(16), torch.randn(16)
+    with cudnn.Graph() as graph:
+        results = graph.layernorm(x, gamma, beta, epsilon=1e-3, zero_centered_gamma=zero_centered)
+    assert results[1:] == [None, None]
+    wanted = torch.nn.functional.layer_norm(x, [16], gamma + zero_centered, beta, 1e-3)
+    torch.testing.assert_close(graph(x, gamma, beta), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_rmsnorm_gives_two_results() -> None:
+    with cudnn.Graph() as graph:
+        y, inverse = graph.rmsnorm(torch.randn(2, 8, 16), torch.randn(16))
+    assert y.get_dim() == [2, 8, 16]
+    assert inverse is None
+
+
+def test_silu_and_swish() -> None:
+    x = torch.randn(3, 4)
+    with cudnn.Graph(heuristics=[cudnn.heur_mode.CUDNN_FIND]) as graph:
+        graph.silu(input=x)
+        graph.swish(input=x)
+    for result in graph(x):
+        torch.testing.assert_close(result, torch.nn.functional.silu(x))
+
+
+def test_data_gradient_of_a_strided_convolution_needs_its_shape() -> None:
+    w, dy = torch.randn(4, 3, 3, 3), torch.randn(2, 4, 5, 5)
+    with pytest.raises(ValueError, match=r"conv_dgrad.*set_dim"), cudnn.Graph() as graph:
+        graph.conv_dgrad(weight=w, loss=dy, padding=[1, 1], stride=[2, 2])
+
+
+def test_find_asks_every_heuristic(h200: object) -> None:
+    counts: dict[str, int] = {}
+    for mode in ("A", "CUDNN_FIND"):
+        graph = cudnn.pygraph(io_data_type=torch.float16, compute_data_type=torch.float32, device_property=h200)
+        a = graph.tensor(dim=[1, 64, 64], stride=[4096, 64, 1])
+        graph.matmul(a, graph.tensor_like(a)).set_output(True)
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode[mode]])
+        counts[mode] = graph.get_execution_plan_count()
+    assert counts["CUDNN_FIND"] > counts["A"] > 0

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import cudnn
 import pytest
 import torch
+
+import cudnn
 from cudnn.pygraph import graph as graph_module
 from cudnn.pygraph.lowering import Bindings, Scratch
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
@@ -164,7 +165,7 @@ def test_enumerations_constants_and_ragged_offsets_survive() -> None:
     ],
 )  # fmt: skip
 def test_corrupted_data(data: Any) -> None:
-    with pytest.raises(ValueError, match="deserialize: data: got .* serialise the graph again"):
+    with pytest.raises(ValueError, match=r"deserialize: data: got .* serialise the graph again"):
         restored(data)
 
 
@@ -223,7 +224,7 @@ def test_bindings_survive_json() -> None:
         aliases={6: (1, 64)}, hidden=[1], workspace_size=512,
     )  # fmt: skip
     again = Bindings.from_json(json.loads(json.dumps(bindings.to_json())))
-    assert again == Bindings(**{**vars(bindings)})
+    assert again == Bindings(**vars(bindings))
 
 
 def test_what_the_reference_ran_is_built_where_there_is_a_gpu(

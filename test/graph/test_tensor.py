@@ -7,12 +7,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import cudnn
 import numpy as np
 import pytest
 import torch
-from cudnn.datatypes import _cudnn_to_torch_data_type, _torch_to_cudnn_data_type, dlpack_to_data_type
 from hypothesis import given
+
+import cudnn
+from cudnn.datatypes import _cudnn_to_torch_data_type, _torch_to_cudnn_data_type, dlpack_to_data_type
 from support.graphs import shapes, strided
 
 TORCH_TYPES = [
@@ -147,7 +148,7 @@ def test_an_unknown_dlpack_type_is_not_set(graph: cudnn.pygraph) -> None:
 
 
 def test_what_is_no_array(graph: cudnn.pygraph) -> None:
-    with pytest.raises(ValueError, match="tensor_like: source: got list; allowed: a cudnn.tensor"):
+    with pytest.raises(ValueError, match=r"tensor_like: source: got list; allowed: a cudnn.tensor"):
         graph.tensor_like([1, 2])
 
 
@@ -206,7 +207,9 @@ def test_scalar_constants(graph: cudnn.pygraph, value: float, kind: str) -> None
 
 def test_scalar_constants_take_part(graph: cudnn.pygraph) -> None:
     x = torch.randn(2, 3)
-    graph = cudnn.pygraph(io_data_type=torch.float32, intermediate_data_type=torch.float32, compute_data_type=torch.float32)
+    graph = cudnn.pygraph(
+        io_data_type=torch.float32, intermediate_data_type=torch.float32, compute_data_type=torch.float32
+    )
     tx = graph.tensor_like(x)
     y = graph.add(graph.mul(tx, graph.tensor_scalar(3.0)), graph.tensor_scalar(2)).set_output(True)
     graph.build([cudnn.heur_mode.A])
@@ -226,7 +229,9 @@ def test_scalar_constants_take_part(graph: cudnn.pygraph) -> None:
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
-    graph = cudnn.pygraph(io_data_type=torch.float16, intermediate_data_type=torch.float32, compute_data_type=torch.float32)
+    graph = cudnn.pygraph(
+        io_data_type=torch.float16, intermediate_data_type=torch.float32, compute_data_type=torch.float32
+    )
     graph.relu(graph.tensor(**options, name="odd"), name="act").set_output(True)
     with pytest.raises(ValueError, match=f"act.*tensor 'odd'.*{message}"):
         graph.validate()

@@ -28,7 +28,7 @@ class Handle:
         ptr: The ``cudnnHandle_t``; 0 once destroyed. For a reference handle a number that is no address.
         device: Ordinal of its device, -1 for a reference handle.
         is_reference: True where there is no GPU: graphs run on the reference executor.
-        argument: ``ptr`` as a ctypes object, for calls on the hot path.
+        argument: ``ptr`` for calls on the hot path.
         stream: The stream set last.
     """
 
@@ -38,7 +38,7 @@ class Handle:
         self.ptr = ptr
         self.device = device
         self.is_reference = device < 0
-        self.argument = c_void_p(ptr)
+        self.argument = library.pointer_argument(ptr)
         self.stream = 0
 
     def __int__(self) -> int:
@@ -148,7 +148,7 @@ def destroy_handle(handle: Handle | int) -> None:
     """Destroys a handle. Work already queued on its stream goes on."""
     live = resolve(handle)
     del _live[live.ptr]
-    pointer, live.ptr, live.argument = live.ptr, 0, c_void_p()
+    pointer, live.ptr, live.argument = live.ptr, 0, None
     if not live.is_reference:
         lib = library.load()
         lib.check(lib.destroy_handle(pointer), "destroying a handle (cudnnDestroy)")

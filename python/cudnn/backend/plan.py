@@ -35,7 +35,7 @@ class _Packs:
 
     __slots__ = ("keys", "misses", "scratch")
 
-    def __init__(self, scratch: c_void_p) -> None:
+    def __init__(self, scratch: Any) -> None:
         self.keys: list[tuple[int, ...]] = []
         self.misses = 0
         self.scratch = scratch
@@ -72,7 +72,7 @@ class ExecutionPlan:
         packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
             The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key])``, which returns a status; a
             key that is missing goes to :meth:`pack`, a status that is not 0 to :meth:`failure`.
-        argument: The plan as a ctypes object.
+        argument: The plan, for the hot path.
         launch: ``cudnnBackendExecute``, without conversions.
         uids: The tensors whose pointers the keys hold, set by :meth:`bind`.
     """
@@ -83,8 +83,8 @@ class ExecutionPlan:
     def __init__(self, descriptor: Descriptor, config: EngineConfig | None) -> None:
         self.descriptor = descriptor
         self.config = config
-        self.argument = c_void_p(descriptor.pointer)
-        self.packs: dict[tuple[int, ...], c_void_p] = {}
+        self.argument = library.pointer_argument(descriptor.pointer)
+        self.packs: dict[tuple[int, ...], Any] = {}
         self.uids: tuple[int, ...] = ()
         self._by_handle: dict[int, _Packs] = {}
         self._library = library.load()
@@ -143,7 +143,7 @@ class ExecutionPlan:
         """Fixes which tensors' pointers the keys of ``packs`` hold, and in which order."""
         self._drop_packs()
         self.uids = tuple(uids)
-        self._uid_array = (c_int64 * len(uids))(*uids)
+        self._uid_array = ctypes.byref((c_int64 * len(uids))(*uids))
         self._uid_count = len(uids)
         self._encode = Struct(f"{len(uids) + 2}Q").pack
 
@@ -165,7 +165,7 @@ class ExecutionPlan:
             status, f"executing the plan {self.config.tag if self.config else 'restored from JSON'}"
         )
 
-    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> c_void_p:
+    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> Any:
         """The pack of a key that ``packs`` lacks, good for one call.
 
         ``pointers`` (data pointers, workspace, ``handle.ptr``) goes into the pack instead of the key, for the graph,
@@ -180,12 +180,16 @@ class ExecutionPlan:
         pointers = pointers or key
         mine = self._by_handle.get(key[-1]) or self._first_pack(pointers)
         stays = len(mine.keys) < self.MAX_PACKS
+        status = 0
         if stays:
-            pack = c_void_p()
-            status = lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack))
+            pack = self._new_pack()
         else:
+            if lib.reopen_unchecked is None:
+                lib.destroy(mine.scratch)
+                mine.scratch = self._new_pack()
+            else:
+                status = lib.reopen_unchecked(mine.scratch)
             pack = mine.scratch
-            status = lib.reopen_unchecked(pack)
             mine.misses += 1
             if mine.misses == self.MAX_MISSES:
                 self._forget(mine)
@@ -220,10 +224,13 @@ class ExecutionPlan:
             raise ValueError(
                 refusal("variant pack", "handle", "one that selects the reference executor", "a handle of a GPU")
             )
-        scratch = c_void_p()
-        self._library.check(self._library.create(_VARIANT_PACK, scratch), "creating a variant pack")
-        mine = self._by_handle[key[-1]] = _Packs(scratch)
+        mine = self._by_handle[key[-1]] = _Packs(self._new_pack())
         return mine
+
+    def _new_pack(self) -> Any:
+        lib, pack = self._library, c_void_p()
+        lib.check(lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack)), "creating a variant pack")
+        return library.pointer_argument(pack.value or 0)
 
     def _forget(self, mine: _Packs) -> None:
         mine.misses = 0
@@ -254,7 +261,7 @@ class ExecutionPlan:
             status = lib.set_attribute(pack.pointer, attribute, attribute.type, 1, vector.address)
             lib.check(status, f"setting {attribute.name} of the descriptor VARIANT_PACK")
         pack.finalize()
-        status = lib.execute_unchecked(resolve(handle).argument, self.argument, c_void_p(pack.pointer))
+        status = lib.execute_unchecked(resolve(handle).argument, self.argument, library.pointer_argument(pack.pointer))
         if status:
             raise self.failure(status)
 
@@ -281,7 +288,7 @@ class ExecutionPlan:
         """Destroys the plan and its packs."""
         self._drop_packs()
         self.descriptor.close()
-        self.argument = c_void_p()
+        self.argument = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():

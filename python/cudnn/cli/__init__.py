@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import cudnn
+from cudnn.cli.cache import app as _cache
 
 app = typer.Typer(
     help="cuDNN's Graph API in pure Python: look at this machine, try real graphs on it.",
@@ -14,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(_cache, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

@@ -48,6 +48,9 @@ class AttentionBackward(Attention):
 
     def lower(self, lowering: Lowering) -> None:
         support.check_types(self)
+        apart = self.apart(lowering)
+        if apart is not self:
+            return apart.lower(lowering)
         _log.info("%s: COMPOSITE implementation, the only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         batch, _, s_q, s_kv = self.score_dim

@@ -67,6 +67,9 @@ class AttentionForward(Attention):
     # Lowering.
     def lower(self, lowering: Lowering) -> None:
         support.check_types(self)
+        apart = self.apart(lowering)
+        if apart is not self:
+            return apart.lower(lowering)
         stats = self._stats(lowering)
         reason = self._reason_for_composite(lowering.version)
         if reason:

@@ -7,9 +7,10 @@ where it does not apply. A new feature of the scores is one more step in the lis
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from cudnn.enums import data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
@@ -22,6 +23,7 @@ from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.attention import Masks
 
+A = TypeVar("A", bound="Attention")
 BAND_MASK_SINCE = 92100  # cuDNN's own operations for the band mask and the softmax
 
 
@@ -106,6 +108,23 @@ class Attention(Node):
             right_bound=self.right_bound,
             bottom_right=self.bottom_right,
         )
+
+    def apart(self: A, lowering: Lowering) -> A:
+        """The node with a tensor for every input, where one tensor came in twice: the same memory under several uids.
+
+        Plans of cuDNN 9.19 with one uid for Q and V stop with a misaligned address on an H200.
+        """
+        inputs = dict(self.inputs)
+        for port, tensor in self.inputs.items():
+            first = next(other for other, candidate in self.inputs.items() if candidate is tensor)
+            if port != first and not tensor.is_virtual:
+                inputs[port] = Tensor.like(tensor, f"{tensor.name} as {port}")
+                lowering.alias(inputs[port], tensor, 0)
+        if inputs == self.inputs:
+            return self
+        node = copy.copy(self)
+        node.inputs = inputs
+        return node
 
     def transposed(self, lowering: Lowering, port: str) -> Tensor:
         """K or V described as ``[b, h, d, s]``, as cuDNN's patterns want it: the same memory under a uid of its own.

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn.backend import library
-from cudnn.backend.handle import device_capability, gpu_available
 from cudnn.backend.library import format_version
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
@@ -33,16 +32,6 @@ def loaded_version() -> int:
     return library.version() if library.is_available() else NEWEST
 
 
-def capability(context: Context) -> int | None:
-    """Compute capability as 90 for 9.0: the graph's, else the current device's; None where there is none."""
-    if context.sm_version is not None or not gpu_available():
-        return context.sm_version
-    torch = sys.modules.get("torch")
-    device = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0
-    found = device_capability(device)
-    return None if found is None else 10 * found[0] + found[1]
-
-
 class Rule(NamedTuple):
     """A reason to refuse."""
 
@@ -62,7 +51,7 @@ def _apply(node: Attention, rules: Iterable[Rule]) -> None:
 
 def check_forward(node: AttentionForward, context: Context, version: int) -> None:
     """Refuses what the forward pass in fp16 and bf16 does not support."""
-    sm = capability(context)
+    sm = context.sm_version
     _apply(node, _layout(node, ("Q", "K", "V", "O")))
     _apply(node, _masks(node))
     _apply(node, _types(context))
@@ -79,7 +68,7 @@ def check_forward(node: AttentionForward, context: Context, version: int) -> Non
 
 def check_backward(node: AttentionBackward, context: Context, version: int) -> None:
     """Refuses what the backward pass in fp16 and bf16 does not support."""
-    sm = capability(context)
+    sm = context.sm_version
     _apply(node, _layout(node, ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")))
     s_q, s_kv = node.score_dim[2:]
     _apply(

@@ -67,6 +67,7 @@ def specialised(
         otherwise: Called with the same arguments where the data are of another kind.
     """
     needed = program.workspace_size(plan)
+    scalars = not program.by_value.isdisjoint(program.bindings.user)  # which must lie elsewhere: on the host
     get_device = torch.Tensor.get_device
 
     def miss(key: tuple[int, ...], data: Any, workspace: Any, handle: Handle) -> Any:
@@ -74,7 +75,7 @@ def specialised(
         where: set[int] = {get_device(value) for value in values}
         if needed:
             where.add(get_device(workspace))
-        if len(where) > 1 or handle.device not in where or (needed and workspace.nbytes < needed):
+        if scalars or len(where) > 1 or handle.device not in where or (needed and workspace.nbytes < needed):
             program.check(values, workspace, handle, plan)
         return plan.pack(key, program.filled(key))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,7 +16,7 @@ from cudnn import settings
 from cudnn.backend import library
 from cudnn.backend.device import DeviceProperties, KernelCache
 from cudnn.backend.engine import Knob, OperationGraph
-from cudnn.backend.handle import Handle, default_handle, gpu_available, resolve
+from cudnn.backend.handle import Handle, default_handle, device_capability, gpu_available, resolve
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
@@ -32,7 +33,7 @@ from cudnn.enums import (
     tensor_reordering,
 )
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.pygraph import serialization
+from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.attention import AttentionMethods
 from cudnn.pygraph.lowering import Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
@@ -102,7 +103,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         self._dynamic_shape = is_dynamic_shape_enabled or kernel_cache is not None
         self._override_shape = is_override_shape_enabled
         self._backend = backend
-        self._cpu_data = False
+        self._arrays_on: set[str] = set()  # where the arrays lie that described tensors: "cpu", "gpu"
         self._operation_graph: OperationGraph | None = None
         self._program: CudnnProgram | ReferenceProgram | None = None
         settings.configure_logging()
@@ -134,7 +135,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         tensor = Tensor.like(source, name)
         if not isinstance(source, Tensor) and not tensor.is_pass_by_value:
             on_cpu = source.device.type == "cpu" if _is_torch_tensor(source) else source.__dlpack_device__()[0] == 1
-            self._cpu_data = self._cpu_data or on_cpu
+            self._arrays_on.add("cpu" if on_cpu else "gpu")
         return tensor
 
     def tensor_scalar(self, value: int | float, scalar_type: scalar_type = scalar_type.RUNTIME_PARAM) -> Tensor:
@@ -152,8 +153,9 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """Infers shapes, strides and types; refuses what is wrong or unsupported, before any GPU work. Repeatable."""
         self._prepare()
         Uids(self.nodes)  # refuses a number given twice
+        context = self._checked_for()
         for node in self.nodes:
-            node.check(self.context)
+            node.check(context)
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
             raise ValueError(
                 refusal(f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",
@@ -162,11 +164,23 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         if settings.configure_logging().isEnabledFor(logging.INFO):
             _log.info(json.dumps(self._description()))
 
+    def _checked_for(self) -> Context:
+        """The context with the compute capability of the device that runs the graph; the reference has no limits."""
+        if self.context.sm_version is not None or self._runs_on_reference():
+            return self.context
+        found = device_capability(self._device())
+        return dataclasses.replace(self.context, sm_version=None if found is None else 10 * found[0] + found[1])
+
     def _prepare(self) -> None:
         if not self.nodes:
             raise ValueError(
                 refusal(f"graph {self.name!r}", "nodes", "none", "one operation or more", "call graph.matmul(), say")
             )
+        if len(self._arrays_on) > 1:
+            raise ValueError(
+                refusal(f"graph {self.name!r}", "tensor_like", "arrays on the CPU and arrays on a GPU",
+                        "arrays of one device; only scalars stay on the CPU", "move them all to the GPU, or to the CPU")
+            )  # fmt: skip
         for node in self.nodes:
             node.prepare(self.context)
         for node in self.nodes:
@@ -187,9 +201,9 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             return self._backend == "reference"
         if self._device_property is not None:
             return False
-        if self._handle is not None:
-            return self._handle.is_reference
-        return self._cpu_data or not gpu_available()
+        if "cpu" in self._arrays_on:
+            return True
+        return self._handle.is_reference if self._handle is not None else not gpu_available()
 
     def _device(self) -> int:
         if self._handle is not None:
@@ -208,6 +222,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
                     uids.assign(tensor)
             self._program = ReferenceProgram(self.nodes, keys_by_uid)
             return
+        known_faults.refuse(self.nodes, library.version())
         lowering = Lowering(self.context, self.nodes, library.version())
         lowering.run(self.nodes)
         handle = self._handle
@@ -224,6 +239,10 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             sm_count=self._sm_count,
             kernel_cache=self._kernel_cache,
         )
+        note = known_faults.faulty_engines(self.nodes)
+        if note is not None:
+            _log.info("graph %r: engines with the note %s are left out: they compute it wrongly", self.name, note.name)
+            plans.deselect_behavior_notes([note])
         tensors = [tensor for node in self.nodes for tensor in node.tensors()]
         self._program = CudnnProgram(
             plans,
@@ -493,7 +512,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
 
     # Descriptions.
     def _description(self) -> dict[str, Any]:
-        return serialization.describe(self.name, self.context, self.nodes)
+        return serialization.describe(self.name, self.context, self.nodes, "cpu" in self._arrays_on)
 
     def __repr__(self) -> str:
         return json.dumps(self._description(), indent=4)
@@ -529,8 +548,8 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """Restores a graph: ``deserialize(data)`` or ``deserialize(handle, data)`` on a fresh ``pygraph()``.
 
         Data with a plan can be executed at once, on a GPU of the kind it was built for; on a machine without a GPU the
-        reference executor runs it, and what the reference executor ran there gets a plan of cuDNN here. Data without a
-        plan, and JSON text (``repr(graph)``), restore the description only.
+        reference executor runs it. What the reference executor ran there gets a plan of cuDNN here, unless the graph
+        was described by CPU arrays. Data without a plan, and JSON text (``repr(graph)``), restore the description only.
         """
         *handles, data = arguments
         if handles:
@@ -539,6 +558,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         self._forget_program()
         self.name, self.nodes = restored.name, restored.nodes
         self.context = restored.context
+        self._arrays_on = {"cpu"} if restored.on_cpu else set()
         if restored.plan is None:
             return
         if self._runs_on_reference():

@@ -180,7 +180,15 @@ class CudnnProgram:
                         "create the handle on the machine that executes")
             )  # fmt: skip
         for uid, value in zip(self.bindings.user, values, strict=True):
-            if _is_torch_tensor(value) and uid not in self.by_value and value.get_device() != handle.device:
+            if not _is_torch_tensor(value):
+                continue
+            if uid in self.by_value:
+                if value.get_device() >= 0:  # cuDNN would read the address of a device on the host
+                    raise ValueError(
+                        refusal("execute", self._label(uid), f"a tensor on {value.device}", "the CPU, for a "
+                                "scalar that is passed by value", "pass tensor.cpu()")
+                    )  # fmt: skip
+            elif value.get_device() != handle.device:
                 raise ValueError(
                     refusal("execute", self._label(uid), f"a tensor on {value.device}",
                             f"cuda:{handle.device}, the device of the handle", "move it there, or build the graph with "

@@ -28,10 +28,11 @@ class Restored(NamedTuple):
     bindings: Bindings
     labels: dict[int, str]
     by_value: frozenset[int]
+    on_cpu: bool
     plan: str | None  # cuDNN's JSON; "" where only the reference executor was built; None where nothing was
 
 
-def describe(name: str, context: Context, nodes: Sequence[Node]) -> dict[str, Any]:
+def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = False) -> dict[str, Any]:
     """A graph as JSON-able data. Tensors without a uid get a negative number, so that nodes can point at them."""
     tensors: dict[int, dict[str, Any]] = {}
     numbers: dict[int, int] = {}
@@ -61,6 +62,7 @@ def describe(name: str, context: Context, nodes: Sequence[Node]) -> dict[str, An
             "intermediate_data_type": context.intermediate_data_type.name,
             "compute_data_type": context.compute_data_type.name,
             "sm_version": context.sm_version,
+            **({"on_cpu": True} if on_cpu else {}),
         },
         "nodes": described,
         "tensors": list(tensors.values()),
@@ -116,5 +118,6 @@ def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
         Bindings.from_json(document["bindings"]) if "bindings" in document else Bindings(),
         {number: tensor.name for number, tensor in tensors.items()},
         frozenset(number for number, tensor in tensors.items() if tensor.is_pass_by_value),
+        context.get("on_cpu", False),
         document.get("plan") if with_plan else None,
     )

@@ -52,14 +52,14 @@ class ReferenceProgram:
                     self._outputs[tensor.uid] = tensor
 
     def execute(self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Any = None) -> None:
-        """Reads inputs from, and writes outputs to, the memory given by tensor or uid. Needs no workspace, no handle."""
+        """Reads inputs from, and writes outputs to, the memory given by tensor or uid. Needs no workspace or handle."""
         global _said
         if handle is not None:
             resolve(handle)  # refuses one that was destroyed, as on a GPU
         buffers = {uid: variant_pack[key] for uid, key in self._keys_by_uid(variant_pack).items()}
         if not _said:
             _said = True
-            _log.warning("the reference executor runs this graph with PyTorch operations: right in its precision, not fast")
+            _log.warning("the reference executor runs this graph with PyTorch: right in its precision, not fast")
         device = self._check(buffers)
         with torch.no_grad():
             values = {

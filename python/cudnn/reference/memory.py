@@ -33,8 +33,8 @@ def torch_type(kind: data_type, where: str) -> Any:
 def rounded(value: Any, kind: data_type, where: str) -> Any:
     """``value`` in the storage type ``kind``.
 
-    Conversions to fp8 and to narrower integers saturate, those to integers round to nearest even; BOOLEAN is anything but
-    zero.
+    Conversions to fp8 and to narrower integers saturate; those to integers round to nearest even; BOOLEAN is anything
+    but zero.
     """
     limit = _FP8_MAX.get(kind)
     if limit is not None:
@@ -54,6 +54,11 @@ def memory(data: Any, nbytes: int, device: Any, where: str) -> Any:
     if isinstance(data, int):
         return _from_pointer(data, nbytes, device)
     if not _is_torch_tensor(data):
+        if not hasattr(data, "__dlpack__"):
+            raise TypeError(
+                refusal(where, "data", type(data).__name__, "a torch.Tensor, an object with __dlpack__, or an address "
+                        "(int)", "pass one of these")
+            )  # fmt: skip
         data = torch.from_dlpack(data)
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start

@@ -1,0 +1,411 @@
+"""``pygraph.execute`` on a GPU: streams, capture, changing buffers, scalars, workspace, handles, restored plans."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import cudnn
+from cudnn.backend.plan import ExecutionPlan
+from support.graphs import FLOAT, HALF, MODES
+
+pytestmark = pytest.mark.gpu
+
+
+class Linear(NamedTuple):
+    """relu(A B + bias), [4, 128, 256] x [4, 256, 64], with its tensors."""
+
+    graph: cudnn.pygraph
+    a: cudnn.tensor
+    b: cudnn.tensor
+    bias: cudnn.tensor
+    y: cudnn.tensor
+
+    def data(self) -> dict[cudnn.tensor, torch.Tensor]:
+        """Fresh inputs, and an output full of NaN."""
+        half: Any = {"dtype": torch.float16, "device": "cuda"}
+        return {
+            self.a: torch.randn(4, 128, 256, **half),
+            self.b: torch.randn(4, 256, 64, **half),
+            self.bias: torch.randn(1, 128, 64, **half),
+            self.y: torch.full((4, 128, 64), float("nan"), **half),
+        }
+
+    def workspace(self) -> torch.Tensor:
+        return torch.empty(self.graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+
+    def check(self, data: dict[cudnn.tensor, torch.Tensor]) -> None:
+        a, b, bias = (data[tensor].float() for tensor in (self.a, self.b, self.bias))
+        torch.testing.assert_close(data[self.y].float(), torch.relu(a @ b + bias), atol=3e-2, rtol=3e-3)
+
+
+def linear(**options: Any) -> Linear:
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **options)
+    a = graph.tensor(dim=[4, 128, 256], stride=[128 * 256, 256, 1], name="a", uid=1)
+    b = graph.tensor(dim=[4, 256, 64], stride=[256 * 64, 64, 1], name="b", uid=2)
+    bias = graph.tensor(dim=[1, 128, 64], stride=[128 * 64, 64, 1], name="bias", uid=3)
+    y = graph.relu(graph.bias(graph.matmul(a, b, name="mm"), bias, name="shift"), name="act")
+    y.set_output(True).set_uid(4)
+    graph.build(MODES)
+    return Linear(graph, a, b, bias, y)
+
+
+def test_it_is_cudnn_that_runs() -> None:
+    assert linear().graph.get_plan_name().startswith("eng")
+
+
+def test_repeated_calls_with_the_same_tensors() -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    for _ in range(5):
+        data[it.a].normal_()
+        data[it.y].fill_(float("nan"))
+        it.graph.execute(data, workspace)
+        it.check(data)
+
+
+def test_new_tensors_at_every_call() -> None:
+    """More sets of buffers than a plan keeps packs for, all alive at once, then each once more."""
+    it = linear()
+    workspace = it.workspace()
+    sets = [it.data() for _ in range(ExecutionPlan.MAX_PACKS + 20)]
+    for data in sets:
+        it.graph.execute(data, workspace)
+    for data in sets:
+        it.check(data)
+        data[it.y].fill_(float("nan"))
+    for data in reversed(sets):
+        it.graph.execute(data, workspace)
+    for data in sets:
+        it.check(data)
+
+
+def test_packs_are_forgotten_when_buffers_keep_changing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExecutionPlan, "MAX_PACKS", 2)
+    monkeypatch.setattr(ExecutionPlan, "MAX_MISSES", 5)
+    it = linear()
+    workspace = it.workspace()
+    sets = [it.data() for _ in range(12)]
+    for _ in range(2):
+        for data in sets:
+            it.graph.execute(data, workspace)
+            it.check(data)
+
+
+def test_keys_and_data_of_every_kind() -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    by_uid = {tensor.get_uid(): value for tensor, value in data.items()}
+    addresses = {uid: value.data_ptr() for uid, value in by_uid.items()}
+    mixed = {it.a: data[it.a].data_ptr(), 2: data[it.b], it.bias: data[it.bias], 4: data[it.y], None: 0, 99: data[it.a]}
+    for pack in (data, by_uid, addresses, mixed, by_uid, data):
+        data[it.y].fill_(float("nan"))
+        it.graph.execute(pack, workspace)
+        it.check(data)
+    data[it.y].fill_(float("nan"))
+    it.graph.execute(data, workspace.data_ptr())
+    it.check(data)
+
+
+def test_capture_and_replay_with_changed_data() -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    it.graph.execute(data, workspace)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        it.graph.execute(data, workspace)
+    for _ in range(3):
+        for tensor in (it.a, it.b, it.bias):
+            data[tensor].normal_()
+        data[it.y].fill_(float("nan"))
+        captured.replay()
+        torch.cuda.synchronize()
+        it.check(data)
+
+
+def test_capture_of_a_first_call() -> None:
+    """No call came before: preparing the call does nothing that a capture forbids."""
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        it.graph.execute(data, workspace)
+    data[it.y].fill_(float("nan"))
+    captured.replay()
+    torch.cuda.synchronize()
+    it.check(data)
+
+
+def test_without_a_handle_the_current_stream_runs_it() -> None:
+    """The input is written late on a stream of its own: only a call on that stream sees it."""
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    late = data[it.a].clone()
+    data[it.a].zero_()
+    torch.cuda.synchronize()
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            data[it.a].zero_()
+            torch.cuda._sleep(20_000_000)
+            data[it.a].copy_(late)
+            it.graph.execute(data, workspace)
+        stream.synchronize()
+        it.check(data)
+
+
+def test_a_handle_on_a_stream() -> None:
+    it = linear()
+    handle, stream = cudnn.create_handle(), torch.cuda.Stream()
+    cudnn.set_stream(handle=handle, stream=stream.cuda_stream)
+    assert cudnn.get_stream(handle) == stream.cuda_stream
+    data, workspace = it.data(), it.workspace()
+    late = data[it.a].clone()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        data[it.a].zero_()
+        torch.cuda._sleep(20_000_000)
+        data[it.a].copy_(late)
+    it.graph.execute(data, workspace, handle=handle)
+    stream.synchronize()
+    it.check(data)
+    cudnn.destroy_handle(handle)
+
+
+def test_workspace_is_not_overrun() -> None:
+    """The first candidate plans, each run between guard bytes."""
+    it = linear()
+    guard, ran = 4096, 0
+    for index in range(min(it.graph.get_execution_plan_count(), 8)):
+        try:
+            it.graph.build_plan_at_index(index)
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+            continue
+        size = it.graph.get_workspace_size_plan_at_index(index)
+        memory = torch.full((size + 2 * guard,), 0x5A, dtype=torch.uint8, device="cuda")
+        data = it.data()
+        it.graph.execute_plan_at_index(data, memory[guard : guard + size], index)
+        it.check(data)
+        assert bool((memory[:guard] == 0x5A).all())
+        assert bool((memory[guard + size :] == 0x5A).all())
+        ran += 1
+    assert ran > 0
+
+
+def test_outputs_are_not_overrun() -> None:
+    it = linear()
+    data = it.data()
+    memory = torch.full((3, 4, 128, 64), 9.0, dtype=torch.float16, device="cuda")
+    data[it.y] = memory[1].fill_(float("nan"))
+    it.graph.execute(data, it.workspace())
+    it.check(data)
+    assert bool((memory[0] == 9).all())
+    assert bool((memory[2] == 9).all())
+
+
+# Scalars.
+def scaled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor, cudnn.tensor]:
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    x = graph.tensor(dim=[1, 64, 128], stride=[64 * 128, 128, 1], name="x")
+    factor = graph.tensor_like(torch.ones(1, 1, 1))
+    y = graph.mul(x, factor, name="times").set_output(True)
+    graph.build(MODES)
+    return graph, x, factor, y
+
+
+def test_a_scalar_that_changes_between_calls() -> None:
+    """In place, at the same address, and as a new tensor."""
+    graph, x, factor, y = scaled()
+    assert factor.get_is_pass_by_value()
+    data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
+    out, scalar = torch.empty_like(data), torch.ones(1, 1, 1)
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    for value in (2.0, -3.0, 0.5, 0.5):
+        scalar.fill_(value)
+        graph.execute({x: data, factor: scalar, y: out.fill_(float("nan"))}, workspace)
+        torch.testing.assert_close(out, data * value, atol=1e-2, rtol=1e-3)
+    for value in (4.0, -1.0):
+        graph.execute({x: data, factor: torch.full((1, 1, 1), value), y: out.fill_(float("nan"))}, workspace)
+        torch.testing.assert_close(out, data * value, atol=1e-2, rtol=1e-3)
+
+
+def test_a_scalar_of_numpy() -> None:
+    graph, x, factor, y = scaled()
+    data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
+    out = torch.empty_like(data)
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    graph.execute({x: data, factor: np.full((1, 1, 1), 3.0, dtype=np.float32), y: out}, workspace)
+    torch.testing.assert_close(out, data * 3, atol=1e-2, rtol=1e-3)
+
+
+def test_a_scalar_on_the_device_is_refused() -> None:
+    graph, x, factor, y = scaled()
+    data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
+    out = torch.empty_like(data)
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    wrong = {x: data, factor: torch.ones(1, 1, 1, device="cuda"), y: out}
+    for _ in range(2):  # before and after a call that went well
+        with pytest.raises(ValueError, match="got a tensor on cuda:0; allowed: the CPU"):
+            graph.execute(wrong, workspace)
+        graph.execute({x: data, factor: torch.ones(1, 1, 1), y: out}, workspace)
+
+
+# Refusals.
+@pytest.mark.parametrize("warm", [False, True])
+def test_refusals(warm: bool) -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    if warm:
+        it.graph.execute(data, workspace)
+    for tensor in data:
+        with pytest.raises(ValueError, match=rf"tensor {tensor.get_name()!r} \(uid {tensor.get_uid()}\): got no data"):
+            it.graph.execute({key: value for key, value in data.items() if key is not tensor}, workspace)
+        with pytest.raises(ValueError, match=rf"uid {tensor.get_uid()}\): got a tensor on cpu; allowed: cuda:0"):
+            it.graph.execute({**data, tensor: data[tensor].cpu()}, workspace)
+        with pytest.raises(TypeError, match=rf"uid {tensor.get_uid()}\): got list; allowed: a torch.Tensor"):
+            it.graph.execute({**data, tensor: [1]}, workspace)
+    it.graph.execute(data, workspace)
+    it.check(data)
+
+
+def test_a_workspace_that_is_too_small() -> None:
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    x = graph.tensor(dim=[128, 256, 1, 1], stride=[256, 1, 256, 256], name="x")
+    scale = graph.tensor(dim=[1, 256, 1, 1], stride=[256, 1, 256, 256], name="scale", data_type=FLOAT)
+    phase = cudnn.norm_forward_phase.INFERENCE
+    y, _ = graph.rmsnorm(phase, x, scale, epsilon=graph.tensor_scalar(1e-5), name="norm")
+    y.set_output(True)
+    graph.build(MODES)
+    size = graph.get_workspace_size()
+    if not size:
+        pytest.skip("this version of cuDNN needs no workspace here")
+    half: Any = {"dtype": torch.float16, "device": "cuda"}
+    data = {x: torch.randn(128, 256, **half), scale: torch.ones(256, device="cuda"), y: torch.empty(128, 256, **half)}
+    enough = torch.empty(size, dtype=torch.uint8, device="cuda")
+    for _ in range(2):  # before and after a call that went well
+        with pytest.raises(ValueError, match=f"workspace: got {size - 1} bytes; allowed: {size} bytes or more"):
+            graph.execute(data, torch.empty(size - 1, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(ValueError, match="workspace: got 0 bytes"):
+            graph.execute(data)
+        with pytest.raises(ValueError, match="workspace: got a tensor on cpu"):
+            graph.execute(data, enough.cpu())
+        graph.execute(data, enough)
+
+
+def test_dead_and_foreign_handles() -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    handle = cudnn.create_handle()
+    it.graph.execute(data, workspace, handle=handle)
+    it.graph.execute(data, workspace, handle=int(handle))
+    cudnn.destroy_handle(handle)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="live handle"):
+            it.graph.execute(data, workspace, handle=handle)
+        with pytest.raises(ValueError, match="no live handle"):
+            it.graph.execute(data, workspace, handle=0x1234)
+        it.graph.execute(data, workspace)
+    it.check(data)
+
+
+def test_a_graph_whose_handle_was_destroyed() -> None:
+    handle = cudnn.create_handle()
+    it = linear(handle=handle)
+    data, workspace = it.data(), it.workspace()
+    it.graph.execute(data, workspace)
+    it.check(data)
+    cudnn.destroy_handle(handle)
+    with pytest.raises(ValueError, match="live handle"):
+        it.graph.execute(data, workspace)
+
+
+# Kept graphs.
+def test_serialise_restore_execute() -> None:
+    it = linear()
+    serialized = it.graph.serialize()
+    assert json.loads(serialized)["plan"]
+    handle = cudnn.create_handle()
+    for arguments in ((serialized,), (list(serialized),), (handle, serialized)):
+        restored = cudnn.pygraph()
+        restored.deserialize(*arguments)
+        data = it.data()
+        pack = {tensor.get_uid(): value for tensor, value in data.items()}
+        workspace = torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda")
+        for _ in range(2):
+            data[it.y].fill_(float("nan"))
+            restored.execute(pack, workspace)
+            it.check(data)
+
+
+def test_a_restored_graph_does_not_need_the_first_one() -> None:
+    it = linear()
+    restored = cudnn.pygraph()
+    restored.deserialize(it.graph.serialize())
+    data = it.data()
+    pack = {tensor.get_uid(): value for tensor, value in data.items()}
+    it.graph._forget_program()
+    restored.execute(pack, torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda"))
+    it.check(data)
+
+
+def test_what_the_reference_executor_serialised_is_built_here() -> None:
+    reference = linear(backend="reference")
+    restored = cudnn.pygraph()
+    restored.deserialize(reference.graph.serialize())
+    assert restored.get_plan_name().startswith("eng")
+    data = reference.data()
+    pack = {tensor.get_uid(): value for tensor, value in data.items()}
+    restored.execute(pack, torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda"))
+    reference.check(data)
+
+
+# Which executor.
+def test_the_reference_executor_on_gpu_tensors() -> None:
+    it = linear(backend="reference")
+    assert it.graph.get_plan_name() == "reference"
+    data = it.data()
+    it.graph.execute(data, it.workspace())
+    it.check(data)
+
+
+def test_gpu_addresses_for_the_reference_executor() -> None:
+    it = linear(backend="reference")
+    data = it.data()
+    it.graph.execute({**data, it.y: data[it.y].data_ptr()})
+    it.check(data)
+
+
+def test_cpu_tensors_run_on_the_reference_executor() -> None:
+    graph = cudnn.pygraph(io_data_type=FLOAT, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    x, out = torch.randn(8, 8), torch.empty(8, 8)
+    tx = graph.tensor_like(x)
+    y = graph.relu(tx).set_output(True)
+    graph.build(MODES)
+    assert graph.get_plan_name() == "reference"
+    graph.execute({tx: x, y: out})
+    torch.testing.assert_close(out, torch.relu(x))
+
+
+def test_the_two_executors_agree() -> None:
+    on_gpu, reference = linear(), linear(backend="reference")
+    data = on_gpu.data()
+    on_gpu.graph.execute(data, on_gpu.workspace())
+    pack = {tensor.get_uid(): value for tensor, value in data.items()}
+    other = torch.empty_like(data[on_gpu.y])
+    reference.graph.execute({**pack, 4: other})
+    torch.testing.assert_close(other, data[on_gpu.y], atol=2e-2, rtol=2e-3)
+
+
+def test_nothing_is_allocated() -> None:
+    it = linear()
+    data, workspace = it.data(), it.workspace()
+    it.graph.execute(data, workspace)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(10):
+        it.graph.execute(data, workspace)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

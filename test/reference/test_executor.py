@@ -1,0 +1,157 @@
+"""How the reference executor reads and writes memory: strides, pointers, DLPack, devices, aliases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cudnn
+from cudnn.reference.memory import pack_bits, unpack_bits, view
+from support.graphs import FLOAT, MODES, like, reference_graph, shapes, strided
+
+
+def doubled(x: torch.Tensor, strides: list[int] | None = None) -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor]:
+    graph = reference_graph()
+    tx = like(graph, x, "x")
+    y = graph.add(tx, tx, name="sum").set_output(True)
+    if strides is not None:
+        y.set_stride(strides)
+    graph.build(MODES)
+    return graph, tx, y
+
+
+@given(st.data())
+def test_any_strides_in_and_out(data: st.DataObject) -> None:
+    dims = data.draw(shapes())
+    x, out = data.draw(strided(dims)), data.draw(strided(dims)).fill_(float("nan"))
+    graph, tx, y = doubled(x, list(out.stride()))
+    graph.execute({tx: x, y: out})
+    assert torch.equal(out, 2 * x)
+
+
+def test_what_lies_between_the_elements_is_left_alone() -> None:
+    x = torch.randn(3, 4)
+    memory = torch.full((3, 10), 7.0)
+    graph, tx, y = doubled(x, [10, 1])
+    graph.execute({tx: x, y: memory[:, 2:]})
+    assert torch.equal(memory[:, 2:6], 2 * x)
+    assert bool((memory[:, :2] == 7).all())
+    assert bool((memory[:, 6:] == 7).all())
+
+
+def test_overlapping_inputs() -> None:
+    row = torch.randn(5)
+    graph = reference_graph()
+    tx = graph.tensor([3, 5], [0, 1], name="x")
+    y = graph.relu(tx).set_output(True).set_stride([5, 1])
+    graph.build(MODES)
+    out = torch.empty(3, 5)
+    graph.execute({tx: row, y: out})
+    assert torch.equal(out, torch.relu(row).expand(3, 5))
+
+
+def test_raw_pointers() -> None:
+    x, out = torch.randn(4, 6), torch.full((4, 6), float("nan"))
+    graph, tx, y = doubled(x)
+    graph.execute({tx: x.data_ptr(), y: out.data_ptr()})
+    assert torch.equal(out, 2 * x)
+
+
+def test_pointers_beside_tensors() -> None:
+    x, out = torch.randn(4, 6), torch.empty(4, 6)
+    graph, tx, y = doubled(x)
+    graph.execute({tx: x, y.get_uid(): out.data_ptr()})
+    assert torch.equal(out, 2 * x)
+
+
+def test_numpy_arrays_in_and_out() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 6)).astype("float32")
+    out = np.full((4, 6), np.nan, dtype="float32")
+    graph, tx, y = doubled(torch.from_numpy(x))
+    graph.execute({tx: x, y: out})
+    np.testing.assert_array_equal(out, 2 * x)
+
+
+def test_the_same_memory_in_and_out() -> None:
+    x = torch.randn(4, 6)
+    wanted = 2 * x
+    graph, tx, y = doubled(x)
+    graph.execute({tx: x, y: x})
+    assert torch.equal(x, wanted)
+
+
+def test_buffers_with_gradients() -> None:
+    x, out = torch.randn(4, 6, requires_grad=True), torch.empty(4, 6)
+    graph, tx, y = doubled(x.detach())
+    graph.execute({tx: x, y: out})
+    assert torch.equal(out, 2 * x.detach())
+    assert out.grad_fn is None
+
+
+def test_a_buffer_in_the_middle_of_a_storage() -> None:
+    memory = torch.randn(100)
+    graph, tx, y = doubled(torch.empty(4, 6))
+    graph.execute({tx: memory[3:27], y: memory[40:64]})
+    assert torch.equal(memory[40:64], 2 * memory[3:27])
+
+
+def test_an_intermediate_result_that_is_an_output_too() -> None:
+    x = torch.randn(4, 6)
+    graph = reference_graph()
+    tx = like(graph, x)
+    first = graph.relu(tx).set_output(True)
+    second = graph.neg(first).set_output(True)
+    graph.build(MODES)
+    outs = [torch.empty(4, 6), torch.empty(4, 6)]
+    graph.execute({tx: x, first: outs[0], second: outs[1]})
+    assert torch.equal(outs[0], torch.relu(x))
+    assert torch.equal(outs[1], -torch.relu(x))
+
+
+def test_tensors_of_several_devices() -> None:
+    x = torch.randn(4, 6)
+    graph, tx, y = doubled(x)
+    with pytest.raises(ValueError, match=r"tensors: got uid 1 on cpu, uid 2 on meta; allowed: one device for all"):
+        graph.execute({tx: x, y: torch.empty(4, 6, device="meta")})
+
+
+def test_scalars_stay_on_the_cpu_and_may_change() -> None:
+    x, out = torch.randn(4, 6), torch.empty(4, 6)
+    graph = reference_graph()
+    tx, factor = like(graph, x), graph.tensor_like(torch.ones(1, 1))
+    y = graph.mul(tx, factor).set_output(True)
+    graph.build(MODES)
+    for value in (2.0, -3.0):
+        graph.execute({tx: x, factor: torch.full((1, 1), value), y: out})
+        assert torch.equal(out, value * x)
+
+
+def test_addresses_are_aligned() -> None:
+    with pytest.raises(ValueError, match=r"here: memory: got address .*; allowed: a multiple of 4 bytes for FLOAT"):
+        view(torch.zeros(41, dtype=torch.uint8)[1:], FLOAT, [10], [1], "here")
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(1, 4), max_size=3), st.randoms())
+def test_bits_there_and_back(batch: int, groups: int, spatial: list[int], random: Any) -> None:
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    mask = torch.randint(0, 2, (batch, groups * 8, *spatial), generator=generator).bool()
+    assert torch.equal(unpack_bits(pack_bits(mask)), mask)
+
+
+def test_importing_cudnn_imports_no_torch() -> None:
+    """The executor loads PyTorch when a graph runs, not before."""
+    root = Path(__file__).parents[2]
+    code = "import sys, cudnn; assert 'torch' not in sys.modules"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={"PYTHONPATH": f"{root / 'python'}:{root / 'kernels'}", "PATH": ""},
+    )

@@ -1,0 +1,183 @@
+"""Precision of the reference executor: arithmetic in the compute type, every tensor rounded to its own type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cudnn
+from cudnn.reference.memory import rounded
+from support.graphs import FLOAT, HALF, MODES, like, reference_graph
+
+BF16, INT8, INT32, INT64 = (cudnn.data_type[name] for name in ("BFLOAT16", "INT8", "INT32", "INT64"))
+E4M3, E5M2, BOOLEAN = (cudnn.data_type[name] for name in ("FP8_E4M3", "FP8_E5M2", "BOOLEAN"))
+
+
+def cast(x: torch.Tensor, kind: cudnn.data_type, out: torch.Tensor, compute: object = FLOAT) -> torch.Tensor:
+    """``identity`` of x, stored as ``kind``."""
+    graph = reference_graph(compute=compute)
+    tx = like(graph, x)
+    y = graph.identity(tx, name="cast").set_output(True).set_data_type(kind)
+    graph.build(MODES)
+    graph.execute({tx: x, y: out})
+    return out
+
+
+def test_virtual_half_tensors_round() -> None:
+    """1 + 2**-12 is 1 in half precision: what is added to it is lost in the virtual tensor, not in the sum."""
+    x = torch.full((4, 4), 2.0**-12)
+    for intermediate, wanted in ((HALF, 0.0), (FLOAT, 2.0**-12)):
+        graph = reference_graph(intermediate=intermediate)
+        tx = like(graph, x)
+        one = graph.tensor_scalar(1.0)
+        y = graph.sub(graph.add(tx, one), one).set_output(True)
+        graph.build(MODES)
+        out = torch.empty(4, 4)
+        graph.execute({tx: x, y: out})
+        assert bool((out == wanted).all())
+
+
+@pytest.mark.parametrize("kind", [HALF, BF16])
+def test_virtual_tensors_round_like_pytorch(kind: cudnn.data_type) -> None:
+    a, b, c = torch.randn(2, 16, 32), torch.randn(2, 32, 8), torch.randn(2, 16, 8)
+    graph = reference_graph(intermediate=kind)
+    ta, tb, tc = like(graph, a), like(graph, b), like(graph, c)
+    y = graph.add(graph.matmul(ta, tb), tc).set_output(True)
+    graph.build(MODES)
+    out = torch.empty(2, 16, 8)
+    graph.execute({ta: a, tb: b, tc: c, y: out})
+    dtype = {HALF: torch.float16, BF16: torch.bfloat16}[kind]
+    assert torch.equal(out, (a @ b).to(dtype).float() + c)
+
+
+def test_arithmetic_is_in_the_compute_type() -> None:
+    """2048 + 1 is 2048 in half precision: the compute type decides, not the type of the inputs."""
+    x, one = torch.full((2, 3), 2048.0, dtype=torch.float16), torch.ones(2, 3, dtype=torch.float16)
+    for compute, wanted in ((FLOAT, 2049.0), (HALF, 2048.0)):
+        graph = reference_graph(compute=compute)
+        tx, to = like(graph, x), like(graph, one)
+        y = graph.add(tx, to).set_output(True).set_data_type(FLOAT)
+        graph.build(MODES)
+        out = torch.empty(2, 3)
+        graph.execute({tx: x, to: one, y: out})
+        assert bool((out == wanted).all())
+
+
+def test_double_precision() -> None:
+    x = torch.randn(3, 5, dtype=torch.float64)
+    out = cast(x, cudnn.data_type.DOUBLE, torch.empty(3, 5, dtype=torch.float64), compute=torch.float64)
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "limit"), [(E4M3, torch.float8_e4m3fn, 448.0), (E5M2, torch.float8_e5m2, 57344.0)]
+)
+def test_fp8_saturates(kind: cudnn.data_type, dtype: torch.dtype, limit: float) -> None:
+    x = torch.tensor(
+        [[1e6, -1e6, float("inf"), float("-inf")], [limit, -limit, 0.0, 1.1], [300.0, 1e-9, -0.3, float("nan")]]
+    )
+    out = cast(x, kind, torch.empty(3, 4, dtype=dtype)).float()
+    assert out[0].tolist() == [limit, -limit, limit, -limit]
+    assert torch.equal(out[1:].nan_to_num(7.0), x[1:].to(dtype).float().nan_to_num(7.0))
+    assert bool(out[2, 3].isnan())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(INT8, torch.int8), (INT32, torch.int32), (INT64, torch.int64), (cudnn.data_type.UINT8, torch.uint8)],
+)
+def test_integers_round_to_nearest_even_and_saturate(kind: cudnn.data_type, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.5, 1.5, 2.5, 2.4, 2.6, 100.49]])
+    assert cast(x, kind, torch.empty(1, 6, dtype=dtype)).tolist() == [[0, 2, 2, 2, 3, 100]]
+    if kind is not INT64:
+        huge = torch.tensor([[1e12, -1e12, 3e9, -3e9, 300.0, -300.0]])
+        limits = torch.iinfo(dtype)
+        wanted = [[max(limits.min, min(limits.max, int(value))) for value in huge[0].tolist()]]
+        assert cast(huge, kind, torch.empty(1, 6, dtype=dtype)).tolist() == wanted
+
+
+def test_integer_arithmetic_saturates_on_storage() -> None:
+    x = torch.tensor([[100, -100, 7]], dtype=torch.int32)
+    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
+    tx = like(graph, x)
+    y = graph.mul(tx, tx).set_output(True).set_data_type(INT8)
+    graph.build(MODES)
+    out = torch.empty(1, 3, dtype=torch.int8)
+    graph.execute({tx: x, y: out})
+    assert out.tolist() == [[127, 127, 49]]
+
+
+def test_large_integers_are_exact() -> None:
+    big = torch.tensor([[2**31 - 1, -(2**31), 16777217]], dtype=torch.int32)
+    assert torch.equal(cast(big, INT32, torch.empty(1, 3, dtype=torch.int32), compute=INT32), big)
+
+
+@given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=20))
+def test_rounding_is_idempotent(values: list[float]) -> None:
+    x = torch.tensor(values)
+    for kind in (HALF, BF16, E4M3, E5M2, INT8, INT32, BOOLEAN):
+        once = rounded(x, kind, "here")
+        assert torch.equal(rounded(once.float(), kind, "here").float(), once.float())
+
+
+def test_types_without_arithmetic_are_refused() -> None:
+    for kind in (cudnn.data_type.INT4, cudnn.data_type.FP4_E2M1):
+        with pytest.raises(NotImplementedError, match=f"cast.*data type: got {kind.name}; .*run this graph on a GPU"):
+            cast(torch.zeros(2, 8), kind, torch.zeros(2, 8))
+
+
+# Booleans.
+def compared(x: torch.Tensor, out: Any) -> None:
+    graph = reference_graph()
+    tx = like(graph, x)
+    y = graph.cmp_gt(tx, graph.tensor_scalar(0.0), name="positive").set_output(True).set_data_type(BOOLEAN)
+    graph.build(MODES)
+    graph.execute({tx: x, y: out})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_booleans_are_bytes(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 16, 3, 3)
+    out = torch.full((2, 16, 3, 3), 1, dtype=dtype)
+    compared(x, out)
+    assert torch.equal(out.bool(), x > 0)
+    assert set(out.view(torch.uint8).flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_booleans_are_bits_where_the_buffer_has_an_eighth_of_the_channels(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 24, 3, 5)
+    packed = torch.zeros(2, 3, 3, 5, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    compared(x, packed.view(dtype))
+    for channel in range(24):
+        bit = (packed[:, channel // 8] >> (channel % 8)) & 1
+        assert torch.equal(bit.bool(), x[:, channel] > 0)
+
+
+def test_bits_are_read_back() -> None:
+    x, other = torch.randn(2, 16, 3, 3), torch.randn(2, 16, 3, 3)
+    packed = torch.zeros(2, 2, 3, 3, dtype=torch.uint8)
+    compared(x, packed)
+    graph = reference_graph()
+    mask = graph.tensor(list(x.shape), list(x.stride()), BOOLEAN, name="mask")
+    first, second = like(graph, x), like(graph, other)
+    y = graph.binary_select(first, second, mask).set_output(True)
+    graph.build(MODES)
+    out = torch.empty_like(x)
+    graph.execute({mask: packed, first: x, second: other, y: out})
+    assert torch.equal(out, torch.where(x > 0, x, other))
+
+
+def test_logic_on_bytes_that_are_neither_zero_nor_one() -> None:
+    raw = torch.tensor([[0, 1, 2, 255]], dtype=torch.uint8)
+    graph = reference_graph(io=BOOLEAN, intermediate=BOOLEAN, compute=BOOLEAN)
+    tx = graph.tensor([1, 4], [4, 1], BOOLEAN)
+    y = graph.logical_not(tx).set_output(True)
+    graph.build(MODES)
+    out = torch.empty(1, 4, dtype=torch.bool)
+    graph.execute({tx: raw, y: out})
+    assert out.tolist() == [[True, False, False, False]]
