@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,6 +52,20 @@ def _demo(
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"got {device!r}; allowed: auto, cpu, cuda.", param_hint="--device")
     raise typer.Exit(run(device))
+
+
+@app.command("bench")
+def _bench(
+    name: Annotated[str, typer.Argument(help="The fused API: rmsnorm_rht_amax.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw the bars into this image file.")] = None,
+) -> None:
+    """Measure a fused API beside a device copy and torch.compile on this GPU."""
+    from cudnn.bench import BENCHMARKS
+    from cudnn.cli.bench import run
+
+    if name not in BENCHMARKS:
+        raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(BENCHMARKS)}.", param_hint="NAME")
+    raise typer.Exit(run(name, plot))
 
 
 def main() -> None:

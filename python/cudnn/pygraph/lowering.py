@@ -119,6 +119,9 @@ class Lowering:
         for node in nodes:
             node.lower(self)
         self.bindings.user = sorted(self.bindings.user)
+        # cuDNN refuses a variant pack with a uid that its plan does not know.
+        used = self.bindings.aliases.items()
+        self.bindings.aliases = {uid: source for uid, source in used if uid in self._tensors}
 
     def expand(self, smaller: NodeList) -> None:
         """Prepares and lowers the smaller operations that a composite node is made of."""
