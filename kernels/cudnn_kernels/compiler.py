@@ -1,0 +1,36 @@
+"""Compiles a CuTe DSL function for an architecture, with or without a GPU, into an object file."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+
+ENTRY = "kernel"  # the object's function is __tvm_ffi_kernel
+
+
+def compile_for(arch: str, function: Any, *arguments: Any, options: str = "") -> Any:
+    """The function compiled for fake ``arguments``, callable by the apache-tvm-ffi convention on PyTorch's tensors.
+
+    ``arch`` is explicit: left out, a machine without a GPU would compile for another chip than one with it. ``options``
+    are further ones of the DSL, such as ``--keep-ptx``.
+    """
+    return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}")
+
+
+def export(compiled: Any) -> bytes:
+    """The object file of a compiled function."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.o")
+        compiled.export_to_c(str(path), ENTRY)
+        return path.read_bytes()
+
+
+def load(content: bytes) -> Any:
+    """The function in an object file that :func:`export` returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.o")
+        path.write_bytes(content)
+        return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[ENTRY]

@@ -1,0 +1,1 @@
+"""Normalisations fused with what follows them."""

@@ -1,0 +1,299 @@
+"""RMSNorm, a Hadamard transform of every 16 columns, and the largest magnitude of every group of rows, in one pass.
+
+    y[i, :] = x[i, :] * rsqrt(mean(x[i, :]^2) + eps) * w
+    o[i, :] = y[i, :] with each block of 16 columns multiplied by H16 / 4 (Sylvester's matrix of +-1)
+    amax[g] = max |o| over the rows of group g, before o is rounded
+
+The kernel is bound by memory, so everything serves to keep bulk copies in flight. A CTA stays on its SM and holds
+several teams of threads; a team walks over groups of rows with a ring of row buffers of its own: the copy engine fills
+a buffer, the team turns it into the result in place, the copy engine takes it out. Teams share nothing, so there is no
+barrier across the CTA, and while one team reduces the others' copies run on.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.runtime import make_fake_stream
+
+from cudnn_kernels.norm.heuristics import BLOCK, WARP
+from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configuration
+
+HALF = BLOCK // 2  # columns of a 16-byte access
+AMAX_BARRIER = 8  # first of the named barriers of teams that share a group; those below belong to single teams
+
+EVICT_FIRST = 0x12F0000000000000  # L2 cache policy of a bulk copy: the line will not be read again
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+
+class RmsNormRhtAmax:
+    """The kernel for one :class:`Configuration`."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.c = configuration
+        self.warps = configuration.threads // WARP
+        self.blocks = configuration.columns // BLOCK
+        self.blocks_per_thread = -(-self.blocks // configuration.threads)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        o: cute.Tensor,
+        amax: cute.Tensor,
+        eps: Float32,
+        processors: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Launches a CTA for each of the ``processors`` (SMs), or fewer where there is less to do, on ``stream``."""
+        groups = cute.size(amax)
+        self.kernel(x, w, o, amax, eps).launch(
+            grid=[cutlass.min(processors, groups), 1, 1],
+            block=[self.c.threads * self.c.teams, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, w: cute.Tensor, o: cute.Tensor, amax: cute.Tensor, eps: Float32) -> None:
+        c = self.c
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        team = cute.arch.make_warp_uniform(tid // c.threads)
+        thread = tid % c.threads
+
+        smem = SmemAllocator()
+        buffers = cute.make_layout((c.columns, c.stages, c.teams))
+        ring = smem.allocate_tensor(x.element_type, buffers, byte_alignment=128)
+        full = smem.allocate_array(cutlass.Int64, c.stages * c.teams) + team * c.stages
+        partials = smem.allocate_tensor(Float32, cute.make_layout((self.warps, c.teams, 3)), byte_alignment=16)
+        sX, sSum = ring[None, None, team], partials[None, team, 2]
+
+        if thread == 0:
+            for stage in cutlass.range_constexpr(c.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+            cute.arch.mbarrier_init_fence()
+        self.barrier(team)
+
+        # The CTA works on as many groups at once as keep all its teams busy, with equally many teams for each: its
+        # copies stay close together in memory, which DRAM likes better than as many far streams as there are teams.
+        groups, rows = cute.size(amax), cute.size(x, mode=[0]) // cute.size(amax)
+        at_once = cutlass.max(cutlass.min(c.teams // rows, groups // ctas), 1)
+        members = c.teams // at_once
+        slot, member = team // members, team % members
+        first, stride = cta * at_once + slot, ctas * at_once
+        if slot >= at_once:
+            first = groups
+
+        next_group, next_row = first, member  # what the ring loads next
+        if member >= rows:
+            next_group = groups
+        for k in cutlass.range_constexpr(c.stages - 1):
+            if thread == 0 and next_group < groups:
+                self.load(x, sX, full, next_group * rows + next_row, k)
+            next_group, next_row = advance(next_group, next_row, stride, member, members, rows)
+
+        rW = self.weights(w, thread)
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for group in cutlass.range(first, groups, stride):
+            largest = Float32(0.0)
+            for row in cutlass.range(member, rows, members):
+                sRow = sX[None, stage]
+                cute.arch.mbarrier_wait(full + stage, phase)
+                scale = self.inverse_rms(sRow, sSum, eps, team, thread)
+                largest = self.transform(sRow, rW, scale, largest, thread)
+                cute.arch.fence_view_async_shared()
+                self.barrier(team)
+                if thread == 0:
+                    self.store(sRow, o, group * rows + row)
+                    # All but the newest store have left shared memory: the buffer before this one is free.
+                    cute.arch.cp_async_bulk_wait_group(1, read=True)
+                    if next_group < groups:
+                        free = stage - 1 if stage > 0 else Int32(c.stages - 1)
+                        self.load(x, sX, full, next_group * rows + next_row, free)
+                next_group, next_row = advance(next_group, next_row, stride, member, members, rows)
+                stage += 1
+                if stage == c.stages:
+                    stage = Int32(0)
+                    phase = phase ^ 1
+            self.write_amax(largest, partials[None, None, turn], amax, group, team, members, thread)
+            turn = turn ^ 1
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until its readers are done
+
+    @cute.jit
+    def barrier(self, team: Int32) -> None:
+        """Waits for all threads of the team."""
+        if const_expr(self.warps == 1):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.barrier(barrier_id=team, number_of_threads=self.c.threads)
+
+    @cute.jit
+    def load(self, x: cute.Tensor, sX: cute.Tensor, full: cute.Pointer, row: Int32, stage: Int32) -> None:
+        """Starts the copy of a row into a buffer of the ring. One thread."""
+        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), x.element_type)
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.c.columns * x.element_type.width // 8)
+        policy = cutlass.Int64(EVICT_FIRST) if self.c.evict_first else None
+        cute.copy(atom, *self.bulk(self.row_of(x, row), sX[None, stage]), mbar_ptr=full + stage, cache_policy=policy)
+
+    @cute.jit
+    def store(self, sRow: cute.Tensor, o: cute.Tensor, row: Int32) -> None:
+        """Starts the copy of a buffer to a row of the result, as a group of its own. One thread."""
+        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), o.element_type)
+        cute.copy(atom, *self.bulk(sRow, self.row_of(o, row)))
+        cute.arch.cp_async_bulk_commit_group()
+
+    def row_of(self, x: cute.Tensor, row: Int32) -> cute.Tensor:
+        """A row in global memory; its offset does not fit into 32 bits."""
+        return cute.make_tensor(x.iterator + cutlass.Int64(row) * self.c.columns, cute.make_layout(self.c.columns))
+
+    def bulk(self, source: cute.Tensor, target: cute.Tensor) -> tuple:
+        """Both vectors as one single bulk copy."""
+        whole = cute.make_layout((self.c.columns, 1))
+        return tuple(cute.make_tensor(t.iterator.align(16), whole) for t in (source, target))
+
+    @cute.jit
+    def halves(self, row: cute.Tensor, thread: Int32, j: cutlass.Constexpr[int]) -> tuple:
+        """The two halves of a thread's j-th block, in the order in which the thread reads and writes them.
+
+        Threads 4 to 7 of every 8 take the second half first: a quarter warp's 16-byte accesses, 32 bytes apart, then
+        meet every bank once instead of every other bank twice.
+        """
+        block = (j * self.c.threads + thread) * BLOCK
+        first = block + self.swapped(thread) * HALF
+        second = block + (1 - self.swapped(thread)) * HALF
+        return tuple(
+            cute.make_tensor((row.iterator + cute.assume(start, HALF)).align(16), cute.make_layout(HALF))
+            for start in (first, second)
+        )
+
+    def swapped(self, thread: Int32) -> Int32:
+        """1 for the threads that take the second half of a block first."""
+        return thread // 4 % 2 if self.c.conflict_free else 0
+
+    @cute.jit
+    def weights(self, w: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """This thread's part of w, which serves all rows; for swapped threads the half that comes first is negated."""
+        rW = cute.make_rmem_tensor((HALF, 2, self.blocks_per_thread), Float32)
+        sign = Float32(1 - 2 * self.swapped(thread))
+        for j in cutlass.range_constexpr(self.blocks_per_thread):
+            if self.mine(thread, j, self.blocks):
+                first, second = self.halves(w, thread, j)
+                rW[None, 0, j].store(first.load().to(Float32) * sign)
+                rW[None, 1, j].store(second.load().to(Float32))
+        return rW
+
+    def mine(self, thread: Int32, j: int, pieces: int) -> bool | cutlass.Boolean:
+        """Whether the thread has a j-th one of a row's pieces: known when compiling, but for a ragged last one."""
+        if (j + 1) * self.c.threads <= pieces:
+            return True
+        return thread + j * self.c.threads < pieces
+
+    @cute.jit
+    def inverse_rms(
+        self, sRow: cute.Tensor, sPartial: cute.Tensor, eps: Float32, team: Int32, thread: Int32
+    ) -> Float32:
+        """1 / sqrt(mean(x^2) + eps) of the row, divided by the 4 that normalises H16."""
+        sums = [Float32(0.0)] * 4  # independent chains of FMA
+        for j in cutlass.range_constexpr(2 * self.blocks_per_thread):
+            if self.mine(thread, j, 2 * self.blocks):
+                start = cute.assume((j * self.c.threads + thread) * HALF, HALF)
+                v = cute.make_tensor((sRow.iterator + start).align(16), cute.make_layout(HALF)).load().to(Float32)
+                sums = [sums[i] + v[i] * v[i] + v[i + 4] * v[i + 4] for i in range(4)]
+        total = cute.arch.warp_reduction_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        if const_expr(self.warps > 1):
+            if thread % WARP == 0:
+                sPartial[thread // WARP] = total
+            self.barrier(team)
+            total = sPartial.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return cute.math.rsqrt(total / self.c.columns + eps) * 0.25
+
+    @cute.jit
+    def transform(self, sRow: cute.Tensor, rW: cute.Tensor, scale: Float32, largest: Float32, thread: Int32) -> Float32:
+        """Writes H16 (x * scale * w) over the row in shared memory; gives ``largest`` or, if more, its magnitude."""
+        sign = Float32(1 - 2 * self.swapped(thread))
+        for j in cutlass.range_constexpr(self.blocks_per_thread):
+            if self.mine(thread, j, self.blocks):
+                first, second = self.halves(sRow, thread, j)
+                x0, x1 = first.load().to(Float32), second.load().to(Float32)
+                y0 = hadamard([x0[i] * scale * rW[i, 0, j] for i in range(HALF)])
+                y1 = hadamard([x1[i] * scale * rW[i, 1, j] for i in range(HALF)])
+                r0 = cute.make_rmem_tensor((HALF,), Float32)
+                r1 = cute.make_rmem_tensor((HALF,), Float32)
+                for i in cutlass.range_constexpr(HALF):
+                    r0[i] = y0[i] + y1[i]
+                    r1[i] = (y0[i] - y1[i]) * sign
+                    largest = maximum(maximum(largest, absolute(r0[i])), absolute(r1[i]))
+                first.store(r0.load().to(sRow.element_type))
+                second.store(r1.load().to(sRow.element_type))
+        return largest
+
+    @cute.jit
+    def write_amax(
+        self,
+        largest: Float32,
+        sLargest: cute.Tensor,
+        amax: cute.Tensor,
+        group: Int32,
+        team: Int32,
+        members: Int32,
+        thread: Int32,
+    ) -> None:
+        """Reduces over the teams that share a group; stores its amax."""
+        largest = cute.arch.warp_reduction(largest, maximum)
+        if thread % WARP == 0:
+            sLargest[thread // WARP, team] = largest
+        if members == 1:
+            self.barrier(team)
+        else:
+            cute.arch.barrier(barrier_id=AMAX_BARRIER + team // members, number_of_threads=members * self.c.threads)
+        if thread == 0 and team % members == 0:
+            for other in cutlass.range(team, team + members):
+                for warp in cutlass.range_constexpr(self.warps):
+                    largest = maximum(largest, sLargest[warp, other])
+            amax[group] = largest
+
+
+@cute.jit
+def advance(group: Int32, row: Int32, stride: Int32, member: Int32, members: Int32, rows: Int32) -> tuple:
+    """A team's next row: of the same group, or the first that it has in its next group."""
+    row += members
+    if row >= rows:
+        group, row = group + stride, member
+    return group, row
+
+
+def maximum(a: Float32, b: Float32) -> Float32:
+    """The larger, NaN if one of them is."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
+def absolute(a: Float32) -> Float32:
+    """|a|; costs nothing, since the maximum takes it as a modifier."""
+    return cute.math.absf(a)
+
+
+def hadamard(y: list) -> list:
+    """y @ H for Sylvester's Hadamard matrix, by len(y) * log2(len(y)) additions."""
+    distance = 1
+    while distance < len(y):
+        y = [y[i - distance] - y[i] if i & distance else y[i] + y[i + distance] for i in range(len(y))]
+        distance *= 2
+    return y
+
+
+def arguments(configuration: Configuration) -> tuple:
+    """Stand-ins for the arguments of :class:`RmsNormRhtAmax`: any number of rows, contiguous, on 16-byte addresses."""
+    dtype, columns = DTYPES[configuration.dtype], configuration.columns
+    rows = cute.sym_int()
+    x, o = (make_fake_compact_tensor(dtype, (rows, columns), stride_order=(1, 0), assumed_align=16) for _ in range(2))
+    w = make_fake_compact_tensor(dtype, (columns,), assumed_align=16)
+    amax = make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+    return x, w, o, amax, Float32(0.0), Int32(1), make_fake_stream()

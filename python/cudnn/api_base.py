@@ -1,0 +1,247 @@
+"""What every fused API shares: descriptions of tensors, the check / compile / execute contract, results by name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cudnn.lazy import torch
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def is_power_of_2(n: int) -> bool:
+    """True for 1, 2, 4, 8 ..."""
+    return n > 0 and n & (n - 1) == 0
+
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+def warn_experimental_api_once(logger: logging.Logger, name: str) -> None:
+    """Warns, once per name and process, that an API may still change."""
+    with _warned_lock:
+        if name in _warned:
+            return
+        _warned.add(name)
+    logger.warning("%s is an experimental API", name)
+
+
+def _reset_experimental_api_warning_registry() -> None:
+    with _warned_lock:
+        _warned.clear()
+
+
+class TupleDict(dict[str, Any]):
+    """Results by name, ``result["o_tensor"]``, by position, ``result[0]``, or unpacked: ``o, amax = result``."""
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self.values())
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        if not 0 <= key < len(self):
+            raise IndexError(f"result {key}: there are {len(self)}, numbered from 0: {', '.join(self.keys())}")
+        return tuple(self.values())[key]
+
+
+def stride_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions from the innermost to the outermost: by stride, then by size."""
+    return tuple(sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])))
+
+
+@dataclass(frozen=True)
+class TensorDesc:
+    """What is known of a tensor without its data. Shape and strides count elements.
+
+    The methods that change the shape do what their namesakes of ``torch.Tensor`` do, and raise the same errors, as long
+    as the result begins where the tensor begins.
+
+    Raises:
+        TypeError: ``device`` is nothing that ``torch.device`` takes.
+        ValueError: ``stride`` or ``stride_order`` has another length than ``shape``, or the latter is no permutation.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    stride_order: tuple[int, ...]
+    device: Any
+    interpret_uint8_as_fp4x2: bool = False
+    ndim: int = field(init=False)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(f"TensorDesc: device: got {self.device!r}; allowed: what torch.device takes.") from error
+        rank = len(self.shape)
+        if len(self.stride) != rank:
+            raise ValueError(f"TensorDesc: stride: got {self.stride}; allowed: {rank} entries, one per dimension.")
+        if sorted(self.stride_order) != list(range(rank)):
+            raise ValueError(
+                f"TensorDesc: stride_order: got {self.stride_order}; allowed: a permutation of {tuple(range(rank))}."
+            )
+        for key, value in {
+            "shape": tuple(self.shape),
+            "stride": tuple(self.stride),
+            "stride_order": tuple(self.stride_order),
+            "device": device,
+            "ndim": rank,
+        }.items():
+            object.__setattr__(self, key, value)
+
+    @classmethod
+    def of(cls, tensor: Any, name: str = "", interpret_uint8_as_fp4x2: bool = False) -> TensorDesc:
+        """Describes a ``torch.Tensor``. Packed four-bit elements are counted as elements, two to a byte.
+
+        Raises:
+            RuntimeError: a packed tensor has no dimension of stride 1.
+        """
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        packed = str(tensor.dtype) == "torch.float4_e2m1fn_x2"
+        if packed or (interpret_uint8_as_fp4x2 and tensor.dtype == torch.uint8):
+            inner = max((dim for dim in range(len(shape)) if stride[dim] == 1), key=lambda d: shape[d], default=None)
+            if inner is None:
+                raise RuntimeError(f"{name}: packed four-bit elements need a dimension of stride 1; got {stride}")
+            shape = tuple(size * 2 if dim == inner else size for dim, size in enumerate(shape))
+            stride = tuple(step if dim == inner else step * 2 for dim, step in enumerate(stride))
+        return cls(
+            tensor.dtype, shape, stride, stride_order(shape, stride), tensor.device, interpret_uint8_as_fp4x2, name=name
+        )
+
+    def _stand_in(self) -> Any:
+        return torch.empty_strided(self.shape, self.stride, dtype=torch.int8, device="meta")
+
+    def _like(self, tensor: Any) -> TensorDesc:
+        if tensor.storage_offset() != 0:
+            raise RuntimeError(f"TensorDesc: storage offset: got {tensor.storage_offset()}; allowed: 0.")
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return replace(self, shape=shape, stride=stride, stride_order=stride_order(shape, stride))
+
+    def __len__(self) -> int:
+        return len(self._stand_in())
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or the size of one dimension."""
+        return self._stand_in().size() if dim is None else self._stand_in().size(dim)
+
+    def permute(self, *dims: Any) -> TensorDesc:
+        """As ``torch.Tensor.permute``."""
+        return self._like(self._stand_in().permute(*dims))
+
+    def transpose(self, dim0: int, dim1: int) -> TensorDesc:
+        """As ``torch.Tensor.transpose``."""
+        return self._like(self._stand_in().transpose(dim0, dim1))
+
+    def squeeze(self, dim: int | tuple[int, ...] | None = None) -> TensorDesc:
+        """As ``torch.Tensor.squeeze``."""
+        return self._like(self._stand_in().squeeze() if dim is None else self._stand_in().squeeze(dim))
+
+    def unsqueeze(self, dim: int) -> TensorDesc:
+        """As ``torch.Tensor.unsqueeze``."""
+        return self._like(self._stand_in().unsqueeze(dim))
+
+    def is_contiguous(self, memory_format: Any = None) -> bool:
+        """As ``torch.Tensor.is_contiguous``."""
+        return self._stand_in().is_contiguous(memory_format=memory_format or torch.contiguous_format)
+
+    def contiguous(self) -> TensorDesc:
+        """As ``torch.Tensor.contiguous``."""
+        return self._like(self._stand_in().contiguous())
+
+    def view(self, *shape: Any) -> TensorDesc:
+        """As ``torch.Tensor.view`` with a shape."""
+        return self._like(self._stand_in().view(*shape))
+
+    def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0) -> TensorDesc:
+        """As ``torch.Tensor.as_strided``."""
+        return self._like(self._stand_in().as_strided(size, stride, storage_offset))
+
+
+class APIBase(ABC):
+    """A fused operation for tensors like the samples that its constructor got.
+
+    The constructor keeps descriptions only and touches no GPU. ``check_support`` raises where the operation cannot run,
+    ``compile`` builds the kernel once, ``execute`` runs it on tensors given by keyword.
+    """
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger(type(self).__name__)
+        self._interpret_uint8_as_fp4x2 = False
+        self._is_supported = False
+        self._kernel: Any = None
+        self._compiled_kernel: Any = None
+        warn_experimental_api_once(self._logger, type(self).__name__)
+
+    @abstractmethod
+    def check_support(self) -> bool:
+        """True, or an exception that says what is not supported and what would be."""
+
+    @abstractmethod
+    def compile(self) -> None:
+        """Builds the kernel, after ``check_support`` where that was not called. A second call does nothing."""
+
+    @abstractmethod
+    def execute(self, **tensors: Any) -> None:
+        """Runs the compiled kernel on tensors like the samples, in the order of ``current_stream``.
+
+        Raises:
+            RuntimeError: not compiled yet.
+        """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles, where that was not done yet, and executes."""
+        if self._compiled_kernel is None:
+            self.compile()
+        self.execute(*args, **kwargs)
+
+    def _describe(self, tensor: Any, name: str) -> TensorDesc | None:
+        if tensor is None:
+            return None
+        return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
+
+    def _not_compiled(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}: the kernel is not compiled. To mend it, call compile() before execute()."
+        )
+
+    def _refuse(self, what: str, got: object, expected: object) -> ValueError:
+        return ValueError(f"{type(self).__name__}: {what} mismatch: expected {expected}, got {got}")
+
+    def _check_shape(self, desc: TensorDesc | None, expected: Sequence[int]) -> None:
+        if desc is not None and desc.shape != tuple(expected):
+            raise self._refuse(f"{desc.name} tensor shape", desc.shape, tuple(expected))
+
+    def _check_stride(self, desc: TensorDesc | None, *allowed: Sequence[int]) -> None:
+        """Strides are compared exactly, those of dimensions of size 1 too."""
+        if desc is not None and desc.stride not in [tuple(stride) for stride in allowed]:
+            raise self._refuse(f"{desc.name} tensor stride", desc.stride, " or ".join(str(tuple(s)) for s in allowed))
+
+    def _check_dtype(self, desc: TensorDesc | None, *allowed: Any) -> None:
+        if desc is not None and desc.dtype not in allowed:
+            raise self._refuse(f"{desc.name} tensor dtype", desc.dtype, " or ".join(map(str, allowed)))
+
+
+def unpad(tensor: Any, rank: int) -> Any:
+    """The tensor, or description, without the trailing dimensions of size 1 that it has beyond ``rank``."""
+    while tensor.ndim > rank and tensor.shape[-1] == 1:
+        tensor = tensor.squeeze(-1)
+    return tensor
+
+
+def pad(tensor: Any, rank: int) -> Any:
+    """The tensor, or description, with trailing dimensions of size 1 up to ``rank``."""
+    while tensor.ndim < rank:
+        tensor = tensor.unsqueeze(-1)
+    return tensor

@@ -1,0 +1,17 @@
+"""Compiled kernels: for which architecture, from where, and how they are called."""
+
+from cudnn.launch.architecture import device_architecture, pick, processor_count, raw_stream
+from cudnn.launch.emulation import emulate, emulated_architecture, emulation, say_reference_runs
+from cudnn.launch.kernels import kernel
+
+__all__ = [
+    "device_architecture",
+    "emulate",
+    "emulated_architecture",
+    "emulation",
+    "kernel",
+    "pick",
+    "processor_count",
+    "raw_stream",
+    "say_reference_runs",
+]

@@ -1,0 +1,46 @@
+"""The architecture that a device needs its kernels compiled for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+
+ARCHITECTURES: Mapping[tuple[int, int], str] = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+"""By compute capability. Kernels use what the suffix ``a`` stands for, so one does not run on a neighbour's chip."""
+
+
+@functools.cache
+def device_architecture(index: int) -> str:
+    """The architecture of a CUDA device, such as ``sm_90a``; ``sm_80`` and the like where it has no kernels."""
+    capability = torch.cuda.get_device_capability(index)
+    return ARCHITECTURES.get(capability, "sm_{}{}".format(*capability))
+
+
+@functools.cache
+def processor_count(index: int) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def pick(kernels: Mapping[str, str], arch: str, where: str) -> str:
+    """The kernel for an architecture.
+
+    Raises:
+        RuntimeError: there is none; lists the architectures that have one.
+    """
+    if arch not in kernels:
+        raise RuntimeError(
+            refusal(where, "architecture", arch, ", ".join(kernels), "run on such a GPU, or on CPU tensors")
+        )
+    return kernels[arch]
+
+
+def raw_stream(stream: Any, index: int) -> int:
+    """The address of a stream: PyTorch's current one for None; an int, a ``CUstream`` or a ``torch.cuda.Stream``."""
+    if stream is None:
+        return torch._C._cuda_getCurrentRawStream(index)
+    return getattr(stream, "cuda_stream", None) or int(stream)

@@ -1,0 +1,60 @@
+"""Fused APIs on CPU tensors: the reference in PyTorch or, where asked for, the real kernel in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cudnn import settings
+from cudnn.errors import refusal
+from cudnn.launch.architecture import ARCHITECTURES
+from cudnn.launch.kernels import compile_kernel
+
+_entered: contextvars.ContextVar[str] = contextvars.ContextVar("cudnn_emulation", default="")
+EMULATED_PROCESSORS = 4  # so few that a small problem already gives a CTA several groups of rows
+
+
+@contextlib.contextmanager
+def emulation(arch: str, races: bool = False) -> Iterator[Any]:
+    """Within the block, fused APIs on CPU tensors run the real kernel for ``arch`` in the emulator.
+
+    Yields the emulator's report: what ran and, with ``races``, what it found.
+
+    Raises:
+        ValueError: no kernel is written for ``arch``.
+    """
+    if arch not in ARCHITECTURES.values():
+        raise ValueError(refusal("cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values())))
+    import ptx_emulator
+
+    token = _entered.set(arch)
+    try:
+        with ptx_emulator.emulate(arch=arch, races=races) as report:
+            yield report
+    finally:
+        _entered.reset(token)
+
+
+def emulated_architecture() -> str:
+    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else \"\"."""
+    return _entered.get() or settings.EMULATE.get()
+
+
+def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
+    """Runs a kernel in the emulator on the arguments, all on the CPU, a number of processors and the null stream."""
+    with contextlib.nullcontext() if _entered.get() else emulation(arch):
+        _emulated_kernel(source, configuration, arch)(*arguments, EMULATED_PROCESSORS, 0)
+
+
+@functools.cache
+def _emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
+    return compile_kernel(source, configuration, arch)
+
+
+@functools.cache
+def say_reference_runs(name: str) -> None:
+    """Says in the log, once for each API, that no kernel runs."""
+    settings.configure_logging().warning("%s: on CPU tensors the reference in PyTorch runs, not the kernel", name)

@@ -1,0 +1,67 @@
+"""A kernel for a configuration and an architecture: loaded once per process, compiled once per user."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cudnn.launch import cache, runtime
+
+_logger = logging.getLogger("cudnn.launch")
+_lock = threading.Lock()  # the DSL compiles one kernel at a time
+_loaded: dict[tuple[str, Any, str], Callable[..., None]] = {}
+
+
+def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
+    """The kernel ``module:class`` for a configuration, compiled for ``arch``, callable on raw PyTorch tensors.
+
+    The module offers the class and ``arguments(configuration)``, stand-ins for the arguments of its call.
+    """
+    key = (source, configuration, arch)
+    with _lock:
+        if key not in _loaded:
+            described = " ".join(f"{name}={value}" for name, value in asdict(configuration).items())
+            entry = cache.Entry(source.rpartition(":")[2], arch, described, source_digest(), runtime.toolchain())
+            _loaded[key] = runtime.load(cache.fetch(entry, lambda: _build(source, configuration, arch)))
+        return _loaded[key]
+
+
+def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
+    """Compiles with the CuTe DSL, now and for this process."""
+    from cudnn_kernels import compiler
+
+    module_name, _, class_name = source.partition(":")
+    module = importlib.import_module(module_name)
+    start = time.perf_counter()
+    compiled = compiler.compile_for(arch, getattr(module, class_name)(configuration), *module.arguments(configuration))
+    _logger.info("compiled %s for %s in %.2f s: %r", class_name, arch, time.perf_counter() - start, configuration)
+    return compiled
+
+
+def _build(source: str, configuration: Any, arch: str) -> bytes:
+    compiled = compile_kernel(source, configuration, arch)
+    from cudnn_kernels import compiler
+
+    return compiler.export(compiled)
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 of the source of all kernels: a change to any of them makes the compiled ones stale."""
+    spec = importlib.util.find_spec("cudnn_kernels")
+    if spec is None or spec.origin is None:
+        raise ImportError("the package cudnn_kernels, a part of cudnn-fused, is missing")
+    root = Path(spec.origin).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,273 @@
+"""RMSNorm + Hadamard transform + amax: the class, and the function that allocates the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cudnn import launch
+from cudnn.api_base import APIBase, TupleDict, unpad
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+from cudnn.rmsnorm_rht_amax import reference
+from cudnn_kernels.norm.heuristics import (
+    BLOCK,
+    MAXIMUM_COLUMNS,
+    WARP,
+    best_num_threads,
+    configure_rmsnorm_rht_amax,
+    pick_rows_per_cta,
+)
+
+_KERNEL = "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax"
+_KERNELS: Mapping[str, str] = {"sm_90a": _KERNEL, "sm_100a": _KERNEL}
+"""The kernel by architecture: one source serves both."""
+
+
+class RmsNormRhtAmax(APIBase):
+    """RMSNorm, a normalised Hadamard transform of every 16 columns, and the largest magnitude of every group of rows.
+
+        y[i, :] = x[i, :] * rsqrt(mean(x[i, :]^2) + eps) * w            in float32
+        o[i, :] = each 16 columns of y[i, :] times H16 / 4              rounded to the type of x
+        amax[g] = max |o| over rows g * rows_per_cta ... (g + 1) * rows_per_cta - 1, before rounding
+
+    ===========  ======================  ==============  =====================================
+    tensor       shape                   strides         type
+    ===========  ======================  ==============  =====================================
+    x, o         (m, n)                  (n, 1)          bfloat16 or float16
+    w            (n,)                    (1,)            that of x
+    amax         (m / rows_per_cta,)     (1,)            float32; overwritten, NaN where y has one
+    ===========  ======================  ==============  =====================================
+
+    Trailing dimensions of size 1 are ignored. A compiled object serves every ``m``. So does a compiled kernel, and every
+    ``eps`` and ``rows_per_cta``.
+
+    Args:
+        sample_x, sample_w, sample_o, sample_amax: tensors like those that ``execute`` will get.
+        eps: added to the mean square.
+        num_threads: threads that share a row; default: ``best_num_threads(n)``.
+        rows_per_cta: rows that share one amax; default: ``pick_rows_per_cta(m)``.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
+            tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,
+            the kernel itself.
+    """
+
+    def __init__(
+        self,
+        sample_x: Any,
+        sample_w: Any,
+        sample_o: Any,
+        sample_amax: Any,
+        eps: float = 1e-5,
+        num_threads: int | None = None,
+        rows_per_cta: int | None = None,
+        arch: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.x_desc = unpad(self._describe(sample_x, "x"), 2)
+        self.w_desc = unpad(self._describe(sample_w, "w"), 1)
+        self.o_desc = unpad(self._describe(sample_o, "o"), 2)
+        self.amax_desc = unpad(self._describe(sample_amax, "amax"), 1)
+        self.eps = float(eps)
+        columns = self.x_desc.shape[-1] if self.x_desc.ndim else 0
+        self.num_threads = num_threads if num_threads is not None else best_num_threads(columns)
+        self.rows_per_cta = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(self.x_desc.shape[0])
+        self._arch = arch
+
+    def check_support(self) -> bool:
+        """True where the samples, the options and the architecture are supported.
+
+        Raises:
+            ValueError: a shape, stride, type or option.
+            NotImplementedError: rows that do not fit into shared memory twice.
+            RuntimeError: no kernel for the architecture.
+        """
+        where = type(self).__name__
+        if self.x_desc.ndim != 2:
+            raise ValueError(refusal(where, "x", f"the shape {self.x_desc.shape}", "two dimensions, rows and columns"))
+        m, n = self.x_desc.shape
+        self._check_columns(n)
+        self._check_rows(m)
+        self._check_shape(self.w_desc, (n,))
+        self._check_shape(self.o_desc, (m, n))
+        self._check_shape(self.amax_desc, (m // self.rows_per_cta,))
+        for desc in (self.x_desc, self.o_desc):
+            self._check_stride(desc, (n, 1))
+        for desc in (self.w_desc, self.amax_desc):
+            self._check_stride(desc, (1,))
+        self._check_dtype(self.x_desc, torch.bfloat16, torch.float16)
+        self._check_dtype(self.w_desc, self.x_desc.dtype)
+        self._check_dtype(self.o_desc, self.x_desc.dtype)
+        self._check_dtype(self.amax_desc, torch.float32)
+        self._check_threads(n)
+        devices = {str(desc.device) for desc in (self.x_desc, self.w_desc, self.o_desc, self.amax_desc)}
+        if len(devices) > 1:
+            raise ValueError(refusal(where, "samples", f"the devices {', '.join(sorted(devices))}", "one device"))
+        if n > MAXIMUM_COLUMNS:
+            raise NotImplementedError(refusal(where, "columns of x", n, f"at most {MAXIMUM_COLUMNS}"))
+        if self._target() is None and self.x_desc.device.type != "cpu":
+            raise RuntimeError(refusal(where, "device", self.x_desc.device, "cuda or cpu", 'pass arch="sm_90a"'))
+        self._is_supported = True
+        return True
+
+    def _check_columns(self, n: int) -> None:
+        if n == 0 or n % BLOCK:
+            raise ValueError(refusal(type(self).__name__, "columns of x", n, f"multiples of {BLOCK}"))
+
+    def _check_rows(self, m: int) -> None:
+        rows = self.rows_per_cta
+        if rows <= 0 or m % rows:
+            raise ValueError(refusal(type(self).__name__, "rows_per_cta", rows, f"divisors of the {m} rows of x"))
+
+    def _check_threads(self, n: int) -> None:
+        where, threads = type(self).__name__, self.num_threads
+        if threads is None:
+            raise ValueError(refusal(where, "columns of x", n, "multiples of 512", "or give num_threads"))
+        if threads <= 0 or threads > 1024 or threads % WARP:
+            raise ValueError(refusal(where, "num_threads", threads, f"multiples of {WARP} from {WARP} to 1024"))
+        if n % threads or n // threads % 8:
+            raise ValueError(refusal(where, "num_threads", threads, f"{n} / num_threads a multiple of 8"))
+
+    def _target(self) -> str | None:
+        """The architecture to compile for: as given, or the device's; None on the CPU."""
+        device = self.x_desc.device
+        arch = self._arch
+        if arch is None and device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError(refusal(type(self).__name__, "device", device, "a CUDA device that is available"))
+            arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
+        if arch is not None:
+            launch.pick(_KERNELS, arch, type(self).__name__)
+        return arch
+
+    def compile(self) -> None:
+        """Compiles, or loads what an earlier process compiled; on CPU samples there is nothing to do."""
+        if self._compiled_kernel is not None:
+            return
+        if not self._is_supported:
+            self.check_support()
+        arch = self._target()
+        self._kernel = self._configuration()
+        if arch is None:
+            self._compiled_kernel = _compiled_from_cpu_samples
+        else:
+            self._compiled_kernel = launch.kernel(_KERNELS[arch], self._kernel, arch)
+
+    def _configuration(self) -> Any:
+        dtype = str(self.x_desc.dtype).removeprefix("torch.")
+        assert self.num_threads is not None  # check_support has passed
+        return configure_rmsnorm_rht_amax(dtype, self.x_desc.shape[1], self.num_threads)
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_tensor: Any, w_tensor: Any, o_tensor: Any, amax_tensor: Any, current_stream: Any = None
+    ) -> None:
+        """Writes ``o_tensor`` and ``amax_tensor``, in the order of ``current_stream`` (None: PyTorch's current stream).
+
+        Allocates nothing and waits for nothing, so it can be captured in a CUDA graph and called from several threads.
+
+        Raises:
+            RuntimeError: not compiled yet.
+            ValueError, TypeError: a tensor is not like its sample; the number of rows may differ.
+        """
+        run = self._compiled_kernel
+        if run is None:
+            raise self._not_compiled()
+        if x_tensor.ndim != 2 or w_tensor.ndim != 1 or o_tensor.ndim != 2 or amax_tensor.ndim != 1:
+            x_tensor, o_tensor = unpad(x_tensor, 2), unpad(o_tensor, 2)
+            w_tensor, amax_tensor = unpad(w_tensor, 1), unpad(amax_tensor, 1)
+        m = x_tensor.shape[0]
+        if m != amax_tensor.shape[0] * self.rows_per_cta:
+            raise self._refuse("amax tensor shape", tuple(amax_tensor.shape), f"({m} / {self.rows_per_cta},)")
+        if m == 0:
+            return
+        if x_tensor.is_cuda:
+            index = x_tensor.get_device()
+            stream = launch.raw_stream(current_stream, index)
+            run(x_tensor, w_tensor, o_tensor, amax_tensor, self.eps, launch.processor_count(index), stream)
+        else:
+            self._execute_on_cpu(x_tensor, w_tensor, o_tensor, amax_tensor)
+
+    def _execute_on_cpu(self, x: Any, w: Any, o: Any, amax: Any) -> None:
+        m, n = x.shape[0], self.x_desc.shape[1]
+        kind = self.x_desc.dtype
+        for name, tensor, shape, dtype in (
+            ("x", x, (m, n), kind),
+            ("w", w, (n,), kind),
+            ("o", o, (m, n), kind),
+            ("amax", amax, (m // self.rows_per_cta,), torch.float32),
+        ):
+            if tensor.device != x.device:
+                raise self._refuse(f"{name} tensor device", tensor.device, x.device)
+            desc = self._describe(tensor, name)
+            self._check_shape(desc, shape)
+            self._check_dtype(desc, dtype)
+            self._check_stride(desc, (n, 1) if len(shape) == 2 else (1,))
+        arch = launch.emulated_architecture()
+        if arch:
+            source = launch.pick(_KERNELS, arch, type(self).__name__)
+            launch.emulate(source, self._configuration(), arch, x, w, o, amax, self.eps)
+            return
+        launch.say_reference_runs(type(self).__name__)
+        result, largest = reference.rmsnorm_rht_amax(x, w, self.eps, self.rows_per_cta)
+        o.copy_(result)
+        amax.copy_(largest)
+
+
+def _compiled_from_cpu_samples(*_: Any) -> None:
+    raise RuntimeError(
+        refusal("RmsNormRhtAmax", "tensors", "CUDA tensors", "CPU tensors, as the samples", "compile from CUDA samples")
+    )
+
+
+_cache_of_RmsNormRhtAmaxObjects: dict[tuple[Any, ...], RmsNormRhtAmax] = {}  # noqa: N816  (part of the public contract)
+_cache_of_RmsNormRhtAmaxSm100Objects = _cache_of_RmsNormRhtAmaxObjects  # noqa: N816
+
+
+def rmsnorm_rht_amax_wrapper(
+    x_tensor: Any,
+    w_tensor: Any,
+    eps: float = 1e-5,
+    num_threads: int | None = None,
+    rows_per_cta: int | None = None,
+    current_stream: Any = None,
+) -> TupleDict:
+    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, amax_tensor``.
+
+    Arguments and errors as those of :class:`RmsNormRhtAmax`.
+    """
+    x_tensor, w_tensor = unpad(x_tensor, 2), unpad(w_tensor, 1)
+    m = x_tensor.shape[0]
+    rows = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(m)
+    o_tensor = torch.empty_like(x_tensor)
+    amax_tensor = torch.empty(m // max(1, rows), dtype=torch.float32, device=x_tensor.device)
+    key = (
+        x_tensor.dtype,
+        x_tensor.shape[1:],
+        x_tensor.stride(),
+        w_tensor.dtype,
+        w_tensor.shape,
+        w_tensor.stride(),
+        x_tensor.device,
+        w_tensor.device,
+        eps,
+        num_threads,
+        rows,
+    )
+    api = _cache_of_RmsNormRhtAmaxObjects.get(key)
+    if api is None:
+        api = RmsNormRhtAmax(x_tensor, w_tensor, o_tensor, amax_tensor, eps, num_threads, rows)
+        api.check_support()
+        api.compile()
+        _cache_of_RmsNormRhtAmaxObjects[key] = api
+    api.execute(
+        x_tensor=x_tensor,
+        w_tensor=w_tensor,
+        o_tensor=o_tensor,
+        amax_tensor=amax_tensor,
+        current_stream=current_stream,
+    )
+    return TupleDict(o_tensor=o_tensor, amax_tensor=amax_tensor)
+
+
+RmsNormRhtAmaxSm100 = RmsNormRhtAmax
+rmsnorm_rht_amax_wrapper_sm100 = rmsnorm_rht_amax_wrapper

@@ -1,0 +1,29 @@
+"""The same computation in PyTorch, in float32, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.lazy import torch
+
+BLOCK = 16
+
+
+def rmsnorm_rht_amax(x: Any, w: Any, eps: float, rows_per_cta: int) -> tuple[Any, Any]:
+    """``o``, rounded to the type of ``x``, and ``amax``, taken before rounding.
+
+    x has the shape (m, n), w (n,); o has that of x, amax is (m / rows_per_cta,), float32.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(dim=1, keepdim=True) + eps) * w.float()
+    y = hadamard(y.unflatten(1, (-1, BLOCK))).flatten(1) / BLOCK**0.5
+    return y.to(x.dtype), y.abs().unflatten(0, (-1, rows_per_cta)).amax(dim=(1, 2))
+
+
+def hadamard(y: Any) -> Any:
+    """Multiplies the last dimension, a power of two, by Sylvester's matrix of +-1: sums and differences of halves."""
+    size = y.shape[-1]
+    if size == 1:
+        return y
+    first, second = y[..., : size // 2], y[..., size // 2 :]
+    return torch.cat([hadamard(first + second), hadamard(first - second)], dim=-1)

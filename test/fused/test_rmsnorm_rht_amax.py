@@ -1,0 +1,253 @@
+"""RMSNorm + Hadamard transform + amax on CPU tensors: the reference against the definition, refusals, the wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cudnn
+from cudnn.rmsnorm_rht_amax import (
+    RmsNormRhtAmax,
+    RmsNormRhtAmaxSm100,
+    api,
+    best_num_threads,
+    pick_rows_per_cta,
+    rmsnorm_rht_amax_wrapper,
+    rmsnorm_rht_amax_wrapper_sm100,
+)
+
+
+def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, by ``rms_norm`` of PyTorch and a product with H[i, j] = (-1)^(number of common bits of i and j)."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+    y = torch.nn.functional.rms_norm(x.double(), (x.shape[1],), w.double(), eps)
+    y = (y.reshape(-1, 16) @ (torch.tensor(signs, dtype=torch.float64) / 4)).reshape(x.shape)
+    return y, torch.stack([part.abs().max() for part in y.split(rows)])
+
+
+def inputs(m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    x = torch.randn(m, n, device=device).to(dtype)
+    return x, (torch.rand(n, device=device) + 0.5).to(dtype)
+
+
+def sample(m: int = 16, n: int = 512, dtype: torch.dtype = torch.bfloat16, rows: int = 2, device: str = "meta") -> Any:
+    x, w = torch.empty(m, n, dtype=dtype, device=device), torch.empty(n, dtype=dtype, device=device)
+    amax = torch.empty(m // rows, device=device)
+    return {"sample_x": x, "sample_w": w, "sample_o": torch.empty_like(x), "sample_amax": amax, "rows_per_cta": rows}
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.integers(1, 6),
+    st.sampled_from([(512, None), (256, 32), (768, 96), (1024, 64)]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1e-5, 0.1]),
+)
+def test_against_the_definition(dtype: torch.dtype, groups: int, size: Any, rows: int, eps: float) -> None:
+    n, threads = size
+    x, w = inputs(groups * rows, n, dtype)
+    o, amax = rmsnorm_rht_amax_wrapper(x, w, eps=eps, num_threads=threads, rows_per_cta=rows)
+    y, largest = definition(x, w, eps, rows)
+    assert (o.dtype, amax.dtype, amax.shape) == (dtype, torch.float32, (groups,))
+    spacing = torch.finfo(dtype).eps * y.abs().clamp(min=1e-3)
+    assert bool(((o.double() - y).abs() <= 0.51 * spacing + 1e-6).all())  # half a unit: rounded once
+    torch.testing.assert_close(amax.double(), largest, rtol=1e-5, atol=0)
+
+
+def test_nan_and_infinity_reach_the_results() -> None:
+    x, w = inputs(4, 512)
+    x[0, 0], x[2, 5] = float("nan"), float("inf")
+    o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=2)
+    assert o[0].isnan().all()
+    assert amax.isnan().all()
+    assert o[1].isfinite().all()
+
+
+def test_trailing_dimensions_of_size_one() -> None:
+    x, w = inputs(8, 512)
+    o, amax = torch.empty_like(x), torch.empty(4)
+    padded = {"sample_x": x[..., None], "sample_w": w[:, None], "sample_o": o[..., None], "sample_amax": amax[:, None]}
+    norm = RmsNormRhtAmax(**padded)
+    assert norm.check_support() is True
+    norm(x_tensor=x[..., None], w_tensor=w[:, None], o_tensor=o[..., None], amax_tensor=amax[:, None])
+    expected = rmsnorm_rht_amax_wrapper(x, w)
+    assert torch.equal(o, expected["o_tensor"])
+    assert torch.equal(amax, expected["amax_tensor"])
+
+
+def test_one_object_serves_every_number_of_rows() -> None:
+    norm = RmsNormRhtAmax(**sample(device="cpu"))
+    norm.compile()
+    for m in (2, 40, 0):
+        x, w = inputs(m, 512)
+        o, amax = torch.empty_like(x), torch.empty(m // 2)
+        norm.execute(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
+        if m:
+            assert torch.equal(o, rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=2)[0])
+
+
+def test_public_names() -> None:
+    assert cudnn.RmsNormRhtAmax is cudnn.RmsNormRhtAmaxSm100 is RmsNormRhtAmax is RmsNormRhtAmaxSm100
+    assert cudnn.rmsnorm_rht_amax_wrapper is cudnn.rmsnorm_rht_amax_wrapper_sm100 is rmsnorm_rht_amax_wrapper
+    assert rmsnorm_rht_amax_wrapper is rmsnorm_rht_amax_wrapper_sm100
+    assert api._cache_of_RmsNormRhtAmaxSm100Objects is api._cache_of_RmsNormRhtAmaxObjects
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"n": 520}, ValueError, "columns of x: got 520; allowed: multiples of 16"),
+    ({"n": 528}, ValueError, "columns of x: got 528; allowed: multiples of 512. To mend it, or give num_threads"),
+    ({"num_threads": 0}, ValueError, "num_threads: got 0; allowed: multiples of 32 from 32 to 1024"),
+    ({"num_threads": -32}, ValueError, "num_threads: got -32"),
+    ({"num_threads": 48}, ValueError, "num_threads: got 48"),
+    ({"n": 8448, "num_threads": 1056}, ValueError, "num_threads: got 1056"),
+    ({"num_threads": 96}, ValueError, "num_threads: got 96; allowed: 512 / num_threads a multiple of 8"),
+    ({"num_threads": 128}, ValueError, "num_threads: got 128; allowed: 512 / num_threads a multiple of 8"),
+    ({"m": 15}, ValueError, "rows_per_cta: got 2; allowed: divisors of the 15 rows of x"),
+    ({"rows_per_cta": 0}, ValueError, "rows_per_cta: got 0"),
+    ({"rows_per_cta": 4}, ValueError, r"amax tensor shape mismatch: expected \(4,\), got \(8,\)"),
+    ({"n": 65536}, NotImplementedError, "columns of x: got 65536; allowed: at most 57344"),
+    (
+        {"dtype": torch.float32},
+        ValueError,
+        "x tensor dtype mismatch: expected torch.bfloat16 or torch.float16",
+    ),
+    ({"sample_w": torch.empty(256)}, ValueError, r"w tensor shape mismatch: expected \(512,\), got \(256,\)"),
+    ({"sample_w": torch.empty(512)}, ValueError, "w tensor dtype mismatch: expected torch.bfloat16, got torch.float32"),
+    ({"sample_o": torch.empty(16, 512)}, ValueError, "o tensor dtype mismatch: expected torch.bfloat16"),
+    ({"sample_o": torch.empty(16, 256)}, ValueError, r"o tensor shape mismatch: expected \(16, 512\), got \(16, 256\)"),
+    ({"sample_x": torch.empty(16)}, ValueError, r"x: got the shape \(16,\); allowed: two dimensions"),
+    (
+        {"sample_x": torch.empty(512, 16).t()},
+        ValueError,
+        r"x tensor stride mismatch: expected \(512, 1\), got",
+    ),
+    ({"sample_amax": torch.empty(16)[::2]}, ValueError, r"amax tensor stride mismatch: expected \(1,\), got \(2,\)"),
+    ({"sample_amax": torch.empty(8).half()}, ValueError, "amax tensor dtype mismatch: expected torch.float32, got"),
+    ({"sample_amax": torch.empty(8)}, ValueError, "samples: got the devices cpu, meta; allowed: one device"),
+    ({"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu"),
+    ({"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), REFUSED)
+def test_what_is_not_supported_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    change = dict(change)
+    shape = {key: change.pop(key) for key in ("m", "n", "dtype") if key in change}
+    arguments = {**sample(**shape), "arch": "sm_90a", **change}
+    with pytest.raises(error, match=f"RmsNormRhtAmax: {words}"):
+        RmsNormRhtAmax(**arguments).check_support()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_support_for_a_chip_that_is_not_here(arch: str) -> None:
+    norm = RmsNormRhtAmax(**sample(), arch=arch)
+    assert not norm._is_supported
+    assert norm.check_support() is True
+    assert norm._is_supported
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x_tensor": torch.empty(4, 256)}, r"x tensor shape mismatch: expected \(4, 512\), got \(4, 256\)"),
+        ({"x_tensor": torch.empty(4, 512)}, "x tensor dtype mismatch: expected torch.bfloat16, got torch.float32"),
+        ({"o_tensor": torch.empty(512, 4).bfloat16().t()}, "o tensor stride mismatch"),
+        ({"w_tensor": torch.empty(16).bfloat16()}, "w tensor shape mismatch"),
+        ({"amax_tensor": torch.empty(4)}, r"amax tensor shape mismatch: expected \(4 / 2,\), got \(4,\)"),
+    ],
+)
+def test_other_tensors_than_the_samples_are_refused(change: dict[str, Any], words: str) -> None:
+    norm = RmsNormRhtAmax(**sample(device="cpu"))
+    norm.compile()
+    x, w = inputs(4, 512)
+    good = {"x_tensor": x, "w_tensor": w, "o_tensor": torch.empty_like(x), "amax_tensor": torch.empty(2)}
+    norm.execute(**good)
+    with pytest.raises(ValueError, match=words):
+        norm.execute(**{**good, **change})
+
+
+def test_execute_before_compile_is_refused() -> None:
+    x, w = inputs(4, 512)
+    with pytest.raises(RuntimeError, match=r"RmsNormRhtAmax: the kernel is not compiled. To mend it, call compile\(\)"):
+        RmsNormRhtAmax(**sample()).execute(x_tensor=x, w_tensor=w, o_tensor=x, amax_tensor=torch.empty(2))
+
+
+@pytest.mark.parametrize(
+    ("threads", "columns"),
+    [(64, [512]), (128, [1024, 2048, 7168]), (256, [4096]), (512, [8192, 12288, 32768]), (1024, [16384, 24576])],
+)
+def test_default_number_of_threads(threads: int | None, columns: list[int]) -> None:
+    assert [best_num_threads(n) for n in columns] == [threads] * len(columns)
+
+
+def test_no_default_number_of_threads() -> None:
+    assert best_num_threads(256) is best_num_threads(528) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "rows"), [(148 * 8, 8), (148 * 8 + 8, 8), (147 * 8, 4), (148 * 4 + 4, 4), (296, 2), (256, 2), (7, 2), (0, 2)]
+)
+def test_default_number_of_rows(m: int, rows: int) -> None:
+    assert pick_rows_per_cta(m) == rows
+
+
+def test_the_wrapper_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with check, compile and execute replaced, as a test of a user may do; execute gets keywords only."""
+    calls: list[object] = []
+    monkeypatch.setattr(RmsNormRhtAmax, "check_support", lambda self: calls.append("check") or True)
+    monkeypatch.setattr(RmsNormRhtAmax, "compile", lambda self: calls.append("compile"))
+    monkeypatch.setattr(RmsNormRhtAmax, "execute", lambda self, **tensors: calls.append(sorted(tensors)))
+    api._cache_of_RmsNormRhtAmaxObjects.clear()
+    names = ["amax_tensor", "current_stream", "o_tensor", "w_tensor", "x_tensor"]
+    for m in (64, 128):  # the number of rows compiles nothing
+        rmsnorm_rht_amax_wrapper(*inputs(m, 512), rows_per_cta=2)
+    assert calls == ["check", "compile", names, names]
+    assert len(api._cache_of_RmsNormRhtAmaxObjects) == 1
+    rmsnorm_rht_amax_wrapper(*inputs(64, 512), rows_per_cta=4)
+    rmsnorm_rht_amax_wrapper(*inputs(64, 512, torch.float16), rows_per_cta=2)
+    rmsnorm_rht_amax_wrapper(*inputs(64, 1024), rows_per_cta=2)
+    assert calls.count("compile") == len(api._cache_of_RmsNormRhtAmaxObjects) == 4
+    api._cache_of_RmsNormRhtAmaxObjects.clear()
+
+
+def test_the_wrapper_refuses_what_the_class_refuses() -> None:
+    with pytest.raises(ValueError, match="columns of x: got 520"):
+        rmsnorm_rht_amax_wrapper(*inputs(4, 520))
+    x, w = inputs(6, 512)
+    rmsnorm_rht_amax_wrapper(x[:4], w, rows_per_cta=4)
+    with pytest.raises(ValueError, match="amax tensor shape mismatch"):
+        rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=4)  # from the cached object
+
+
+def test_operator() -> None:
+    from cudnn.ops import rmsnorm_rht_amax
+
+    x, w = inputs(64, 512)
+    expected = rmsnorm_rht_amax_wrapper(x, w, eps=0.01, rows_per_cta=4)
+    found = torch.ops.cudnn.rmsnorm_rht_amax(x, w, 0.01, 4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for arguments in ((x, w), (x, w, 0.01, 4)):
+        results = torch.library.opcheck(torch.ops.cudnn.rmsnorm_rht_amax.default, arguments)
+        assert set(results.values()) == {"SUCCESS"}
+    compiled = torch.compile(lambda x, w: rmsnorm_rht_amax(2 * x, w)[0] + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, w), rmsnorm_rht_amax(2 * x, w)[0] + 1)
+
+
+def test_the_reference_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    from cudnn.launch import say_reference_runs
+
+    say_reference_runs.cache_clear()
+    for _ in range(2):
+        rmsnorm_rht_amax_wrapper(*inputs(4, 512))
+    said = [message for message in caplog.messages if "reference in PyTorch runs" in message]
+    assert said == ["RmsNormRhtAmax: on CPU tensors the reference in PyTorch runs, not the kernel"]
+
+
+def test_emulation_of_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(ValueError, match="arch: got 'sm_80'; allowed: sm_90a, sm_100a"), cudnn.emulation("sm_80"):
+        pass

@@ -1,0 +1,238 @@
+"""RMSNorm + Hadamard transform + amax on the GPU: values, memory around the results, graphs, streams, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, api, best_num_threads, rmsnorm_rht_amax_wrapper
+
+pytestmark = pytest.mark.gpu
+GUARD = 4096  # elements around a result that must stay as they are
+
+
+def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, with H[i, j] = (-1)^(number of common bits of i and j)."""
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)], device=x.device).double()
+    y = x.double() / (x.double().square().mean(dim=1, keepdim=True) + eps).sqrt() * w.double()
+    y = (y.reshape(-1, 16) @ (h / 4)).reshape(x.shape)
+    return y, y.abs().reshape(-1, rows * x.shape[1]).amax(dim=1)
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of NaN within a larger one of sevens, and the larger one."""
+    count = torch.Size(shape).numel()
+    memory = torch.full((count + 2 * GUARD,), 7.0, dtype=dtype, device="cuda")
+    inside = memory[GUARD : GUARD + count].view(shape)
+    inside.fill_(float("nan"))
+    return inside, memory
+
+
+def problem(m: int, n: int, dtype: torch.dtype = torch.bfloat16, rows: int = 2) -> dict[str, torch.Tensor]:
+    x = torch.randn(m, n, device="cuda").to(dtype)
+    w = (torch.rand(n, device="cuda") + 0.5).to(dtype)
+    return {
+        "x_tensor": x,
+        "w_tensor": w,
+        "o_tensor": torch.full_like(x, float("nan")),
+        "amax_tensor": torch.full((m // rows,), float("nan"), device="cuda"),
+    }
+
+
+def compiled(tensors: dict[str, torch.Tensor], rows: int = 2, **options: Any) -> RmsNormRhtAmax:
+    samples = {"sample_" + name.removesuffix("_tensor"): tensor for name, tensor in tensors.items()}
+    norm = RmsNormRhtAmax(**samples, rows_per_cta=rows, **options)
+    norm.compile()
+    return norm
+
+
+def assert_right(tensors: dict[str, torch.Tensor], rows: int = 2, eps: float = 1e-5) -> None:
+    x, w, o, amax = tensors.values()
+    y, largest = definition(x, w, eps, rows)
+    # Half a unit in the last place for the one rounding, and a little for what float32 lost before.
+    spacing = torch.finfo(x.dtype).eps * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
+    assert bool(((o.double() - y).abs() <= 0.505 * spacing + 2e-6).all())
+    torch.testing.assert_close(amax.double(), largest, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("m", "n", "threads", "rows"),
+    [
+        (256, 2048, None, 2),
+        (256, 4096, None, 4),
+        (256, 7168, None, 8),
+        (256, 8192, None, 2),
+        (256, 16384, None, 2),
+        (128, 32768, None, 2),
+        (4096, 4096, None, 8),
+        (2112, 2048, 32, 1),
+        (96, 256, 32, 3),
+        (96, 768, 96, 1),
+        (96, 512, 64, 96),
+        (6, 57344, 1024, 2),
+        (2, 4096, None, 2),
+        (1, 4096, None, 1),
+    ],
+)
+def test_values_and_guards(dtype: torch.dtype, m: int, n: int, threads: int | None, rows: int) -> None:
+    tensors = problem(m, n, dtype, rows)
+    tensors["o_tensor"], o_memory = guarded((m, n), dtype)
+    tensors["amax_tensor"], amax_memory = guarded((m // rows,), torch.float32)
+    norm = compiled(tensors, rows, num_threads=threads or best_num_threads(n), eps=1e-3)
+    norm.execute(**tensors)
+    assert_right(tensors, rows, eps=1e-3)
+    for memory in (o_memory, amax_memory):
+        assert bool((memory[:GUARD] == 7).all())
+        assert bool((memory[-GUARD:] == 7).all())
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    m, n = 147456, 16384  # 2.4e9 elements
+    x = torch.randn(512, n, device="cuda").bfloat16().repeat(m // 512, 1)
+    w = (torch.rand(n, device="cuda") + 0.5).bfloat16()
+    o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=8)
+    assert_right({"x": x[:512], "w": w, "o": o[:512], "amax": amax[:64]}, 8)
+    for part in range(0, m, 16384):
+        assert bool((o[part : part + 16384].view(-1, 512, n) == o[:512]).all())
+    assert bool((amax.view(-1, 64) == amax[:64]).all())
+
+
+def test_in_place() -> None:
+    tensors = problem(512, 4096)
+    norm = compiled(tensors)
+    norm.execute(**tensors)
+    expected = tensors["o_tensor"].clone()
+    norm.execute(**{**tensors, "o_tensor": tensors["x_tensor"]})
+    assert torch.equal(tensors["x_tensor"], expected)
+
+
+def test_repeats_bit_for_bit_whatever_the_number_of_rows() -> None:
+    tensors = problem(4096, 4096, rows=8)
+    norm = compiled(tensors, 8)
+    norm.execute(**tensors)
+    first = tensors["o_tensor"].clone()
+    few = {name: tensor[:64] if name != "w_tensor" else tensor for name, tensor in tensors.items()}
+    few["amax_tensor"] = tensors["amax_tensor"][:8]
+    for _ in range(5):
+        tensors["o_tensor"].fill_(float("nan"))
+        norm.execute(**few)
+        assert torch.equal(tensors["o_tensor"][:64], first[:64])
+
+
+def test_nan_reaches_amax() -> None:
+    tensors = problem(512, 4096)
+    tensors["x_tensor"][7, 9] = float("nan")
+    compiled(tensors).execute(**tensors)
+    assert tensors["o_tensor"][7].isnan().all()
+    assert tensors["amax_tensor"].isnan().nonzero().flatten().tolist() == [3]
+
+
+def test_graph_replay_with_changed_data() -> None:
+    tensors = problem(1024, 4096)
+    norm = compiled(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm.execute(**tensors)
+    for _ in range(3):
+        tensors["x_tensor"].normal_()
+        tensors["o_tensor"].fill_(float("nan"))
+        graph.replay()
+        assert_right(tensors)
+
+
+def test_execute_allocates_nothing_and_waits_for_nothing() -> None:
+    tensors = problem(1024, 4096)
+    norm = compiled(tensors)
+    norm.execute(**tensors)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    done = torch.cuda.Event()
+    for _ in range(10):
+        norm.execute(**tensors)
+    done.record()
+    assert not done.query()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("kind", ["current", "torch", "int", "CUstream"])
+def test_streams(kind: str) -> None:
+    """Work queued on the stream before the call is seen by it."""
+    from cuda.bindings.driver import CUstream
+
+    tensors = problem(1024, 4096)
+    norm = compiled(tensors)
+    values = torch.randn_like(tensors["x_tensor"])
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    given = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        tensors["x_tensor"].copy_(values)
+        if kind == "current":
+            norm.execute(**tensors)
+    if kind != "current":
+        norm.execute(**tensors, current_stream=given[kind])
+    stream.synchronize()
+    assert_right(tensors)
+
+
+def test_threads_and_streams_share_one_object() -> None:
+    norm = compiled(problem(512, 4096))
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for m in (64, 512, 2048) * 10:
+                    tensors = problem(m, 4096)
+                    norm.execute(**tensors)
+                    assert_right(tensors)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors
+
+
+def test_the_wrapper_and_the_operator() -> None:
+    from cudnn.ops import rmsnorm_rht_amax
+
+    api._cache_of_RmsNormRhtAmaxObjects.clear()
+    for m in (1184, 2368):
+        tensors = problem(m, 2048, rows=8)
+        o, amax = rmsnorm_rht_amax_wrapper(tensors["x_tensor"], tensors["w_tensor"])
+        assert_right({**tensors, "o_tensor": o, "amax_tensor": amax}, 8)
+        found = torch.compile(rmsnorm_rht_amax)(tensors["x_tensor"], tensors["w_tensor"])
+        assert torch.equal(found[0], o)
+        assert torch.equal(found[1], amax)
+    assert len(api._cache_of_RmsNormRhtAmaxObjects) == 1
+
+
+def test_tensors_unlike_the_samples_never_reach_the_kernel() -> None:
+    tensors = problem(64, 4096)
+    norm = compiled(tensors)
+    x = tensors["x_tensor"]
+    for change in (
+        {"x_tensor": torch.randn(64, 2048, device="cuda").bfloat16()},
+        {"x_tensor": x.half()},
+        {"x_tensor": torch.randn(64, 4096)},
+        {"x_tensor": torch.randn(4096, 64, device="cuda").bfloat16().t()},
+        {"x_tensor": torch.randn(64 * 4096 + 1, device="cuda").bfloat16()[1:].view(64, 4096)},  # not on 16 bytes
+        {"o_tensor": x.clone()[:32]},
+        {"w_tensor": tensors["w_tensor"].cpu()},
+        {"amax_tensor": torch.empty(64, device="cuda")},
+        {"amax_tensor": torch.empty(32, device="cuda").half()},
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            norm.execute(**{**tensors, **change})
+    norm.execute(**tensors)
+    assert_right(tensors)
