@@ -40,9 +40,12 @@ def graph(
 
 
 def jit(
-    heur_modes: heur_mode | Sequence[heur_mode] = heur_mode.A,
+    heur_modes: heur_mode | Sequence[heur_mode] = heur_mode.A, **options: Any
 ) -> Callable[[Callable[P, tuple[pygraph, Sequence[Any]]]], Callable[P, tuple[pygraph, list[int]]]]:
-    """Decorates a function returning ``(graph, tensors)``: builds the graph if need be; returns ``(graph, uids)``."""
+    """Decorates a function returning ``(graph, tensors)``: builds the graph if need be; returns ``(graph, uids)``.
+
+    ``options`` are accepted for programs that pass any; none has an effect.
+    """
     modes = [heur_modes] if isinstance(heur_modes, heur_mode) else list(heur_modes)
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
