@@ -165,8 +165,21 @@ class TensorDesc:
         return self._like(self._stand_in().view(*shape))
 
     def as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int = 0) -> TensorDesc:
-        """As ``torch.Tensor.as_strided``."""
-        return self._like(self._stand_in().as_strided(size, stride, storage_offset))
+        """As ``torch.Tensor.as_strided``, within the elements that this tensor has."""
+        result = self._like(self._stand_in().as_strided(size, stride, storage_offset))
+        if _extent(result) > _extent(self):
+            raise RuntimeError(
+                f"TensorDesc: as_strided: got {tuple(size)} with strides {tuple(stride)}; allowed: what lies within "
+                f"{self.shape} with strides {self.stride}."
+            )
+        return result
+
+
+def _extent(desc: TensorDesc) -> int:
+    """Elements from the first to the last."""
+    if 0 in desc.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(desc.shape, desc.stride, strict=True))
 
 
 class APIBase(ABC):

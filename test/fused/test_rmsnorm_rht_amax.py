@@ -110,7 +110,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"m": 15}, ValueError, "rows_per_cta: got 2; allowed: divisors of the 15 rows of x"),
     ({"rows_per_cta": 0}, ValueError, "rows_per_cta: got 0"),
     ({"rows_per_cta": 4}, ValueError, r"amax tensor shape mismatch: expected \(4,\), got \(8,\)"),
-    ({"n": 65536}, NotImplementedError, "columns of x: got 65536; allowed: at most 57344"),
+    ({"n": 65536}, NotImplementedError, "columns of x: got 65536; allowed: at most 40960"),
     (
         {"dtype": torch.float32},
         ValueError,

@@ -73,7 +73,7 @@ def assert_right(tensors: dict[str, torch.Tensor], rows: int = 2, eps: float = 1
         (96, 256, 32, 3),
         (96, 768, 96, 1),
         (96, 512, 64, 96),
-        (6, 57344, 1024, 2),
+        (6, 40960, 1024, 2),
         (2, 4096, None, 2),
         (1, 4096, None, 1),
     ],

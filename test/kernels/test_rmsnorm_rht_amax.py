@@ -38,7 +38,7 @@ def test_no_local_memory_and_wide_accesses(arch: str, columns: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [32, 64, 96, 128, 256, 512, 1024])
-@pytest.mark.parametrize("columns", [256, 512, 768, 2048, 4096, 7168, 8192, 16384, 24576, 32768, 57344])
+@pytest.mark.parametrize("columns", [256, 512, 768, 2048, 4096, 7168, 8192, 16384, 24576, 32768, 40960])
 def test_configurations_fit(columns: int, threads: int) -> None:
     c = configure_rmsnorm_rht_amax("bfloat16", columns, threads)
     assert c.shared_memory <= SHARED_MEMORY

@@ -10,7 +10,7 @@ SHARED_MEMORY = 227 * 1024  # bytes a CTA may use, on SM90 and SM100 alike
 THREADS = 512  # of a CTA: one CTA per SM, whose threads then hold up to 128 registers each
 MAXIMUM_STAGES = 8
 
-MAXIMUM_COLUMNS = 56 * 1024  # two buffers of a row must fit into shared memory
+MAXIMUM_COLUMNS = 40 * 1024  # beyond, a thread could not hold its weights; from 57 K on, two rows fill shared memory
 
 _THREADS = {2048: 128, 4096: 256, 7168: 128, 8192: 512, 16384: 1024, 32768: 512}
 USUAL_COLUMNS = tuple(_THREADS)
@@ -50,8 +50,17 @@ def pick_rows_per_cta(m: int) -> int:
     return next((rows for rows in (8, 4, 2) if m % rows == 0 and m // rows >= 148), 2)
 
 
-def configure_rmsnorm_rht_amax(dtype: str, columns: int, threads: int) -> RmsNormRhtAmaxConfiguration:
+def team_threads(columns: int) -> int:
+    """Threads that share a row where the caller does not say: 32 to 64 columns for each, 32 to 512 threads.
+
+    Measured on an H200: fewer columns leave a row's fixed costs, reductions and barriers, unhidden.
+    """
+    return min(512, max(WARP, 1 << (columns // 32).bit_length() - 1))
+
+
+def configure_rmsnorm_rht_amax(dtype: str, columns: int, threads: int | None = None) -> RmsNormRhtAmaxConfiguration:
     """Fills the SM: as many teams as a CTA has room for, as many row buffers as shared memory holds."""
+    threads = threads or team_threads(columns)
     teams = max(1, THREADS // threads)
     while True:
         for stages in range(MAXIMUM_STAGES, 2, -1):

@@ -4,10 +4,10 @@
     o[i, :] = y[i, :] with each block of 16 columns multiplied by H16 / 4 (Sylvester's matrix of +-1)
     amax[g] = max |o| over the rows of group g, before o is rounded
 
-The kernel is bound by memory, so everything serves to keep bulk copies in flight. A CTA stays on its SM and holds
-several teams of threads; a team walks over groups of rows with a ring of row buffers of its own: the copy engine fills
-a buffer, the team turns it into the result in place, the copy engine takes it out. Teams share nothing, so there is no
-barrier across the CTA, and while one team reduces the others' copies run on.
+The kernel is bound by memory, so everything serves to keep bulk copies in flight and close together. A CTA stays on its
+SM and holds several teams of threads; a team works on one row at a time and has a ring of row buffers of its own: the
+copy engine fills a buffer, the team turns it into the result in place, the copy engine takes it out. The teams of a CTA
+share the rows of a group and meet once for its amax; otherwise, while one team reduces, the others' copies run on.
 """
 
 from __future__ import annotations

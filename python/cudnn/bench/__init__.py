@@ -28,7 +28,7 @@ class Row:
 
 def median(function: Callable[..., Any], *arguments: Any) -> float:
     """Microseconds of a call on the GPU: the median of some hundred, the caches cleared before each."""
-    from triton.testing import do_bench
+    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
 
     return do_bench(lambda: function(*arguments), warmup=25, rep=150, return_mode="median") * 1e3
 
@@ -48,10 +48,10 @@ def host_time(function: Callable[..., Any], *arguments: Any) -> float:
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Bars of the ratios, a group for each problem, as an image file."""
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.32 * len(rows)), layout="constrained")
     labels = [f"{row.problem}   {row.name}" for row in rows]

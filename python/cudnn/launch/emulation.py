@@ -11,35 +11,39 @@ from typing import Any
 from cudnn import settings
 from cudnn.errors import refusal
 from cudnn.launch.architecture import ARCHITECTURES
-from cudnn.launch.kernels import compile_kernel
+from cudnn.launch.kernels import compile_kernel, emulating
 
 _entered: contextvars.ContextVar[str] = contextvars.ContextVar("cudnn_emulation", default="")
 EMULATED_PROCESSORS = 4  # so few that a small problem already gives a CTA several groups of rows
 
 
 @contextlib.contextmanager
-def emulation(arch: str, races: bool = False) -> Iterator[Any]:
+def emulation(arch: str, **options: Any) -> Iterator[Any]:
     """Within the block, fused APIs on CPU tensors run the real kernel for ``arch`` in the emulator.
 
-    Yields the emulator's report: what ran and, with ``races``, what it found.
+    Options are those of ``ptx_emulator.emulate``: ``races=True`` looks for data races, ``scheduler`` and ``seed`` say
+    in which order things happen. Yields the emulator's report.
 
     Raises:
         ValueError: no kernel is written for ``arch``.
+        ptx_emulator.Fault: the kernel broke a rule of the machine.
     """
     if arch not in ARCHITECTURES.values():
         raise ValueError(refusal("cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values())))
     import ptx_emulator
 
-    token = _entered.set(arch)
-    try:
-        with ptx_emulator.emulate(arch=arch, races=races) as report:
+    with ptx_emulator.emulate(arch, **options) as report:
+        token = _entered.set(arch)
+        emulating.set()
+        try:
             yield report
-    finally:
-        _entered.reset(token)
+        finally:
+            emulating.clear()
+            _entered.reset(token)
 
 
 def emulated_architecture() -> str:
-    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else \"\"."""
+    """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else none."""
     return _entered.get() or settings.EMULATE.get()
 
 

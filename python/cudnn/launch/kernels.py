@@ -14,10 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cudnn.errors import refusal
 from cudnn.launch import cache, runtime
 
 _logger = logging.getLogger("cudnn.launch")
 _lock = threading.Lock()  # the DSL compiles one kernel at a time
+emulating = threading.Event()  # what the DSL compiles meanwhile calls the emulator: no GPU could run it
 _loaded: dict[tuple[str, Any, str], Callable[..., None]] = {}
 
 
@@ -48,6 +50,11 @@ def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
 
 
 def _build(source: str, configuration: Any, arch: str) -> bytes:
+    if emulating.is_set():
+        name = source.rpartition(":")[2]
+        raise RuntimeError(
+            refusal(name, "compilation for a GPU", "a call within cudnn.emulation", "calls outside of it")
+        )
     compiled = compile_kernel(source, configuration, arch)
     from cudnn_kernels import compiler
 

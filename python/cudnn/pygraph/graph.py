@@ -156,6 +156,8 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         context = self._checked_for()
         for node in self.nodes:
             node.check(context)
+        if not self._runs_on_reference() and library.is_available():
+            known_faults.refuse(self.nodes, library.version())
         if not any(not tensor.is_virtual for node in self.nodes for tensor in node.outputs.values()):
             raise ValueError(
                 refusal(f"graph {self.name!r}", "outputs", "none", "one or more tensors marked as output",

@@ -39,13 +39,13 @@ class RmsNormRhtAmax(APIBase):
     amax         (m / rows_per_cta,)     (1,)            float32; overwritten, NaN where y has one
     ===========  ======================  ==============  =====================================
 
-    Trailing dimensions of size 1 are ignored. A compiled object serves every ``m``. So does a compiled kernel, and every
-    ``eps`` and ``rows_per_cta``.
+    Trailing dimensions of size 1 are ignored. A compiled object serves every ``m``, a compiled kernel every ``eps`` and
+    ``rows_per_cta`` as well.
 
     Args:
         sample_x, sample_w, sample_o, sample_amax: tensors like those that ``execute`` will get.
         eps: added to the mean square.
-        num_threads: threads that share a row; default: ``best_num_threads(n)``.
+        num_threads: threads that share a row; default: the kernel's choice, for n with a ``best_num_threads(n)``.
         rows_per_cta: rows that share one amax; default: ``pick_rows_per_cta(m)``.
         arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
             tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,
@@ -72,6 +72,7 @@ class RmsNormRhtAmax(APIBase):
         columns = self.x_desc.shape[-1] if self.x_desc.ndim else 0
         self.num_threads = num_threads if num_threads is not None else best_num_threads(columns)
         self.rows_per_cta = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(self.x_desc.shape[0])
+        self._chosen_threads = num_threads
         self._arch = arch
 
     def check_support(self) -> bool:
@@ -155,8 +156,7 @@ class RmsNormRhtAmax(APIBase):
 
     def _configuration(self) -> Any:
         dtype = str(self.x_desc.dtype).removeprefix("torch.")
-        assert self.num_threads is not None  # check_support has passed
-        return configure_rmsnorm_rht_amax(dtype, self.x_desc.shape[1], self.num_threads)
+        return configure_rmsnorm_rht_amax(dtype, self.x_desc.shape[1], self._chosen_threads)
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x_tensor: Any, w_tensor: Any, o_tensor: Any, amax_tensor: Any, current_stream: Any = None
