@@ -13,27 +13,32 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend.handle import Handle, default_handle
-from cudnn.lazy import torch
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
     from cudnn.pygraph.program import CudnnProgram
 
 _TEMPLATE = '''
-def make({names}, own, device, find, launch, argument, miss, otherwise, failure, default_handle):
+def make({names}, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
     ):
         """Runs the graph: ``pygraph.execute``, written out for the tensors of this graph."""
         try:
             if handle is None:
-                handle = own or default_handle(device)
+                handle = {default}
             key = ({pointers} {workspace}, handle.ptr)
         except (KeyError, TypeError, AttributeError):  # other keys, or data that are no PyTorch tensors
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         if override_uids is not None:
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
-        status = launch(handle.argument, argument, find(key) or miss(key, tensor_to_buffer, workspace, handle))
+        found = find(key)
+        if found is None:
+            here = handle.device
+            if not ({in_place}):
+                check(tensor_to_buffer, workspace, handle)
+            found = pack(key)
+        status = launch(handle.argument, argument, found)
         if status:
             raise failure(status)
     return execute
@@ -41,12 +46,18 @@ def make({names}, own, device, find, launch, argument, miss, otherwise, failure,
 
 
 @functools.cache
-def _compile(count: int, needs_workspace: bool) -> Callable[..., Callable[..., None]]:
-    names = [f"k{index}" for index in range(count)]
+def _compile(on_device: tuple[bool, ...], needed: int, has_handle: bool) -> Callable[..., Callable[..., None]]:
+    names = [f"k{index}" for index in range(len(on_device))]
+    right = {True: "== here", False: "< 0"}  # a scalar passed by value lies on the CPU
+    places = [f"tensor_to_buffer[{name}].get_device() {right[on]}" for name, on in zip(names, on_device, strict=True)]
+    if needed:
+        places += ["workspace.get_device() == here", f"workspace.nbytes >= {needed}"]
     source = _TEMPLATE.format(
         names=", ".join(names),
+        default="own" if has_handle else "default_handle(device)",
         pointers=" ".join(f"tensor_to_buffer[{name}].data_ptr()," for name in names),
-        workspace="workspace.data_ptr()" if needs_workspace else "0",
+        workspace="workspace.data_ptr()" if needed else "0",
+        in_place=" and ".join(places),
     )
     scope: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), scope)
@@ -66,28 +77,24 @@ def specialised(
         own: The graph's handle.
         otherwise: Called with the same arguments where the data are of another kind.
     """
-    needed = program.workspace_size(plan)
-    scalars = not program.by_value.isdisjoint(program.bindings.user)  # which must lie elsewhere: on the host
-    get_device = torch.Tensor.get_device
+    on_device = tuple(uid not in program.by_value for uid in program.bindings.user)
 
-    def miss(key: tuple[int, ...], data: Any, workspace: Any, handle: Handle) -> Any:
-        values = [data[name] for name in keys]
-        where: set[int] = {get_device(value) for value in values}
-        if needed:
-            where.add(get_device(workspace))
-        if scalars or len(where) > 1 or handle.device not in where or (needed and workspace.nbytes < needed):
-            program.check(values, workspace, handle, plan)
+    def check(data: Any, workspace: Any, handle: Handle) -> None:
+        program.check([data[name] for name in keys], workspace, handle, plan)
+
+    def pack(key: tuple[int, ...]) -> Any:
         return plan.pack(key, program.filled(key))
 
-    return _compile(len(keys), bool(needed))(
+    return _compile(on_device, program.workspace_size(plan), own is not None)(
         *keys,
         own=own,
+        default_handle=default_handle,
         device=program.device,
         find=plan.packs.get,
         launch=plan.launch,
         argument=plan.argument,
-        miss=miss,
+        pack=plan.pack if program.plain else pack,
+        check=check,
         otherwise=otherwise,
         failure=plan.failure,
-        default_handle=default_handle,
     )

@@ -81,7 +81,7 @@ class CudnnProgram:
             *(item.uid for item in bindings.scratch),
             *bindings.aliases,
         ]
-        self._plain = self.uids == bindings.user and not bindings.workspace_size
+        self.plain = self.uids == bindings.user and not bindings.workspace_size
 
     def bound(self, plan: ExecutionPlan) -> ExecutionPlan:
         """The plan, bound to the graph's tensors."""
@@ -147,7 +147,7 @@ class CudnnProgram:
 
     def filled(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """Addresses in the order of ``uids``, workspace and handle, from those of the caller's tensors."""
-        if self._plain:
+        if self.plain:
             return key
         space = key[-2]
         return (
