@@ -203,10 +203,10 @@ def test_a_loaded_object_checks_its_arguments(compiled: bytes) -> None:
 
     function = runtime.load(compiled)
     x = torch.empty(2, 512, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="Expects 7 parameters"):
+    with pytest.raises(TypeError, match="Expects 6 parameters"):
         function(x)
     with pytest.raises(ValueError, match="expected device_type=cuda"):
-        function(x, x[0], x, torch.empty(1), 1e-5, 1, 0)
+        function(x, x[0], x, torch.empty(1), 1e-5, 0)
 
 
 def _nowhere(name: str) -> int:
@@ -304,7 +304,7 @@ def test_command_line_warms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (file,) = cache.files()
     assert file.entry is not None
     assert (file.entry.name, file.entry.arch) == ("RmsNormRhtAmax", "sm_100a")
-    assert file.entry.configuration.startswith("dtype=bfloat16 columns=512 threads=64")
+    assert file.entry.configuration.startswith("dtype=bfloat16 columns=512 threads=32")
 
 
 def test_lazy_names() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK = 16  # columns that the Hadamard transform mixes
 WARP = 32
 SHARED_MEMORY = 227 * 1024  # bytes a CTA may use, on SM90 and SM100 alike
-THREADS = 512  # of a CTA: one CTA per SM, whose threads then hold up to 128 registers each
-MAXIMUM_STAGES = 8
+TEAMS = 4
+MOST_AT_ONCE = 128 * 1024  # bytes of two row buffers for each team
 
 MAXIMUM_COLUMNS = 40 * 1024  # beyond, a thread could not hold its weights; from 57 K on, two rows fill shared memory
 
@@ -21,7 +21,7 @@ class RmsNormRhtAmaxConfiguration:
     """What a kernel is compiled for.
 
     ``threads`` share a row, ``teams`` of so many threads share a CTA, and each team has ``stages`` row buffers in
-    shared memory. ``dtype`` is that of x, w and o.
+    shared memory, at least two. ``dtype`` is that of x, w and o.
     """
 
     dtype: str
@@ -29,13 +29,11 @@ class RmsNormRhtAmaxConfiguration:
     threads: int
     teams: int
     stages: int
-    conflict_free: bool = True
-    evict_first: bool = False
 
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory: row buffers, one mbarrier for each, the warps' partial results, alignment."""
-        return self.teams * (self.stages * (2 * self.columns + 8) + 12 * self.threads // WARP) + 256
+        return self.teams * (self.stages * (2 * self.columns + 8) + 8 * self.threads // WARP) + 256
 
 
 def best_num_threads(n: int) -> int | None:
@@ -50,23 +48,17 @@ def pick_rows_per_cta(m: int) -> int:
     return next((rows for rows in (8, 4, 2) if m % rows == 0 and m // rows >= 148), 2)
 
 
-def team_threads(columns: int) -> int:
-    """Threads that share a row where the caller does not say: 32 to 64 columns for each, 32 to 512 threads.
-
-    Measured on an H200: fewer columns leave a row's fixed costs, reductions and barriers, unhidden.
-    """
-    return min(512, max(WARP, 1 << (columns // 32).bit_length() - 1))
-
-
 def configure_rmsnorm_rht_amax(dtype: str, columns: int, threads: int | None = None) -> RmsNormRhtAmaxConfiguration:
-    """Fills the SM: as many teams as a CTA has room for, as many row buffers as shared memory holds."""
-    threads = threads or team_threads(columns)
-    teams = max(1, THREADS // threads)
-    while True:
-        for stages in range(MAXIMUM_STAGES, 2, -1):
-            configuration = RmsNormRhtAmaxConfiguration(dtype, columns, threads, teams, stages)
-            if configuration.shared_memory <= SHARED_MEMORY:
-                return configuration
-        if teams == 1:
-            return RmsNormRhtAmaxConfiguration(dtype, columns, threads, 1, 2)
+    """64 columns for each thread, where the caller does not say, and four teams of two buffers each, where they fit.
+
+    Measured on an H200: with the usual 8 rows to an amax, a CTA then starts the copies of its whole group at once,
+    which is best. Where rows are too long for that, a third buffer keeps copies in flight while the team works.
+    """
+    if threads is None:
+        threads = min(512, max(WARP, 1 << (columns // 64 - 1).bit_length()))
+    teams = max(1, min(TEAMS, 1024 // threads))
+    while teams > 1 and teams * 2 * 2 * columns > MOST_AT_ONCE:
         teams //= 2
+    two = RmsNormRhtAmaxConfiguration(dtype, columns, threads, teams, stages=2)
+    three = replace(two, stages=3)
+    return three if teams < TEAMS and three.shared_memory <= SHARED_MEMORY else two

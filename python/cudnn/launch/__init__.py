@@ -1,6 +1,6 @@
 """Compiled kernels: for which architecture, from where, and how they are called."""
 
-from cudnn.launch.architecture import device_architecture, pick, processor_count, raw_stream
+from cudnn.launch.architecture import device_architecture, pick, raw_stream
 from cudnn.launch.emulation import emulate, emulated_architecture, emulation, say_reference_runs
 from cudnn.launch.kernels import kernel
 
@@ -11,7 +11,6 @@ __all__ = [
     "emulation",
     "kernel",
     "pick",
-    "processor_count",
     "raw_stream",
     "say_reference_runs",
 ]

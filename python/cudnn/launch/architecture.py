@@ -20,12 +20,6 @@ def device_architecture(index: int) -> str:
     return ARCHITECTURES.get(capability, "sm_{}{}".format(*capability))
 
 
-@functools.cache
-def processor_count(index: int) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def pick(kernels: Mapping[str, str], arch: str, where: str) -> str:
     """The kernel for an architecture.
 

@@ -14,7 +14,6 @@ from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.launch.kernels import compile_kernel, emulating
 
 _entered: contextvars.ContextVar[str] = contextvars.ContextVar("cudnn_emulation", default="")
-EMULATED_PROCESSORS = 4  # so few that a small problem already gives a CTA several groups of rows
 
 
 @contextlib.contextmanager
@@ -48,9 +47,9 @@ def emulated_architecture() -> str:
 
 
 def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
-    """Runs a kernel in the emulator on the arguments, all on the CPU, a number of processors and the null stream."""
+    """Runs a kernel in the emulator on the arguments, all on the CPU, and the null stream."""
     with contextlib.nullcontext() if _entered.get() else emulation(arch):
-        _emulated_kernel(source, configuration, arch)(*arguments, EMULATED_PROCESSORS, 0)
+        _emulated_kernel(source, configuration, arch)(*arguments, 0)
 
 
 @functools.cache

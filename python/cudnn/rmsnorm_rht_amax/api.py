@@ -182,8 +182,7 @@ class RmsNormRhtAmax(APIBase):
             return
         if x_tensor.is_cuda:
             index = x_tensor.get_device()
-            stream = launch.raw_stream(current_stream, index)
-            run(x_tensor, w_tensor, o_tensor, amax_tensor, self.eps, launch.processor_count(index), stream)
+            run(x_tensor, w_tensor, o_tensor, amax_tensor, self.eps, launch.raw_stream(current_stream, index))
         else:
             self._execute_on_cpu(x_tensor, w_tensor, o_tensor, amax_tensor)
 

@@ -1,0 +1,300 @@
+"""Arithmetic of one lane, vectorised over lanes. `m` is True or a bool array; `d` is the destination register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator import numerics as N
+from ptx_emulator.numerics import Array, f32, u8, u16, u32, u64
+
+i32, i64, f64 = np.int32, np.int64, np.float64
+SIGNED: dict[int, Any] = {1: np.int8, 2: np.int16, 4: i32, 8: i64}
+UINT: dict[int, Any] = {8: u8, 16: u16, 32: u32, 64: u64}
+
+
+def mask(m: Any, predicate: Array) -> Any:
+    """m & predicate, or None if no lane is left."""
+    both = predicate.copy() if m is True else m & predicate
+    return both if both.any() else None
+
+
+def put(m: Any, d: Array, value: Any) -> None:
+    np.copyto(d, value, where=m, casting="unsafe")
+
+
+def low(x: Array, bits: int) -> Array:
+    return x.astype(UINT[bits])
+
+
+# -- integers
+def mad_lo(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
+    put(m, d, a * b + c)
+
+
+def wide(a: Array, b: Array, dtype: Any) -> Array:
+    return np.multiply(np.asarray(a).astype(dtype), np.asarray(b).astype(dtype))
+
+
+def mul_hi(m: Any, d: Array, a: Array, b: Array, signed: bool, bits: int) -> None:
+    if bits <= 32:
+        product = wide(a, b, i64 if signed else u64)
+        put(m, d, product >> product.dtype.type(bits))
+        return
+    a64, b64 = np.asarray(a).view(u64), np.asarray(b).view(u64)
+    ml = u64(0xFFFFFFFF)
+    a0, a1, b0, b1 = a64 & ml, a64 >> u64(32), b64 & ml, b64 >> u64(32)
+    middle = a1 * b0 + ((a0 * b0) >> u64(32))
+    other = a0 * b1 + (middle & ml)
+    high = a1 * b1 + (middle >> u64(32)) + (other >> u64(32))
+    if signed:
+        high = high - np.where(a64.view(i64) < 0, b64, u64(0)) - np.where(b64.view(i64) < 0, a64, u64(0))
+    put(m, d.view(u64), high)
+
+
+def div(m: Any, d: Array, a: Array, b: Array) -> None:
+    """Truncating division. Division by zero gives all ones, as NVIDIA GPUs do (PTX leaves it open)."""
+    a, b = np.broadcast_arrays(a, b)
+    safe = np.where(b == 0, b.dtype.type(1), b)
+    quotient = a // safe
+    if a.dtype.kind == "i":
+        quotient = quotient + ((quotient * safe != a) & (quotient < 0))
+    put(m, d, np.where(b == 0, np.array(-1).astype(a.dtype), quotient))
+
+
+def rem(m: Any, d: Array, a: Array, b: Array) -> None:
+    a, b = np.broadcast_arrays(a, b)
+    put(m, d, np.where(b == 0, a, np.fmod(a, np.where(b == 0, b.dtype.type(1), b))))
+
+
+def saturating(m: Any, d: Array, a: Array, b: Array, sign: int) -> None:
+    """add.sat.s32 and sub.sat.s32."""
+    exact = np.asarray(a).astype(i64) + sign * np.asarray(b).astype(i64)
+    put(m, d, np.clip(exact, -(1 << 31), (1 << 31) - 1))
+
+
+def shift_left(m: Any, d: Array, x: Array, n: Array, bits: int) -> None:
+    n = np.asarray(n)
+    put(m, d, np.where(n >= bits, x.dtype.type(0), x << np.minimum(n, bits - 1).astype(x.dtype)))
+
+
+def shift_right(m: Any, d: Array, x: Array, n: Array, bits: int) -> None:
+    n = np.asarray(n)
+    shifted = x >> np.minimum(n, bits - 1).astype(x.dtype)
+    put(m, d, shifted if x.dtype.kind == "i" else np.where(n >= bits, x.dtype.type(0), shifted))
+
+
+def funnel(m: Any, d: Array, lo: Array, hi: Array, n: Array, left: bool, wrap: bool) -> None:
+    pair = (np.asarray(hi).astype(u64) << u64(32)) | np.asarray(lo).astype(u64)
+    n = np.asarray(n)
+    count = (n & u32(31) if wrap else np.minimum(n, u32(32))).astype(u64)
+    put(m, d, ((pair << count) >> u64(32) if left else pair >> count) & u64(0xFFFFFFFF))
+
+
+def permute(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
+    pair = (np.asarray(b).astype(u64) << u64(32)) | np.asarray(a).astype(u64)
+    c = np.asarray(c)
+    result = u64(0)
+    for index in range(4):
+        selector = (c >> u32(4 * index)) & u32(15)
+        byte = (pair >> ((selector & u32(7)).astype(u64) * u64(8))) & u64(255)
+        sign = np.where(byte & u64(0x80), u64(255), u64(0))
+        result = result | (np.where((selector & u32(8)) != 0, sign, byte) << u64(8 * index))
+    put(m, d, result)
+
+
+def lop3(m: Any, d: Array, a: Array, b: Array, c: Array, table: int) -> None:
+    result = u32(0)
+    for index in range(8):
+        if table >> index & 1:
+            result = result | ((a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c))
+    put(m, d, result)
+
+
+def bit_extract(m: Any, d: Array, a: Array, position: Array, length: Array, signed: bool, bits: int) -> None:
+    a, p, n = np.broadcast_arrays(a, np.asarray(position) & u32(255), np.asarray(length) & u32(255))
+    p, n = p.astype(i64), n.astype(i64)
+    value = a.astype(u64)
+    top = np.minimum(p + n, bits)
+    field = np.where(p >= bits, u64(0), value >> np.minimum(p, 63).astype(u64))
+    width = np.maximum(top - p, 0)
+    field = np.where(width >= 64, field, field & ((u64(1) << np.minimum(width, 63).astype(u64)) - u64(1)))
+    if signed:
+        sign_position = np.minimum(top - 1, bits - 1)
+        sign = (value >> np.maximum(sign_position, 0).astype(u64)) & u64(1)
+        sign = np.where(n == 0, u64(0), np.where(p >= bits, (value >> u64(bits - 1)) & u64(1), sign))
+        extend = (u64(0xFFFFFFFFFFFFFFFF) << np.minimum(width, 63).astype(u64)) * sign
+        field = np.where(width >= 64, field, field | extend)
+        field = np.where(n == 0, u64(0), field)
+    put(m, d, field)
+
+
+def bit_insert(m: Any, d: Array, a: Array, b: Array, position: Array, length: Array, bits: int) -> None:
+    a, b, p, n = np.broadcast_arrays(a, b, np.asarray(position) & u32(255), np.asarray(length) & u32(255))
+    p, n = np.minimum(p, bits).astype(u64), n.astype(u64)
+    width = np.minimum(n, u64(bits) - p)
+    ones = np.where(width >= 64, u64(0xFFFFFFFFFFFFFFFF), (u64(1) << np.minimum(width, u64(63))) - u64(1))
+    place = np.minimum(p, u64(63))
+    field = np.where(width == 0, u64(0), ones << place)
+    put(m, d, (b.astype(u64) & ~field) | ((a.astype(u64) << place) & field))
+
+
+def count_leading_zeros(m: Any, d: Array, a: Array, bits: int) -> None:
+    value = np.asarray(a).astype(u64)
+    result = np.full(value.shape, bits)
+    for step in (32, 16, 8, 4, 2, 1):
+        big = value >= (u64(1) << u64(step))
+        result = np.where(big, result - step, result)
+        value = np.where(big, value >> u64(step), value)
+    put(m, d, result - (value != 0))
+
+
+def bit_reverse(m: Any, d: Array, a: Array, bits: int) -> None:
+    value = np.asarray(a).astype(u64)
+    result = u64(0)
+    for index in range(bits):
+        result = result | (((value >> u64(index)) & u64(1)) << u64(bits - 1 - index))
+    put(m, d, result)
+
+
+def find_msb(m: Any, d: Array, a: Array, signed: bool, bits: int, shift: bool) -> None:
+    """bfind: position of the highest bit that differs from the sign; all ones if there is none."""
+    value = np.atleast_1d(np.asarray(a))
+    if signed:
+        value = np.where(value.view(SIGNED[value.dtype.itemsize]) < 0, ~value, value)
+    leading = np.zeros(value.shape, i64)
+    count_leading_zeros(True, leading, value, bits)
+    position = bits - 1 - leading
+    put(m, d, np.where(position < 0, 0xFFFFFFFF, leading if shift else position))
+
+
+def dot4(m: Any, d: Array, a: Array, b: Array, c: Array, a_signed: bool, b_signed: bool) -> None:
+    shape = np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(d))
+
+    def split(x: Array, signed: bool) -> Array:
+        return (
+            np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.int8 if signed else u8).reshape(-1, 4).astype(i32)
+        )
+
+    put(m, d, (split(a, a_signed) * split(b, b_signed)).sum(1).astype(i32).view(u32) + np.asarray(c).view(u32))
+
+
+# -- floats
+def fma(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
+    put(m, d, N.fma_f32(a, b, c))
+
+
+def fma64(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
+    """Exact through integer arithmetic would cost more than it tells: double rounding is possible here."""
+    put(m, d, a * b + c)
+
+
+def saturate(x: Array) -> Array:
+    return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(x.dtype)
+
+
+def maximum(x: Array, y: Array, nan: bool) -> Array:
+    """PTX orders -0 below +0."""
+    best = np.maximum(x, y) if nan else np.fmax(x, y)
+    return np.where((x == 0) & (y == 0), np.copysign(best, np.where(np.signbit(x), y, x)), best)
+
+
+def minimum(x: Array, y: Array, nan: bool) -> Array:
+    best = np.minimum(x, y) if nan else np.fmin(x, y)
+    return np.where((x == 0) & (y == 0), np.copysign(best, np.where(np.signbit(x), x, y)), best)
+
+
+def xorsign(result: Array, x: Array, y: Array) -> Array:
+    return np.copysign(result, np.where(np.signbit(x) ^ np.signbit(y), f32(-1), f32(1)))
+
+
+def compare(op: str, x: Array, y: Array) -> Array:
+    unordered = np.isnan(x) | np.isnan(y)
+    if op == "num":
+        return ~unordered
+    if op == "nan":
+        return unordered
+    plain = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+             "ge": np.greater_equal}[op[:2]]  # fmt: skip
+    return plain(x, y) | unordered if op.endswith("u") else plain(x, y) & ~unordered
+
+
+def lanes_of(x: Any, count: int) -> Array:
+    return np.ascontiguousarray(np.broadcast_to(x, count))
+
+
+def halves(x: Any, kind: str, count: int) -> Array:
+    """(count, n) float32 of a scalar or packed half register."""
+    x = lanes_of(x, count)
+    if kind == "f32x2":
+        return x.view(f32).reshape(-1, 2)
+    bits = x.view(u16).reshape(count, -1)
+    return N.bf16_to_f32(bits) if kind.startswith("bf16") else N.f16_to_f32(bits)
+
+
+def half_op(m: Any, op: str, kind: str, relu: bool, nan: bool, d: Array, *sources: Any) -> None:
+    """add, sub, mul, fma, min, max, neg, abs on f16, bf16, their pairs, and f32x2."""
+    count = d.shape[0]
+    v = [halves(x, kind, count) for x in sources]
+    if op == "fma":
+        if kind == "f32x2":
+            result = N.fma_f32(v[0], v[1], v[2])
+        else:  # products of 11-bit numbers are exact in float64, and so is the sum's rounding to half
+            exact = v[0].astype(f64) * v[1] + v[2]
+            if kind.startswith("bf16"):
+                result = N.fma_f32(v[0], v[1], v[2])
+            else:
+                half = exact.astype(np.float16).view(u16)
+                put(m if m is True else m[:, None], d.view(u16).reshape(count, -1), half)
+                return
+    elif op in ("max", "min"):
+        result = (maximum if op == "max" else minimum)(v[0], v[1], nan)
+    else:
+        result = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs,
+                  "ex2": np.exp2, "tanh": np.tanh}[op](*v)  # fmt: skip
+    if relu:
+        result = np.where(result > 0, result, f32(0))
+    where = m if m is True else m[:, None]
+    if kind == "f32x2":
+        put(where, d.view(f32).reshape(-1, 2), result)
+        return
+    bits = N.f32_to_bf16(result) if kind.startswith("bf16") else N.f32_to_f16(result)
+    put(where, d.view(u16).reshape(count, -1), bits)
+
+
+def mixed(m: Any, op: str, kinds: list[str], d: Array, *sources: Any) -> None:
+    """add/sub/fma.rn.f32.{bf16,f16}: the narrow sources widen exactly, one rounding at the end."""
+    v = [np.asarray(x).view(f32) if k == "f32" else halves(x, k, d.shape[0])[:, 0]
+         for x, k in zip(sources, kinds, strict=True)]  # fmt: skip
+    if op == "fma":
+        put(m, d, N.fma_f32(v[0], v[1], v[2]))
+    else:
+        put(m, d, v[0] + v[1] if op == "add" else v[0] - v[1])
+
+
+# -- moves
+def part(x: Any, width: int, index: int) -> Any:
+    """Bits [index*width, (index+1)*width) of every lane."""
+    if isinstance(x, np.ndarray) and x.ndim:
+        return x.view(UINT[width])[index :: x.dtype.itemsize * 8 // width]
+    return (int(x) >> (width * index)) & ((1 << width) - 1)
+
+
+def pack(m: Any, d: Array, width: int, items: list[Any]) -> None:
+    view = d.view(UINT[width])
+    for index, item in enumerate(items):
+        np.copyto(view[index :: len(items)], item, where=m, casting="unsafe")
+
+
+def unpack128(m: Any, x: Array, items: list[Array | None]) -> None:
+    words = x.reshape(-1, 4).view(UINT[128 // len(items)])
+    for index, item in enumerate(items):
+        if item is not None:
+            put(m, item, words[:, index])
+
+
+def pack128(m: Any, d: Array, items: list[Any]) -> None:
+    words = d.reshape(-1, 4).view(UINT[128 // len(items)])
+    for index, item in enumerate(items):
+        put(m, words[:, index], item)

@@ -1,0 +1,136 @@
+"""`emulate` for CuTe DSL kernels, `run` for PTX text."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.errors import EmulatorError
+from ptx_emulator.machine import SCHEDULERS, execute
+from ptx_emulator.report import Launch, Report
+from ptx_emulator.runtime.launch import parameter_sizes
+
+Dim = int | tuple[int, ...]
+
+
+def _dim3(value: Dim, name: str) -> tuple[int, int, int]:
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(numbers) <= 3 or any(n < 1 for n in numbers):
+        raise ValueError(f"{name} must be one to three positive integers; got {value!r}")
+    x, y, z = (*numbers, 1, 1)[:3]
+    return x, y, z
+
+
+def _buffer(value: Any) -> tuple[int, int] | None:
+    """(address, bytes) of an array that a kernel may reach, or None for a number."""
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data, value.nbytes
+    if hasattr(value, "untyped_storage"):
+        storage = value.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    if isinstance(value, ctypes.Array):
+        return ctypes.addressof(value), ctypes.sizeof(value)
+    return None
+
+
+def _argument(value: Any, size: int, index: int) -> bytes:
+    buffer = _buffer(value)
+    if isinstance(value, bytes):
+        raw = value
+    elif buffer is not None:
+        address = value.data_ptr() if hasattr(value, "data_ptr") else buffer[0]
+        raw = struct.pack("<Q", address)
+    elif isinstance(value, np.generic):
+        raw = value.tobytes()
+    elif isinstance(value, float):
+        raw = struct.pack("<f" if size == 4 else "<d", value)
+    elif isinstance(value, int):
+        raw = (value & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
+    else:
+        raise TypeError(f"argument {index}: expected an array, a number or bytes, got {type(value).__name__}")
+    if len(raw) != size:
+        raise ValueError(f"argument {index}: the kernel declares {size} bytes, got {len(raw)}")
+    return raw
+
+
+def run(
+    ptx: str,
+    entry: str,
+    grid: Dim,
+    block: Dim,
+    args: Sequence[Any] = (),
+    *,
+    cluster: Dim = 1,
+    shared_bytes: int = 0,
+    races: bool = False,
+    scheduler: str = "lowest-pc",
+    seed: int = 0,
+    memory: Sequence[Any] = (),
+) -> Launch:
+    """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
+
+    `args` holds one value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy
+    scalar, or the parameter's bytes. `shared_bytes` is the dynamic shared memory;
+    `memory` names further arrays that the
+    kernel may reach. `races` turns on happens-before
+    detection. `scheduler` is "lowest-pc", "random" or "lazy"; `seed` is for the
+    latter two.
+
+    Raises `Fault` (or a subclass) where the kernel breaks a rule, `UnsupportedPTX` for what the emulator does not know.
+    """
+    sizes = parameter_sizes(ptx, entry)
+    if len(args) != len(sizes):
+        raise ValueError(f"{entry} takes {len(sizes)} arguments, got {len(args)}")
+    values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
+    buffers = [_buffer(x) for x in [*args, *memory]]
+    ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
+    return execute(
+        ptx, entry, _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster"), shared_bytes, values,
+        ranges=ranges, races=races, scheduler=scheduler, seed=seed,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def emulate(
+    arch: str = "sm_90a",
+    *,
+    races: bool = False,
+    scheduler: str = "lowest-pc",
+    seed: int = 0,
+    multiprocessors: int = 8,
+    memory: Sequence[Any] = (),
+) -> Iterator[Report]:
+    """CuTe DSL kernels compiled inside this block run here, on CPU tensors, when they are called inside such a block.
+
+    The DSL compiles for `arch`. Plain `cute.compile` and `--enable-tvm-ffi` both work. A fault of the kernel is
+    raised by the call that launched it (by the end of the
+    block, if the call was made on the bare TVM-FFI function). Kernels see
+    `multiprocessors` SMs. The storages of all live CPU tensors are accessible; `memory` adds arrays. Yields a report.
+    """
+    from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session, dsl_settings
+
+    if arch not in CAPABILITY:
+        raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
+    if scheduler not in SCHEDULERS:
+        raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {scheduler!r}")
+    if HOOK.session is not None:
+        raise EmulatorError("emulate blocks do not nest")
+    buffers = [_buffer(x) for x in memory]
+    ranges = {(b[0], b[0] + b[1]) for b in buffers if b is not None}
+    session = Session(arch, races, scheduler, seed, multiprocessors, ranges)
+    HOOK.install()
+    with dsl_settings(arch, multiprocessors):
+        HOOK.session = session
+        try:
+            yield session.report
+        finally:
+            HOOK.session = None
+    session.raise_pending()
+
+
+__all__ = ["emulate", "run"]

@@ -1,0 +1,200 @@
+"""Work that completes later: copy groups, and the queues of the lazy scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator.alu import lanes_of
+from ptx_emulator.errors import Fault, Misaligned
+from ptx_emulator.numerics import Array
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+
+class Queues:
+    """Eager: an operation runs when issued. Lazy: when nothing else can, in random order; each queue is in order."""
+
+    def __init__(self, lazy: bool, seed: int) -> None:
+        self.lazy = lazy
+        self.random = random.Random(seed)
+        self.queues: dict[Hashable, deque[Callable[[], None]]] = {}
+        self.count = 0
+
+    def issue(self, queue: Hashable, operation: Callable[[], None]) -> None:
+        """`queue` None: no order with anything else."""
+        if not self.lazy:
+            operation()
+            return
+        if queue is None:
+            self.count += 1
+            queue = ("free", self.count)
+        self.queues.setdefault(queue, deque()).append(operation)
+
+    def run_one(self) -> bool:
+        if not self.queues:
+            return False
+        key = self.random.choice(list(self.queues))
+        operation = self.queues[key].popleft()
+        if not self.queues[key]:
+            del self.queues[key]
+        operation()
+        return True
+
+    def drain(self) -> None:
+        while self.run_one():
+            pass
+
+
+class Group:
+    """One pending operation of a commit group: lanes, the group number of each, and how to run a part of them."""
+
+    def __init__(self, lanes: Array, numbers: Array, run: Callable[[Array], None]) -> None:
+        self.lanes, self.numbers, self.run = lanes, numbers, run
+
+
+class AsyncCopies:
+    """Commit groups per thread (`cp.async` and `bulk`), and cp.async itself."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.committed = {kind: np.zeros(machine.count, np.int64) for kind in ("cp.async", "bulk")}
+        self.pending: dict[str, list[Group]] = {"cp.async": [], "bulk": []}
+        # Groups of bulk copies whose source has been waited for, and that must be waited for before the block ends.
+        self.waited, self.reading = np.zeros(machine.count, np.int64), np.zeros(machine.count, np.int64)
+
+    def add(self, kind: str, lanes: Array, run: Callable[[Array], None]) -> None:
+        if kind == "bulk":
+            self.reading[lanes] = self.committed[kind][lanes] + 1
+        if self.machine.queues.lazy:
+            self.pending[kind].append(Group(lanes, self.committed[kind][lanes], run))
+        else:
+            run(np.arange(len(lanes)))
+
+    def component(self, kind: str, what: str, lane: int) -> int:
+        thread = lane >> 5 if kind == "cp.async" else lane
+        return self.machine.race.component(
+            (kind, what, thread), f"{kind} ({what}s) of {self.machine.warp_name(lane >> 5)}"
+        )
+
+    def epoch(self, kind: str, lane: int) -> int:
+        return int(self.committed[kind][lane]) + 1
+
+    def commit(self, site: int, m: Any, kind: str) -> None:
+        self.committed[kind][self.machine.lanes(m)] += 1
+
+    def wait(self, site: int, m: Any, kind: str, left: int, full: bool) -> None:
+        machine = self.machine
+        lanes = machine.lanes(m)
+        limits = np.full(machine.count, -1, np.int64)
+        limits[lanes] = self.committed[kind][lanes] - left
+        self._run(kind, limits)
+        if kind == "bulk":
+            self.waited[lanes] = np.maximum(self.waited[lanes], limits[lanes])
+        if not machine.race.on:
+            return
+        for lane in lanes.tolist() if kind == "bulk" else np.unique(lanes >> 5 << 5).tolist():
+            for what in ("read", "write") if full else ("read",):
+                if (kind, what, lane if kind == "bulk" else lane >> 5) in machine.race.components:
+                    component = self.component(kind, what, lane)
+                    machine.race.learn(np.array([lane >> 5]), component, int(limits[lane]))
+
+    def _run(self, kind: str, limits: Array) -> None:
+        left = []
+        for group in self.pending[kind]:
+            due = group.numbers < limits[group.lanes]
+            if due.any():
+                group.run(np.flatnonzero(due))
+                if due.all():
+                    continue
+                group.numbers = np.where(due, np.int64(1) << 60, group.numbers)
+            left.append(group)
+        self.pending[kind] = left
+
+    def drain(self) -> None:
+        for kind in self.pending:
+            self._run(kind, np.full(self.machine.count, np.int64(1) << 59))
+
+    def check_exit(self, lanes: Array) -> None:
+        left = lanes[self.reading[lanes] > self.waited[lanes]]
+        if len(left):
+            raise Fault(
+                "thread ended while its bulk copy may still read shared memory: no cp.async.bulk.wait_group covers it",
+                left,
+            )
+
+    def mbarrier_arrive(self, site: int, m: Any, address: Any, offset: int, no_increment: bool) -> None:
+        """Arrives when the thread's earlier cp.async are done. Without .noinc the pending count first grows by one."""
+        machine, sync = self.machine, self.machine.sync
+        lanes, places = sync.places(site, m, address, offset)
+
+        def run(which: Array) -> None:
+            for index in which.tolist():
+                lane, place = int(lanes[index]), int(places[index])
+                known = None
+                if machine.race.on:
+                    component = self.component("cp.async", "write", lane)
+                    known = machine.race.empty()
+                    known[:, component] = self.epoch("cp.async", lane)
+                sync.agent_arrive(place, site, known, None)
+
+        if not no_increment:
+            for place in places.tolist():
+                sync.get(place, site).pending += 1
+
+        def finish() -> None:
+            everything = np.full(machine.count, -1, np.int64)
+            everything[lanes] = np.int64(1) << 59
+            self._run("cp.async", everything)
+            run(np.arange(len(lanes)))
+
+        machine.queues.issue(None, finish)
+
+    def copy(
+        self, site: int, m: Any, target: Any, target_offset: int, source: Any, source_offset: int, size: int, valid: Any
+    ) -> None:
+        machine, memory = self.machine, self.machine.memory
+        lanes = machine.lanes(m)
+        to = memory.physical(lanes, target, target_offset, size, site)
+        origin = lanes_of(source, machine.count)[lanes].astype(np.int64) + source_offset
+        if (to % size).any() or (origin % size).any():
+            raise Misaligned(f"cp.async of {size} bytes", lanes, site)
+        amount = np.full(len(lanes), size) if valid is None else lanes_of(valid, machine.count)[lanes].astype(np.int64)
+        some = amount > 0
+        if some.any():
+            memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
+        machine.report.count_bytes("global to shared cp.async", int(amount.sum()))
+        if machine.race.on:
+            self._shadow(site, lanes, to, size)
+        unit = min(size, 8)
+        shared = memory.views[unit]
+        global_memory, first = memory.array("global", unit)
+
+        def run(which: Array) -> None:
+            for part in range(size // unit):
+                full = amount[which] >= (part + 1) * unit
+                index = (to[which] + part * unit) // unit
+                shared[index[~full]] = 0
+                shared[index[full]] = global_memory[(origin[which][full] - first) // unit + part]
+            ragged = which[(amount[which] % unit) != 0]
+            bytes_, first_byte = memory.array("global", 1)
+            for one in ragged.tolist():
+                start, rest = int(amount[one]) // unit * unit, int(amount[one]) % unit
+                place, here = int(to[one]) + start, int(origin[one]) + start - first_byte
+                memory.shared[place : place + rest] = bytes_[here : here + rest]
+
+        self.add("cp.async", lanes, run)
+
+    def _shadow(self, site: int, lanes: Array, to: Array, size: int) -> None:
+        race, memory = self.machine.race, self.machine.memory
+        for warp in np.unique(lanes >> 5).tolist():
+            mine = lanes >> 5 == warp
+            lane = int(lanes[mine][0])
+            component, epoch = self.component("cp.async", "write", lane), self.epoch("cp.async", lane)
+            granules = memory.shared_granules(to[mine], size)
+            race.by_agent(site, memory.shared_shadow, granules, race.issue(warp), component, epoch, True, 0)

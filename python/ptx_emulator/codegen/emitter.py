@@ -1,0 +1,203 @@
+"""Operands and modifiers of one instruction as Python source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.errors import UnsupportedPTX
+from ptx_emulator.numerics import u16, u32, u64
+from ptx_emulator.ptx import Address, Graph, Imm, Instruction, Not, Reg, Symbol, Vector
+from ptx_emulator.ptx.parser import TYPE_BITS, Operand
+
+_UINT: dict[int, Any] = {8: np.uint8, 16: u16, 32: u32, 64: u64}
+_SINT: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+
+# Bytes in front of the first shared variable: the system's own part of shared memory on sm_90 and later.
+RESERVED_SHARED = 1024
+
+SPECIAL_REGISTERS = frozenset(
+    [f"{name}.{axis}" for axis in "xyz" for name in (
+        "tid", "ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid")]
+    + ["cluster_ctarank", "cluster_nctarank", "laneid", "warpid", "nwarpid", "smid", "nsmid", "clock", "clock64",
+       "clock_hi", "globaltimer", "globaltimer_lo", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
+       "lanemask_ge", "dynamic_smem_size", "total_smem_size", "gridid"]
+)  # fmt: skip
+
+
+class Modifiers:
+    """The modifiers of an instruction. Handlers take those they know; what is left over is an error."""
+
+    def __init__(self, instruction: Instruction) -> None:
+        self.instruction = instruction
+        self.left = list(instruction.modifiers)
+
+    def take(self, *names: str) -> str:
+        """The first modifier that is one of `names`, removed; "" if there is none."""
+        for index, modifier in enumerate(self.left):
+            if modifier in names:
+                return self.left.pop(index)
+        return ""
+
+    def need(self, *names: str) -> str:
+        found = self.take(*names)
+        if not found:
+            raise self.unsupported(f"needs one of {', '.join('.' + n for n in names)}")
+        return found
+
+    def flag(self, name: str) -> bool:
+        return bool(self.take(name))
+
+    def ignore(self, *names: str) -> None:
+        """Modifiers without an effect on values."""
+        self.left = [m for m in self.left if m not in names]
+
+    def last(self) -> str:
+        if not self.left:
+            raise self.unsupported("has no type")
+        return self.left.pop()
+
+    def done(self) -> None:
+        if self.left:
+            raise self.unsupported(f"modifier .{self.left[0]}")
+
+    def unsupported(self, what: str) -> UnsupportedPTX:
+        return UnsupportedPTX(f"PTX line {self.instruction.line}: {self.instruction.text}: {what}")
+
+
+Handler = Callable[["Emitter", Instruction, Modifiers], list[str]]
+HANDLERS: dict[str, Handler] = {}
+
+
+def handles(*opcodes: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for opcode in opcodes:
+            HANDLERS[opcode] = handler
+        return handler
+
+    return register
+
+
+def bits_of(kind: str) -> int:
+    if kind in TYPE_BITS:
+        return TYPE_BITS[kind]
+    if kind in ("f32x2",):
+        return 64
+    raise UnsupportedPTX(f"type .{kind}")
+
+
+class Emitter:
+    """Knows the registers of one kernel; `site` is the index of the instruction being emitted."""
+
+    def __init__(self, graph: Graph) -> None:
+        kernel = graph.kernel
+        self.graph, self.kernel = graph, kernel
+        self.index = {name: i for i, name in enumerate(kernel.registers)}
+        self.types = list(kernel.registers.values())
+        self.constants: list[Any] = []
+        self._known: dict[tuple[str, bytes], int] = {}
+        self.site = 0
+
+    def emit(self, instruction: Instruction, site: int) -> list[str]:
+        self.site = site
+        if instruction.opcode == "nop":
+            return []
+        handler = HANDLERS.get(instruction.opcode)
+        if handler is None:
+            raise UnsupportedPTX(f"PTX line {instruction.line}: opcode {instruction.text}")
+        modifiers = Modifiers(instruction)
+        try:
+            lines = handler(self, instruction, modifiers)
+        except UnsupportedPTX as error:
+            if "PTX line" in str(error):
+                raise
+            raise modifiers.unsupported(str(error)) from None
+        modifiers.done()
+        return lines
+
+    # -- operands
+    def constant(self, value: Any) -> str:
+        key = (type(value).__name__, value.tobytes())
+        if key not in self._known:
+            self._known[key] = len(self.constants)
+            self.constants.append(value)
+        return f"K[{self._known[key]}]"
+
+    def width(self, operand: Operand) -> int:
+        if isinstance(operand, Reg) and operand.name != "_":
+            return TYPE_BITS[self.types[self.index[operand.name]]]
+        return 64 if isinstance(operand, Symbol) and operand.name in self.kernel.parameters else 32
+
+    def immediate(self, value: Imm, kind: str, bits: int) -> str:
+        if kind == "f" and not value.is_float:
+            return self.constant(np.float32(value.value) if bits == 32 else np.float64(value.value))
+        raw = np.array(value.value & ((1 << bits) - 1), _UINT[bits])
+        if kind == "f":
+            raw = raw.view({32: np.float32, 64: np.float64, 16: np.float16}[bits])
+        elif kind == "s":
+            raw = raw.view(_SINT[bits])
+        return self.constant(raw[()])
+
+    def value(self, operand: Operand, kind: str = "u", bits: int = 32) -> str:
+        """Source for `operand` as unsigned ("u"), signed ("s") or float ("f") of `bits`."""
+        if isinstance(operand, Not):
+            return f"~{self.value(operand.operand, kind, bits)}"
+        if isinstance(operand, Imm):
+            return self.immediate(operand, kind, bits)
+        if isinstance(operand, Symbol):
+            return self.symbol(operand.name)
+        if not isinstance(operand, Reg):
+            raise UnsupportedPTX(f"operand {operand}")
+        number = self.index[operand.name]
+        name = self.types[number]
+        if name == "pred":
+            return f"r[{number}]"
+        if TYPE_BITS[name] == bits:
+            return {"u": "r", "s": "s", "f": "f"}[kind] + f"[{number}]"
+        if TYPE_BITS[name] < bits or kind == "f":
+            raise UnsupportedPTX(f"a .{name} register used as {bits}-bit {kind}")
+        short = f"A.low(r[{number}],{bits})"
+        return short if kind == "u" else f"{short}.view(int{bits})"
+
+    def raw(self, operand: Operand) -> str:
+        """The operand at its own width, unsigned."""
+        if isinstance(operand, Reg) and operand.name == "_":
+            return "None"
+        return self.value(operand, "u", self.width(operand))
+
+    def symbol(self, name: str) -> str:
+        kernel = self.kernel
+        if name.startswith("%"):
+            if name[1:] not in SPECIAL_REGISTERS:
+                raise UnsupportedPTX(f"special register {name}")
+            return f"M.special[{name[1:]!r}]"
+        if name in kernel.parameters:
+            return f"M.parameter_address({kernel.parameters[name].offset})"
+        if name in kernel.dynamic_shared:
+            return "M.dynamic_shared"
+        if name in kernel.shared:
+            return f"(M.shared_window+u32({RESERVED_SHARED + kernel.shared[name]}))"
+        if name in kernel.local:
+            return f"u64({kernel.local[name]})"
+        raise UnsupportedPTX(f"symbol {name}")
+
+    def predicate(self, operand: Operand) -> str:
+        if isinstance(operand, Imm):
+            return "True" if operand.value else "False"
+        return self.value(operand)
+
+    def address(self, operand: Operand) -> tuple[str, int]:
+        """(base at its own width, offset)."""
+        if not isinstance(operand, Address):
+            raise UnsupportedPTX(f"operand {operand} is not an address")
+        if isinstance(operand.base, Imm):
+            return self.immediate(operand.base, "u", 32), operand.offset
+        return self.raw(operand.base), operand.offset
+
+    def vector(self, operand: Operand) -> list[Operand]:
+        return list(operand.items) if isinstance(operand, Vector) else [operand]
+
+    def list_of(self, items: Sequence[Operand], bits: int | None = None) -> str:
+        return "[" + ",".join(self.raw(x) if bits is None else self.value(x, "u", bits) for x in items) + "]"

@@ -1,0 +1,259 @@
+"""Control flow, loads, stores, atomics, barriers and fences."""
+
+from __future__ import annotations
+
+from ptx_emulator.codegen.arithmetic import put
+from ptx_emulator.codegen.emitter import Emitter, Modifiers, bits_of, handles
+from ptx_emulator.errors import UnsupportedPTX
+from ptx_emulator.ptx import Address, Imm, Instruction, Reg, Symbol
+from ptx_emulator.ptx.parser import Operand
+
+# Hints that change neither values nor order.
+CACHE_HINTS = ("nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "cop", "L1::evict_normal", "L1::evict_unchanged",
+               "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::cache_hint", "L2::64B", "L2::128B",
+               "L2::256B", "L2::evict_first", "L2::evict_last", "L2::evict_normal")  # fmt: skip
+SCOPES = ("cta", "cluster", "gpu", "sys")
+
+
+def space_of(mods: Modifiers, *names: str) -> str:
+    found = mods.take("global", "shared", "shared::cta", "shared::cluster", "local", "param", "const", "param::entry")
+    return found.split("::")[0] if found else "generic"
+
+
+def order_of(mods: Modifiers) -> str:
+    order = mods.take("acquire", "release", "acq_rel", "relaxed", "volatile", "weak")
+    mods.ignore(*SCOPES, "mmio")
+    return "" if order == "weak" else "relaxed" if order == "volatile" else order
+
+
+@handles("bra")
+def branch(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.ignore("uni")
+    target = i.operands[0]
+    assert isinstance(target, Symbol)
+    number = e.graph.block_of_label[target.name]
+    if i.predicate is None:
+        return [f"return ('go',{number},None)"]
+    predicate = f"r[{e.index[i.predicate]}]"
+    return [f"return ('go',{number},{'~' if i.negated else ''}{predicate})"]
+
+
+@handles("ret", "exit")
+def leave(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.ignore("uni")
+    if i.predicate is None:
+        return ["return ('go',-1,None)"]
+    return [f"return ('go',-1,{'~' if i.negated else ''}r[{e.index[i.predicate]}])"]
+
+
+@handles("trap", "brkpt")
+def trap(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    return [f"M.trap({e.site},m)"]
+
+
+@handles("nanosleep")
+def sleep(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.ignore("u32")
+    return ["return ('yield',m)"]
+
+
+@handles("setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "pmevent", "isspacep")
+def hint(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    if i.opcode == "isspacep":
+        raise UnsupportedPTX(i.text)
+    if i.opcode == "setmaxnreg":
+        mods.ignore("inc", "dec", "sync", "aligned", "u32")
+        return [f"W.whole_warps(m,M.count,'setmaxnreg',{e.site})"]
+    mods.left.clear()
+    if i.opcode == "createpolicy":
+        return put(e.raw(i.operands[0]), "u64(0)")
+    return []
+
+
+@handles("griddepcontrol")
+def dependent_launch(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    """Launches run one after another here, so the wait is over before it begins."""
+    mods.need("wait", "launch_dependents")
+    return []
+
+
+@handles("ld", "ldu")
+def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    kind = mods.last()
+    order, space = order_of(mods), space_of(mods)
+    mods.ignore(*CACHE_HINTS)
+    mods.take("v2", "v4", "v8")
+    target, source = i.operands[0], i.operands[1]
+    items = e.vector(target)
+    size = bits_of(kind) // 8
+    assert isinstance(source, Address)
+    if space in ("param", "const") and isinstance(source.base, Symbol) and source.base.name in e.kernel.parameters:
+        base = e.kernel.parameters[source.base.name].offset + source.offset
+        return [f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{kind[0] == 's'})"
+                for n, x in enumerate(items) if not (isinstance(x, Reg) and x.name == "_")]  # fmt: skip
+    address, offset = e.address(source)
+    if space in ("param", "const"):
+        space = "generic"
+    signed = kind[0] == "s"
+    return [f"M.memory.load({e.site},m,{space!r},{address},{offset},{size},{e.list_of(items)},{signed},{order!r})"]
+
+
+@handles("st")
+def store(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    if mods.take("async"):
+        raise UnsupportedPTX(i.text)
+    kind = mods.last()
+    order, space = order_of(mods), space_of(mods)
+    mods.ignore(*CACHE_HINTS)
+    mods.take("v2", "v4", "v8")
+    address, offset = e.address(i.operands[0])
+    size = bits_of(kind) // 8
+    values = [e.immediate(x, "u", size * 8) if isinstance(x, Imm) else e.raw(x) for x in e.vector(i.operands[1])]
+    return [f"M.memory.store({e.site},m,{space!r},{address},{offset},{size},[{','.join(values)}],{order!r})"]
+
+
+@handles("atom", "red")
+def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    if mods.take("async"):
+        raise UnsupportedPTX(i.text)
+    kind = mods.last()
+    order, space = order_of(mods) or "relaxed", space_of(mods)
+    mods.ignore(*CACHE_HINTS, "noftz")
+    vector = mods.take("v2", "v4", "v8")
+    op = mods.need("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+    bits = bits_of(kind)
+    operands = list(i.operands)
+    target: Operand = operands.pop(0) if i.opcode == "atom" else Reg("_")
+    address, offset = e.address(operands[0])
+    if vector:
+        columns = [[x] for x in e.vector(operands[1])]
+        targets = e.vector(target) if i.opcode == "atom" else [target] * len(columns)
+    else:
+        columns, targets = [operands[1:]], [target]
+    lines = []
+    for number, (values, each) in enumerate(zip(columns, targets, strict=True)):
+        sources = "[" + ",".join(e.value(v, "u", bits) for v in values) + "]"
+        place = offset + number * bits // 8
+        lines.append(
+            f"M.memory.atomic({e.site},m,{space!r},{op!r},{kind!r},{e.raw(each)},{address},{place},{sources},{order!r})"
+        )
+    return lines
+
+
+@handles("cvta")
+def convert_address(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    to, space, width = mods.flag("to"), space_of(mods), bits_of(mods.last())
+    target, source = i.operands
+    value = e.value(source, "u", e.width(source))
+    if space == "shared":
+        value = f"np.asarray({value}).astype(u64)"
+        value = f"({value}&u64(0xffffffff))" if to else f"M.memory.generic_shared({value})"
+    elif space == "local":
+        value = f"np.asarray({value}).astype(u64)"
+        value = f"({value}&u64(0xffffffff))" if to else f"M.memory.generic_local({value})"
+    elif space == "generic":
+        raise UnsupportedPTX(i.text)
+    return put(e.value(target, "u", width), value)
+
+
+@handles("mapa")
+def map_address(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.need("shared::cluster")
+    if mods.need("u32", "u64") == "u64":
+        raise UnsupportedPTX(i.text)
+    target, address, rank = (e.value(x) for x in i.operands)
+    return put(target, f"M.memory.map_rank({address},{rank})")
+
+
+@handles("getctarank")
+def rank_of(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.need("shared::cluster")
+    mods.ignore("u32")
+    return put(e.value(i.operands[0]), f"{e.value(i.operands[1])}>>u32(24)")
+
+
+# -- fences
+@handles("fence", "membar")
+def fence(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    if mods.left and mods.left[0] == "proxy":
+        kind = mods.left[1]
+        if kind not in ("async", "async::generic", "tensormap::generic", "alias"):
+            raise UnsupportedPTX(i.text)
+        mods.left.clear()
+        return ["M.race.proxy_fence(m)"] if kind != "alias" else []
+    init = mods.flag("mbarrier_init")
+    mods.ignore(*SCOPES, "gl", "acq_rel", "sc", "acquire", "release", "sync_restrict::shared::cta",
+                "sync_restrict::shared::cluster")  # fmt: skip
+    return ["M.race.init_fence(m)" if init else "M.race.memory_fence(m)"]
+
+
+# -- barriers
+@handles("bar", "barrier")
+def barrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.ignore("cta", "aligned", "all", "b32", "release", "acquire")
+    if mods.take("cluster"):
+        relaxed = mods.flag("relaxed")
+        if mods.need("arrive", "wait") == "arrive":
+            return [f"M.sync.cluster_arrive({e.site},m,{relaxed})"]
+        return [f"return ('wait',m,M.sync.cluster_wait({e.site},m))"]
+    if mods.take("warp"):
+        mods.need("sync")
+        return [f"W.check_members(m,{e.value(i.operands[0])},M.count,'bar.warp.sync',{e.site})"]
+    action = mods.need("sync", "arrive", "red")
+    if action == "red":
+        raise UnsupportedPTX(i.text)
+    count = e.value(i.operands[1]) if len(i.operands) > 1 else "M.rounded_block"
+    number = e.value(i.operands[0])
+    if action == "arrive":
+        return [f"M.sync.named_arrive({e.site},m,{number},{count})"]
+    return [f"return ('bar',m,{number},{count})"]
+
+
+@handles("mbarrier")
+def mbarrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    action = mods.left.pop(0)
+    mods.ignore("b64", "shared", "shared::cta", "shared::cluster", *SCOPES)
+    relaxed = mods.flag("relaxed")
+    mods.ignore("release", "acquire")
+    operands = list(i.operands)
+    if action in ("try_wait", "test_wait"):
+        test = wait_test(e, i, mods)
+        if action == "try_wait":
+            return [f"return ('try',m,{test},{e.raw(operands[0])})"]
+        return put(e.raw(operands[0]), test)
+    if action == "init":
+        address, offset = e.address(operands[0])
+        return [f"M.sync.init({e.site},m,{address},{offset},{e.value(operands[1])})"]
+    if action == "inval":
+        address, offset = e.address(operands[0])
+        return [f"M.sync.invalidate({e.site},m,{address},{offset})"]
+    if action in ("expect_tx", "complete_tx"):
+        address, offset = e.address(operands[0])
+        sign = "" if action == "expect_tx" else "-"
+        value = e.value(operands[1], "s")
+        return [f"M.sync.arrive({e.site},m,{address},{offset},0,{sign}np.asarray({value}),True,None)"]
+    if action != "arrive":
+        raise UnsupportedPTX(i.text)
+    expect = mods.flag("expect_tx")
+    if mods.flag("noComplete"):
+        raise UnsupportedPTX(i.text)
+    state = "None"
+    if not isinstance(operands[0], Address):
+        state = e.raw(operands.pop(0))
+    address, offset = e.address(operands[0])
+    argument = e.value(operands[1]) if len(operands) > 1 else "1"
+    count, bytes_ = ("1", argument) if expect else (argument, "0")
+    return [f"M.sync.arrive({e.site},m,{address},{offset},{count},{bytes_},{relaxed},{state})"]
+
+
+def wait_test(e: Emitter, i: Instruction, mods: Modifiers) -> str:
+    parity = mods.flag("parity")
+    address, offset = e.address(i.operands[1])
+    state = e.value(i.operands[2], "u", 32 if parity else 64)
+    return f"M.sync.test({e.site},m,{address},{offset},{state},{parity})"
+
+
+@handles("wait_loop")
+def wait_loop(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    mods.ignore("mbarrier", "try_wait", "test_wait", "b64", "shared", "shared::cta", "acquire", "relaxed", *SCOPES)
+    return [f"return ('wait',m,{wait_test(e, i, mods)})"]

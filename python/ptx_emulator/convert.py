@@ -1,0 +1,129 @@
+"""cvt: every pair of types, one function. Returns the raw bits of the destination, to be copied under the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator import numerics as N
+from ptx_emulator.alu import SIGNED, UINT, lanes_of
+from ptx_emulator.errors import UnsupportedPTX
+from ptx_emulator.numerics import Array, f32, u32, u64
+
+_ROUND_TO_INTEGER = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+_PAIR_OF = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2", "e2m3x2": "e2m3", "e3m2x2": "e3m2",
+            "e2m1x2": "e2m1", "ue8m0x2": "ue8m0"}  # fmt: skip
+
+
+def _integer(raw: Array, kind: str) -> Array:
+    value = np.asarray(raw).astype(UINT[int(kind[1:])])
+    return value.view(SIGNED[value.dtype.itemsize]) if kind[0] == "s" else value
+
+
+def _float_source(raw: Array, kind: str) -> Array:
+    if kind == "f32":
+        return np.asarray(raw).view(f32)
+    if kind == "f64":
+        return np.asarray(raw).view(np.float64)
+    if kind == "bf16":
+        return N.bf16_to_f32(raw)
+    return N.f16_to_f32(raw)
+
+
+def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) -> Array:
+    """float32 -> the bits of one element."""
+    value = np.ascontiguousarray(value, dtype=f32)
+    if relu:
+        value = np.where(np.isnan(value) | (value > 0), value, f32(0))
+    if kind == "bf16":
+        if saturate:
+            value = np.where(np.isnan(value), value, np.clip(value, -3.3895314e38, 3.3895314e38)).astype(f32)
+        return N.f32_to_bf16(value, rounding)
+    if kind == "f16":
+        if saturate:
+            value = np.where(np.isnan(value), value, np.clip(value, -65504, 65504)).astype(f32)
+        return N.f32_to_f16(value, rounding)
+    if kind == "tf32":
+        return N.f32_to_tf32(value, rounding)
+    if kind == "ue8m0":
+        return N.f32_to_ue8m0(value, rounding)
+    if rounding != "rn" or not saturate:
+        raise UnsupportedPTX(f"cvt to {kind} without .rn.satfinite")
+    return N.f32_to_small(value, kind)
+
+
+def _to_integer(value: Array, kind: str, rounding: str) -> Array:
+    """Out of range clamps, NaN gives 0 (s32 and narrower)."""
+    rounded = _ROUND_TO_INTEGER[rounding](np.asarray(value, np.float64))
+    bits = int(kind[1:])
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    clamped = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=float(high), neginf=float(low)), low, high)
+    if bits == 64:
+        top = clamped >= float(high)
+        wide = np.where(top, 0.0, clamped).astype(np.int64 if kind[0] == "s" else u64).view(u64)
+        return np.where(top, u64(high), wide)
+    return clamped.astype(np.int64).view(u64)
+
+
+def _integer_to_integer(source: Array, to: str, saturate: bool) -> Array:
+    bits = int(to[1:])
+    if saturate:
+        low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
+        kind = np.iinfo(source.dtype)
+        source = np.clip(source, max(low, int(kind.min)), min(high, int(kind.max)))
+    return source.astype(np.int64).view(u64) if source.dtype.kind == "i" else source.astype(u64)
+
+
+def convert(
+    to: str, source_kind: str, rounding: str, flags: Sequence[str], count: int, bits: int, sources: list[Any]
+) -> Array:
+    """`bits`: width of the destination register, to which a signed integer result is extended."""
+    relu, saturate, satfinite, ftz = (x in flags for x in ("relu", "sat", "satfinite", "ftz"))
+    raw = [lanes_of(x, count) for x in sources]
+    if to in _PAIR_OF and source_kind == "f32":
+        kind = _PAIR_OF[to]
+        # The first source goes to the upper half; four-bit pairs share one byte.
+        high, lo = (_narrow(_float_source(x, "f32"), kind, rounding, relu, satfinite) for x in raw)
+        return (high << u32({"f16": 16, "bf16": 16, "e2m1": 4}.get(kind, 8))) | lo
+    if source_kind in _PAIR_OF and to in ("f16x2", "bf16x2"):
+        kind, value = _PAIR_OF[source_kind], raw[0].astype(u32)
+        step, element_mask = (4, 15) if kind == "e2m1" else (8, 255)
+        if kind in ("f16", "bf16"):
+            raise UnsupportedPTX(f"cvt.{to}.{source_kind}")
+        pair = [N.TABLES[kind][(value >> u32(step * i)) & u32(element_mask)] for i in (0, 1)]
+        narrow = [_narrow(x, _PAIR_OF[to], "rn", relu, False) for x in pair]
+        return (narrow[1] << u32(16)) | narrow[0]
+    if to in _PAIR_OF and source_kind == "f16x2":
+        kind = _PAIR_OF[to]
+        pair = [N.f16_to_f32(raw[0] >> u32(16 * i)) for i in (0, 1)]
+        low, high = (_narrow(x, kind, rounding, relu, satfinite) for x in pair)
+        return (high << u32(8)) | low
+    floats = ("f16", "bf16", "f32", "f64")
+    if to in (*floats, "tf32") and source_kind in floats:
+        value = _float_source(raw[0], source_kind)
+        if rounding in _ROUND_TO_INTEGER:
+            value = _ROUND_TO_INTEGER[rounding](value)
+        if ftz:
+            value = N.flush(value)
+        if saturate:
+            value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
+        if to == "f64":
+            return value.astype(np.float64).view(u64)
+        if to == "f32":
+            return np.ascontiguousarray(value, f32).view(u32)
+        return _narrow(value, to, rounding if rounding in ("rn", "rz", "rna") else "rn", relu, satfinite)
+    if source_kind in floats:
+        return _to_integer(_float_source(raw[0], source_kind), to, rounding)
+    source = _integer(raw[0], source_kind)
+    if to in floats:
+        if to == "f64":
+            return source.astype(np.float64).view(u64)
+        return source.astype(f32).view(u32) if to == "f32" else _narrow(source.astype(f32), to, rounding, relu, False)
+    result = _integer_to_integer(source, to, saturate)
+    width = int(to[1:])
+    if width < bits:
+        narrow = result.astype(UINT[width])
+        result = narrow.view(SIGNED[width // 8]).astype(np.int64).view(u64) if to[0] == "s" else narrow.astype(u64)
+    return result

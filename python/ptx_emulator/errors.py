@@ -1,0 +1,63 @@
+"""What the emulator raises. Every fault of a kernel is a `Fault` that names the PTX line, the block and the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class EmulatorError(RuntimeError):
+    """Base class of everything raised here."""
+
+
+class UnsupportedPTX(EmulatorError, NotImplementedError):  # noqa: N818
+    """An opcode, modifier, descriptor bit or tensor-map bit that the emulator does not know."""
+
+
+class Fault(EmulatorError):  # noqa: N818
+    """The kernel did something that PTX forbids.
+
+    `lanes` are indices into the machine's lane axis; the machine adds the place (`where`) before the fault leaves it.
+    """
+
+    def __init__(self, message: str, lanes: Iterable[Any] = (), site: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.lanes = [int(x) for x in lanes]
+        self.site = site
+        self.where = ""
+
+    def __str__(self) -> str:
+        return self.message + (f"\n{self.where}" if self.where else "")
+
+
+class OutOfBounds(Fault):
+    """An address that belongs to no allocation."""
+
+
+class Misaligned(Fault):
+    """An address that is not a multiple of the access size."""
+
+
+class UninitializedRead(Fault):
+    """A read of shared or tensor memory that nobody wrote."""
+
+
+class Deadlock(Fault):
+    """No thread can go on. The message lists every waiting group and every barrier."""
+
+
+class BarrierError(Fault):
+    """Over-arrival, use before init, arrival counts that disagree."""
+
+
+class CollectiveError(Fault):
+    """A warp- or warpgroup-wide instruction executed by a part of it."""
+
+
+class TensorMemoryError(Fault):
+    """A tensor memory access outside the allocation or the warp's lanes, or an allocation that was leaked."""
+
+
+class RaceError(Fault):
+    """Two conflicting accesses that no chain of synchronisation orders."""

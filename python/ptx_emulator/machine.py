@@ -1,0 +1,470 @@
+"""One wave of blocks: every register is an array with one lane per thread of every block, blocks of code run on masks.
+
+Schedulers: `lowest-pc` runs the lowest block of code that has lanes ready, which brings diverged lanes together again;
+`random` picks a warp (a warpgroup, where wgmma is used) at random; `lazy` is lowest-pc with asynchronous work done as
+late as the kernel's own waits allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator import alu
+from ptx_emulator.asynchronous import AsyncCopies, Queues
+from ptx_emulator.codegen import Program, load
+from ptx_emulator.codegen.emitter import RESERVED_SHARED
+from ptx_emulator.errors import Deadlock, EmulatorError, Fault
+from ptx_emulator.memory import Memory
+from ptx_emulator.mma import WarpMatrices
+from ptx_emulator.numerics import Array, u32, u64
+from ptx_emulator.ptx.parser import TYPE_BITS
+from ptx_emulator.race import NoRaces, Races, Shadow
+from ptx_emulator.report import Launch
+from ptx_emulator.sync import Sync, wait_name
+from ptx_emulator.tcgen05 import TensorMemory
+from ptx_emulator.tma import TMA
+
+Dim3 = tuple[int, int, int]
+SCHEDULERS = ("lowest-pc", "random", "lazy")
+WAVE = 256  # blocks resident at a time
+IDLE_LIMIT = 200_000  # steps without any effect that another thread could see
+
+
+class Machine:
+    def __init__(
+        self,
+        program: Program,
+        grid: Dim3,
+        block: Dim3,
+        cluster: Dim3,
+        shared_bytes: int,
+        parameters: Any,
+        report: Launch,
+        ranges: set[tuple[int, int]],
+        races: bool,
+        scheduler: str,
+        seed: int,
+        first: int,
+        blocks: int,
+    ) -> None:
+        self.program, self.report = program, report
+        self.grid, self.blocks, self.first = grid, blocks, first
+        self.block_threads = block[0] * block[1] * block[2]
+        self.rounded_block = -(-self.block_threads // 32) * 32
+        # Lanes of one block, so that warps (and warpgroups, where wgmma is used) are aligned slices of the lane axis.
+        unit = 128 if program.uses_warpgroups else 32
+        self.lane_stride = -(-self.block_threads // unit) * unit
+        self.count = blocks * self.lane_stride
+        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        self.all_lanes = np.arange(self.count)
+        self.block_of = self.all_lanes // self.lane_stride
+        self.thread = self.all_lanes % self.lane_stride
+        self._special_registers(grid, block, cluster)
+        self._registers()
+        kernel = program.kernel
+        alignment = max([16, *kernel.dynamic_shared.values()])
+        dynamic = RESERVED_SHARED + -(-kernel.shared_bytes // alignment) * alignment
+        self.shared_end = dynamic + shared_bytes
+        rank = self.block_of % self.cluster_size
+        self.shared_window = (rank << 24).astype(u32)
+        self.dynamic_shared = self.shared_window + u32(dynamic)
+        self.cluster_base = (self.block_of - rank).astype(np.int64) << 24
+        self.parameters = bytes(parameters)
+        self.parameter_base = ctypes.addressof(parameters)
+        ranges = ranges | {(self.parameter_base, self.parameter_base + len(self.parameters))}
+        self.running = np.full(blocks, self.block_threads)
+        self.event = 0
+        self.scheduler, self.random = scheduler, random.Random(seed)
+        self.queues = Queues(scheduler == "lazy", seed)
+        self.race: Any = Races(self) if races else NoRaces()
+        self.memory = Memory(self, ranges)
+        self.sync = Sync(self)
+        self.async_copies = AsyncCopies(self)
+        self.tma = TMA(self)
+        self.mma = WarpMatrices(self)
+        self.tensor = TensorMemory(self)
+        self.groups: dict[int, Array] = {0: self.thread < self.block_threads}
+        self.blocked: dict[int, tuple[int, Array]] = {}
+        self.executed = np.zeros(len(program.blocks), np.int64)
+
+    def _special_registers(self, grid: Dim3, block: Dim3, cluster: Dim3) -> None:
+        size = self.cluster_size
+        number = self.block_of + self.first
+        rank, cluster_number = number % size, number // size
+        clusters = [g // c for g, c in zip(grid, cluster, strict=True)]
+
+        def split(value: Array, shape: Sequence[int]) -> list[Array]:
+            return [value % shape[0], value // shape[0] % shape[1], value // (shape[0] * shape[1])]
+
+        where, inside, thread = split(cluster_number, clusters), split(rank, cluster), split(self.thread, block)
+        values: dict[str, Any] = {
+            "cluster_ctarank": rank,
+            "cluster_nctarank": size,
+            "laneid": self.thread % 32,
+            "warpid": self.thread // 32,
+            "nwarpid": self.rounded_block // 32,
+            "smid": self.block_of,
+            "nsmid": grid[0] * grid[1] * grid[2],
+            "clock": 0,
+            "clock_hi": 0,
+            "globaltimer_lo": 0,
+            "gridid": 0,
+            "dynamic_smem_size": 0,
+            "total_smem_size": 0,
+        }
+        for index, axis in enumerate("xyz"):
+            values |= {
+                f"tid.{axis}": thread[index], f"ntid.{axis}": block[index], f"nctaid.{axis}": grid[index],
+                f"ctaid.{axis}": where[index] * cluster[index] + inside[index], f"cluster_ctaid.{axis}": inside[index],
+                f"cluster_nctaid.{axis}": cluster[index], f"clusterid.{axis}": where[index],
+                f"nclusterid.{axis}": clusters[index],
+            }  # fmt: skip
+        lane = (self.thread % 32).astype(u64)
+        below, own = (u64(1) << lane) - u64(1), u64(1) << lane
+        values |= {
+            "lanemask_lt": below,
+            "lanemask_eq": own,
+            "lanemask_le": below | own,
+            "lanemask_gt": ~(below | own) & u64(0xFFFFFFFF),
+            "lanemask_ge": ~below & u64(0xFFFFFFFF),
+        }
+        self.special: dict[str, Array] = {
+            name: np.ascontiguousarray(np.broadcast_to(v, self.count)).astype(u32) for name, v in values.items()
+        }
+        for name in ("clock64", "globaltimer"):
+            self.special[name] = np.zeros(self.count, u64)
+
+    def _registers(self) -> None:
+        self.r: list[Array] = []
+        self.s: list[Array] = []
+        self.f: list[Array] = []
+        for kind in self.program.types:
+            bits = TYPE_BITS[kind]
+            if bits == 1:
+                views = [np.zeros(self.count, bool)] * 3
+            elif bits == 128:
+                views = [np.zeros((self.count, 4), u32)] * 3
+            else:
+                base = np.zeros(self.count, alu.UINT[bits])
+                floats = {8: np.int8, 16: np.float16, 32: np.float32, 64: np.float64}[bits]
+                views = [base, base.view(alu.SIGNED[bits // 8]), base.view(floats)]
+            for registers, view in zip((self.r, self.s, self.f), views, strict=True):
+                registers.append(view)
+
+    # -- used by the generated code
+    def lanes(self, m: Any) -> Array:
+        return self.all_lanes if m is True else np.flatnonzero(m)
+
+    def parameter_address(self, offset: int) -> Any:
+        return u64(self.parameter_base + offset)
+
+    def load_parameter(self, m: Any, target: Array, offset: int, size: int, signed: bool) -> None:
+        value = np.frombuffer(self.parameters, alu.UINT[size * 8], 1, offset)[0]
+        if signed:
+            value = value.view(alu.SIGNED[size]).astype(alu.SIGNED[target.dtype.itemsize]).view(target.dtype)
+        alu.put(m, target, value)
+
+    def trap(self, site: int, m: Any) -> None:
+        raise Fault("trap", self.lanes(m), site)
+
+    # -- names for messages
+    def block_name(self, block: int) -> str:
+        lane = block * self.lane_stride
+        x, y, z = (int(self.special[f"ctaid.{a}"][lane]) for a in "xyz")
+        return f"block ({x}, {y}, {z})"
+
+    def warp_name(self, warp: int) -> str:
+        lane = warp * 32
+        return f"warp {lane % self.lane_stride // 32} of {self.block_name(lane // self.lane_stride)}"
+
+    def shared_name(self, place: int) -> str:
+        return f"+{place & 0xFFFFFF:#x} of {self.block_name(place >> 24)}"
+
+    def place(self, shadow: Shadow, granule: int) -> str:
+        memory = self.memory
+        if shadow is memory.shared_shadow:
+            block, offset = divmod(granule, memory.shadow_stride)
+            return f"shared memory +{offset * memory.granule:#x} of {self.block_name(block)}"
+        if shadow is self.tensor.shadow:
+            block, rest = divmod(granule, 128 * 512)
+            return f"tensor memory lane {rest // 512} column {rest % 512} of {self.block_name(block)}"
+        number = next(n for n, s in memory.global_shadows.items() if s is shadow)
+        return f"global memory {int(memory.first[number]):#x} + {granule * memory.granule:#x}"
+
+    def describe_site(self, site: int) -> str:
+        instruction = self.program.kernel.instructions[site]
+        text = f"PTX line {instruction.line} ({instruction.text})"
+        if instruction.source:
+            text += f", {instruction.source[0]}:{instruction.source[1]}"
+        return text
+
+    def describe_lanes(self, lanes: Sequence[int]) -> str:
+        if not len(lanes):
+            return ""
+        block = int(self.block_of[lanes[0]])
+        threads = [int(self.thread[x]) for x in lanes if self.block_of[x] == block]
+        shown = ", ".join(map(str, threads[:8])) + (", ..." if len(threads) > 8 else "")
+        others = len({int(self.block_of[x]) for x in lanes}) - 1
+        return f"; {self.block_name(block)}, threads {shown}" + (f", and {others} more blocks" if others else "")
+
+    # -- scheduling
+    def schedule(self, block: int, mask: Array) -> None:
+        if block >= len(self.program.blocks):
+            self.leave(mask)
+            return
+        known = self.groups.get(block)
+        self.groups[block] = mask if known is None else known | mask
+
+    def leave(self, mask: Array) -> None:
+        lanes = np.flatnonzero(mask)
+        self.async_copies.check_exit(lanes)
+        np.add.at(self.sync.exited, self.sync.cluster_of[lanes], 1)
+        np.add.at(self.running, self.block_of[lanes], -1)
+        self.sync.check_clusters()
+        self.event += 1
+
+    def ready(self, block: int) -> Array | None:
+        mask = self.groups[block]
+        event, held = self.blocked.get(block, (-1, mask))
+        if event != self.event:
+            return mask
+        left = mask & ~held
+        return left if left.any() else None
+
+    def pick_lowest(self) -> tuple[int, Array] | None:
+        worn: tuple[int, int, Array] | None = None
+        for block in sorted(self.groups):
+            mask = self.ready(block)
+            if mask is None:
+                continue
+            spins = self.spins.get(block, 0)
+            if spins < 64:
+                return block, mask
+            if worn is None or spins < worn[0]:
+                worn = spins, block, mask
+        return None if worn is None else worn[1:]
+
+    def pick_random(self) -> tuple[int, Array] | None:
+        unit = 128 if self.program.uses_warpgroups else 32
+        units = self.count // unit
+        lowest = np.full(units, -1)
+        for block in sorted(self.groups, reverse=True):
+            mask = self.ready(block)
+            if mask is not None:
+                lowest[mask.reshape(units, unit).any(1)] = block
+        candidates = np.flatnonzero(lowest >= 0)
+        if not len(candidates):
+            return None
+        block = int(lowest[self.random.choice(candidates.tolist())])
+        chosen = lowest == block
+        if chosen.sum() > 1:
+            keep = np.array([self.random.random() < 0.5 for _ in range(units)])
+            chosen = chosen & keep if (chosen & keep).any() else chosen
+        ready = self.ready(block)
+        assert ready is not None
+        return block, ready & np.repeat(chosen, unit)
+
+    def run(self) -> None:
+        """Runs until every thread has left."""
+        pick = self.pick_random if self.scheduler == "random" else self.pick_lowest
+        self.spins: dict[int, int] = {}
+        self.polls: dict[int, Array] = {}
+        idle, last, released = 0, -1, 0
+        block = 0
+        try:
+            with np.errstate(all="ignore"):
+                while self.groups:
+                    if self.event != last:
+                        last, idle, released = self.event, 0, 0
+                        self.spins.clear()
+                        self.polls.clear()
+                    choice = pick()
+                    if choice is None and self.queues.run_one():
+                        self.event += 1
+                        continue
+                    if choice is None and self.polls and released < 200:
+                        released += 1
+                        self.release_polls()
+                        continue
+                    idle += 1
+                    if choice is None or idle > IDLE_LIMIT:
+                        raise Deadlock(self.deadlock("no thread can go on" if choice is None else "no progress"))
+                    block, mask = choice
+                    self.step(block, mask)
+                if self.sync.named:
+                    raise Deadlock(self.deadlock("a named barrier never fills"))
+                self.queues.drain()
+                self.async_copies.drain()
+                self.mma.finish()
+                self.tensor.finish()
+        except Fault as fault:
+            self.locate(fault, block)
+            raise
+        finally:
+            self.count_instructions()
+
+    def step(self, block: int, mask: Array) -> None:
+        rest = self.groups[block] & ~mask
+        if rest.any():
+            self.groups[block] = rest
+        else:
+            del self.groups[block]
+        self.spins[block] = self.spins.get(block, 0) + 1
+        self.executed[block] += int(mask.reshape(-1, 32).any(1).sum())
+        m: Any = True if mask.all() else mask
+        result = self.program.functions[block](self, m, self.r, self.s, self.f)
+        following = block + 1
+        if result is None:
+            self.schedule(following, mask)
+            return
+        what = result[0]
+        if what == "go":
+            _, target, taken = result
+            if taken is not None:
+                stay = mask & ~taken
+                if stay.any():
+                    self.schedule(following, stay)
+                mask = mask & taken
+                if not mask.any():
+                    return
+            self.leave(mask) if target < 0 else self.schedule(target, mask)
+            return
+        inner = mask if result[1] is True else result[1] & mask
+        outside = mask & ~inner
+        if outside.any():
+            self.schedule(following, outside)
+        if what == "bar":
+            first = self.program.blocks[block].first
+            self.report.waits["bar.sync"] += 1
+            self.sync.named_wait(first, inner, result[2], result[3], following)
+        elif what == "wait":
+            ready = result[2] & inner
+            self.hold(block, inner, ready)
+            if ready.any():
+                self.schedule(following, ready)
+        elif what == "try":
+            self.poll(block, inner, result[2] & inner, result[3])
+        else:
+            self.event += 1
+            self.schedule(following, inner)
+
+    def hold(self, block: int, mask: Array, ready: Array) -> None:
+        waiting = mask & ~ready
+        if not waiting.any():
+            return
+        self.report.waits[wait_name(self.program.kernel.instructions[self.program.blocks[block].first])] += 1
+        self.schedule(block, waiting)
+        event, held = self.blocked.get(block, (-1, waiting))
+        self.blocked[block] = (self.event, held | waiting if event == self.event else waiting)
+
+    def poll(self, block: int, mask: Array, ready: Array, predicate: Array) -> None:
+        """A bare try_wait: it may come back with false, so it holds its lanes only while there is other work."""
+        predicate[ready] = True
+        if ready.any():
+            self.schedule(block + 1, ready)
+        waiting = mask & ~ready
+        if not waiting.any():
+            return
+        if self.scheduler == "lazy" or (self.scheduler == "random" and self.random.random() < 0.5):
+            predicate[waiting] = False
+            self.schedule(block + 1, waiting)
+            return
+        self.hold(block, mask, ready)
+        self.polls[block] = predicate
+
+    def release_polls(self) -> None:
+        for block, predicate in self.polls.items():
+            mask = self.groups.pop(block, None)
+            if mask is not None:
+                predicate[mask] = False
+                self.schedule(block + 1, mask)
+            self.blocked.pop(block, None)
+        self.polls.clear()
+
+    # -- reports
+    def count_instructions(self) -> None:
+        code = self.program.kernel.instructions
+        for number, block in enumerate(self.program.blocks):
+            if self.executed[number]:
+                for instruction in code[block.first : block.last]:
+                    if instruction.opcode != "nop":
+                        name = "mbarrier.try_wait" if instruction.opcode == "wait_loop" else instruction.text
+                        self.report.instructions[name] += int(self.executed[number])
+
+    def deadlock(self, why: str) -> str:
+        lines = [f"deadlock: {why}"]
+        for block, mask in sorted(self.groups.items()):
+            lanes = np.flatnonzero(mask)
+            site = self.program.blocks[block].first
+            lines.append(f"  {len(lanes)} threads at {self.describe_site(site)}{self.describe_lanes(lanes.tolist())}")
+        for barrier in self.sync.named.values():
+            for block, mask in barrier.waiting:
+                lanes = np.flatnonzero(mask)
+                site = self.program.blocks[block].first - 1
+                lines.append(
+                    f"  {len(lanes)} threads in {self.describe_site(site)}{self.describe_lanes(lanes.tolist())}"
+                )
+        return "\n".join(lines + self.sync.describe())
+
+    def locate(self, fault: Fault, block: int) -> None:
+        if fault.where or isinstance(fault, Deadlock):
+            return
+        site = fault.site
+        if site is None:
+            trace, line = fault.__traceback__, 0
+            while trace is not None:
+                if trace.tb_frame.f_code.co_filename == self.program.filename:
+                    line = trace.tb_lineno
+                trace = trace.tb_next
+            site = self.program.site_at(line) if line else self.program.blocks[block].first
+        fault.site = site
+        instruction = self.program.kernel.instructions[site]
+        text = self.program.kernel.ptx_lines[instruction.line - 1].strip()
+        fault.where = f"  at {self.describe_site(site)}{self.describe_lanes(fault.lanes)}\n  {text}"
+
+
+def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, Any]:
+    """(the parameters, 64-byte aligned; the object that keeps them alive)."""
+    kernel = program.kernel
+    size = max(kernel.parameter_bytes, 1)
+    raw = (ctypes.c_uint8 * (size + 127))()
+    view = (ctypes.c_uint8 * size).from_buffer(raw, -ctypes.addressof(raw) % 128)
+    if len(values) != len(kernel.parameters):
+        raise EmulatorError(f"{kernel.name} takes {len(kernel.parameters)} parameters, got {len(values)}")
+    for parameter, value in zip(kernel.parameters.values(), values, strict=True):
+        if len(value) != parameter.size:
+            raise EmulatorError(f"parameter {parameter.index} has {parameter.size} bytes, got {len(value)}")
+        ctypes.memmove(ctypes.addressof(view) + parameter.offset, value, parameter.size)
+    return view, raw
+
+
+def execute(
+    text: str, entry: str, grid: Dim3, block: Dim3, cluster: Dim3, shared_bytes: int, values: Sequence[bytes], *,
+    ranges: set[tuple[int, int]], races: bool, scheduler: str, seed: int,
+) -> Launch:  # fmt: skip
+    """Runs one launch, in waves of whole clusters."""
+    program = load(text, entry)
+    if scheduler not in SCHEDULERS:
+        raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {scheduler!r}")
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise EmulatorError(f"grid {grid} is not a multiple of the cluster {cluster}")
+    report = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared_bytes)
+    report.warnings = program.warnings()
+    parameters, keep = parameter_buffer(program, values)
+    size = cluster[0] * cluster[1] * cluster[2]
+    total, wave = grid[0] * grid[1] * grid[2], max(size, WAVE // size * size)
+    start = time.perf_counter()
+    try:
+        for first in range(0, total, wave):
+            Machine(program, grid, block, cluster, shared_bytes, parameters, report, ranges, races, scheduler, seed,
+                    first, min(wave, total - first)).run()  # fmt: skip
+    finally:
+        report.seconds = time.perf_counter() - start
+        del keep
+    return report

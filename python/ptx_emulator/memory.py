@@ -1,0 +1,369 @@
+"""Global, shared and local memory. Global addresses are the process's own; shared ones carry the block in bits 24 up.
+
+A shared address that the kernel sees is `rank in cluster << 24 | offset`; adding the first block of the cluster gives
+the physical index into one array for the whole grid, so that mapa and
+CUTLASS's masks of peer addresses work by arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator import numerics as N
+from ptx_emulator.alu import SIGNED, UINT, lanes_of
+from ptx_emulator.errors import Fault, Misaligned, OutOfBounds, UnsupportedPTX
+from ptx_emulator.numerics import Array, f32, u8, u16, u32, u64
+from ptx_emulator.race import ATOMIC, Shadow
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+SHARED_STRIDE = 1 << 24
+SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
+_FIRST_ADDRESS = 4096
+
+
+def bytes_at(address: int, size: int) -> Array:
+    """A view of the process's memory."""
+    buffer: Any = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(buffer, u8)
+
+
+_PROCESS = bytes_at(_FIRST_ADDRESS, (1 << 47) - _FIRST_ADDRESS)
+_GLOBAL: dict[int, Array] = {n: _PROCESS.view(dtype) for n, dtype in N.UNSIGNED.items()}
+
+
+def torch_storages() -> set[tuple[int, int]]:
+    """[first, last) of the storage of every live CPU tensor, if PyTorch is loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return set()
+    found = set()
+    kinds, new = {torch.Tensor}, [torch.Tensor]
+    while new:
+        new = [k for kind in new for k in kind.__subclasses__()]
+        kinds.update(new)
+    for item in [x for x in gc.get_objects() if type(x) in kinds]:
+        if item.device.type == "cpu" and item.layout is torch.strided:
+            try:
+                storage = item.untyped_storage()
+                first, size = storage.data_ptr(), storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # a fake or functional tensor has no storage, or no memory
+                continue
+            if size:
+                found.add((first, first + size))
+    return found
+
+
+POINTER_TABLE_BYTES = 1 << 20
+
+
+def reachable(ranges: set[tuple[int, int]], values: Sequence[bytes]) -> set[tuple[int, int]]:
+    """The ranges that the kernel's parameters point into, directly or through tables of pointers.
+
+    Tensors that the kernel was not given stay out of bounds, although the process could reach them. Memory up to 1 MiB
+    is searched for further pointers, as a conservative garbage collector does.
+    """
+    ordered = sorted(ranges)
+    first, last = (np.array([r[i] for r in ordered], np.int64) for i in (0, 1))
+    found: set[int] = set()
+    pending = [np.frombuffer(v[: len(v) // 8 * 8], np.int64) for v in values]
+    while pending and ordered:
+        words = pending.pop()
+        index = np.searchsorted(first, words, side="right") - 1
+        inside = (index >= 0) & (words < last[np.maximum(index, 0)])
+        for number in np.unique(index[inside]).tolist():
+            low, high = ordered[number]
+            if number not in found:
+                found.add(number)
+                if high - low <= POINTER_TABLE_BYTES and low % 8 == 0:
+                    pending.append(bytes_at(low, (high - low) // 8 * 8).view(np.int64))
+    return {ordered[number] for number in found}
+
+
+class Memory:
+    def __init__(self, machine: Machine, ranges: set[tuple[int, int]]) -> None:
+        self.machine = machine
+        self.report = machine.report
+        self.granule = machine.program.granule
+        self.set_ranges(ranges)
+        blocks, self.shared_end = machine.blocks, machine.shared_end
+        self.shared = np.zeros(blocks * SHARED_STRIDE, u8)
+        self.chunks = self.shared.view(np.complex128)  # 16 bytes each
+        self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
+        for block in range(blocks):  # NaN in every format: a read of what nobody wrote shows
+            self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
+        self.local_bytes = -(-machine.program.kernel.local_bytes // 16) * 16
+        self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)
+        self.local_views: dict[int, Array] = {n: self.local.view(dtype) for n, dtype in N.UNSIGNED.items()}
+        self.shared_shadow = Shadow("shared memory", 0, True)
+        self.global_shadows: dict[int, Shadow] = {}
+        self.shadow_stride = -(-self.shared_end // self.granule)
+        if machine.race.on:
+            self.shared_shadow = Shadow("shared memory", blocks * self.shadow_stride, True)
+
+    # -- address spaces
+    def generic_shared(self, address: Array) -> Array:
+        return np.asarray(address).astype(u64) | u64(SHARED_WINDOW)
+
+    def generic_local(self, address: Array) -> Array:
+        return np.asarray(address).astype(u64) | u64(LOCAL_WINDOW)
+
+    def map_rank(self, address: Array, rank: Array) -> Array:
+        return (np.asarray(address) & u32(0xFFFFFF)) | (np.asarray(rank) << u32(24))
+
+    def set_ranges(self, ranges: set[tuple[int, int]]) -> None:
+        first: list[int] = []
+        last: list[int] = []
+        for low, high in sorted(ranges):
+            if first and low < last[-1]:
+                last[-1] = max(last[-1], high)
+            else:
+                first.append(low)
+                last.append(high)
+        self.first, self.last = np.array(first, np.int64), np.array(last, np.int64)
+
+    def check_global(self, address: Array, size: int, lanes: Array, site: int, what: str = "global access") -> Array:
+        """Index of the range that holds each access."""
+        found = np.searchsorted(self.first, address, side="right") - 1
+        bad = (found < 0) | (address + size > self.last[np.maximum(found, 0)]) if len(self.first) else address >= 0
+        if bad.any():
+            one = int(np.flatnonzero(bad)[0])
+            place = int(address[one])
+            near = [f"{int(a):#x}..{int(b):#x}" for a, b in zip(self.first, self.last, strict=True)
+                    if min(abs(int(a) - place), abs(int(b) - place)) < 1 << 24][:3]  # fmt: skip
+            raise OutOfBounds(
+                f"{what} out of bounds: {size} bytes at {place:#x}, {int(bad.sum())} of {len(address)}; "
+                f"allocations nearby: {', '.join(near) or 'none'}",
+                lanes[bad] if len(lanes) == len(bad) else lanes,
+                site,
+            )
+        return found
+
+    def physical(self, lanes: Array, base: Any, offset: int, size: int, site: int) -> Array:
+        """Physical shared addresses of `lanes`, checked."""
+        base = np.asarray(base)
+        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + offset
+        if base.dtype == u64:  # a generic address: drop the window bit
+            address &= 0xFFFFFFFF
+        place, rank = address & 0xFFFFFF, address >> 24
+        bad = (place + size > self.shared_end) | (rank < 0) | (rank >= self.machine.cluster_size)
+        if bad.any():
+            one = int(np.flatnonzero(bad)[0])
+            raise OutOfBounds(
+                f"shared access out of bounds: {size} bytes at +{int(place[one]):#x} of rank {int(rank[one])}; the "
+                f"block "
+                f"has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks",
+                lanes[bad],
+                site,
+            )
+        physical = self.machine.cluster_base[lanes] + address
+        gone = self.machine.running[physical >> 24] == 0
+        if gone.any():
+            one = int(np.flatnonzero(gone)[0])
+            raise Fault(
+                f"access to shared memory of {self.machine.block_name(int(physical[one]) >> 24)}, which has ended",
+                lanes[gone],
+                site,
+            )
+        return physical
+
+    def resolve(
+        self, m: Any, space: str, base: Any, offset: int, size: int, site: int
+    ) -> list[tuple[str, Array, Array]]:
+        """(space, lanes, physical addresses); generic addresses may fall into several spaces."""
+        machine = self.machine
+        lanes = machine.lanes(m)
+        if not len(lanes):
+            return []
+        if space == "shared":
+            return [(space, lanes, self.physical(lanes, base, offset, size, site))]
+        base = np.asarray(base)
+        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + offset
+        if space == "local":
+            return [(space, lanes, self._local(lanes, address, size, site))]
+        if space == "global":
+            self.check_global(address, size, lanes, site)
+            return [(space, lanes, address)]
+        parts = []
+        for name, window in (("shared", SHARED_WINDOW), ("local", LOCAL_WINDOW), ("global", 0)):
+            high = address & (SHARED_WINDOW | LOCAL_WINDOW)
+            chosen = high == window
+            if not chosen.any():
+                continue
+            some, place = lanes[chosen], address[chosen] & 0xFFFFFFFF
+            if name == "shared":
+                full = np.zeros(machine.count, np.int64)
+                full[some] = place
+                parts.append((name, some, self.physical(some, full, 0, size, site)))
+            elif name == "local":
+                parts.append((name, some, self._local(some, place, size, site)))
+            else:
+                self.check_global(address[chosen], size, some, site)
+                parts.append((name, some, address[chosen]))
+        return parts
+
+    def _local(self, lanes: Array, address: Array, size: int, site: int) -> Array:
+        bad = (address < 0) | (address + size > self.local_bytes)
+        if bad.any():
+            raise OutOfBounds(f"local access out of bounds, +{int(address[bad][0]):#x}", lanes[bad], site)
+        return lanes * self.local_bytes + address
+
+    def array(self, space: str, size: int) -> tuple[Array, int]:
+        if space == "global":
+            return _GLOBAL[size], _FIRST_ADDRESS
+        return (self.views if space == "shared" else self.local_views)[size], 0
+
+    def _aligned(self, address: Array, size: int, lanes: Array, space: str, site: int) -> None:
+        if (address & (size - 1)).any():
+            bad = (address & (size - 1)) != 0
+            raise Misaligned(f"{space} address {int(address[bad][0]):#x} is not a multiple of {size}", lanes[bad], site)
+
+    # -- loads and stores
+    def load(
+        self, site: int, m: Any, space: str, base: Any, offset: int, size: int, targets: list[Any], signed: bool,
+        order: str,
+    ) -> None:  # fmt: skip
+        total = size * len(targets)
+        for where, lanes, address in self.resolve(m, space, base, offset, total, site):
+            self._aligned(address, total, lanes, where, site)
+            self._account(site, where, "load", lanes, address, total)
+            if self.machine.race.on and where != "local":
+                self.touch(site, where, lanes, address, total, False, order)
+            memory, first = self.array(where, min(size, 8))
+            index = (address - first) // min(size, 8)
+            for number, target in enumerate(targets):
+                if target is None:
+                    continue
+                if size == 16:
+                    pair = target.view(u64)
+                    pair[lanes, 0], pair[lanes, 1] = memory[index + 2 * number], memory[index + 2 * number + 1]
+                    continue
+                value = memory[index + number]
+                if signed:
+                    value = value.view(SIGNED[size]).astype(SIGNED[target.dtype.itemsize]).view(target.dtype)
+                target[lanes] = value
+
+    def store(
+        self, site: int, m: Any, space: str, base: Any, offset: int, size: int, values: list[Any], order: str
+    ) -> None:
+        total = size * len(values)
+        for where, lanes, address in self.resolve(m, space, base, offset, total, site):
+            self._aligned(address, total, lanes, where, site)
+            self._account(site, where, "store", lanes, address, total)
+            if self.machine.race.on and where != "local":
+                self.touch(site, where, lanes, address, total, True, order)
+            memory, first = self.array(where, min(size, 8))
+            index = (address - first) // min(size, 8)
+            for number, value in enumerate(values):
+                value = np.asarray(value)
+                if size == 16:
+                    pair = value.view(u64)
+                    memory[index + 2 * number], memory[index + 2 * number + 1] = pair[lanes, 0], pair[lanes, 1]
+                else:
+                    memory[index + number] = (value[lanes] if value.ndim else value).astype(UINT[size * 8])
+        self.machine.event += 1
+
+    def atomic(
+        self, site: int, m: Any, space: str, op: str, kind: str, target: Any, base: Any, offset: int,
+        values: list[Any], order: str,
+    ) -> None:  # fmt: skip
+        size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
+        if size == 16:
+            raise UnsupportedPTX(f"atom.{op}.{kind}")
+        for where, lanes, address in self.resolve(m, space, base, offset, size, site):
+            self._aligned(address, size, lanes, where, site)
+            self._account(site, where, "atomic", lanes, address, size)
+            if self.machine.race.on:
+                self.touch(site, where, lanes, address, size, True, order or "relaxed")
+            memory, first = self.array(where, size)
+            index = (address - first) // size
+            sources = [lanes_of(v, self.machine.count)[lanes].astype(UINT[size * 8]) for v in values]
+            if target is None and len(sources) == 1 and kind[0] in "us" and op in ("add", "min", "max"):
+                dtype = SIGNED[size] if kind[0] == "s" else UINT[size * 8]
+                ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
+                if where != "global":
+                    ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
+                    continue
+            self._one_by_one(op, kind, memory, index, sources, target, lanes)
+        self.machine.event += 1
+
+    @staticmethod
+    def _one_by_one(
+        op: str, kind: str, memory: Array, index: Array, sources: list[Array], target: Any, lanes: Array
+    ) -> None:
+        for number, lane in enumerate(lanes):
+            old = memory[index[number] : index[number] + 1].copy()
+            memory[index[number]] = combine(op, kind, old, *(s[number : number + 1] for s in sources))[0]
+            if target is not None:
+                target[lane] = old[0]
+
+    # -- bookkeeping
+    def _account(self, site: int, space: str, what: str, lanes: Array, address: Array, size: int) -> None:
+        self.report.count_bytes(f"{space} {what}", len(lanes) * size)
+        if space == "shared" and self.machine.race.on and what != "atomic":
+            self.report.count_conflicts(site, lanes, address, size)
+
+    def shared_granules(self, address: Array, size: int) -> Array:
+        """(n, granules) of shared accesses of `size` bytes."""
+        start = (address >> 24) * self.shadow_stride + (address & 0xFFFFFF) // self.granule
+        return start[:, None] + np.arange(max(1, size // self.granule))
+
+    def global_granules(self, address: Array, size: int, found: Array) -> tuple[Shadow, Array]:
+        number = int(found[0])
+        shadow = self.global_shadows.get(number)
+        if shadow is None:
+            length = int(self.last[number] - self.first[number])
+            shadow = Shadow(f"global memory {number}", -(-length // self.granule) + 1, False)
+            self.global_shadows[number] = shadow
+        start = (address - self.first[number]) // self.granule
+        return shadow, start[:, None] + np.arange(max(1, size // self.granule))
+
+    def touch(self, site: int, space: str, lanes: Array, address: Array, size: int, write: bool, order: str) -> None:
+        race = self.machine.race
+        warps = lanes >> 5
+        flags = ATOMIC if order else 0
+        if order:
+            race.strong(warps, address, order)
+        if space == "shared":
+            race.by_lanes(site, self.shared_shadow, self.shared_granules(address, size), warps, write, flags)
+            return
+        found = np.searchsorted(self.first, address, side="right") - 1
+        for number in np.unique(found):
+            chosen = found == number
+            shadow, index = self.global_granules(address[chosen], size, found[chosen])
+            race.by_lanes(site, shadow, index, warps[chosen], write, flags)
+
+
+def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
+    """One atomic or reduction step on arrays of raw values."""
+    new = sources[0]
+    if op == "exch":
+        return new
+    if op == "cas":
+        return np.where(old == new, sources[1], old)
+    if op in ("and", "or", "xor"):
+        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](old, new)
+    if op == "inc":
+        return np.where(old >= new, 0, old + old.dtype.type(1)).astype(old.dtype)
+    if op == "dec":
+        return np.where((old == 0) | (old > new), new, old - old.dtype.type(1)).astype(old.dtype)
+    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
+        widen, narrow = (N.bf16_to_f32, N.f32_to_bf16) if kind[0] == "b" else (N.f16_to_f32, N.f32_to_f16)
+        shape = old.shape
+        a, b = (widen(np.ascontiguousarray(x).view(u16)) for x in (old, new))
+        c = {"add": np.add, "min": np.fmin, "max": np.fmax}[op](a, b)
+        return narrow(c).astype(u16).view(old.dtype).reshape(shape)
+    dtype: Any = {"f32": f32, "f64": np.float64}.get(kind)
+    if dtype is None:
+        dtype = SIGNED[old.dtype.itemsize] if kind[0] == "s" else old.dtype
+    a, b = np.ascontiguousarray(old).view(dtype), np.ascontiguousarray(new).view(dtype)
+    if op not in ("add", "min", "max"):
+        raise Fault(f"atomic operation .{op}")
+    return {"add": np.add, "min": np.minimum, "max": np.maximum}[op](a, b).view(old.dtype)

@@ -1,0 +1,283 @@
+"""Happens-before detection with vector clocks.
+
+A component of a clock is a warp, or something that completes asynchronously: a phase of an mbarrier, a commit group,
+the tcgen05 queue of a thread. Every byte (in granules of
+1 to 4) remembers the component and epoch of its last write and of
+its last reads; an access is ordered after another if its clock has reached that epoch. Clocks have two planes: plane 0
+is plain happens-before; plane 1 holds what has also passed a proxy fence, which an access of the async proxy needs to
+see a write of the generic proxy.
+
+Lanes of one warp are taken as ordered by program order: a missing `bar.warp.sync` is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ptx_emulator.errors import BarrierError, RaceError, UninitializedRead
+from ptx_emulator.numerics import Array
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+READ_SLOTS = 4
+ASYNC, ATOMIC = 1, 2
+
+
+class Shadow:
+    """Last write and last reads of a range of memory. Keys are component + 1 in the high word, epoch in the low one."""
+
+    def __init__(self, name: str, granules: int, must_be_written: bool) -> None:
+        self.name, self.must_be_written = name, must_be_written
+        self.write_key = np.zeros(granules, np.int64)
+        self.write_site = np.zeros(granules, np.int32)
+        self.write_flags = np.zeros(granules, np.uint8)
+        self.read_key = np.zeros((granules, READ_SLOTS), np.int64)
+        self.read_site = np.zeros((granules, READ_SLOTS), np.int32)
+
+
+class Issue(NamedTuple):
+    """What an asynchronous operation may rely on, and what its completion hands on.
+
+    Completion comes after everything that was ordered before the issue, except the issuer's own latest accesses: an
+    asynchronous completion releases nothing on the issuer's behalf.
+    """
+
+    clock: Array
+    handed: Array
+
+
+class NoRaces:
+    """Stands in for the detector when it is off."""
+
+    on = False
+
+    def __getattr__(self, name: str) -> Any:
+        return self._nothing
+
+    @staticmethod
+    def _nothing(*_: Any, **__: Any) -> None:
+        return None
+
+
+class Races:
+    on = True
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.warps = machine.count // 32
+        self.capacity = self.warps + 64
+        self.clock = np.zeros((self.warps, 2, self.capacity), np.int32)
+        index = np.arange(self.warps)
+        self.clock[index, 0, index] = 1
+        self.fenced: dict[int, Array] = {}
+        self.pending: dict[int, Array] = {}
+        self.locations: dict[int, Array] = {}
+        self.components: dict[Hashable, int] = {}
+        self.names: list[str] = []
+        self.owner: dict[int, int] = {}
+
+    # -- components and clocks
+    def component(self, key: Hashable, name: str) -> int:
+        number = self.components.get(key)
+        if number is None:
+            number = self.components[key] = self.warps + len(self.components)
+            self.names.append(name)
+            if number >= self.capacity:
+                self.capacity *= 2
+                grown = np.zeros((self.warps, 2, self.capacity), np.int32)
+                grown[:, :, : self.clock.shape[2]] = self.clock
+                self.clock = grown
+        return number
+
+    def name(self, component: int) -> str:
+        if component < self.warps:
+            return self.machine.warp_name(component)
+        return self.names[component - self.warps]
+
+    def empty(self) -> Array:
+        return np.zeros((2, self.capacity), np.int32)
+
+    def fit(self, clock: Array) -> Array:
+        if clock.shape[1] == self.capacity:
+            return clock
+        grown = self.empty()
+        grown[:, : clock.shape[1]] = clock
+        return grown
+
+    def join(self, a: Array | None, b: Array) -> Array:
+        return b.copy() if a is None else np.maximum(self.fit(a), self.fit(b))
+
+    def warps_of(self, m: Any) -> Array:
+        if m is True:
+            return np.arange(self.warps)
+        return np.flatnonzero(m.reshape(-1, 32).any(1))
+
+    def issue(self, warps: Any) -> Issue:
+        """An operation that `warps` issue together: it relies only on what all of them know."""
+        warps = np.atleast_1d(warps)
+        clock = self.clock[warps].min(0)
+        handed = clock.copy()
+        handed[0, warps] = self.clock[warps, 0, warps] - 1
+        if len(warps) == 1:
+            clock = self.clock[warps[0]].copy()
+        return Issue(clock, handed)
+
+    def release(self, warps: Array) -> Array:
+        """What `warps` know, to be handed on; accesses after this are newer than it."""
+        known = self.clock[warps].max(0)
+        self.clock[warps, 0, warps] += 1
+        return known
+
+    def acquire(self, warps: Array, clock: Array | None) -> None:
+        if clock is not None:
+            self.clock[warps] = np.maximum(self.clock[warps], self.fit(clock))
+
+    def learn(self, warps: Array, component: int, epoch: int) -> None:
+        self.clock[warps, 0, component] = np.maximum(self.clock[warps, 0, component], epoch)
+
+    # -- fences
+    def proxy_fence(self, m: Any) -> None:
+        warps = self.warps_of(m)
+        self.clock[warps, 1] = np.maximum(self.clock[warps, 1], self.clock[warps, 0])
+        self.clock[warps, 0, warps] += 1
+
+    def memory_fence(self, m: Any) -> None:
+        for warp in self.warps_of(m):
+            warp = int(warp)
+            if warp in self.pending:
+                self.acquire(np.array([warp]), self.pending.pop(warp))
+            self.fenced[warp] = self.release(np.array([warp]))
+
+    def init_fence(self, m: Any) -> None:
+        self.proxy_fence(m)
+        self.memory_fence(m)
+
+    def strong(self, warps: Array, addresses: Array, order: str) -> None:
+        """Atomics and relaxed or volatile accesses carry clocks from one thread to another through their address."""
+        releasing, acquiring = order in ("release", "acq_rel"), order in ("acquire", "acq_rel")
+        if not (releasing or acquiring or self.fenced or self.locations):
+            return
+        for warp, address in sorted(set(zip(warps.tolist(), addresses.tolist(), strict=True))):
+            seen = self.locations.get(address)
+            if seen is not None:
+                if acquiring:
+                    self.acquire(np.array([warp]), seen)
+                else:
+                    self.pending[warp] = self.join(self.pending.get(warp), seen)
+            given = self.release(np.array([warp])) if releasing else self.fenced.get(warp)
+            if given is not None:
+                self.locations[address] = self.join(seen, given)
+
+    # -- accesses
+    def by_lanes(self, site: int, shadow: Shadow, index: Array, warps: Array, write: bool, flags: int = 0) -> None:
+        """A synchronous access; `index` (n, granules per lane), `warps` (n,)."""
+        flat = index.reshape(-1)
+        who = np.repeat(warps, index.shape[1]) if index.ndim > 1 else warps
+        epochs = self.clock[who, 0, who].astype(np.int64)
+        clock = self.clock
+
+        def known(plane: Any, component: Array) -> Array:
+            return clock[who, plane, component]
+
+        self._access(site, shadow, flat, who, epochs, known, write, flags)
+
+    def by_agent(
+        self, site: int, shadow: Shadow, index: Array, issue: Issue, component: int, epoch: int, write: bool,
+        flags: int = ASYNC,
+    ) -> None:  # fmt: skip
+        """An asynchronous access by `component`."""
+        flat = index.reshape(-1)
+        clock = self.fit(issue.clock)
+        who = np.int64(component)
+
+        def known(plane: Any, other: Array) -> Array:
+            return clock[plane, other]
+
+        self._access(site, shadow, flat, who, np.int64(epoch), known, write, flags)
+
+    def again(
+        self, site: int, shadow: Shadow, rows: slice, columns: slice, width: int, component: int, epoch: int
+    ) -> bool:
+        """A write by the component that wrote all of a rectangle last, with no read since: nothing can race."""
+        key = shadow.write_key.reshape(-1, width)[rows, columns]
+        if ((key >> 32) != component + 1).any() or shadow.read_key.reshape(-1, width, READ_SLOTS)[rows, columns].any():
+            return False
+        key[...] = (np.int64(1 + component) << 32) | epoch
+        shadow.write_site.reshape(-1, width)[rows, columns] = site
+        return True
+
+    def _access(
+        self, site: int, shadow: Shadow, index: Array, who: Any, epochs: Any, known: Any, write: bool, flags: int
+    ) -> None:
+        last = shadow.write_key[index]
+        if not write and shadow.must_be_written and not last.all():
+            missing = index[np.flatnonzero(last == 0)]
+            raise UninitializedRead(
+                f"read of {len(missing)} places in {shadow.name} that nobody wrote, first at "
+                f"{self.machine.place(shadow, int(missing[0]))}", [], site,
+            )  # fmt: skip
+        component = (last >> 32) - 1
+        earlier = shadow.write_flags[index]
+        plane = ((earlier & ASYNC) == 0).astype(np.int64) if flags & ASYNC else 0
+        bad = (last != 0) & (component != who) & (known(plane, np.maximum(component, 0)) < (last & 0xFFFFFFFF))
+        if flags & ASYNC and component.size:  # own earlier generic writes need the fence as well
+            bad |= (last != 0) & (component == who) & (plane == 1)
+        if flags & ATOMIC:
+            bad &= (earlier & ATOMIC) == 0
+        if bad.any():
+            where = int(np.flatnonzero(bad)[0])
+            self._report(site, shadow, int(index[where]), who, where, "write" if write else "read",
+                         int(last[where]), int(shadow.write_site[index[where]]), "write")  # fmt: skip
+        if write:
+            reads = shadow.read_key[index]
+            if reads.any():
+                reader = (reads >> 32) - 1
+                column = who if np.ndim(who) == 0 else who[:, None]
+                if np.ndim(who) == 0:
+                    seen = known(0, np.maximum(reader, 0))
+                else:
+                    seen = self.clock[who[:, None], 0, np.maximum(reader, 0)]
+                bad2 = (reads != 0) & (reader != column) & (seen < (reads & 0xFFFFFFFF))
+                if bad2.any():
+                    where, slot = (int(x[0]) for x in np.nonzero(bad2))
+                    self._report(site, shadow, int(index[where]), who, where, "write", int(reads[where, slot]),
+                                 int(shadow.read_site[index[where], slot]), "read")  # fmt: skip
+                shadow.read_key[index] = 0
+            shadow.write_key[index] = ((np.int64(1) + who) << 32) | epochs
+            shadow.write_site[index] = site
+            shadow.write_flags[index] = flags
+        elif not flags & ATOMIC:
+            slot = np.broadcast_to(who, index.shape) % READ_SLOTS
+            shadow.read_key[index, slot] = ((np.int64(1) + who) << 32) | epochs
+            shadow.read_site[index, slot] = site
+
+    def _report(
+        self, site: int, shadow: Shadow, granule: int, who: Any, where: int, what: str, key: int, other: int, then: str
+    ) -> None:
+        one = int(who if np.ndim(who) == 0 else who[where])
+        raise RaceError(
+            f"race on {self.machine.place(shadow, granule)}: {what} by {self.name(one)} is not ordered after "
+            f"the {then} by {self.name((key >> 32) - 1)} at {self.machine.describe_site(other)}",
+            [],
+            site,
+        )
+
+    # -- mbarriers: initialisation is a write that every use must be ordered after
+    def check_init(self, site: int, warps: Array, init: tuple[int, int], what: str) -> None:
+        late = self.clock[warps, 0, init[0]] < init[1]
+        if late.any():
+            raise RaceError(
+                f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",
+                [], site,
+            )  # fmt: skip
+
+    def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int], what: str) -> None:
+        if issue.clock[1, init[0]] < init[1]:
+            raise BarrierError(
+                f"{what}: its init by {self.name(init[0])} has not been made visible to the async proxy "
+                "(fence.mbarrier_init and a barrier)", [], site,
+            )  # fmt: skip

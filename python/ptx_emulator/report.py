@@ -1,0 +1,91 @@
+"""What a run did: instructions, bytes per space, bank conflicts, waits. Counts, not times."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator.numerics import Array
+
+
+@dataclass
+class Launch:
+    """One kernel launch. Instructions are counted per warp, as a profiler does."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    seconds: float = 0.0
+    instructions: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    conflicts: dict[int, list[int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def count_bytes(self, what: str, number: int) -> None:
+        self.bytes[what] += number
+
+    def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
+        """Wavefronts beyond the one (or two, four for 8- and 16-byte accesses) that every warp needs."""
+        per_pass = {8: 16, 16: 8}.get(size, 32)
+        if size > 16:
+            return
+        group = (lanes >> 5) * (32 // per_pass) + (lanes & 31) // per_pass
+        words = (address[:, None] + 4 * np.arange(max(1, size // 4))) >> 2
+        key = np.unique((np.repeat(group, words.shape[1]) << np.int64(36)) | words.reshape(-1))
+        # Distinct words of one pass that share a bank are served one after the other.
+        banks = (key >> 36) * 32 + (key & 31)
+        _, counts = np.unique(banks, return_counts=True)
+        passes, first = np.unique(np.unique(banks) // 32, return_index=True)
+        worst = np.maximum.reduceat(counts, first)
+        entry = self.conflicts.setdefault(site, [0, 0])
+        entry[0] += len(passes)
+        entry[1] += int(worst.sum()) - len(passes)
+
+    @property
+    def bank_conflicts(self) -> int:
+        return sum(extra for _, extra in self.conflicts.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kernel": self.kernel, "grid": list(self.grid), "block": list(self.block), "cluster": list(self.cluster),
+            "shared_bytes": self.shared_bytes, "emulation_seconds": round(self.seconds, 4),
+            "instructions": dict(self.instructions.most_common()), "bytes": dict(self.bytes),
+            "operations": dict(self.operations), "waits": dict(self.waits), "bank_conflicts": self.bank_conflicts,
+            "warnings": self.warnings,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}", f"  grid {self.grid}, block {self.block}, cluster {self.cluster}, "
+                 f"{self.shared_bytes} bytes of shared memory; emulated in {self.seconds:.3f} s"]  # fmt: skip
+        top = ", ".join(f"{name} {n}" for name, n in self.instructions.most_common(8))
+        lines.append(f"  {sum(self.instructions.values())} warp instructions: {top}")
+        for title, counter in (("bytes", self.bytes), ("operations", self.operations), ("waits", self.waits)):
+            if counter:
+                lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counter.items())))
+        if self.conflicts:
+            lines.append(f"  bank conflicts: {self.bank_conflicts} extra passes of shared memory")
+        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
+
+
+@dataclass
+class Report:
+    """All launches inside one `emulate` block."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"launches": [launch.as_dict() for launch in self.launches]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join(str(launch) for launch in self.launches)

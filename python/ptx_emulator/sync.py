@@ -1,0 +1,317 @@
+"""mbarriers, named barriers, the cluster barrier, cluster launch control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator.alu import lanes_of
+from ptx_emulator.errors import BarrierError, Fault, Misaligned
+from ptx_emulator.numerics import Array
+from ptx_emulator.ptx.parser import Instruction
+from ptx_emulator.race import Issue
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+TX_LIMIT = (1 << 20) - 1
+
+
+@dataclass
+class MBarrier:
+    count: int
+    pending: int
+    init: tuple[int, int]
+    tx: int = 0
+    phase: int = 0
+    clock: Array | None = None
+    incoming: Array | None = None
+
+
+@dataclass
+class NamedBarrier:
+    expected: int
+    arrived: int = 0
+    waiting: list[tuple[int, Array]] = field(default_factory=list)
+    warps: list[Array] = field(default_factory=list)
+    incoming: Array | None = None
+
+
+class Sync:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.barriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        clusters = machine.blocks // machine.cluster_size
+        self.cluster_of = machine.block_of // machine.cluster_size
+        self.cluster_arrived = np.zeros(clusters, np.int64)
+        self.cluster_phase = np.zeros(clusters, np.int64)
+        self.cluster_joined = np.full(machine.count, -1, np.int64)
+        self.cluster_incoming: dict[int, Array] = {}
+        self.cluster_clock: dict[int, Array] = {}
+        self.exited = np.zeros(clusters, np.int64)
+
+    # -- mbarriers
+    def places(self, site: int, m: Any, address: Any, offset: int) -> tuple[Array, Array]:
+        lanes = self.machine.lanes(m)
+        place = self.machine.memory.physical(lanes, address, offset, 8, site)
+        if (place & 7).any():
+            raise Misaligned("mbarrier address is not a multiple of 8", lanes[(place & 7) != 0], site)
+        return lanes, place
+
+    def get(self, place: int, site: int) -> MBarrier:
+        barrier = self.barriers.get(place)
+        if self.machine.running[place >> 24] == 0:
+            raise Fault(f"mbarrier at {self.machine.shared_name(place)} signalled after its block ended", [], site)
+        if barrier is None:
+            raise BarrierError(f"mbarrier at {self.machine.shared_name(place)} used before mbarrier.init", [], site)
+        return barrier
+
+    def init(self, site: int, m: Any, address: Any, offset: int, count: Any) -> None:
+        lanes, places = self.places(site, m, address, offset)
+        counts = lanes_of(count, self.machine.count)
+        race = self.machine.race
+        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+            number = int(counts[lane])
+            if not 0 < number <= TX_LIMIT:
+                raise BarrierError(f"mbarrier.init with count {number}", [lane], site)
+            warp = lane >> 5
+            epoch = int(race.clock[warp, 0, warp]) if race.on else 0
+            self.barriers[place] = MBarrier(number, number, (warp, epoch))
+        self.machine.event += 1
+
+    def invalidate(self, site: int, m: Any, address: Any, offset: int) -> None:
+        for place in self.places(site, m, address, offset)[1].tolist():
+            self.get(place, site)
+            del self.barriers[place]
+
+    def component(self, place: int) -> int:
+        return self.machine.race.component(("mbarrier", place), f"what completes on {self.machine.shared_name(place)}")
+
+    def _flip(self, place: int, barrier: MBarrier, site: int) -> None:
+        if barrier.pending < 0:
+            raise BarrierError(f"mbarrier at {self.machine.shared_name(place)}: more arrivals than its count", [], site)
+        if barrier.pending or barrier.tx:
+            return
+        barrier.phase += 1
+        barrier.pending = barrier.count
+        race = self.machine.race
+        if race.on:
+            component = self.component(place)
+            incoming = race.join(barrier.incoming, race.empty())
+            incoming[:, component] = barrier.phase
+            barrier.clock, barrier.incoming = race.join(barrier.clock, incoming), None
+        self.machine.event += 1
+
+    def arrive(
+        self, site: int, m: Any, address: Any, offset: int, count: Any, bytes_: Any, relaxed: bool, state: Any
+    ) -> None:
+        lanes, places = self.places(site, m, address, offset)
+        counts, expected = lanes_of(count, self.machine.count), lanes_of(bytes_, self.machine.count)
+        race = self.machine.race
+        if race.on:
+            known: dict[int, Array] = {}
+            for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+                barrier, warp = self.get(place, site), lane >> 5
+                race.check_init(site, np.array([warp]), barrier.init, "arrival on an mbarrier")
+                if not relaxed:
+                    if warp not in known:
+                        known[warp] = race.clock[warp].copy()
+                    barrier.incoming = race.join(barrier.incoming, known[warp])
+            warps = np.array(sorted(known), np.int64)
+            race.clock[warps, 0, warps] += 1
+        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+            barrier = self.get(place, site)
+            if state is not None:
+                state[lane] = barrier.phase
+            barrier.tx += int(expected[lane])
+            barrier.pending -= int(counts[lane])
+            self._flip(place, barrier, site)
+
+    def complete(self, place: int, bytes_: int, site: int, issue: Issue | None) -> None:
+        """`bytes_` of an asynchronous copy arrived."""
+        barrier = self.get(place, site)
+        if issue is not None:
+            self.machine.race.check_init_of_agent(site, issue, barrier.init, "completion on an mbarrier")
+            barrier.incoming = self.machine.race.join(barrier.incoming, issue.handed)
+        barrier.tx -= bytes_
+        self._flip(place, barrier, site)
+
+    def agent_arrive(self, place: int, site: int, known: Array | None, issuer: Issue | None) -> None:
+        """An asynchronous arrival (tcgen05.commit, cp.async.mbarrier.arrive) that hands on `known`."""
+        barrier = self.get(place, site)
+        if known is not None:
+            race = self.machine.race
+            if issuer is not None:
+                race.check_init_of_agent(site, issuer, barrier.init, "tcgen05.commit")
+                known = race.join(known, issuer.handed)
+            barrier.incoming = race.join(barrier.incoming, known)
+        barrier.pending -= 1
+        self._flip(place, barrier, site)
+
+    def next_phase(self, place: int, site: int) -> int:
+        """Epoch under which what completes on the barrier now becomes known."""
+        return self.get(place, site).phase + 1
+
+    def test(self, site: int, m: Any, address: Any, offset: int, state: Any, parity: bool) -> Array:
+        """Which lanes' phase is over."""
+        machine = self.machine
+        ready = np.zeros(machine.count, bool)
+        lanes, places = self.places(site, m, address, offset)
+        if not len(lanes):
+            return ready
+        states = lanes_of(state, machine.count)[lanes].astype(np.int64)
+        keys = places * 2 + (states & 1) if parity else np.arange(len(lanes))
+        for key in np.unique(keys):
+            same = keys == key
+            place = int(places[same][0])
+            barrier = self.get(place, site)
+            over = (barrier.phase & 1) != int(states[same][0] & 1) if parity else barrier.phase > int(states[same][0])
+            warps = np.unique(lanes[same] >> 5) if machine.race.on else None
+            if warps is not None:
+                machine.race.check_init(site, warps, barrier.init, "wait on an mbarrier")
+            if over:
+                ready[lanes[same]] = True
+                if warps is not None:
+                    machine.race.acquire(warps, barrier.clock)
+        return ready
+
+    # -- named barriers
+    def named_keys(self, lanes: Array, number: Any) -> Array:
+        return self.machine.block_of[lanes] * 16 + lanes_of(number, self.machine.count)[lanes].astype(np.int64)
+
+    def named_arrive(self, site: int, m: Any, number: Any, count: Any) -> None:
+        self._named(site, m, number, count, None)
+
+    def named_wait(self, site: int, m: Any, number: Any, count: Any, resume: int) -> None:
+        """Lanes leave the scheduler until the barrier is full, then go on at block `resume`."""
+        self._named(site, m, number, count, resume)
+
+    def _named(self, site: int, m: Any, number: Any, count: Any, resume: int | None) -> None:
+        machine, race = self.machine, self.machine.race
+        lanes = machine.lanes(m)
+        keys, counts = self.named_keys(lanes, number), lanes_of(count, machine.count)
+        for key in np.unique(keys).tolist():
+            some = lanes[keys == key]
+            if not 0 <= key - int(machine.block_of[some[0]]) * 16 < 16:
+                raise BarrierError(f"named barrier {key} is not in 0..15", some, site)
+            expected = int(counts[some[0]])
+            if expected % 32 or expected <= 0:
+                raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site)
+            barrier = self.named.setdefault(key, NamedBarrier(expected))
+            if barrier.expected != expected:
+                raise BarrierError(
+                    f"named barrier {key % 16}: {expected} threads here, {barrier.expected} elsewhere", some, site
+                )
+            # A barrier counts warps: a warp with inactive lanes arrives as a whole.
+            warps = np.unique(some >> 5)
+            barrier.arrived += 32 * len(warps)
+            if race.on:
+                barrier.incoming = race.join(barrier.incoming, race.release(warps))
+            if resume is not None:
+                mask = np.zeros(machine.count, bool)
+                mask[some] = True
+                barrier.waiting.append((resume, mask))
+                barrier.warps.append(warps)
+            if barrier.arrived > barrier.expected:
+                raise BarrierError(
+                    f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site
+                )
+            if barrier.arrived == barrier.expected:
+                for block, mask in barrier.waiting:
+                    machine.schedule(block, mask)
+                if race.on:
+                    for each in barrier.warps:
+                        race.acquire(each, barrier.incoming)
+                del self.named[key]
+                machine.event += 1
+
+    # -- cluster barrier
+    def cluster_arrive(self, site: int, m: Any, relaxed: bool) -> None:
+        machine, race = self.machine, self.machine.race
+        lanes = machine.lanes(m)
+        cluster = self.cluster_of[lanes]
+        again = self.cluster_joined[lanes] == self.cluster_phase[cluster]
+        if again.any():
+            raise BarrierError("barrier.cluster.arrive twice without a wait", lanes[again], site)
+        self.cluster_joined[lanes] = self.cluster_phase[cluster]
+        np.add.at(self.cluster_arrived, cluster, 1)
+        if race.on:
+            for number in np.unique(cluster).tolist():
+                warps = np.unique(lanes[cluster == number] >> 5)
+                if relaxed:  # only what an earlier fence released goes along
+                    for warp in warps.tolist():
+                        if warp in race.fenced:
+                            known = race.join(self.cluster_incoming.get(number), race.fenced[warp])
+                            self.cluster_incoming[number] = known
+                else:
+                    known = race.join(self.cluster_incoming.get(number), race.release(warps))
+                    self.cluster_incoming[number] = known
+        self.check_clusters()
+
+    def check_clusters(self) -> None:
+        """Exited threads count as arrived."""
+        machine = self.machine
+        members = machine.cluster_size * machine.block_threads
+        full = (self.cluster_arrived > 0) & (self.cluster_arrived + self.exited == members)
+        for number in np.flatnonzero(full).tolist():
+            self.cluster_phase[number] += 1
+            self.cluster_arrived[number] = 0
+            if number in self.cluster_incoming:
+                self.cluster_clock[number] = self.cluster_incoming.pop(number)
+            machine.event += 1
+
+    def cluster_wait(self, site: int, m: Any) -> Array:
+        machine, race = self.machine, self.machine.race
+        never = machine.lanes(m)
+        never = never[self.cluster_joined[never] < 0]
+        if len(never):
+            raise BarrierError("barrier.cluster.wait without an arrive", never, site)
+        ready = self.cluster_phase[self.cluster_of] > self.cluster_joined
+        if race.on:
+            done = machine.lanes(ready if m is True else ready & m)
+            for number in np.unique(self.cluster_of[done]).tolist():
+                race.acquire(np.unique(done[self.cluster_of[done] == number] >> 5), self.cluster_clock.get(number))
+        return ready
+
+    # -- cluster launch control: every block of the grid is resident, so nothing is left to cancel
+    def try_cancel(
+        self, site: int, m: Any, target: Any, offset: int, barrier: Any, barrier_offset: int, multicast: bool
+    ) -> None:
+        machine, memory = self.machine, self.machine.memory
+        lanes = machine.lanes(m)
+        places = memory.physical(lanes, target, offset, 16, site)
+        signals = memory.physical(lanes, barrier, barrier_offset, 8, site)
+        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
+            first = int(machine.cluster_base[lane]) >> 24
+            blocks = range(first, first + machine.cluster_size) if multicast else [place >> 24]
+            for block in blocks:
+                here, there = (block << 24 | x & 0xFFFFFF for x in (place, signal))
+                memory.shared[here : here + 16] = 0
+                issue = machine.race.issue(lane >> 5) if machine.race.on else None
+                if issue is not None:
+                    component, epoch = self.component(there), self.next_phase(there, site)
+                    granules = memory.shared_granules(np.array([here]), 16)
+                    machine.race.by_agent(site, memory.shared_shadow, granules, issue, component, epoch, True)
+                self.complete(there, 16, site, issue)
+
+    # -- deadlock reports
+    def describe(self) -> list[str]:
+        lines = []
+        for key, named in sorted(self.named.items()):
+            lines.append(f"  named barrier {key % 16} of {self.machine.block_name(key // 16)}: "
+                         f"{named.arrived} of {named.expected} threads")  # fmt: skip
+        for place, b in sorted(self.barriers.items()):
+            lines.append(f"  mbarrier {self.machine.shared_name(place)}: {b.count - b.pending} of {b.count} arrivals, "
+                         f"{b.tx} bytes outstanding, phase {b.phase & 1} (number {b.phase})")  # fmt: skip
+        lines += [
+            f"  cluster barrier {number}: {int(self.cluster_arrived[number])} threads arrived"
+            for number in np.flatnonzero(self.cluster_arrived).tolist()
+        ]
+        return lines
+
+
+def wait_name(instruction: Instruction) -> str:
+    return "mbarrier" if instruction.opcode == "wait_loop" else instruction.text

@@ -1,0 +1,517 @@
+"""Tensor memory and the fifth-generation tensor core instructions. Nothing here has been compared with silicon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator import matrix
+from ptx_emulator import numerics as N
+from ptx_emulator.alu import lanes_of
+from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedPTX
+from ptx_emulator.numerics import Array, f32, u16, u32
+from ptx_emulator.race import Issue, Shadow
+from ptx_emulator.warp import whole_warps
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+LANES, COLUMNS = 128, 512
+_F8 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
+_K = {"f16": 16, "tf32": 8, "i8": 32, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
+_SCALES = {"block32": lambda k: k // 32, "block16": lambda k: k // 16, "scale_vec::1X": lambda k: 1,
+           "scale_vec::2X": lambda k: 2, "scale_vec::4X": lambda k: 4}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InstructionDescriptor:
+    """The 32-bit instruction descriptor of tcgen05.mma."""
+
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    d: str
+    negate: tuple[bool, bool]
+    k_major: tuple[bool, bool]
+    scale_ids: tuple[int, int]
+    scale_format: str
+    saturate: bool
+
+
+def instruction_descriptor(raw: int, kind: str, scaled: bool) -> InstructionDescriptor:
+    formats = (raw >> 7 & 7, raw >> 10 & 7)
+    known = 7 << 7 | 7 << 10 | 0xF << 13 | 0x3F << 17 | 0x1F << 24
+    if scaled:
+        known |= 3 << 4 | 1 << 23 | 3 << 29
+    else:
+        known |= 3 << 4 | (1 << 3 if kind == "i8" else 0)
+    if raw & ~known:
+        raise UnsupportedPTX(f"tcgen05 instruction descriptor {raw:#010x}: unknown bits {raw & ~known:#x}")
+    if kind == "f16":
+        names = {0: "f16", 1: "bf16"}
+    elif kind == "tf32":
+        names = {2: "tf32"}
+    elif kind == "i8":
+        names = {0: "u8", 1: "s8"}
+    else:
+        names = {5: "e2m1", 1: "e2m1"} if kind in ("mxf4", "mxf4nvf4") else _F8
+    if formats[0] not in names or formats[1] not in names:
+        raise UnsupportedPTX(f"tcgen05.mma kind::{kind} with element formats {formats}")
+    d = "f32" if scaled else {0: "f16", 1: "f32", 2: "s32"}.get(raw >> 4 & 3, "")
+    if not d or (kind == "i8") != (d == "s32"):
+        raise UnsupportedPTX(f"tcgen05.mma kind::{kind} with accumulator format {raw >> 4 & 3}")
+    m, n = (raw >> 24 & 31) << 4, (raw >> 17 & 63) << 3
+    ids = (raw >> 29 & 3, raw >> 4 & 3) if scaled else (0, 0)
+    return InstructionDescriptor(
+        m, n, _K[kind], names[formats[0]], names[formats[1]], d, (bool(raw >> 13 & 1), bool(raw >> 14 & 1)),
+        (not raw >> 15 & 1, not raw >> 16 & 1), ids, "ue8m0" if raw >> 23 & 1 else "ue4m3", bool(raw >> 3 & 1),
+    )  # fmt: skip
+
+
+def fragment(shape: str, count: int, half: int) -> tuple[Array, Array]:
+    """Lane and column of each register (32 threads, count) of tcgen05.ld/st, relative to the address."""
+    t, i = np.arange(32)[:, None], np.arange(count)[None, :]
+    if shape == "32x32b":
+        return t + 0 * i, i + 0 * t
+    if shape == "16x128b":
+        return t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)
+    if shape == "16x256b":
+        return t // 4 + 8 * (i // 2 % 2), 2 * (t % 4) + i % 2 + 8 * (i // 4)
+    if shape == "16x64b":
+        return t // 4 % 8 + 8 * (t % 2) + 0 * i, t // 2 % 2 + 2 * i
+    # 16x32bx2: the upper 16 threads take the columns at the second address
+    return t % 16 + 0 * i, i + half * (t // 16)
+
+
+class TensorMemory:
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        blocks = machine.blocks if machine.program.uses_tensor_memory else 0
+        self.words = np.full((blocks, LANES, COLUMNS), 0xFFFFFFFF, u32)
+        self.allocated = np.zeros((blocks, COLUMNS), np.int64)  # number of the allocation, 0 = free
+        self.allocations = 0
+        self.relinquished = np.zeros(blocks, bool)
+        self.shadow = Shadow("tensor memory", blocks * LANES * COLUMNS if machine.race.on else 0, True)
+        self.sequence: dict[int, int] = {}
+        self.stored: dict[int, int] = {}
+
+    # -- allocation
+    def alloc(self, site: int, m: Any, pair: bool, address: Any, offset: int, columns: Any) -> None:
+        machine = self.machine
+        for warp in whole_warps(m, machine.count, "tcgen05.alloc", site):
+            lane = int(warp[0])
+            block, count = int(machine.block_of[lane]), int(lanes_of(columns, machine.count)[lane])
+            if count < 32 or count > COLUMNS or count & (count - 1):
+                raise TensorMemoryError(f"tcgen05.alloc of {count} columns: a power of two from 32 to 512", warp, site)
+            if self.relinquished[block]:
+                raise TensorMemoryError("tcgen05.alloc after relinquish_alloc_permit", warp, site)
+            free = self.allocated[block] == 0
+            starts = [s for s in range(0, COLUMNS, count) if free[s : s + count].all()]
+            if not starts:
+                raise TensorMemoryError(
+                    f"tcgen05.alloc of {count} columns would wait: {int(free.sum())} of 512 are free", warp, site
+                )
+            self.allocations += 1
+            self.allocated[block, starts[0] : starts[0] + count] = self.allocations
+            place = machine.memory.physical(warp[:1], address, offset, 4, site)
+            machine.memory.views[4][int(place[0]) >> 2] = starts[0]
+            if machine.race.on:
+                granules = machine.memory.shared_granules(place, 4)
+                machine.race.by_lanes(site, machine.memory.shared_shadow, granules, warp[:1] >> 5, True)
+        machine.event += 1
+
+    def dealloc(self, site: int, m: Any, pair: bool, address: Any, columns: Any) -> None:
+        machine = self.machine
+        for warp in whole_warps(m, machine.count, "tcgen05.dealloc", site):
+            lane = int(warp[0])
+            block, start = int(machine.block_of[lane]), int(lanes_of(address, machine.count)[lane]) & 0xFFFF
+            count = int(lanes_of(columns, machine.count)[lane])
+            part = self.allocated[block, start : start + count]
+            number = int(part[0]) if len(part) else 0
+            if not number or (part != number).any() or int((self.allocated[block] == number).sum()) != count:
+                raise TensorMemoryError(
+                    f"tcgen05.dealloc of {count} columns at {start}: no such allocation", warp, site
+                )
+            if machine.race.on:  # a deallocation is a write: whoever used the columns must be done
+                granules = self.granules(block, np.arange(LANES), start + np.arange(count))
+                machine.race.by_lanes(site, self.shadow, granules, np.repeat(warp[:1] >> 5, len(granules)), True)
+                self.shadow.write_key[granules] = 0
+            part[:] = 0
+
+    def relinquish(self, site: int, m: Any) -> None:
+        for warp in whole_warps(m, self.machine.count, "tcgen05.relinquish_alloc_permit", site):
+            self.relinquished[int(self.machine.block_of[warp[0]])] = True
+
+    def finish(self) -> None:
+        if self.allocated.any():
+            block = int(np.flatnonzero(self.allocated.any(1))[0])
+            raise TensorMemoryError(
+                f"{self.machine.block_name(block)} ended with {int((self.allocated[block] > 0).sum())} tensor memory "
+                "columns allocated"
+            )
+
+    def check(self, block: int, column: int, count: int, site: int, what: str) -> None:
+        part = self.allocated[block, column : column + count]
+        if len(part) < count or (part == 0).any():
+            raise TensorMemoryError(
+                f"{what}: columns {column}..{column + count - 1} of {self.machine.block_name(block)} are not all "
+                "allocated",
+                [],
+                site,
+            )
+
+    # -- accesses as the race detector sees them
+    def granules(self, block: int, lanes: Any, columns: Any) -> Array:
+        return ((block * LANES + np.asarray(lanes)[:, None]) * COLUMNS + np.asarray(columns)[None, :]).reshape(-1)
+
+    def touch(self, site: int, lane: int, issue: Issue | None, granules: Array, write: bool) -> None:
+        """Tensor memory is reached by one proxy only, hence flags 0."""
+        if issue is not None:
+            self.machine.race.by_agent(site, self.shadow, granules, issue, self.component(lane),
+                                       self.sequence.get(lane, 0) + 1, write, 0)  # fmt: skip
+
+    def component(self, lane: int) -> int:
+        return self.machine.race.component(("tcgen05", lane), f"tcgen05 of {self.machine.warp_name(lane >> 5)}")
+
+    # -- ld, st
+    def move(
+        self,
+        site: int,
+        m: Any,
+        action: str,
+        shape: str,
+        repeat: int,
+        packed: bool,
+        registers: list[Array],
+        address: Any,
+        offset: int,
+        half: int,
+    ) -> None:
+        machine = self.machine
+        what = f"tcgen05.{action}.{shape}"
+        warps = whole_warps(m, machine.count, what, site)
+        addresses = lanes_of(address, machine.count)[warps].astype(np.int64) + offset
+        if (addresses != addresses[:, :1]).any():
+            raise CollectiveError(f"{what}: lanes of a warp give different addresses", warps[0], site)
+        lane0, column0 = addresses[:, 0] >> 16 & 0x7F, addresses[:, 0] & 0xFFFF
+        quarter = machine.thread[warps[:, 0]] // 32 % 4
+        if (lane0 // 32 != quarter).any():
+            bad = int(np.flatnonzero(lane0 // 32 != quarter)[0])
+            raise TensorMemoryError(
+                f"{what}: warp {int(machine.thread[warps[bad, 0]]) // 32} reaches only lanes "
+                f"{32 * int(quarter[bad])} to "
+                f"{32 * int(quarter[bad]) + 31}, address has lane {int(lane0[bad])}",
+                warps[bad],
+                site,
+            )
+        count = len(registers) * (2 if packed else 1)
+        row, column = fragment(shape, count, half)
+        blocks = machine.block_of[warps[:, 0]]
+        for block, first in zip(blocks.tolist(), column0.tolist(), strict=True):
+            self.check(block, first, int(column.max()) + 1, site, what)
+        index = (blocks[:, None, None], lane0[:, None, None] + row, column0[:, None, None] + column)
+        flat = warps.reshape(-1)
+        machine.report.count_bytes(f"tensor memory {'load' if action == 'ld' else 'store'}", 4 * len(flat) * count)
+        if machine.race.on:
+            granules = ((index[0] * LANES + index[1]) * COLUMNS + index[2]).reshape(len(flat), -1)
+            self._move_shadow(site, granules, flat, action == "st")
+        if action == "ld":
+            values = self.words[index].reshape(len(flat), count)
+            if packed:
+                values = (values[:, 0::2] & u32(0xFFFF)) | (values[:, 1::2] << u32(16))
+            for number, register in enumerate(registers):
+                register[flat] = values[:, number]
+            return
+        values = np.stack([lanes_of(x, machine.count)[flat] for x in registers], 1)
+        if packed:
+            values = np.stack([values & u32(0xFFFF), values >> u32(16)], 2).reshape(len(flat), -1)
+        self.words[index] = values.reshape(index[1].shape)
+        machine.event += 1
+
+    def _move_shadow(self, site: int, granules: Array, lanes: Array, write: bool) -> None:
+        race = self.machine.race
+        if not write:  # the hardware's scoreboard holds back whoever uses the registers
+            race.by_lanes(site, self.shadow, granules, lanes >> 5, False)
+            return
+        for warp in np.unique(lanes >> 5).tolist():
+            mine = granules[lanes >> 5 == warp]
+            component = race.component(("tcgen05.st", warp), f"tcgen05.st of {self.machine.warp_name(warp)}")
+            race.by_agent(site, self.shadow, mine, race.issue(warp), component, self.stored.get(warp, 0) + 1, True, 0)
+
+    def wait(self, site: int, m: Any, what: str) -> None:
+        machine = self.machine
+        warps = whole_warps(m, machine.count, f"tcgen05.{what}", site)[:, 0] >> 5
+        if machine.race.on and what == "wait::st":
+            for warp in warps.tolist():
+                self.stored[warp] = self.stored.get(warp, 0) + 1
+                component = machine.race.component(("tcgen05.st", warp), f"tcgen05.st of {machine.warp_name(warp)}")
+                machine.race.learn(np.array([warp]), component, self.stored[warp])
+
+    # -- queue of one thread: mma, cp and commit run in order
+    def enqueue(self, lane: int, operation: Callable[[], None]) -> None:
+        self.machine.queues.issue(("tcgen05", lane), operation)
+
+    def pair_of(self, block: int, pair: bool, site: int) -> list[int]:
+        if not pair:
+            return [block]
+        if self.machine.cluster_size % 2:
+            raise CollectiveError("cta_group::2 in a cluster of odd size", [], site)
+        return [block & ~1, block | 1]
+
+    def commit(self, site: int, m: Any, pair: bool, address: Any, offset: int, mask: Any) -> None:
+        machine = self.machine
+        lanes, places = machine.sync.places(site, m, address, offset)
+        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+            if mask is None:
+                blocks = [place >> 24]
+            else:
+                bits, first = int(lanes_of(mask, machine.count)[lane]), int(machine.cluster_base[lane]) >> 24
+                blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
+            issue = machine.race.issue(lane >> 5) if machine.race.on else None
+
+            def run(
+                lane: int = lane, place: int = place, blocks: list[int] = blocks, issue: Issue | None = issue
+            ) -> None:
+                known = None
+                if issue is not None:
+                    self.sequence[lane] = self.sequence.get(lane, 0) + 1
+                    component = self.component(lane)
+                    known = machine.race.empty()
+                    known[:, component] = self.sequence[lane]
+                for block in blocks:
+                    machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
+
+            self.enqueue(lane, run)
+
+    # -- cp: shared to tensor memory
+    def copy(
+        self,
+        site: int,
+        m: Any,
+        pair: bool,
+        shape: str,
+        multicast: str,
+        source: str,
+        address: Any,
+        offset: int,
+        desc: Any,
+    ) -> None:
+        rows, bits = (int(x) for x in shape.rstrip("b").split("x"))
+        if source or (rows, multicast) not in ((128, ""), (32, "warpx4"), (64, "warpx2::02_13"), (64, "warpx2::01_23")):
+            raise UnsupportedPTX(f"tcgen05.cp.{shape}.{multicast}{source}")
+        machine = self.machine
+        for lane in machine.lanes(m).tolist():
+            descriptor = matrix.tcgen05_descriptor(int(lanes_of(desc, machine.count)[lane]))
+            place = int(lanes_of(address, machine.count)[lane]) + offset
+            blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
+            issue = machine.race.issue(lane >> 5) if machine.race.on else None
+
+            def run(
+                lane: int = lane,
+                descriptor: Any = descriptor,
+                column: int = place & 0xFFFF,
+                blocks: list[int] = blocks,
+                issue: Issue | None = issue,
+            ) -> None:
+                for block in blocks:
+                    self._copy_block(site, lane, block, descriptor, rows, bits, multicast, column, issue)
+
+            self.enqueue(lane, run)
+
+    def _copy_block(
+        self, site: int, lane: int, block: int, descriptor: Any, rows: int, bits: int, multicast: str, column: int,
+        issue: Issue | None,
+    ) -> None:  # fmt: skip
+        memory, width = self.machine.memory, bits // 32
+        offsets = matrix.chunk_offsets(rows, width // 4, True, descriptor.mode, descriptor.leading, descriptor.stride)
+        chunks = (matrix.swizzle(descriptor.start + offsets, descriptor.mode) + (block << 24)) >> 4
+        self.check(block, column, width, site, "tcgen05.cp")
+        data = np.ascontiguousarray(memory.chunks[chunks]).view(u32)
+        if issue is not None:
+            granules = memory.shared_granules(chunks.reshape(-1) << 4, 16)
+            self.machine.race.by_agent(site, memory.shared_shadow, granules, issue, self.component(lane),
+                                       self.sequence.get(lane, 0) + 1, False)  # fmt: skip
+            self.touch(site, lane, issue, self.granules(block, np.arange(LANES), column + np.arange(width)), True)
+        lanes = {"": [(0, 0)], "warpx4": [(32 * q, 0) for q in range(4)],
+                 "warpx2::02_13": [(0, 0), (32, 32), (64, 0), (96, 32)],
+                 "warpx2::01_23": [(0, 0), (32, 0), (64, 32), (96, 32)]}[multicast]  # fmt: skip
+        step = min(rows, 32) if multicast else rows
+        for to, origin in lanes:
+            self.words[block, to : to + step, column : column + width] = data[origin : origin + step]
+        self.machine.report.count_bytes("shared to tensor memory", data.nbytes)
+
+    def shift(self, site: int, m: Any, pair: bool, address: Any, offset: int) -> None:
+        raise UnsupportedPTX("tcgen05.shift")
+
+    # -- mma
+    def mma(
+        self,
+        site: int,
+        m: Any,
+        pair: bool,
+        kind: str,
+        vector: str,
+        target: Any,
+        offset: int,
+        a: Any,
+        a_tensor: Any,
+        b: Any,
+        idesc: Any,
+        enable: Any,
+        scale_a: Any,
+        scale_b: Any,
+        disable: Any,
+    ) -> None:
+        machine = self.machine
+        count = machine.count
+        if disable is not None and any(np.asarray(x).any() for x in disable):
+            raise UnsupportedPTX("tcgen05.mma with disable-output-lane")
+
+        def one(value: Any, lane: int) -> int:
+            return int(lanes_of(value, count)[lane])
+
+        for lane in machine.lanes(m).tolist():
+            blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
+            if pair and int(machine.block_of[lane]) & 1:
+                raise CollectiveError("tcgen05.mma.cta_group::2 issued by the odd block of the pair", [lane], site)
+            inst = instruction_descriptor(one(idesc, lane), kind, scale_a is not None)
+            scales = None
+            if scale_a is not None:
+                per = _SCALES[vector](inst.k) if vector else {"mxf8f6f4": 1, "mxf4": 2}.get(kind, 0)
+                if not per:
+                    raise UnsupportedPTX("tcgen05.mma.kind::mxf4nvf4 without a scale vector size")
+                scales = (per, one(scale_a[0], lane) + scale_a[1], one(scale_b[0], lane) + scale_b[1])
+            operation = Mma(
+                site, lane, blocks, kind, inst, one(target, lane) + offset,
+                None if a is None else matrix.tcgen05_descriptor(one(a, lane)),
+                None if a_tensor is None else one(a_tensor[0], lane) + a_tensor[1],
+                matrix.tcgen05_descriptor(one(b, lane)), bool(one(enable, lane)), scales,
+                machine.race.issue(lane >> 5) if machine.race.on else None,
+            )  # fmt: skip
+            self.enqueue(lane, lambda operation=operation: self.multiply(operation))
+            machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
+
+    def operand(self, op: Mma, block: int, descriptor: Any, rows: int, kind: str, k_major: bool) -> Array:
+        memory = self.machine.memory
+        packed = op.kind in ("mxf4", "mxf4nvf4")
+        values, used = matrix.read(memory, block, descriptor, rows, op.inst.k, kind, k_major, op.site, packed)
+        self.machine.report.count_bytes("shared matrix operands", 16 * used.size)
+        if op.issue is not None:
+            granules = memory.shared_granules(used.reshape(-1) << 4, 16)
+            self.machine.race.by_agent(op.site, memory.shared_shadow, granules, op.issue, self.component(op.lane),
+                                       self.sequence.get(op.lane, 0) + 1, False)  # fmt: skip
+        return values
+
+    def scale(self, op: Mma, block: int, address: int, rows: int, number: int, per: int) -> Array:
+        """(rows, per) scale factors: row r at lane r % 32 of column base + r // 32, four bytes per word."""
+        column, words = address & 0xFFFF, (rows + 31) // 32
+        column &= 0x1FF
+        if number + per > 4 or (per == 4 and number):
+            raise UnsupportedPTX(f"scale factor id {number} with {per} factors per row")
+        self.check(block, column, words, op.site, "scale factors")
+        used = self.words[block, :32, column : column + words].T.reshape(-1)[:rows]
+        lanes = np.arange(min(rows, 32))
+        self.touch(op.site, op.lane, op.issue, self.granules(block, lanes, column + np.arange(words)), False)
+        bytes_ = np.ascontiguousarray(used).view(np.uint8).reshape(rows, 4)
+        return N.TABLES[op.inst.scale_format][bytes_[:, number : number + per]]
+
+    def tensor_a(self, op: Mma, block: int, rows: int) -> Array:
+        address, inst = op.a_tensor, op.inst
+        assert address is not None
+        if inst.a in ("e2m1", "e2m3", "e3m2"):
+            raise UnsupportedPTX("sub-byte A operand in tensor memory")
+        element = N.ELEMENT_BYTES[inst.a]
+        lane, column, words = address >> 16 & 0x7F, address & 0xFFFF, inst.k * element // 4
+        self.check(block, column, words, op.site, "A operand in tensor memory")
+        self.touch(
+            op.site, op.lane, op.issue, self.granules(block, lane + np.arange(rows), column + np.arange(words)), False
+        )
+        raw = np.ascontiguousarray(self.words[block, lane : lane + rows, column : column + words])
+        return N.to_f32(raw.view(N.UNSIGNED[element]), inst.a)
+
+    def multiply(self, op: Mma) -> None:
+        inst, blocks = op.inst, op.blocks
+        rows, columns = inst.m // len(blocks), inst.n // len(blocks)
+        B = np.concatenate([self.operand(op, block, op.b, columns, inst.b, inst.k_major[1]) for block in blocks])
+        B = -B if inst.negate[1] else B
+        for block in blocks:
+            if op.a is not None:
+                A = self.operand(op, block, op.a, rows, inst.a, inst.k_major[0])
+            else:
+                A = self.tensor_a(op, block, rows)
+            A, right = (-A if inst.negate[0] else A), B
+            if op.scales is not None:
+                per, place_a, place_b = op.scales
+                factors_a = self.scale(op, block, place_a, rows, inst.scale_ids[0], per)
+                factors_b = self.scale(op, block, place_b, inst.n, inst.scale_ids[1], per)
+                A = (A.reshape(rows, per, -1) * factors_a[:, :, None]).reshape(rows, inst.k)
+                right = (B.reshape(inst.n, per, -1) * factors_b[:, :, None]).reshape(inst.n, inst.k)
+            self._accumulate(op, block, A @ right.T)
+        self.machine.event += 1
+
+    def _accumulate(self, op: Mma, block: int, product: Array) -> None:
+        rows, n = product.shape
+        lane, column = op.target >> 16 & 0x7F, op.target & 0xFFFF
+        if rows == 128 and not lane:  # layouts A and D: row = lane
+            parts = [(0, 128, 0, n)]
+            places = [0]
+        elif rows == 64 and len(op.blocks) == 1 and lane in (0, 16):  # F: 16 rows in each quarter
+            parts, places = [(16 * q, 16 * q + 16, 0, n) for q in range(4)], [32 * q + lane for q in range(4)]
+        elif rows == 64 and not lane:  # B: the right half of the columns in lanes 64 and up
+            parts, places = [(0, 64, 0, n // 2), (0, 64, n // 2, n)], [0, 64]
+        else:
+            raise UnsupportedPTX(f"tcgen05.mma with M = {op.inst.m}, lane {lane}")
+        for (top, bottom, left, right), to in zip(parts, places, strict=True):
+            part = product[top:bottom, left:right]
+            height, width = part.shape
+            self.check(block, column, width, op.site, "accumulator")
+            view = self.words[block, to : to + height, column : column + width]
+            if op.issue is not None:
+                self._accumulator_shadow(op, op.issue, block, slice(to, to + height), slice(column, column + width))
+            self._store(view, part, op)
+
+    def _accumulator_shadow(self, op: Mma, issue: Issue, block: int, lanes: slice, columns: slice) -> None:
+        race, epoch = self.machine.race, self.sequence.get(op.lane, 0) + 1
+        rows = slice(block * LANES + lanes.start, block * LANES + lanes.stop)
+        if race.again(op.site, self.shadow, rows, columns, COLUMNS, self.component(op.lane), epoch):
+            return
+        granules = self.granules(block, np.arange(lanes.start, lanes.stop), np.arange(columns.start, columns.stop))
+        if op.add:
+            self.touch(op.site, op.lane, issue, granules, False)
+        self.touch(op.site, op.lane, issue, granules, True)
+
+    @staticmethod
+    def _store(view: Array, part: Array, op: Mma) -> None:
+        if op.inst.d == "f16":  # one half per 32-bit column
+            half = part + (view & u32(0xFFFF)).astype(u16).view(np.float16).astype(f32) if op.add else part
+            view[...] = half.astype(np.float16).view(u16).astype(u32)
+            return
+        if op.inst.d == "s32":
+            total = part.astype(np.int64) + (view.view(np.int32) if op.add else 0)
+            if op.inst.saturate:
+                total = np.clip(total, -(1 << 31), (1 << 31) - 1)
+            view[...] = total.astype(np.int32).view(u32)
+            return
+        target = view.view(f32)
+        target[...] = target + part if op.add else part
+
+
+@dataclass
+class Mma:
+    site: int
+    lane: int
+    blocks: list[int]
+    kind: str
+    inst: InstructionDescriptor
+    target: int
+    a: matrix.Descriptor | None
+    a_tensor: int | None
+    b: matrix.Descriptor
+    add: bool
+    scales: tuple[int, int, int] | None
+    issue: Issue | None

@@ -1,0 +1,81 @@
+"""The 128-byte tensor map (CUtensorMap). Its bits are undocumented; these were recovered from what the CuTe DSL writes.
+
+Little-endian 64-bit words w0..w15; a bit that is not in this table is an error:
+  w0 address
+  w1 4:7 rank - 1, 7:11 element type, 13:15 swizzle, 16 tf32 rounding, 18 always set, 19 swizzle atoms of 32 bytes,
+     21:23 L2 promotion
+  w1 32:64, w2, w3 low: strides of dimensions 1..4 in 16 bytes
+  w4, w5, w6 low: sizes - 1
+  bytes 55..59: box sizes - 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ptx_emulator.errors import UnsupportedPTX
+from ptx_emulator.numerics import Array
+
+# Code: (bytes per element, PTX type used by reductions)
+ELEMENTS = {0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
+            7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16")}  # fmt: skip
+PACKED_FP4 = 11
+_KNOWN_FLAGS = 0x70 | 0x780 | 0x6000 | 1 << 16 | 1 << 18 | 1 << 19 | 3 << 21 | 1 << 1
+FIELD_OF_STRIDE = 12  # byte offset of the stride of dimension 1
+
+# Swizzle modes: XOR of address bits with higher ones.
+NONE, SW32, SW64, SW128, SW128_ATOM32 = 0, 1, 2, 3, 4
+
+
+def swizzle(address: Array, mode: int) -> Array:
+    """Where the byte `address` of an unswizzled tile lies."""
+    if mode == NONE:
+        return address
+    if mode == SW128_ATOM32:
+        return address ^ (((address >> 7) & 3) << 5)
+    return address ^ (((address >> 7) & ((1 << mode) - 1)) << 4)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    address: int
+    element: int
+    kind: str
+    swizzle: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    packed: bool
+
+    @property
+    def box_bytes(self) -> int:
+        return int(np.prod(self.box)) * self.element
+
+
+@lru_cache(maxsize=256)
+def decode(raw: bytes) -> TensorMap:
+    words = np.frombuffer(raw, np.uint64)
+    halves, low = np.frombuffer(raw, np.uint32), int(words[1]) & 0xFFFFFFFF
+    if low & ~_KNOWN_FLAGS:
+        raise UnsupportedPTX(f"tensor map flags {low:#010x}: unknown bits {low & ~_KNOWN_FLAGS:#x}")
+    rank, code, mode = (low >> 4 & 7) + 1, low >> 7 & 15, low >> 13 & 3
+    if code not in ELEMENTS and code != PACKED_FP4:
+        raise UnsupportedPTX(f"tensor map element type {code}")
+    if low >> 19 & 1:
+        if mode != SW128:
+            raise UnsupportedPTX(f"tensor map with 32-byte atoms and swizzle {mode}")
+        mode = SW128_ATOM32
+    packed = code == PACKED_FP4
+    element, kind = (1, "u8") if packed else ELEMENTS[code]
+    dims = [int(x) + 1 for x in halves[8 : 8 + rank]]
+    box = [raw[55 + i] + 1 for i in range(rank)]
+    if packed:  # sizes and boxes count elements of four bits, strides bytes
+        dims[0], box[0] = (dims[0] + 1) // 2, box[0] // 2
+    strides = [element, *(int(x) * 16 for x in halves[3 : 3 + rank - 1])]
+    span = {NONE: 1 << 30, SW32: 32, SW64: 64}.get(mode, 128)
+    if box[0] * element > span or box[0] * element % 16:
+        raise UnsupportedPTX(f"tensor map box row of {box[0] * element} bytes with swizzle mode {mode}")
+    return TensorMap(int(words[0]), element, kind, mode, tuple(dims), tuple(strides), tuple(box), packed)

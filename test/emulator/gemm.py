@@ -1,0 +1,45 @@
+"""Builds operands, runs a GEMM of `emulator.kernels` in the emulator, compares with PyTorch bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+import ptx_emulator
+
+FP8 = {torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2}
+
+
+def dsl_tensor(x: torch.Tensor) -> Any:
+    if x.dtype not in FP8:
+        return from_dlpack(x, assumed_align=16)
+    tensor = from_dlpack(x.view(torch.uint8), assumed_align=16)
+    tensor.element_type = FP8[x.dtype]
+    return tensor
+
+
+def operand(rows: int, k: int, dtype: torch.dtype, k_major: bool = True) -> torch.Tensor:
+    """Small integers: their products and sums are exact in every type."""
+    shape = (rows, k) if k_major else (k, rows)
+    x = torch.randint(-3, 4, shape).to(dtype)
+    return x if k_major else x.t()
+
+
+def run(
+    kernel: Any, arch: str, mnk: tuple[int, int, int], dtype: torch.dtype, out: torch.dtype, majors: str = "kk",
+    **options: Any,
+) -> ptx_emulator.Report:  # fmt: skip
+    m, n, k = mnk
+    torch.manual_seed(0)
+    a, b = operand(m, k, dtype, majors[0] == "k"), operand(n, k, dtype, majors[1] == "k")
+    c = torch.zeros(m, n, dtype=out)
+    arguments = [dsl_tensor(x) for x in (a, b, c)]
+    with ptx_emulator.emulate(arch, **options) as report:
+        cute.compile(kernel, *arguments)(*arguments)
+    expected = (a.double() @ b.double().T).to(out)
+    assert torch.equal(c, expected)
+    return report

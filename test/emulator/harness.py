@@ -1,0 +1,91 @@
+"""PTX microkernels: one instruction per test, one element per thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import ptx_emulator
+
+HEADER = ".version 8.8\n.target sm_100a\n.address_size 64\n"
+WIDTH = {"b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8}
+
+
+def kernel(body: str, parameters: int = 1, shared: str = "", target: str = "sm_100a") -> str:
+    """A module with the entry `k`; parameters p0, p1 ... are 64 bits wide, registers r, rd, f, h, p are declared."""
+    declared = ",\n".join(f"  .param .b64 p{i}" for i in range(parameters))
+    loads = "\n".join(f"  ld.param.b64 %rd{90 + i}, [p{i}];" for i in range(parameters))
+    return f"""{HEADER.replace("sm_100a", target)}
+.visible .entry k(
+{declared}
+)
+{{
+  .reg .pred %p<20>;
+  .reg .b16 %h<20>;
+  .reg .b32 %r<100>;
+  .reg .b32 %f<40>;
+  .reg .b64 %rd<100>;
+  .reg .b128 %q<4>;
+  {shared}
+{loads}
+  mov.u32 %r99, %tid.x;
+{body}
+  ret;
+}}
+"""
+
+
+def elementwise(instruction: str, kind: str, *sources: np.ndarray, out: str = "", target: int = 0) -> np.ndarray:
+    """Runs `instruction` with %d as target and %a, %b, %c as sources of type `kind`, one thread per element."""
+    count = len(sources[0])
+    width, wide = WIDTH[kind], WIDTH[out or kind]
+    prefix = {2: "%h", 4: "%r", 8: "%rd"}
+    lines = []
+    for index in range(len(sources)):
+        lines += [
+            f"mul.wide.u32 %rd80, %r99, {width}; add.s64 %rd80, %rd80, %rd{90 + index};",
+            f"ld.global.b{8 * width} {prefix[width]}{10 + index}, [%rd80];",
+        ]
+    text = instruction.replace("%d", f"{prefix[wide]}1")
+    for index, name in enumerate("abc"):
+        text = text.replace(f"%{name}", f"{prefix[width]}{10 + index}")
+    lines += [
+        text,
+        f"mul.wide.u32 %rd80, %r99, {wide}; add.s64 %rd80, %rd80, %rd{90 + len(sources)};",
+        f"st.global.b{8 * wide} [%rd80], {prefix[wide]}1;",
+    ]
+    result = np.zeros(count, {2: np.uint16, 4: np.uint32, 8: np.uint64}[wide])
+    source = kernel("\n".join(lines), len(sources) + 1)
+    ptx_emulator.run(source, "k", 1, count, [*sources, result], races=True)
+    return result
+
+
+def run(body: str, *arrays: Any, block: int = 32, shared: str = "", **options: Any) -> ptx_emulator.Launch:
+    """Runs `body` with the arrays' addresses in %rd90, %rd91, ..."""
+    grid = options.pop("grid", 1)
+    return ptx_emulator.run(kernel(body, len(arrays), shared), "k", grid, block, arrays, **options)
+
+
+def random_words(count: int, seed: int, bits: int = 32) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    dtype: Any = {16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+    words = generator.integers(0, 1 << bits, count, dtype=dtype)
+    special = [0, 1, (1 << bits) - 1, 1 << (bits - 1), (1 << (bits - 1)) - 1]
+    words[: len(special)] = special
+    return words
+
+
+def signed(value: int, bits: int = 32) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def ints(values: np.ndarray) -> list[int]:
+    return [int(x) for x in values]
+
+
+def words(values: Sequence[int], bits: int = 32) -> np.ndarray:
+    dtype: Any = {16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+    return np.array([v & ((1 << bits) - 1) for v in values], dtype)

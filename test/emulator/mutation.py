@@ -1,0 +1,76 @@
+"""Drops one synchronising instruction of a kernel at a time and asks whether the emulator notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from ptx_emulator import EmulatorError, machine
+from ptx_emulator.codegen import Program
+from ptx_emulator.ptx import Instruction, parse
+from ptx_emulator.ptx.cfg import fuse_wait_loops
+
+
+def synchronises(instruction: Instruction) -> bool:
+    op, text = instruction.opcode, instruction.text
+    if op in ("bar", "barrier", "fence", "membar", "wait_loop"):
+        return True
+    if op == "mbarrier":
+        return instruction.modifiers[0] in ("arrive", "expect_tx", "init")
+    starts = ("cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "cp.async.commit_group", "cp.async.wait",
+              "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "tcgen05.commit", "tcgen05.wait")  # fmt: skip
+    return text.startswith(starts)
+
+
+@dataclass
+class Mutant:
+    line: int
+    text: str
+    outcome: str  # the fault's class, "mismatch", or "survived"
+
+
+@contextmanager
+def without(site: int | None, seen: list[Program]) -> Iterator[None]:
+    """Every kernel loaded inside lacks its instruction `site`."""
+
+    def load(text: str, entry: str) -> Program:
+        kernel = parse(text, entry)
+        fuse_wait_loops(kernel)
+        if site is not None:
+            dropped = kernel.instructions[site]
+            dropped.opcode, dropped.modifiers, dropped.operands, dropped.predicate = "nop", [], [], None
+        seen.append(Program(kernel))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "load", load)
+        yield
+
+
+def mutants(run: Callable[[str, int], bool], attempts: list[tuple[str, int]]) -> list[Mutant]:
+    """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right."""
+    seen: list[Program] = []
+    with without(None, seen):
+        for scheduler, seed in attempts:
+            assert run(scheduler, seed)
+    kernel = seen[0].kernel
+    found = []
+    for site, instruction in enumerate(kernel.instructions):
+        if not synchronises(instruction):
+            continue
+        outcome, changed = "survived", []
+        for scheduler, seed in attempts:
+            with without(site, changed):
+                try:
+                    outcome = outcome if run(scheduler, seed) else "mismatch"
+                except EmulatorError as error:
+                    outcome = type(error).__name__
+            if outcome != "survived":
+                break
+        if outcome == "survived" and len(changed[-1].warnings()) > len(seen[0].warnings()):
+            outcome = "warning"
+        found.append(Mutant(instruction.line, instruction.text, outcome))
+    return found

@@ -1,0 +1,101 @@
+"""The hook into the CuTe DSL: plain and TVM-FFI functions, both architectures in one process, faults at the call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+import ptx_emulator
+
+pytest_plugins = ["ptx_emulator.testing"]
+THREADS = 64
+
+
+@cute.kernel
+def scale_kernel(a: cute.Tensor, b: cute.Tensor, factor: cute.Float32) -> None:
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    index = block * THREADS + thread
+    b[index] = a[index] * factor
+
+
+@cute.jit
+def scale(a: cute.Tensor, b: cute.Tensor, factor: cute.Float32) -> None:
+    scale_kernel(a, b, factor).launch(grid=(a.shape[0] // THREADS, 1, 1), block=(THREADS, 1, 1))
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(128, dtype=torch.float32), torch.zeros(128)
+
+
+def test_plain_function(emulated_arch: str, emulate: Any) -> None:
+    a, b = tensors()
+    arguments = [from_dlpack(a), from_dlpack(b), cute.Float32(3.0)]
+    with emulate(emulated_arch) as report:
+        cute.compile(scale, *arguments)(*arguments)
+    assert torch.equal(b, 3 * a)
+    launch = report.launches[0]
+    assert launch.grid == (2, 1, 1)
+    assert launch.instructions["st.global.b32"] == 4
+    assert launch.bytes["global store"] == 512
+    assert json.loads(report.to_json())["launches"][0]["block"] == [64, 1, 1]
+
+
+def test_tvm_ffi_function_keeps_working_in_later_blocks(emulated_arch: str) -> None:
+    a, b = tensors()
+    with ptx_emulator.emulate(emulated_arch):
+        compiled = cute.compile(scale, from_dlpack(a), from_dlpack(b), cute.Float32(1.0), options="--enable-tvm-ffi")
+    for factor, scheduler in ((2.0, "random"), (5.0, "lazy")):
+        with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=1) as report:
+            compiled(a, b, factor)
+        assert torch.equal(b, factor * a)
+        assert len(report.launches) == 1
+
+
+def test_two_architectures_in_one_process() -> None:
+    a, b = tensors()
+    arguments = [from_dlpack(a), from_dlpack(b), cute.Float32(3.0)]
+    compiled = {}
+    for arch in ("sm_90a", "sm_100a", "sm_90a"):
+        with ptx_emulator.emulate(arch):
+            compiled[arch] = cute.compile(scale, *arguments)
+    with ptx_emulator.emulate("sm_90a"):
+        for function in compiled.values():
+            b.zero_()
+            function(*arguments)
+            assert torch.equal(b, 3 * a)
+
+
+@pytest.mark.parametrize("tvm_ffi", [False, True])
+def test_fault_surfaces_at_the_call_with_its_python_line(tvm_ffi: bool) -> None:
+    a, b = tensors()
+    short = torch.zeros(100)
+    options = "--enable-tvm-ffi" if tvm_ffi else ""
+    wrap: Any = (lambda x: x) if tvm_ffi else (lambda x: from_dlpack(x).mark_layout_dynamic())
+    with ptx_emulator.emulate("sm_90a"):
+        dynamic = [from_dlpack(x).mark_layout_dynamic() for x in (a, b)]
+        compiled = cute.compile(scale, *dynamic, cute.Float32(1.0), options=options)
+        with pytest.raises(ptx_emulator.OutOfBounds, match=r"test_dsl\.py:\d+; block \(1, 0, 0\), threads 36, 37"):
+            compiled(wrap(a), wrap(short), 1.0)
+        compiled(wrap(a), wrap(b), 4.0)
+    assert torch.equal(b, 4 * a)
+
+
+def test_outside_the_block_it_refuses() -> None:
+    a, b = tensors()
+    arguments = [from_dlpack(a), from_dlpack(b), cute.Float32(3.0)]
+    with ptx_emulator.emulate("sm_90a"):
+        compiled = cute.compile(scale, *arguments)
+        with (
+            pytest.raises(ptx_emulator.EmulatorError, match="do not nest"),
+            ptx_emulator.emulate("sm_100a"),
+        ):
+            pass
+        compiled(*arguments)
+    with pytest.raises(ptx_emulator.EmulatorError, match="call it inside"):
+        compiled(*arguments)

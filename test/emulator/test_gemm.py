@@ -1,0 +1,67 @@
+"""CuTe DSL GEMMs for both architectures: TMA, swizzles, multicast, wgmma, tcgen05 with one and two CTAs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from emulator import gemm
+from emulator.kernels.blackwell_gemm import BlackwellGemm
+from emulator.kernels.hopper_gemm import HopperGemm
+
+bf16, f16, f32, e4m3, e5m2, i8 = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn,
+                                  torch.float8_e5m2, torch.int8)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tile", "cluster", "dtype", "majors"),
+    [
+        ((64, 128, 64), 1, bf16, "kk"),
+        ((64, 128, 64), 1, f16, "mm"),
+        ((64, 256, 64), 1, f16, "mk"),
+        ((64, 64, 32), 1, bf16, "kk"),
+        ((64, 128, 64), 2, bf16, "kk"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_hopper(tile: Any, cluster: int, dtype: torch.dtype, majors: str, scheduler: str) -> None:
+    kernel = HopperGemm(tile, cluster, majors)
+    gemm.run(kernel, "sm_90a", (128, 256, 192), dtype, dtype, majors, races=True, scheduler=scheduler, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("mnk", "tile", "pair", "dtype"),
+    [
+        ((256, 256, 192), (128, 128), False, bf16),
+        ((128, 128, 128), (64, 128), False, f16),
+        ((512, 256, 192), (256, 128), True, bf16),
+        ((256, 256, 128), (128, 128), True, bf16),
+        ((128, 128, 256), (128, 128), False, e4m3),
+        ((128, 128, 256), (128, 64), False, e5m2),
+        ((128, 128, 256), (128, 128), False, i8),
+        ((128, 128, 64), (128, 128), False, f32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_blackwell(mnk: Any, tile: Any, pair: bool, dtype: torch.dtype, scheduler: str) -> None:
+    out = torch.int32 if dtype is i8 else f32
+    gemm.run(BlackwellGemm(tile, pair), "sm_100a", mnk, dtype, out, races=True, scheduler=scheduler, seed=7)
+
+
+@pytest.mark.parametrize("mnk", [(100, 200, 168), (8, 16, 8), (130, 264, 72)], ids=str)
+def test_ragged_sizes_are_filled_with_zeros_and_clipped(mnk: Any) -> None:
+    gemm.run(HopperGemm(), "sm_90a", mnk, bf16, bf16, races=True, scheduler="lazy")
+
+
+def test_report_counts_the_work() -> None:
+    report = gemm.run(HopperGemm(), "sm_90a", (128, 256, 128), bf16, bf16, races=True)
+    launch = report.launches[0]
+    assert launch.operations["wgmma multiply-adds"] == 128 * 256 * 128
+    assert launch.bytes["global to shared TMA"] == (128 * 2 + 256 * 2) * 128 * 2
+    assert launch.bytes["shared to global TMA"] == 128 * 256 * 2
+    assert launch.bank_conflicts == 0
+    assert "wgmma" in report.to_json()

@@ -1,0 +1,67 @@
+"""tcgen05.ld and st: which thread holds which lane and column, as CuTe's copy atoms say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ptx_emulator
+from emulator.harness import run
+
+SHARED = ".shared .align 8 .b32 holder;"
+ALLOC = """mov.u32 %r3, holder; setp.lt.u32 %p1, %r99, 32;
+  @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 32; bar.sync 0; ld.shared.b32 %r10, [%r3];
+  shl.b32 %r4, %r99, 16; and.b32 %r4, %r4, 0x600000; add.s32 %r10, %r10, %r4;"""
+FREE = "bar.sync 0; @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 32;"
+# Every thread writes lane * 256 + column into eight columns of its lane.
+FILL = "shl.b32 %r5, %r99, 8;" + "".join(f"add.s32 %r{20 + i}, %r5, {i};" for i in range(8)) + (
+    "tcgen05.st.sync.aligned.32x32b.x8.b32 [%r10], {" + ", ".join(f"%r{20 + i}" for i in range(8)) + "};"
+    "tcgen05.wait::st.sync.aligned; bar.sync 0;"
+)  # fmt: skip
+
+
+def load(shape: str, registers: int, suffix: str = "", filler: str = FILL) -> np.ndarray:
+    out = np.zeros((128, registers), np.uint32)
+    names = ", ".join(f"%r{40 + i}" for i in range(registers))
+    repeat = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
+    code = f"""{ALLOC} {filler} tcgen05.ld.sync.aligned.{shape}.x{registers // repeat}.b32 {{{names}}}, [%r10]{suffix};
+      tcgen05.wait::ld.sync.aligned; mul.wide.u32 %rd1, %r99, {4 * registers}; add.s64 %rd1, %rd1, %rd90;"""
+    code += "".join(f"st.global.b32 [%rd1+{4 * i}], %r{40 + i};" for i in range(registers)) + FREE
+    run(code, out, block=128, shared=SHARED, races=True)
+    return out
+
+
+@pytest.mark.parametrize("shape", ["32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"])
+def test_load_shapes(shape: str) -> None:
+    registers = {"32x32b": 4, "16x64b": 4, "16x128b": 4, "16x256b": 4, "16x32bx2": 2}[shape]
+    got = load(shape, registers, ", 4" if shape == "16x32bx2" else "")
+    for thread in range(128):
+        t, quarter = thread % 32, thread // 32 * 32
+        for i in range(registers):
+            lane, column = {
+                "32x32b": (t, i),
+                "16x64b": (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * i),
+                "16x128b": (t // 4 + 8 * (i % 2), t % 4 + 4 * (i // 2)),
+                "16x256b": (t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2),
+                "16x32bx2": (t % 16, i + 4 * (t // 16)),
+            }[shape]
+            assert got[thread, i] == (quarter + lane) * 256 + column
+
+
+def test_store_needs_its_wait() -> None:
+    with pytest.raises(ptx_emulator.RaceError, match=r"tcgen05\.st"):
+        load("32x32b", 2, filler=FILL.replace("tcgen05.wait::st.sync.aligned;", ""))
+
+
+def test_a_load_used_before_its_wait_is_warned_of() -> None:
+    code = f"{ALLOC} {FILL} tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r40}}, [%r10]; WAIT add.s32 %r41, %r40, 1; {FREE}"
+    wait = code.replace("WAIT", "tcgen05.wait::ld.sync.aligned;")
+    assert run(wait, block=128, shared=SHARED).warnings == []
+    launch = run(code.replace("WAIT", ""), block=128, shared=SHARED)
+    assert [w for w in launch.warnings if "tcgen05.wait::ld" in w]
+
+
+def test_alloc_refuses_what_hardware_would_wait_for() -> None:
+    code = f"{ALLOC} @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], 512;"
+    with pytest.raises(ptx_emulator.TensorMemoryError, match="would wait: 480 of 512 are free"):
+        run(code, block=128, shared=SHARED)

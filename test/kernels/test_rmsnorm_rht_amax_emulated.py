@@ -1,0 +1,115 @@
+"""The kernel itself, run on the CPU for both architectures with race detection, against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.launch import emulation
+from cudnn.launch.kernels import compile_kernel
+from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
+from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
+
+ptx_emulator = pytest.importorskip("ptx_emulator")
+
+ARCHITECTURES = ["sm_90a", "sm_100a"]
+SOURCE = "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax"
+
+
+def problem(m: int, n: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """x, w, and results of NaN."""
+    x = torch.randn(m, n).to(dtype)
+    w = (torch.rand(n) + 0.5).to(dtype)
+    return [x, w, torch.full_like(x, float("nan")), torch.full((m // rows,), float("nan"))]
+
+
+def assert_right(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, amax: torch.Tensor, eps: float = 1e-5) -> None:
+    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)], dtype=torch.float64)
+    y = x.double() / (x.double().square().mean(dim=1, keepdim=True) + eps).sqrt() * w.double()
+    y = (y.reshape(-1, 16) @ (h / 4)).reshape(x.shape)
+    spacing = torch.finfo(x.dtype).eps * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
+    assert bool(((o.double() - y).abs() <= 0.505 * spacing + 2e-6).all())
+    largest = y.abs().reshape(len(amax), -1).amax(dim=1)
+    torch.testing.assert_close(amax.double(), largest, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("m", "n", "rows", "threads", "dtype"),
+    [
+        (64, 512, 8, 64, torch.bfloat16),  # teams share a group
+        (64, 512, 2, 64, torch.float16),  # several groups at once, several teams for each
+        (62, 512, 1, 64, torch.bfloat16),  # a group for each team
+        (48, 512, 3, 64, torch.bfloat16),  # more teams than rows: some rest
+        (96, 256, 32, 32, torch.bfloat16),  # one warp a team; more threads than blocks
+        (64, 768, 16, 96, torch.float16),
+        (16, 7168, 2, 128, torch.bfloat16),  # blocks that threads share unevenly
+        (2, 16384, 2, 1024, torch.bfloat16),
+        (1, 512, 1, 64, torch.bfloat16),
+    ],
+)
+def test_values_without_races(arch: str, m: int, n: int, rows: int, threads: int, dtype: torch.dtype) -> None:
+    x, w, o, amax = problem(m, n, rows, dtype)
+    with cudnn.emulation(arch, races=True) as report:
+        norm = RmsNormRhtAmax(x, w, o, amax, 1e-3, threads, rows)
+        norm(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
+    assert_right(x, w, o, amax, eps=1e-3)
+    (launch,) = report.launches
+    assert launch.bank_conflicts == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("scheduler", "seed"), [("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)])
+def test_whatever_the_order_of_things(arch: str, scheduler: str, seed: int) -> None:
+    x, w, _, _ = problem(64, 512, 4)
+    with cudnn.emulation(arch, races=True, scheduler=scheduler, seed=seed):
+        o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=4)
+    assert_right(x, w, o, amax)
+
+
+def test_by_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CUDNN_EMULATE", "sm_90a")
+    x, w, o, amax = problem(8, 512, 2)
+    o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=2)
+    assert_right(x, w, o, amax)
+    assert not [message for message in caplog.messages if "reference" in message]
+
+
+def test_nothing_is_compiled_for_a_gpu_meanwhile() -> None:
+    """It would call the emulator, also from the disk cache."""
+    x, w, o, amax = problem(8, 1024, 4)
+    norm = RmsNormRhtAmax(x, w, o, amax, num_threads=32, rows_per_cta=4, arch="sm_90a")
+    with cudnn.emulation("sm_90a"), pytest.raises(RuntimeError, match="compilation for a GPU: got a call within cudnn"):
+        norm.compile()
+    norm.compile()
+
+
+def _spoiled(monkeypatch: pytest.MonkeyPatch, method: str, replacement: Any) -> Any:
+    """The kernel compiled with one of its methods replaced, ready to be called on CPU tensors."""
+    from cudnn_kernels.norm import rmsnorm_rht_amax as module
+
+    class Spoiled(module.RmsNormRhtAmax):
+        pass
+
+    setattr(Spoiled, method, replacement)
+    monkeypatch.setattr(module, "Spoiled", Spoiled, raising=False)
+    configuration = RmsNormRhtAmaxConfiguration("bfloat16", 512, threads=64, teams=4, stages=2)
+    return compile_kernel(SOURCE.replace(":RmsNormRhtAmax", ":Spoiled"), configuration, "sm_90a")
+
+
+def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = problem(32, 512, 4)
+    with pytest.raises(ptx_emulator.Fault), emulation("sm_90a", races=True):
+        _spoiled(monkeypatch, "barrier", lambda self, team: None)(*tensors, 1e-5, 0)
+
+
+def test_the_real_kernel_passes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cudnn_kernels.norm.rmsnorm_rht_amax import RmsNormRhtAmax as Kernel
+
+    tensors = problem(32, 512, 4)
+    with emulation("sm_90a", races=True):
+        _spoiled(monkeypatch, "barrier", Kernel.barrier)(*tensors, 1e-5, 0)
+    assert_right(*tensors)
