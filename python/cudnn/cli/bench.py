@@ -12,7 +12,7 @@ from rich.table import Table
 from cudnn import bench
 from cudnn.lazy import torch
 
-_BAR = 24  # characters of a bar of length 1
+_BAR = 6  # characters of a bar of length 1
 
 
 def run(name: str, image: Path | None) -> int:
@@ -37,7 +37,7 @@ def run(name: str, image: Path | None) -> int:
 
 def table(title: str, rows: list[bench.Row]) -> Table:
     """The measurements with bars of their ratios."""
-    table = Table(title=title, box=box.SIMPLE)
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 0))  # 80 columns hold it
     for heading, side in (("problem", "left"), ("", "left"), ("us", "right"), ("", "right"), ("ratio", "right")):
         table.add_column(heading, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
     table.add_column("", no_wrap=True)
