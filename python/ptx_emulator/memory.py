@@ -56,7 +56,7 @@ def torch_storages() -> set[tuple[int, int]]:
                 first, size = storage.data_ptr(), storage.nbytes()
             except (RuntimeError, NotImplementedError):  # a fake or functional tensor has no storage, or no memory
                 continue
-            if size:
+            if type(size) is int and size:  # a symbol while torch.compile traces
                 found.add((first, first + size))
     return found
 
