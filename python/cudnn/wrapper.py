@@ -178,13 +178,7 @@ class Graph:
         self._tensors.update({t: None for node in graph.nodes for t in node.tensors() if t in read})
         self._all_inputs = [tensor for tensor in self._tensors if tensor in read]
         needed = [tensor for tensor in self._all_inputs if tensor not in self._values]
-        written = [
-            tensor
-            for node in graph.nodes
-            if not node.aliases_input
-            for tensor in node.outputs.values()
-            if not tensor.is_virtual
-        ]
+        written = [tensor for node in graph.nodes for tensor in node.outputs.values() if not tensor.is_virtual]
         self._inputs = needed if inputs is None else self._declared("inputs", inputs, self._all_inputs, needed)
         self._outputs = written if outputs is None else self._declared("outputs", outputs, written, written)
 

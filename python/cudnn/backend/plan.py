@@ -25,11 +25,6 @@ _encode_pointer = Struct("Q").pack
 _MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken; no device has it
 
 
-def backend_execute() -> Any:
-    """``cudnnBackendExecute(handle.argument, plan.argument, pack) -> status`` without conversions."""
-    return library.load().execute_unchecked
-
-
 class _Packs:
     """What a plan knows about its variant packs for one handle."""
 

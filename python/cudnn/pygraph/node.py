@@ -41,7 +41,6 @@ class Node:
     tag: ClassVar[str]
     method: ClassVar[str]
     exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
-    aliases_input: ClassVar[bool] = False  # the output is a part of the input's memory and needs none of its own
 
     name: str = ""
     compute_data_type: data_type = NOT_SET

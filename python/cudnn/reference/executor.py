@@ -46,8 +46,7 @@ class ReferenceProgram:
                     assert tensor.uid is not None
                     self._inputs[tensor.uid] = tensor
             for tensor in node.outputs.values():
-                # What an alias of an input holds (a slice) needs no memory of its own, whatever it is called.
-                if not tensor.is_virtual and not node.aliases_input:
+                if not tensor.is_virtual:
                     assert tensor.uid is not None
                     self._outputs[tensor.uid] = tensor
 
