@@ -1,0 +1,110 @@
+"""Operations on values in registers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
+from cudnn_kernels.types import fake
+
+BLOCK = 32  # columns of one role, where gates and other columns take turns
+
+
+class Scale(Operation):
+    """One multiplication for each value."""
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (Float32(0.0),)
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"].values
+        x.store(x.load() * self.parameters[0])
+
+
+class MultiplyColumn(Operation):
+    """A thread loads the factors of its rows before the tile's products."""
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (fake("float32", (sizes.m, 1, sizes.l), 0, align=4),)
+
+    def begin(self, tile: Tile) -> None:
+        (factors,) = self.parameters
+        self.factors = [load_row(factors, self.row(tile, slot), tile.batch) for slot in range(self.plan.layout.slots)]
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"]
+        for slot, factor in enumerate(self.factors):
+            for i in x.rows.order(x.width, slot):
+                x.values[i] = x.values[i] * factor
+
+
+class Swiglu(Operation):
+    """Gate and other lie 32 columns apart, in the same thread."""
+
+    narrowing, count = 2, 0
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, half = values["x"], self.width // 2
+        y = Fragment(self.plan.fragment(Float32, half), half, x.rows)
+        block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
+        for slot in range(x.rows.slots):
+            wide, narrow = x.rows.order(self.width, slot), y.rows.order(half, slot)
+            for position, target in enumerate(narrow):
+                first = position // block * 2 * block + position % block
+                gate, other = (x.values[wide[i]] for i in (first, first + block))
+                if not self.o.gate_first:
+                    gate, other = other, gate
+                y.values[target] = other * silu(gate)
+        values["x"] = y
+
+
+class SquaredRelu(Operation):
+    """max(x, 0)^2"""
+
+    count = 0
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"].values
+        for i in range(cute.size(x)):
+            y = relu(x[i])
+            x[i] = y * y
+
+
+class SquaredReluBackward(Operation):
+    """Both results from one product: relu(x) c."""
+
+    count = 0
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, c = values["x"].values, values[self.o.gradient].values
+        gradient = self.plan.fragment(Float32, self.width)
+        for i in range(cute.size(x)):
+            y = relu(x[i])
+            product = y * c[i]
+            gradient[i] = y * product
+            x[i] = product + product
+        values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
+
+
+def relu(x: Float32) -> Float32:
+    """max(x, 0), NaN for NaN."""
+    return cute.arch.fmax(x, Float32(0.0), nan=True)
+
+
+def silu(x: Float32) -> Float32:
+    """x / (1 + exp(-x)), within 2 ulp of exp's and the reciprocal's approximations."""
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -math.log2(math.e), fastmath=True))
+
+
+@cute.jit
+def load_row(tensor: cute.Tensor, row: Int32, batch: Int32) -> Float32:
+    """An element of a tensor (m, 1, l), 0 beyond the last row."""
+    value = Float32(0.0)
+    if row < tensor.shape[0]:
+        value = tensor[row, 0, batch]
+    return value

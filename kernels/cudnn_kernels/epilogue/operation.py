@@ -1,0 +1,207 @@
+"""How epilogues run: what an operation is, and the epilogue that runs a tuple of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Symbolic sizes: ``n`` columns reach an operation."""
+
+    m: Any
+    n: Any
+    l: Any  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What operations must know of the mainloop.
+
+    A group is the threads that share a barrier. It owns ``rows`` rows of the CTA's tile, which is ``tile_columns``
+    wide; ``width`` columns of the accumulator pass through the epilogue at a time, a part.
+    """
+
+    rows: int
+    width: int
+    tile_columns: int
+    groups: int
+    threads: int  # of a group
+    stages: int  # buffers, for each tile that is staged in shared memory
+    layout: RowLayout
+    tiled_copy: Callable[[Any, int], Any]  # (atom, width): between a fragment of so many columns and shared memory
+    fragment: Callable[[Any, int], Any]  # (type, width): registers
+
+    @property
+    def parts(self) -> int:
+        """Parts of a tile."""
+        return self.tile_columns // self.width
+
+
+@dataclass
+class Tile:
+    """A group's tile, in the kernel. ``row`` counts tiles of the group's rows, ``column`` tiles of the CTA's columns."""
+
+    row: Int32
+    column: Int32
+    batch: Int32  # last index of outputs
+    expert: Int32  # index where every group of rows has an entry
+    count: Int32  # tiles that this group had before
+    thread: Int32  # of the group
+    group: Int32
+    barrier: Callable[[], None]  # waits for the group
+
+
+class Operation:
+    """One declaration of an epilogue at work: takes the named values of a tile, part by part from left to right.
+
+    The methods are called while the kernel is traced. ``width`` columns of a part reach the operation.
+    """
+
+    narrowing = 1  # columns that go in, for each that comes out
+    count = 1  # arguments
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        self.o, self.plan, self.width = declaration, plan, width
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Stand-ins for what the caller passes, ``count`` of them."""
+        return ()
+
+    def prepare(self, *arguments: Any) -> tuple[Any, ...]:
+        """On the host: the kernel's parameters."""
+        return arguments
+
+    def bytes(self) -> int:
+        """Shared memory that ``enter`` takes."""
+        return 0
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        """In the kernel, first of all."""
+        self.parameters = parameters
+
+    def ready(self) -> None:
+        """One thread, before all threads meet: initialises barriers."""
+
+    def begin(self, tile: Tile) -> None:
+        """Before the tile's products."""
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        """One part of the tile."""
+
+    def commit(self, tile: Tile, part: int) -> None:
+        """The group's first warp, once all have applied the part and the copy engine sees shared memory."""
+
+    def end(self, tile: Tile) -> None:
+        """After all parts."""
+
+    def first_column(self, tile: Tile, part: int) -> Int32:
+        """The column of the tensor where the part begins."""
+        return (tile.column * self.plan.parts + part) * self.width
+
+    def row(self, tile: Tile, slot: int) -> Int32:
+        """The row of the tensor that one of the thread's slots holds."""
+        return tile.row * self.plan.rows + self.plan.layout.row(tile.thread, slot)
+
+
+class Epilogue:
+    """A tuple of declarations as one."""
+
+    def __init__(self, declarations: Sequence[Any], plan: Plan) -> None:
+        from cudnn_kernels.epilogue.table import OPERATIONS
+
+        self.plan = plan
+        self.operations: list[Operation] = []
+        width = plan.width
+        for declaration in declarations:
+            self.operations.append(OPERATIONS[type(declaration)](declaration, plan, width))
+            width //= self.operations[-1].narrowing
+
+    def arguments(self, sizes: Sizes) -> list[Any]:
+        """Stand-ins for the arguments of all operations, in order."""
+        found: list[Any] = []
+        for operation in self.operations:
+            found += operation.arguments(sizes)
+            if operation.narrowing > 1:
+                sizes = replace(sizes, n=cute.sym_int())
+        return found
+
+    def prepare(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """On the host: each operation's parameters."""
+        parameters, rest = [], list(arguments)
+        for operation in self.operations:
+            mine, rest = rest[: operation.count], rest[operation.count :]
+            parameters.append(tuple(operation.prepare(*mine)))
+        return tuple(parameters)
+
+    def bytes(self) -> int:
+        """Shared memory of all operations."""
+        return sum(operation.bytes() for operation in self.operations)
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        """In the kernel: takes parameters and shared memory."""
+        for operation, mine in zip(self.operations, parameters, strict=True):
+            operation.enter(mine, smem)
+
+    def ready(self) -> None:
+        """One thread: initialises barriers."""
+        for operation in self.operations:
+            operation.ready()
+
+    def begin(self, tile: Tile) -> None:
+        """Before the tile's products."""
+        for operation in self.operations:
+            operation.begin(tile)
+
+    def run(self, tile: Tile, part: int, fragment: Fragment) -> None:
+        """Applies all operations to a part of a tile."""
+        self._free(tile.thread, part)
+        tile.barrier()
+        values = {"x": fragment}
+        for operation in self.operations:
+            operation.apply(tile, part, values)
+        cute.arch.fence_view_async_shared()
+        tile.barrier()
+        self._commit(tile, part)
+
+    def end(self, tile: Tile) -> None:
+        """After all parts of a tile."""
+        for operation in self.operations:
+            operation.end(tile)
+
+    @cute.jit
+    def drain(self, thread: Int32) -> None:
+        """After the last tile: shared memory lives until the stores have read it."""
+        if first_warp(thread):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _free(self, thread: Int32, part: cutlass.Constexpr[int]) -> None:
+        """Waits until the stores that read the part's buffers are done: all but the newest, where those use others."""
+        stages = self.plan.stages
+        newest = const_expr(stages - 1 if part or self.plan.parts % stages == 0 else 0)
+        if first_warp(thread):
+            cute.arch.cp_async_bulk_wait_group(newest, read=True)
+
+    @cute.jit
+    def _commit(self, tile: Tile, part: cutlass.Constexpr[int]) -> None:
+        if first_warp(tile.thread):
+            self._commit_each(tile, part)
+            cute.arch.cp_async_bulk_commit_group()
+
+    def _commit_each(self, tile: Tile, part: int) -> None:
+        for operation in self.operations:
+            operation.commit(tile, part)
+
+
+def first_warp(thread: Int32) -> cutlass.Boolean:
+    """Whether the thread belongs to the group's first warp, which alone deals with the copy engine."""
+    return cute.arch.make_warp_uniform(thread // 32) == 0

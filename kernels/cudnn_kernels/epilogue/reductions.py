@@ -1,0 +1,70 @@
+"""Operations that reduce a tile: over everything, or over the columns of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
+from cudnn_kernels.types import fake
+
+
+class Amax(Operation):
+    """A maximum in registers over the tile, then one atomic for each warp: on bits, which order as the values do."""
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (fake("float32", (cute.sym_int(),), 0, align=4),)
+
+    def begin(self, tile: Tile) -> None:
+        self.largest = Float32(0.0)
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"].values
+        for i in range(cute.size(x)):
+            self.largest = cute.arch.fmax(self.largest, cute.math.absf(x[i]), nan=True)
+
+    def end(self, tile: Tile) -> None:
+        (amax,) = self.parameters
+        raise_amax(amax, tile.expert if self.o.by_expert else Int32(0), self.largest)
+
+
+class SumRow(Operation):
+    """A sum in registers over the tile's columns, one atomic addition for each row."""
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (fake("float32", (sizes.m, 1, sizes.l), 0, align=4),)
+
+    def begin(self, tile: Tile) -> None:
+        self.sums = [Float32(0.0)] * self.plan.layout.slots
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        for slot in range(self.plan.layout.slots):
+            for value in values[self.o.value].row_values(slot):
+                self.sums[slot] = self.sums[slot] + value
+
+    def end(self, tile: Tile) -> None:
+        (sums,) = self.parameters
+        layout = self.plan.layout
+        for slot in range(layout.slots):
+            total = layout.across(self.sums[slot], lambda a, b: a + b)
+            add_to_row(sums, self.row(tile, slot), tile.batch, total, tile.thread % layout.neighbours == 0)
+
+
+@cute.jit
+def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
+    """amax[index] = max(amax[index], the warp's largest), for largest >= 0 or NaN."""
+    bits = cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")
+    if cute.arch.lane_idx() == 0:
+        place = cute.recast_ptr(amax.iterator + index, dtype=Int32)
+        cute.arch.red(place, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def add_to_row(sums: cute.Tensor, row: Int32, batch: Int32, value: Float32, chosen: Any) -> None:
+    """Adds to an element of a tensor (m, 1, l), if there is such a row and the thread is chosen."""
+    if chosen and row < sums.shape[0]:
+        place = sums.iterator + cute.crd2idx((row, 0, batch), sums.layout)
+        cute.arch.red(place, value, op="add", dtype="f32", sem="relaxed", scope="gpu")

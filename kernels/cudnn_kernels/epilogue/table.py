@@ -1,0 +1,21 @@
+"""Which class runs which declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cudnn_kernels import epilogue as declared
+from cudnn_kernels.epilogue import arithmetic, reductions, tiles
+from cudnn_kernels.epilogue.operation import Operation
+
+OPERATIONS: Mapping[type, type[Operation]] = {
+    declared.Scale: arithmetic.Scale,
+    declared.MultiplyColumn: arithmetic.MultiplyColumn,
+    declared.Swiglu: arithmetic.Swiglu,
+    declared.SquaredRelu: arithmetic.SquaredRelu,
+    declared.SquaredReluBackward: arithmetic.SquaredReluBackward,
+    declared.LoadTile: tiles.LoadTile,
+    declared.StoreTile: tiles.StoreTile,
+    declared.Amax: reductions.Amax,
+    declared.SumRow: reductions.SumRow,
+}

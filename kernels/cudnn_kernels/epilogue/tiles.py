@@ -1,0 +1,145 @@
+"""Tiles between registers and global memory, through shared memory and the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
+from cutlass.tensor_utils import LayoutEnum
+
+from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile, first_warp
+from cudnn_kernels.types import DTYPES, fake
+
+
+class _StagedTile(Operation):
+    """A tensor (m, n, l) whose tiles pass through buffers in shared memory."""
+
+    engine: Any  # the copy engine's operation
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        return (fake(self.o.dtype, (sizes.m, sizes.n, sizes.l), 1 if self.o.major == "n" else 0),)
+
+    def prepare(self, *arguments: Any) -> tuple[Any, ...]:
+        one = cute.slice_(self.layout(), (None, None, 0))
+        return tuple(cpasync.make_tiled_tma_atom(self.engine(), *arguments, one, (self.plan.rows, self.width)))
+
+    def bytes(self) -> int:
+        return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        layout = self.layout()
+        self.buffers = smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+    @property
+    def element(self) -> Any:
+        return DTYPES[self.o.dtype]
+
+    def part_bytes(self) -> int:
+        """Bytes of a part of the group's rows."""
+        return self.plan.rows * self.width * self.element.width // 8
+
+    def layout(self) -> Any:
+        """The layout of all groups' buffers."""
+        order = LayoutEnum.ROW_MAJOR if self.o.major == "n" else LayoutEnum.COL_MAJOR
+        count = self.plan.groups * self.plan.stages
+        return sm90.make_smem_layout_epi(self.element, order, (self.plan.rows, self.width), count)
+
+    def stage(self, tile: Tile, part: int) -> Any:
+        """The number of the group's buffer for a part."""
+        return tile.group * self.plan.stages + part % self.plan.stages
+
+    def buffer(self, tile: Tile, part: int) -> cute.Tensor:
+        """The group's buffer for a part."""
+        return self.buffers[None, None, self.stage(tile, part)]
+
+    def ends(self, tile: Tile, part: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """The part in shared and in global memory, as the copy engine sees them."""
+        atom, tensor = self.parameters
+        tiles = cute.local_tile(tensor, (self.plan.rows, self.width), (None, None, tile.batch))
+        gD = tiles[None, None, tile.row, tile.column * self.plan.parts + part]
+        sD = self.buffer(tile, part)
+        whole = cute.make_layout(1)
+        return cpasync.tma_partition(atom, 0, whole, cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2))
+
+    def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
+        """The copy between registers and shared memory: by 8 x 8 matrices for 16 bits, else by the thread's pairs."""
+        transposed = self.o.major == "m"
+        if self.element.width == 16:
+            atom = cute.make_copy_atom(matrix(transposed, 4), self.element)
+        else:
+            bits = self.element.width * (1 if transposed else self.plan.layout.run)
+            atom = cute.make_copy_atom(CopyUniversalOp(), self.element, num_bits_per_copy=bits)
+        return atom, self.plan.tiled_copy(atom, self.width).get_slice(tile.thread)
+
+
+class StoreTile(_StagedTile):
+    """From registers to a buffer, from there by the copy engine."""
+
+    engine = cpasync.CopyBulkTensorTileS2GOp
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        atom, copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
+        rounded = self.plan.fragment(self.element, self.width)
+        rounded.store(values[self.o.value].values.load().to(self.element))
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(self.buffer(tile, part)))
+
+    def commit(self, tile: Tile, part: int) -> None:
+        source, target = self.ends(tile, part)
+        cute.copy(self.parameters[0], source, target)
+
+
+class LoadTile(_StagedTile):
+    """The copy engine fetches the first parts during the tile's products, each later one when a buffer is free."""
+
+    engine = cpasync.CopyBulkTensorTileG2SOp
+
+    def bytes(self) -> int:
+        return super().bytes() + self.plan.groups * self.plan.stages * 8
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        self.full = smem.allocate_array(cutlass.Int64, self.plan.groups * self.plan.stages)
+
+    def ready(self) -> None:
+        for i in range(self.plan.groups * self.plan.stages):
+            cute.arch.mbarrier_init(self.full + i, 1)
+
+    @cute.jit
+    def begin(self, tile: Tile) -> None:
+        if first_warp(tile.thread):
+            self.fetch_first(tile)
+
+    def fetch_first(self, tile: Tile) -> None:
+        """Starts as many copies as there are buffers."""
+        for part in range(min(self.plan.stages, self.plan.parts)):
+            self.fetch(tile, part)
+
+    def fetch(self, tile: Tile, part: int) -> None:
+        """Starts the copy of a part. One warp."""
+        full = self.full + self.stage(tile, part)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.part_bytes())
+        target, source = self.ends(tile, part)
+        cute.copy(self.parameters[0], source, target, tma_bar_ptr=full)
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        turn, stage = divmod(part, self.plan.stages)
+        turns = -(-(self.plan.parts - stage) // self.plan.stages)  # of this buffer, for each tile
+        cute.arch.mbarrier_wait(self.full + self.stage(tile, part), (tile.count * turns + turn) % 2)
+        atom, copy = self.thread_copy(warp.LdMatrix8x8x16bOp, tile)
+        loaded = self.plan.fragment(self.element, self.width)
+        cute.copy(atom, copy.partition_S(self.buffer(tile, part)), copy.retile(loaded))
+        wide = self.plan.fragment(Float32, self.width)
+        wide.store(loaded.load().to(Float32))
+        values[self.o.value] = Fragment(wide, self.width, self.plan.layout)
+
+    def commit(self, tile: Tile, part: int) -> None:
+        if part + self.plan.stages < self.plan.parts:  # all have read the buffer
+            self.fetch(tile, part + self.plan.stages)

@@ -1,0 +1,38 @@
+"""wgmma's instructions and what a thread holds of their result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from cudnn_kernels.epilogue.fragment import RowLayout
+
+
+@dataclass(frozen=True)
+class WgmmaRows(RowLayout):
+    """Rows of accumulators: of each 64, a warp has 16 and a thread two, 8 apart; four threads share them."""
+
+    neighbours: int = 4
+    run: int = 2
+
+    def order(self, width: int, slot: int) -> Sequence[int]:
+        first = 2 * (slot % 2) + width // 2 * (slot // 2)
+        return [first + 4 * (position // 2) + position % 2 for position in range(width // 4)]
+
+    def row(self, thread: Int32, slot: int) -> Int32:
+        return slot // 2 * 64 + thread // 32 * 16 + thread % 32 // 4 + slot % 2 * 8
+
+
+def mma_operation(a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major: OperandMajorMode) -> Any:
+    """The instruction for operands in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
+    source = warpgroup.OperandSource.SMEM
+    if a.width == 16:
+        return warpgroup.MmaF16BF16Op(a, Float32, (64, width, 16), source, a_major, b_major)
+    if a.width == 8:
+        return warpgroup.MmaF8Op(a, b, Float32, (64, width, 32), source, a_major, b_major)
+    raise TypeError(f"no wgmma for {a} and {b}; allowed: 16 and 8 bits, {cutlass.Float16} ...")
