@@ -1,18 +1,36 @@
-"""What a GEMM kernel is compiled for, on any architecture."""
+"""What GEMM kernels are asked for, and what they are compiled for, on any architecture. Plain data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class GemmConfiguration:
-    """Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``.
+class GemmProblem:
+    """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
-    ``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs. With ``pingpong`` each of two warpgroups has a tile of
-    its own and one works on its epilogue while the other multiplies; else both share one. ``part`` accumulator columns
-    pass through the epilogue at a time, and ``staged`` buffers hold them.
+    Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``. ``n`` and ``k`` choose among
+    configurations that all compute every size.
+    """
+
+    a: str
+    b: str
+    epilogue: tuple[Any, ...]
+    schedule: Any
+    n: int
+    k: int
+    a_major: str = "k"
+    b_major: str = "k"
+
+
+@dataclass(frozen=True)
+class GemmConfiguration:
+    """``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs.
+
+    With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
+    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time, and ``staged``
+    buffers hold them.
     """
 
     a: str
@@ -26,4 +44,3 @@ class GemmConfiguration:
     pingpong: bool = False
     part: int = 64
     staged: int = 1
-    options: tuple[str, ...] = field(default=())

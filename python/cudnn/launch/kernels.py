@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     key = (source, configuration, arch)
     with _lock:
         if key not in _loaded:
-            described = " ".join(f"{name}={value}" for name, value in asdict(configuration).items())
-            entry = cache.Entry(source.rpartition(":")[2], arch, described, source_digest(), runtime.toolchain())
+            name = source.rpartition(":")[2]
+            entry = cache.Entry(name, arch, repr(configuration), source_digest(), runtime.toolchain())
             _loaded[key] = runtime.load(cache.fetch(entry, lambda: _build(source, configuration, arch)))
         return _loaded[key]
 
