@@ -29,7 +29,7 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time, and ``staged``
+    multiplies; else both share one. ``promote`` k tiles' sum leaves the tensor cores for registers, 0: only the whole. ``part`` accumulator columns pass through the epilogue at a time, and ``staged``
     buffers hold them.
     """
 
@@ -42,5 +42,6 @@ class GemmConfiguration:
     tile: tuple[int, int, int] = (128, 256, 64)
     cluster: tuple[int, int] = (2, 1)
     pingpong: bool = False
+    promote: int = 0
     part: int = 64
     staged: int = 1

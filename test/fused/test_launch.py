@@ -304,7 +304,7 @@ def test_command_line_warms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (file,) = cache.files()
     assert file.entry is not None
     assert (file.entry.name, file.entry.arch) == ("RmsNormRhtAmax", "sm_100a")
-    assert file.entry.configuration.startswith("dtype=bfloat16 columns=512 threads=32")
+    assert file.entry.configuration.startswith("RmsNormRhtAmaxConfiguration(dtype='bfloat16', columns=512, threads=32")
 
 
 def test_lazy_names() -> None:

@@ -14,6 +14,7 @@ is added to float32 registers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -39,6 +40,15 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 TURN_BARRIER, GROUP_BARRIER = 1, 3  # first of the named barriers: one each for both warpgroups
 
 
+@dataclass
+class Ring:
+    """The buffers' barriers, in shared memory: ``full`` by the copy engine, ``empty`` by the warps that multiplied."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+
+
 class Gemm:
     """The kernel for one :class:`Configuration`."""
 
@@ -48,7 +58,6 @@ class Gemm:
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster_size = c.cluster[0] * c.cluster[1]
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
-        self.promote = self.a_type.width == 8
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR for major in (c.a_major, c.b_major)
         )
@@ -60,10 +69,11 @@ class Gemm:
         c = self.c
         *arguments, multiprocessors, stream = rest
         cm, cn = c.cluster
-        tiles = (cute.ceil_div(a.shape[0], self.tile_m * cm), cute.ceil_div(b.shape[0], self.tile_n * cn))
-        scheduled = c.schedule.parameters(tiles, a.shape[2], *arguments[: c.schedule.count])
+        rows = self.tile_m * cm
+        tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], self.tile_n * cn))
+        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *arguments[: c.schedule.count])
         parameters = self.epilogue.prepare(arguments[c.schedule.count :])
-        clusters = cutlass.min(c.schedule.total(scheduled), multiprocessors // self.cluster_size)
+        clusters = cutlass.min(c.schedule.limit(scheduled), multiprocessors // self.cluster_size)
         a_op, b_op = (self.load_operation(share) for share in (cn, cm))
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
         self.kernel(
@@ -142,14 +152,14 @@ class Gemm:
         layout_a, layout_b = self.operand_layouts(stages)
         sA = smem.allocate_tensor(self.a_type, layout_a.outer, byte_alignment=1024, swizzle=layout_a.inner)
         sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
-        full = smem.allocate_array(cutlass.Int64, stages)
-        empty = smem.allocate_array(cutlass.Int64, stages)
+        full, empty = (smem.allocate_array(cutlass.Int64, stages) for _ in range(2))
+        ring = Ring(full, empty, stages)
         self.epilogue.enter(parameters, smem)
         if thread == 0:
             sharers = self.c.cluster[0] + self.c.cluster[1] - 1
             for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, sharers * 4 * (1 if self.c.pingpong else CONSUMERS))
+                cute.arch.mbarrier_init(ring.full + stage, 1)
+                cute.arch.mbarrier_init(ring.empty + stage, sharers * 4 * (1 if self.c.pingpong else CONSUMERS))
             self.epilogue.ready()
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
@@ -159,10 +169,10 @@ class Gemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.produce(atom_a, mA, atom_b, mB, sA, sB, full, empty, scheduled, stages)
+                self.produce(atom_a, mA, atom_b, mB, sA, sB, ring, scheduled)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(sA, sB, mA, full, empty, scheduled, group - 1, thread - GROUP * group, stages)
+            self.consume(sA, sB, mA, ring, scheduled, group - 1, thread - GROUP * group)
         if const_expr(self.cluster_size > 1):
             self.meet()  # a CTA's shared memory lives until no other one writes or signals there
 
@@ -190,10 +200,8 @@ class Gemm:
         mB: cute.Tensor,
         sA: cute.Tensor,
         sB: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
+        ring: Ring,
         scheduled: Any,
-        stages: cutlass.Constexpr[int],
     ) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA."""
         c = self.c
@@ -216,19 +224,19 @@ class Gemm:
             tA = tAgA[None, work.m * cm + place_m, None, work.a]
             tB = tBgB[None, work.n * cn + place_n, None, work.b]
             for k in cutlass.range(k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, phase)
+                cute.arch.mbarrier_wait(ring.empty + stage, phase)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes())
+                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, self.stage_bytes())
                 cute.copy(
-                    atom_a, tA[None, k], tAsA[None, stage], tma_bar_ptr=full + stage,
+                    atom_a, tA[None, k], tAsA[None, stage], tma_bar_ptr=ring.full + stage,
                     mcast_mask=cutlass.Int16(mask_a) if const_expr(cn > 1) else None,
                 )  # fmt: skip
                 cute.copy(
-                    atom_b, tB[None, k], tBsB[None, stage], tma_bar_ptr=full + stage,
+                    atom_b, tB[None, k], tBsB[None, stage], tma_bar_ptr=ring.full + stage,
                     mcast_mask=cutlass.Int16(mask_b) if const_expr(cm > 1) else None,
                 )  # fmt: skip
                 stage += 1
-                if stage == stages:
+                if stage == ring.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
 
@@ -238,12 +246,10 @@ class Gemm:
         sA: cute.Tensor,
         sB: cute.Tensor,
         mA: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
+        ring: Ring,
         scheduled: Any,
         group: Int32,
         thread: Int32,
-        stages: cutlass.Constexpr[int],
     ) -> None:
         """A warpgroup: multiplies, then runs the epilogue, for each of its tiles."""
         c = self.c
@@ -281,7 +287,8 @@ class Gemm:
             self.epilogue.begin(tile)
             if const_expr(c.pingpong):
                 self.take_turn(group)
-            self.multiply(mma, acc, tCrA, tCrB, full, empty, position, k_tiles, stages)
+            multiply = const_expr(self.multiply_and_add if c.promote else self.multiply)
+            multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
             if const_expr(c.pingpong):
                 if index + clusters < total:
                     self.give_turn(group)
@@ -307,18 +314,16 @@ class Gemm:
         acc: cute.Tensor,
         tCrA: cute.Tensor,
         tCrB: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
+        ring: Ring,
         position: Int32,
         k_tiles: Int32,
-        stages: cutlass.Constexpr[int],
     ) -> None:
         """The products of a tile. One k tile's are in flight while the next one's are issued."""
-        stage, phase = position % stages, position // stages % 2
+        stage, phase = position % ring.stages, position // ring.stages % 2
         last = stage
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                 cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
@@ -326,14 +331,49 @@ class Gemm:
             warpgroup.commit_group()
             warpgroup.wait_group(1)
             if k > 0:
-                self.release(empty + last)
+                self.release(ring.empty + last)
             last = stage
             stage += 1
-            if stage == stages:
+            if stage == ring.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
         warpgroup.wait_group(0)
-        self.release(empty + last)
+        self.release(ring.empty + last)
+
+    @cute.jit
+    def multiply_and_add(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        tCrA: cute.Tensor,
+        tCrB: cute.Tensor,
+        ring: Ring,
+        position: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        """The same where the tensor cores' sum lacks bits: that of ``promote`` k tiles is added to float32 registers.
+
+        Meanwhile the other warpgroup multiplies.
+        """
+        stage, phase = position % ring.stages, position // ring.stages % 2
+        acc.fill(0.0)
+        short = self.fragment(Float32, self.tile_n)
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            mma.set(warpgroup.Field.ACCUMULATE, k % self.c.promote != 0)
+            warpgroup.fence()
+            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                cute.gemm(mma, short, tCrA[None, None, block, stage], tCrB[None, None, block, stage], short)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.release(ring.empty + stage)
+            if k % self.c.promote == self.c.promote - 1 or k == k_tiles - 1:
+                acc.store(acc.load() + short.load())
+            stage += 1
+            if stage == ring.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
@@ -371,9 +411,10 @@ def arguments(configuration: Configuration) -> tuple[Any, ...]:
     """Stand-ins for the arguments of :class:`Gemm`: sizes and strides are known when it is called."""
     c = configuration
     m, n, k, batch = (cute.sym_int() for _ in range(4))
+    experts = batch if c.schedule.count == 0 else cute.sym_int()
     return (
         fake(c.a, (m, k, batch), 1 if c.a_major == "k" else 0),
-        fake(c.b, (n, k, batch), 1 if c.b_major == "k" else 0),
+        fake(c.b, (n, k, experts), 1 if c.b_major == "k" else 0),
         *c.schedule.arguments(),
         *Gemm(c).epilogue.arguments(Sizes(m, n, batch)),
         Int32(0),

@@ -26,5 +26,6 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
         b_major=problem.b_major,
         tile=(128, 256 if wide and bits == 16 else 128, K_BYTES * 8 // bits),
         cluster=(2, 1),
+        promote=1 if bits == 8 else 0,
         part=128 if pairs and wide else 64,
     )

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, TFloat32
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.core import _pack_shape
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import mma as base
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 
@@ -28,6 +30,24 @@ class WgmmaRows(RowLayout):
         return slot // 2 * 64 + thread // 32 * 16 + thread % 32 // 4 + slot % 2 * 8
 
 
+class MmaTF32Op(base.MmaOp):
+    """The instruction for tf32, which the DSL's own list lacks: both operands K-major."""
+
+    descriptive_name = "warpgroup TF32 MMA Operation"
+
+    def _make_trait(self, *, loc: Any = None, ip: Any = None, **_: Any) -> base.MmaTraits:
+        kind = cute_nvgpu.MmaAtomSM90Type.get(
+            _pack_shape(self.shape_mnk, loc=loc, ip=ip).type.attribute,
+            self.a_major_mode._to_ir(),
+            self.b_major_mode._to_ir(),
+            self.a_dtype.mlir_type,
+            self.b_dtype.mlir_type,
+            self.acc_dtype.mlir_type,
+            self.a_src._to_ir(),
+        )
+        return base.MmaTraits(base.make_atom(kind, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
+
+
 def mma_operation(a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major: OperandMajorMode) -> Any:
     """The instruction for operands in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
     source = warpgroup.OperandSource.SMEM
@@ -35,4 +55,4 @@ def mma_operation(a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major
         return warpgroup.MmaF16BF16Op(a, Float32, (64, width, 16), source, a_major, b_major)
     if a.width == 8:
         return warpgroup.MmaF8Op(a, b, Float32, (64, width, 32), source, a_major, b_major)
-    raise TypeError(f"no wgmma for {a} and {b}; allowed: 16 and 8 bits, {cutlass.Float16} ...")
+    return MmaTF32Op(TFloat32, TFloat32, Float32, (64, width, 8), source, a_major, b_major)
