@@ -29,8 +29,8 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. ``promote`` k tiles' sum leaves the tensor cores for registers, 0: only the whole. ``part`` accumulator columns pass through the epilogue at a time, and ``staged``
-    buffers hold them.
+    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor cores
+    add up all of it. ``part`` accumulator columns pass through the epilogue at a time, and ``staged`` buffers hold them.
     """
 
     a: str
@@ -45,3 +45,48 @@ class GemmConfiguration:
     promote: int = 0
     part: int = 64
     staged: int = 1
+
+
+@dataclass(frozen=True)
+class OperandConfiguration:
+    """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
+
+    With ``scale_dtype``: every value times the scale of its ``vector`` neighbours along k, to bfloat16, ``major`` kept.
+    Without: the same values, MN-major to K-major. ``float4_e2m1fn_x2`` has two values to a byte along k. At most
+    ``resident`` CTAs for each multiprocessor start at once and share the tiles.
+
+    Raises:
+        ValueError: a combination that no GEMM takes, such as MN-major fp4.
+    """
+
+    dtype: str
+    major: str = "k"
+    scale_dtype: str | None = None
+    vector: int = 0
+    resident: int = 1 << 10
+
+    def __post_init__(self) -> None:
+        if (self.dtype, self.major, self.scale_dtype, self.vector) not in OPERANDS:
+            raise ValueError(f"{self}: got neither a block-scaled format nor an MN-major operand of 1, 2 or 4 bytes")
+
+    @property
+    def to(self) -> str:
+        """The result's type."""
+        return "bfloat16" if self.scale_dtype else self.dtype
+
+    @property
+    def to_major(self) -> str:
+        """The result's dimension of stride 1."""
+        return self.major if self.scale_dtype else "k"
+
+
+OPERANDS = frozenset(
+    [
+        *((fp8, major, "float8_e8m0fnu", 32) for fp8 in ("float8_e4m3fn", "float8_e5m2") for major in ("k", "mn")),
+        ("float4_e2m1fn_x2", "k", "float8_e8m0fnu", 32),
+        ("float4_e2m1fn_x2", "k", "float8_e8m0fnu", 16),
+        ("float4_e2m1fn_x2", "k", "float8_e4m3fn", 16),
+        *((t, "mn", None, 0) for t in ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")),
+    ]
+)
+"""Every (dtype, major, scale_dtype, vector) of an :class:`OperandConfiguration`."""

@@ -10,7 +10,11 @@ by PyTorch's names, ``major`` is the dimension of stride 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+RECIPROCALS: Mapping[str, float] = {"float8_e4m3fn": 1 / 448, "float8_e5m2": 1 / 128, "float4_e2m1fn_x2": 1 / 6}
+"""What quantisers multiply the largest magnitude by: 1 / limit, and 1 for other types. e5m2's values reach 128 only."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, select_
+
+WARP = 32
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,13 @@ class RowLayout:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
         raise NotImplementedError
 
-    def row(self, thread: Int32, slot: int) -> Int32:
+    def row(self, thread: Any, slot: Any) -> Any:
         """The row of a slot, counted from the group's first."""
         raise NotImplementedError
 
-    def column(self, thread: Int32, position: int) -> Int32:
+    def column(self, thread: Int32, position: Any) -> Int32:
         """The column of the value at a position of ``order``."""
-        run, offset = divmod(position, self.run)
+        run, offset = position // self.run, position % self.run
         return (run * self.neighbours + thread % self.neighbours) * self.run + offset
 
     def across(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -55,3 +57,55 @@ class Fragment:
     def row_values(self, slot: int) -> list[Float32]:
         """The values of a row slot, from left to right."""
         return [self.values[i] for i in self.rows.order(self.width, slot)]
+
+
+def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
+    """Distances from lane to lane, and whether lanes so far apart share ``count`` values, halved so far, or have all."""
+    steps, distance = [], first
+    while distance < end:
+        steps.append((distance, count % 2 == 0))
+        count //= 1 + steps[-1][1]
+        distance *= 2
+    return steps
+
+
+def reduce_scatter(
+    values: Sequence[Float32], combine: Callable[[Any, Any], Any], first: int, end: int
+) -> tuple[list[Float32], Int32]:
+    """Combines each value over the lanes whose numbers differ in nothing but the bits from ``first`` to below ``end``.
+
+    Each of these lanes keeps as few of the results as halving allows: those, and the index of the first one.
+    """
+    mine, start = list(values), Int32(0)
+    for distance, halved in halvings(len(mine), first, end):
+        if halved:
+            half, upper = len(mine) // 2, upper_lane(distance)
+            sent = [pick(upper, mine[i], mine[half + i]) for i in range(half)]
+            mine = [pick(upper, mine[half + i], mine[i]) for i in range(half)]
+            start = start + Int32(select_(upper, Int32(half), Int32(0)))
+        else:
+            sent = mine
+        mine = [combine(a, cute.arch.shuffle_sync_bfly(b, distance)) for a, b in zip(mine, sent, strict=True)]
+    return mine, start
+
+
+def gather(values: Sequence[Float32], count: int, first: int, end: int) -> list[Float32]:
+    """All ``count`` values for every lane, of which ``reduce_scatter`` has left it these."""
+    mine = list(values)
+    for distance, halved in reversed(halvings(count, first, end)):
+        if halved:
+            upper = upper_lane(distance)
+            others = [cute.arch.shuffle_sync_bfly(value, distance) for value in mine]
+            pairs = list(zip(mine, others, strict=True))
+            mine = [pick(upper, b, a) for a, b in pairs] + [pick(upper, a, b) for a, b in pairs]
+    return mine
+
+
+def upper_lane(distance: int) -> Any:
+    """Whether the lane is the upper one of two that are so far apart."""
+    return cute.arch.lane_idx() // distance % 2 == 1
+
+
+def pick(condition: Any, chosen: Float32, other: Float32) -> Float32:
+    """One of two values, without a branch."""
+    return Float32(select_(condition, chosen, other))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cudnn_kernels import epilogue as declared
-from cudnn_kernels.epilogue import arithmetic, reductions, tiles
+from cudnn_kernels.epilogue import arithmetic, quantize, reductions, tiles
 from cudnn_kernels.epilogue.operation import Operation
 
 OPERATIONS: Mapping[type, type[Operation]] = {
@@ -18,4 +18,6 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.StoreTile: tiles.StoreTile,
     declared.Amax: reductions.Amax,
     declared.SumRow: reductions.SumRow,
+    declared.QuantizeRows: quantize.QuantizeRows,
+    declared.QuantizeColumns: quantize.QuantizeColumns,
 }

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
-from cudnn_kernels.epilogue import Swiglu
+from cudnn_kernels.epilogue import LoadTile, StoreTile, Swiglu
 
 BITS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32}
 K_BYTES = 128  # of a k tile: one row of the widest swizzle
+MANY_COLUMNS = 8192
 
 
 def configure(problem: GemmProblem) -> GemmConfiguration:
-    """Two warpgroups share a tile of 128 x 256, clusters of two CTAs share B: the best of those measured on an H200.
+    """The best of the configurations measured on an H200, by type, width and what the epilogue stages.
 
-    A pair of gate and other column leaves one: 128 accumulator columns at a time then fill rows of 128 bytes.
+    16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
+    each has 128 x 192 of its own, which is 2 to 5 per cent faster. 8 bits: a second set of accumulators leaves room for
+    192 columns. Clusters of two CTAs share B.
     """
     bits = BITS[problem.a]
+    staged = [operation for operation in problem.epilogue if isinstance(operation, (StoreTile, LoadTile))]
     pairs = any(isinstance(operation, Swiglu) for operation in problem.epilogue)
-    wide = problem.n > 128
+    choice: dict[str, Any] = {"tile": (128, 128), "part": 64}
+    if problem.n > 128:
+        if bits == 8:
+            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(staged) == 1 else 1}
+        elif bits == 16 and problem.n >= MANY_COLUMNS and len(staged) == 1:
+            choice = {"tile": (128, 192), "part": 64, "pingpong": True}
+        else:
+            choice = {"tile": (128, 256), "part": 128 if pairs else 64}
+    if bits == 8:
+        choice["promote"] = 1
     return GemmConfiguration(
-        a=problem.a,
-        b=problem.b,
-        epilogue=problem.epilogue,
-        schedule=problem.schedule,
-        a_major=problem.a_major,
-        b_major=problem.b_major,
-        tile=(128, 256 if wide and bits == 16 else 128, K_BYTES * 8 // bits),
+        problem.a,
+        problem.b,
+        problem.epilogue,
+        problem.schedule,
+        problem.a_major,
+        problem.b_major,
         cluster=(2, 1),
-        promote=1 if bits == 8 else 0,
-        part=128 if pairs and wide else 64,
+        **{**choice, "tile": (*choice["tile"], K_BYTES * 8 // bits)},
     )

@@ -1,0 +1,208 @@
+"""Quantisers: values that share a scale factor, and the factors in the layout of 128 x 4 atoms.
+
+Hopper converts neither to e8m0 nor back, so that is integer arithmetic on float32's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, select_
+from cutlass.cute.runtime import make_fake_tensor
+
+from cudnn_kernels.epilogue import RECIPROCALS
+from cudnn_kernels.epilogue.fragment import WARP, Fragment, gather, reduce_scatter
+from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile
+from cudnn_kernels.types import DTYPES, fake
+
+TOKENS = 32  # rows of a column that share a factor
+LARGEST = 3.40282346638528859812e38  # float32
+HALF_LEAST = 1 << 22  # bits of 2^-127, float32's only power of two that is no normal number but one of e8m0
+
+
+class _Quantizer(Operation):
+    """A factor is computed by one thread only."""
+
+    count = 2
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        atoms, batch = (cute.sym_int64(divisibility=512) for _ in range(2))
+        shape = (32, 4, cute.sym_int(), 4, cute.sym_int(), cute.sym_int())
+        scales = make_fake_tensor(
+            DTYPES[self.o.scale_dtype], shape, (16, 4, atoms, 1, 512, batch), assumed_align=16
+        )  # fmt: skip
+        return scales, fake("float32", (1,), 0, align=4)
+
+    def begin(self, tile: Tile) -> None:
+        self.norm = self.parameters[1][0]
+
+    def factor(self, largest: Float32) -> tuple[Int32, Float32]:
+        """The factor's bits for a largest magnitude, and what to multiply values by."""
+        factor = largest * RECIPROCALS[self.o.dtype] * self.norm
+        code, reciprocal = FACTORS[self.o.scale_dtype](factor)
+        return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
+
+    def write(self, row: Int32, group: Int32, batch: Int32, code: Int32) -> None:
+        """Writes the factor of a row and a group of its values, if its atom exists."""
+        write_factor(self.parameters[0], row, group, batch, code)
+
+
+class QuantizeRows(_Quantizer):
+    """Threads that share a row reduce its vectors together, so that each ends up with some of them."""
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        if width % declaration.vector:
+            raise ValueError(f"parts of {width} columns cannot share factors by {declaration.vector}")
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, layout = values["x"], self.plan.layout
+        count = self.o.vector // layout.neighbours  # values of a vector that a thread holds
+        vectors = [
+            order[first : first + count]
+            for order in (x.rows.order(self.width, slot) for slot in range(layout.slots))
+            for first in range(0, len(order), count)
+        ]
+        largest = [magnitude(x.values[i] for i in vector) for vector in vectors]
+        mine, first = reduce_scatter(largest, maximum, 1, layout.neighbours)
+        factors = []
+        blocks = self.width // self.o.vector
+        for i, value in enumerate(mine):
+            code, factor = self.factor(value)
+            factors.append(factor)
+            slot, block = (first + i) // blocks, (first + i) % blocks
+            group = self.first_column(tile, part) // self.o.vector + block
+            self.write(self.row(tile, slot), group, tile.batch, code)
+        for vector, factor in zip(vectors, gather(factors, len(vectors), 1, layout.neighbours), strict=True):
+            for i in vector:
+                x.values[i] = x.values[i] * factor
+
+
+class QuantizeColumns(_Quantizer):
+    """Warps reduce their rows, shared memory takes the maxima; a thread for each column turns them into factors."""
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        layout = plan.layout
+        starts = [layout.row(0, slot) for slot in range(layout.slots)]
+        self.stack = sum(start < TOKENS for start in starts)  # slots of a thread in the same 32 rows
+        self.warp_rows = self.stack * WARP // layout.neighbours  # of the same 32 rows, in one warp
+        if plan.rows % TOKENS:
+            raise ValueError(f"groups of {plan.rows} rows cannot share factors by {TOKENS}")
+
+    def bytes(self) -> int:
+        return self.plan.groups * (self.words(self.warp_rows) + self.words(TOKENS)) * 4 + 32
+
+    def words(self, rows: int) -> int:
+        """float32 values of a group with one for each column and so many rows."""
+        return self.plan.rows // rows * self.width
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        self.maxima, self.factors = (
+            smem.allocate_tensor(
+                Float32,
+                cute.make_layout(
+                    (self.width, self.plan.rows // rows, self.plan.groups), stride=(1, self.width, self.words(rows))
+                ),
+                byte_alignment=16,
+            )
+            for rows in (self.warp_rows, TOKENS)
+        )  # fmt: skip
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, layout = values["x"], self.plan.layout
+        maxima, factors = (buffer[None, None, tile.group] for buffer in (self.maxima, self.factors))
+        positions = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
+        for slot in range(0, layout.slots, self.stack):
+            columns = zip(*positions[slot : slot + self.stack], strict=True)
+            largest = [magnitude(x.values[i] for i in column) for column in columns]
+            mine, first = reduce_scatter(largest, maximum, layout.neighbours, WARP)
+            for i, value in enumerate(mine):
+                column = layout.column(tile.thread, first + i)
+                maxima[column, layout.row(tile.thread, slot) // self.warp_rows] = value
+        tile.barrier()
+        for start in range(0, self.width, self.plan.threads):
+            self.convert(tile, part, tile.thread + start, maxima, factors)
+        tile.barrier()
+        y = self.plan.fragment(Float32, self.width)
+        for slot, order in enumerate(positions):
+            group = layout.row(tile.thread, slot) // TOKENS
+            for position, i in enumerate(order):
+                y[i] = x.values[i] * factors[layout.column(tile.thread, position), group]
+        values[self.o.value] = Fragment(y, self.width, layout)
+
+    @cute.jit
+    def convert(self, tile: Tile, part: int, column: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
+        """One thread: the factors of a column of the part, if it has so many."""
+        if column < self.width:
+            self.convert_column(tile, part, column, maxima, factors)
+
+    def convert_column(self, tile: Tile, part: int, column: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
+        """One thread: the factors of a column of the part."""
+        warps, groups = TOKENS // self.warp_rows, self.plan.rows // TOKENS
+        for group in range(groups):
+            largest = maxima[column, group * warps]
+            for warp in range(1, warps):
+                largest = maximum(largest, maxima[column, group * warps + warp])
+            code, factors[column, group] = self.factor(largest)
+            self.write(self.first_column(tile, part) + column, tile.row * groups + group, tile.batch, code)
+
+
+def maximum(a: Float32, b: Float32) -> Float32:
+    """The larger one; NaN if either is."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
+def magnitude(values: Any) -> Float32:
+    """The largest absolute value; NaN if one is."""
+    largest = Float32(0.0)
+    for value in values:
+        largest = maximum(largest, cute.math.absf(value))
+    return largest
+
+
+def e8m0(factor: Float32) -> tuple[Int32, Float32]:
+    """The next power of two of 2^-127 to 2^127, as e8m0's bits and inverted. NaN for NaN."""
+    bits = factor.bitcast(Int32)
+    code = cutlass.min((bits + ((1 << 23) - 1)) >> 23, 254)  # rounds up; infinity becomes 2^127
+    code = Int32(select_(bits <= HALF_LEAST, Int32(0), code))
+    inverse = cutlass.max((254 - code) << 23, HALF_LEAST).bitcast(Float32)
+    nan = factor != factor
+    return Int32(select_(nan, Int32(255), code)), Float32(select_(nan, factor, inverse))
+
+
+def e4m3(factor: Float32) -> tuple[Int32, Float32]:
+    """The nearest value of e4m3, at most 448, as its bits and inverted: correctly rounded, and 0 for 0."""
+    pair = cute.arch.inline_ptx(
+        "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint16], read_only_args=[Float32(0.0), factor],
+    )  # fmt: skip
+    halves = cute.arch.inline_ptx(
+        "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[pair]
+    )  # fmt: skip
+    rounded = Float32(Uint16(halves & 0xFFFF).bitcast(DTYPES["float16"]))
+    inverse = cute.arch.rcp_approx(rounded)
+    # One step of Newton's: the error of 1 ulp becomes 2^-46, less than any of these quotients is off a midpoint.
+    inverse = fma(inverse, fma(-rounded, inverse, Float32(1.0)), inverse)
+    return Int32(pair), Float32(select_(rounded == 0.0, Float32(0.0), inverse))
+
+
+FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a b + c, rounded once."""
+    return cute.arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
+
+
+@cute.jit
+def write_factor(scales: cute.Tensor, row: Int32, group: Int32, batch: Int32, code: Int32) -> None:
+    """Writes the factor of a row and a group of its values, if its atom exists."""
+    if row // 128 < scales.shape[2] and group // 4 < scales.shape[4]:
+        place = (row % 32, row // 32 % 4, row // 128, group % 4, group // 4, batch)
+        address = cute.recast_ptr(scales.iterator, dtype=Uint8) + cute.crd2idx(place, scales.layout)
+        cute.arch.store(address, Uint8(code))

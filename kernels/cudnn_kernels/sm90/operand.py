@@ -1,0 +1,239 @@
+"""Operands that Hopper's tensor cores cannot read, written anew: dequantised or transposed, in one pass over memory.
+
+Dequantisation: target[i, j, l] = bfloat16(source[i, j, l] * scale[i, j // vector, l]), for fp8 in both majors and for
+fp4. The product has at most six significant bits, so it is exact unless its exponent leaves bfloat16's range: beyond
+2^128 it becomes infinite, below 2^-126 it is rounded to a multiple of 2^-133. NaN comes of a NaN in either.
+
+Transposition: target = source, MN-major to K-major, for types of 1, 2 and 4 bytes.
+
+Both are bound by memory: every thread has several loads in flight, warps read and write whole lines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
+from cutlass.runtime import make_fake_stream
+
+from cudnn_kernels.configuration import OperandConfiguration as Configuration
+from cudnn_kernels.types import DTYPES, fake
+
+THREADS = 256
+WARP = 32
+WARPS = THREADS // WARP
+PIECE = 8  # values that a thread dequantises together: 16 bytes of the result
+PIECES = 16  # of a thread
+ROWS = 128  # of an atom of scales, which has 4 scales for each
+LINE = 32  # words of a row in shared memory: all banks
+FP4 = "float4_e2m1fn_x2"
+
+
+class PrepareOperand:
+    """The kernel for one :class:`Configuration`."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        c = self.c = configuration
+        self.k_major = c.major == "k"
+        self.bits = 4 if c.dtype == FP4 else DTYPES[c.dtype].width
+        # Values of a tile along the source's contiguous dimension and across it.
+        self.tile = (WARP * PIECE, WARPS * PIECES) if c.scale_dtype else (ROWS, LINE * 32 // self.bits)
+
+    @cute.jit
+    def __call__(self, source: cute.Tensor, *rest: Any) -> None:
+        """``rest``: the scales if there are any, the target, the number of multiprocessors to use, the stream."""
+        *scales, target, multiprocessors, stream = rest
+        along, across = self.directions((target.shape[0], target.shape[1]))
+        tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
+        total = tiles[0] * tiles[1] * target.shape[2]
+        divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
+        kernel = self.dequantise if const_expr(self.c.scale_dtype) else self.transpose
+        kernel(source, *scales, target, divisors, total).launch(
+            grid=[cutlass.min(total, multiprocessors * self.c.resident), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    def directions(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+        """(mn, k) as (along, across) the source's contiguous dimension, or the other way round."""
+        return pair[::-1] if self.k_major else pair
+
+    def at(self, tensor: cute.Tensor, along: Any, across: Any, batch: Any, words: int) -> cute.Tensor:
+        """Words of 32 bits of the source or target from an element on, as far as one access reaches."""
+        mn, k = self.directions((along, across))
+        if tensor.element_type is Uint8:
+            k = k // 2  # packed fp4
+        return _words(tensor, (mn, k, batch), words)
+
+    @cute.kernel
+    def dequantise(
+        self, source: cute.Tensor, scale: cute.Tensor, target: cute.Tensor, divisors: Any, total: Int32
+    ) -> None:
+        """A warp's 32 lanes are along the contiguous dimension, its pieces and the other warps' across it."""
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        length, width = self.directions((target.shape[0], target.shape[1]))
+        for index in cutlass.range(cta, total, ctas, unroll=1):
+            row, column, batch = _place(index, divisors)
+            along = column * self.tile[0] + thread % WARP * PIECE
+            across = row * self.tile[1] + thread // WARP
+            if along < length:
+                words = PIECE * self.bits // 32
+                raw = cute.make_rmem_tensor((words, PIECES), Uint32)
+                for i in cutlass.range_constexpr(PIECES):
+                    # Past the end the last piece is read again, and not written: no branch parts the loads.
+                    near = cutlass.min(across + i * WARPS, width - 1)
+                    raw[None, i].store(self.at(source, along, near, batch, words).load())
+                scales = self.scales(scale, along, across, batch)
+                for i in cutlass.range_constexpr(PIECES):
+                    rounded = cute.make_rmem_tensor((PIECE,), BFloat16)
+                    rounded.store((self.values(raw[None, i]).load() * scales(i)).to(BFloat16))
+                    if across + i * WARPS < width:
+                        self.at(target, along, across + i * WARPS, batch, 4).store(
+                            cute.recast_tensor(rounded, Uint32).load()
+                        )
+
+    def values(self, raw: cute.Tensor) -> cute.Tensor:
+        """A piece as float32."""
+        values = cute.make_rmem_tensor((PIECE,), Float32)
+        if self.bits == 8:
+            values.store(cute.recast_tensor(raw, DTYPES[self.c.dtype]).load().to(Float32))
+        else:
+            # The three bits below the sign, put where float16 has its lowest exponent bits and its highest one of the
+            # mantissa, are the value times 2^-14, subnormal or not. Nibbles i and i + 4 share a word.
+            halves = cute.make_rmem_tensor((PIECE // 2,), Uint32)
+            for i in range(PIECE // 2):
+                word = raw[0] >> (4 * i)
+                halves[i] = ((word << 12) & Uint32(0x80008000)) | ((word << 9) & Uint32(0x0E000E00))
+            wide = cute.recast_tensor(halves, Float16).load().to(Float32) * Float32(2.0**14)
+            for i in range(PIECE):
+                values[i] = wide[2 * (i % 4) + i // 4]
+        return values
+
+    def scales(self, scale: cute.Tensor, along: Int32, across: Int32, batch: Int32) -> Any:
+        """Loads this thread's scales. Gives a function from a piece to its scale, or to one for each value.
+
+        A word of an atom has a row's four scales, 16 bytes have the words of rows r, r + 32, r + 64 and r + 96.
+        """
+        if self.k_major:
+            # Pieces are in rows w + 8 i for warp w, so a load serves every fourth. One scale of a word matters.
+            block = along // self.c.vector
+            words = cute.make_rmem_tensor((4, PIECES // 4), Uint32)
+            for i in range(PIECES // 4):
+                place = (across % 32 + WARPS * i, 0, across // ROWS, 0, block // 4, batch)
+                words[None, i].store(_words(scale, place, 4).load())
+            factors = self.decode([words[i] for i in range(PIECES)], block % 4 * 8)
+            return lambda piece: factors[piece // 4 + piece % 4 * 4]
+        # Values are in rows of their own, pieces along k: four in each of the four blocks of an atom.
+        words = cute.make_rmem_tensor((PIECE,), Uint32)
+        for i in range(PIECE):
+            place = (along % 32 + i, along // 32 % 4, along // ROWS, 0, across // ROWS, batch)
+            words[i] = _words(scale, place, 1)[0]
+        blocks = [self.decode([words[i] for i in range(PIECE)], 8 * j).load() for j in range(4)]
+        return lambda piece: blocks[piece // 4]
+
+    def decode(self, words: list[Any], shift: Any) -> cute.Tensor:
+        """The scales in the words' bytes from bit ``shift`` on, as float32."""
+        factors = cute.make_rmem_tensor((len(words),), Float32)
+        if DTYPES[self.c.scale_dtype] is cutlass.Float8E4M3FN:
+            codes = cute.make_rmem_tensor((len(words),), Uint8)
+            for i, word in enumerate(words):
+                codes[i] = Uint8((word >> shift) & 0xFF)
+            factors.store(cute.recast_tensor(codes, cutlass.Float8E4M3FN).load().to(Float32))
+        else:
+            # The exponent; the mantissa's highest bit makes 2^-127 of 0 and NaN of 255.
+            bits = cute.recast_tensor(factors, Uint32)
+            for i, word in enumerate(words):
+                code = (word >> shift) & 0xFF
+                special = Boolean(code == 0) | Boolean(code == 255)
+                bits[i] = (code << 23) | (Uint32(special) << 22)
+        return factors
+
+    @cute.kernel
+    def transpose(self, source: cute.Tensor, target: cute.Tensor, divisors: Any, total: Int32) -> None:
+        """A thread transposes within words, the CTA transposes words through shared memory.
+
+        There a row is 128 bytes along k, in eight chunks. The rows that a thread writes have one number modulo eight,
+        if counted in chunks of the source; a chunk's place is its number xor that one. The threads of a warp then meet
+        different banks, both when they write words and when they read chunks.
+        """
+        size = self.bits // 8
+        per_word, chunk = 4 // size, 16 // size  # values
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        mn, k = target.shape[0], target.shape[1]
+        eighth, line = thread % 8, thread // 8
+        shared = SmemAllocator().allocate_tensor(Uint32, cute.make_layout(ROWS * LINE), byte_alignment=128)
+        write = eighth * chunk * LINE + ((line // 4) ^ eighth) * 4 + line % 4
+
+        for index in cutlass.range(cta, total, ctas, unroll=1):
+            row, column, batch = _place(index, divisors)
+            first_mn, first_k = column * self.tile[0], row * self.tile[1]
+            raw = cute.make_rmem_tensor((4, per_word, size), Uint32)
+            for part in cutlass.range_constexpr(size):
+                for i in cutlass.range_constexpr(per_word):
+                    near_mn = cutlass.min(first_mn + (part * 8 + eighth) * chunk, mn - chunk)
+                    near_k = cutlass.min(first_k + line * per_word + i, k - 1)
+                    raw[None, i, part].store(self.at(source, near_mn, near_k, batch, 4).load())
+            for part in cutlass.range_constexpr(size):
+                for j in cutlass.range_constexpr(4):
+                    words = _transposed([raw[j, i, part] for i in range(per_word)])
+                    for i in cutlass.range_constexpr(per_word):
+                        shared[write + (part * 8 * chunk + j * per_word + i) * LINE] = words[i]
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(ROWS // (THREADS // 8)):
+                row_mn = line + i * (THREADS // 8)
+                place = row_mn * LINE + (eighth ^ (row_mn // chunk % 8)) * 4
+                words = cute.make_tensor((shared.iterator + cute.assume(place, 4)).align(16), cute.make_layout(4))
+                to_mn, to_k = first_mn + row_mn, first_k + eighth * chunk
+                if to_mn < mn and to_k < k:
+                    self.at(target, to_mn, to_k, batch, 4).store(words.load())
+            cute.arch.sync_threads()  # all have read what the next tile overwrites
+
+
+def _words(tensor: cute.Tensor, place: tuple[Any, ...], count: int) -> cute.Tensor:
+    """``count`` words of 32 bits from an element on, which is aligned to as many."""
+    pointer = (tensor.iterator + cute.crd2idx(place, tensor.layout)).align(4 * count)
+    return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(count))
+
+
+def _place(index: Int32, divisors: tuple[Any, Any]) -> tuple[Int32, Int32, Int32]:
+    """A tile's row, column and batch by its number."""
+    rest, column = divmod(index, divisors[0])
+    batch, row = divmod(rest, divisors[1])
+    return row, column, batch
+
+
+def _transposed(words: list[Any]) -> list[Any]:
+    """The transpose of four words of four bytes, of two of two halves, of one of one."""
+    if len(words) == 4:
+        ab, cd = (
+            [cute.arch.prmt(*pair, selector) for selector in (0x5140, 0x7362)] for pair in (words[:2], words[2:])
+        )  # a0 b0 a1 b1, a2 b2 a3 b3
+        return _transposed([ab[0], cd[0]]) + _transposed([ab[1], cd[1]])
+    if len(words) == 2:
+        return [Uint32(cute.arch.prmt(*words, selector)) for selector in (0x5410, 0x7632)]
+    return words
+
+
+def arguments(configuration: Configuration) -> tuple[Any, ...]:
+    """Stand-ins for the arguments of :class:`PrepareOperand`: sizes and strides are known when it is called.
+
+    fp4 comes as uint8, (mn, k / 2, l). The scales keep the six dimensions and the strides within an atom of the layout
+    of 128 x 4 atoms, whichever strides the atoms have.
+    """
+    c = configuration
+    mn, k, packed, batch, atoms_mn, atoms_k = (cute.sym_int() for _ in range(6))
+    packed_fp4 = c.dtype == FP4
+    source = fake("uint8" if packed_fp4 else c.dtype, (mn, packed if packed_fp4 else k, batch), int(c.major == "k"))
+    scales = ()
+    if c.scale_dtype:
+        far = [cute.sym_int64(divisibility=16) for _ in range(3)]
+        shape = (32, 4, atoms_mn, 4, atoms_k, batch)
+        strides = (16, 4, far[0], 1, far[1], far[2])
+        scales = (make_fake_tensor(DTYPES[c.scale_dtype], shape, strides, assumed_align=16),)
+    return (source, *scales, fake(c.to, (mn, k, batch), int(c.to_major == "k")), Int32(0), make_fake_stream())
