@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -10,7 +11,7 @@ from cutlass import Float32, Int32
 
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
-from cudnn_kernels.types import fake
+from cudnn_kernels.types import DTYPES, fake
 
 BLOCK = 32  # columns of one role, where gates and other columns take turns
 
@@ -41,6 +42,40 @@ class MultiplyColumn(Operation):
         for slot, factor in enumerate(self.factors):
             for i in x.rows.order(x.width, slot):
                 x.values[i] = x.values[i] * factor
+
+
+class AddRow(Operation):
+    """The group loads what the tile's columns need into shared memory before the tile's products."""
+
+    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
+        size = DTYPES[self.o.dtype].width // 8
+        return (fake(self.o.dtype, (sizes.n, cute.sym_int()), 0, align=size),)
+
+    def bytes(self) -> int:
+        return self.plan.groups * self.columns() * 4 + 16
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        layout = cute.make_layout((self.columns(), self.plan.groups))
+        self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return self.plan.parts * self.width
+
+    def begin(self, tile: Tile) -> None:
+        (row,) = self.parameters
+        for start in range(0, self.columns(), self.plan.threads):
+            load_columns(row, tile, self.buffers, tile.thread + start, self.columns())
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"]
+        orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
+        for position, column in enumerate(zip(*orders, strict=True)):
+            place = part * self.width + x.rows.column(tile.thread, position)
+            value = self.buffers[place, tile.group]
+            for i in column:
+                x.values[i] = x.values[i] + value
 
 
 class Swiglu(Operation):
@@ -108,3 +143,13 @@ def load_row(tensor: cute.Tensor, row: Int32, batch: Int32) -> Float32:
     if row < tensor.shape[0]:
         value = tensor[row, 0, batch]
     return value
+
+
+@cute.jit
+def load_columns(row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int) -> None:
+    """One thread: an element of a tensor (n, l) for a column of the tile, 0 beyond the last one, into shared memory."""
+    if column < columns:
+        value = Float32(0.0)
+        if tile.column * columns + column < row.shape[0]:
+            value = Float32(row[tile.column * columns + column, tile.expert])
+        buffers[column, tile.group] = value

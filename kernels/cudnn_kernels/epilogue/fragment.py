@@ -17,12 +17,13 @@ class RowLayout:
     """Which rows and columns of a group's tile a thread holds.
 
     A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
-    ``neighbours``-th run of ``run`` columns.
+    ``neighbours``-th run of ``run`` columns. ``matrices``: the values of a warp are 8 x 8 matrices as stmatrix has them.
     """
 
     slots: int
     neighbours: int
     run: int
+    matrices: bool
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""

@@ -11,6 +11,7 @@ from cudnn_kernels.epilogue.operation import Operation
 OPERATIONS: Mapping[type, type[Operation]] = {
     declared.Scale: arithmetic.Scale,
     declared.MultiplyColumn: arithmetic.MultiplyColumn,
+    declared.AddRow: arithmetic.AddRow,
     declared.Swiglu: arithmetic.Swiglu,
     declared.SquaredRelu: arithmetic.SquaredRelu,
     declared.SquaredReluBackward: arithmetic.SquaredReluBackward,

@@ -8,13 +8,16 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
+from cutlass import Float32, Int32, Uint8
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile, first_warp
+from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile, first_warp
 from cudnn_kernels.types import DTYPES, fake
+
+
+PACKED = {"float4_e2m1fn_x2": "uint8"}  # two columns an element
 
 
 class _StagedTile(Operation):
@@ -22,12 +25,22 @@ class _StagedTile(Operation):
 
     engine: Any  # the copy engine's operation
 
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        self.packed = declaration.dtype in PACKED
+        self.shape = (plan.rows, width // 2 if self.packed else width)  # of a part, in elements
+        self.element = DTYPES[PACKED.get(declaration.dtype, declaration.dtype)]
+        if self.packed and declaration.major != "n":
+            raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
+
     def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake(self.o.dtype, (sizes.m, sizes.n, sizes.l), 1 if self.o.major == "n" else 0),)
+        n = cute.sym_int() if self.packed else sizes.n
+        dtype = PACKED.get(self.o.dtype, self.o.dtype)
+        return (fake(dtype, (sizes.m, n, sizes.l), 1 if self.o.major == "n" else 0),)
 
     def prepare(self, *arguments: Any) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
-        return tuple(cpasync.make_tiled_tma_atom(self.engine(), *arguments, one, (self.plan.rows, self.width)))
+        return tuple(cpasync.make_tiled_tma_atom(self.engine(), *arguments, one, self.shape))
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
@@ -37,19 +50,15 @@ class _StagedTile(Operation):
         layout = self.layout()
         self.buffers = smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    @property
-    def element(self) -> Any:
-        return DTYPES[self.o.dtype]
-
     def part_bytes(self) -> int:
         """Bytes of a part of the group's rows."""
-        return self.plan.rows * self.width * self.element.width // 8
+        return self.shape[0] * self.shape[1] * self.element.width // 8
 
     def layout(self) -> Any:
         """The layout of all groups' buffers."""
         order = LayoutEnum.ROW_MAJOR if self.o.major == "n" else LayoutEnum.COL_MAJOR
         count = self.plan.groups * self.plan.stages
-        return sm90.make_smem_layout_epi(self.element, order, (self.plan.rows, self.width), count)
+        return sm90.make_smem_layout_epi(self.element, order, self.shape, count)
 
     def stage(self, tile: Tile, part: int) -> Any:
         """The number of the group's buffer for a part."""
@@ -62,19 +71,19 @@ class _StagedTile(Operation):
     def ends(self, tile: Tile, part: int) -> tuple[cute.Tensor, cute.Tensor]:
         """The part in shared and in global memory, as the copy engine sees them."""
         atom, tensor = self.parameters
-        tiles = cute.local_tile(tensor, (self.plan.rows, self.width), (None, None, tile.batch))
+        tiles = cute.local_tile(tensor, self.shape, (None, None, tile.batch))
         gD = tiles[None, None, tile.row, tile.column * self.plan.parts + part]
         sD = self.buffer(tile, part)
         whole = cute.make_layout(1)
         return cpasync.tma_partition(atom, 0, whole, cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2))
 
     def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
-        """The copy between registers and shared memory: by 8 x 8 matrices for 16 bits, else by the thread's pairs."""
+        """The copy between registers and shared memory: of 8 x 8 matrices, or of a thread's neighbouring columns."""
         transposed = self.o.major == "m"
-        if self.element.width == 16:
+        if self.element.width == 16 and self.plan.layout.matrices:
             atom = cute.make_copy_atom(matrix(transposed, 4), self.element)
         else:
-            bits = self.element.width * (1 if transposed else self.plan.layout.run)
+            bits = self.element.width if transposed else min(128, self.element.width * self.plan.layout.run)
             atom = cute.make_copy_atom(CopyUniversalOp(), self.element, num_bits_per_copy=bits)
         return atom, self.plan.tiled_copy(atom, self.width).get_slice(tile.thread)
 
@@ -85,10 +94,22 @@ class StoreTile(_StagedTile):
     engine = cpasync.CopyBulkTensorTileS2GOp
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        if self.packed:
+            self.store_pairs(values[self.o.value], self.buffer(tile, part), tile.thread)
+            return
         atom, copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
         rounded = self.plan.fragment(self.element, self.width)
         rounded.store(values[self.o.value].values.load().to(self.element))
         cute.copy(atom, copy.retile(rounded), copy.partition_D(self.buffer(tile, part)))
+
+    def store_pairs(self, fragment: Fragment, buffer: cute.Tensor, thread: Int32) -> None:
+        """Two columns a byte, the left one in the low half."""
+        rows = fragment.rows
+        for slot in range(rows.slots):
+            values = fragment.row_values(slot)
+            for position in range(0, len(values), 2):
+                byte = e2m1(values[position]) | e2m1(values[position + 1]) << 4
+                buffer[rows.row(thread, slot), rows.column(thread, position) // 2] = Uint8(byte)
 
     def commit(self, tile: Tile, part: int) -> None:
         source, target = self.ends(tile, part)
@@ -143,3 +164,16 @@ class LoadTile(_StagedTile):
     def commit(self, tile: Tile, part: int) -> None:
         if part + self.plan.stages < self.plan.parts:  # all have read the buffer
             self.fetch(tile, part + self.plan.stages)
+
+
+def e2m1(x: Float32) -> Int32:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, to even, with x's sign: its four bits. 6 or -6 for NaN.
+
+    Hopper has no such conversion. Adding 2^22 times a power of two leaves of x so many halves of that power, rounded.
+    """
+    size = cute.arch.fmin(cute.math.absf(x), Float32(6.0))
+    power = cute.arch.fmax(size, Float32(1.0)).bitcast(Int32) & 0x7F800000  # 1, 2 or 4: of the least, but at least 1
+    magic = power + (22 << 23)
+    halves = (size + magic.bitcast(Float32)).bitcast(Int32) - magic
+    exponent = (power >> 23) - 127  # halves 2 and 3 of a power have the codes that 4 and 5 of the one before would have
+    return halves + exponent + exponent | x.bitcast(Int32) >> 28 & 8

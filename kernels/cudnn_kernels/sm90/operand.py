@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.runtime import make_fake_stream
@@ -60,12 +60,12 @@ class PrepareOperand:
         """(mn, k) as (along, across) the source's contiguous dimension, or the other way round."""
         return pair[::-1] if self.k_major else pair
 
-    def at(self, tensor: cute.Tensor, along: Any, across: Any, batch: Any, words: int) -> cute.Tensor:
-        """Words of 32 bits of the source or target from an element on, as far as one access reaches."""
+    def offset(self, tensor: cute.Tensor, along: Any, across: Any, batch: Any) -> Any:
+        """Where a value of the source or target lies, in the tensor's elements."""
         mn, k = self.directions((along, across))
         if tensor.element_type is Uint8:
             k = k // 2  # packed fp4
-        return _words(tensor, (mn, k, batch), words)
+        return cute.crd2idx((mn, k, batch), tensor.layout)
 
     @cute.kernel
     def dequantise(
@@ -81,20 +81,22 @@ class PrepareOperand:
             along = column * self.tile[0] + thread % WARP * PIECE
             across = row * self.tile[1] + thread // WARP
             if along < length:
-                words = PIECE * self.bits // 32
-                raw = cute.make_rmem_tensor((words, PIECES), Uint32)
+                raw = cute.make_rmem_tensor((PIECE * self.bits // 32, PIECES), Uint32)
+                place = self.offset(source, along, cutlass.min(across, width - 1), batch)
+                step = self.directions(source.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):
+                    raw[None, i].store(_words(source, place, PIECE * self.bits // 32).load())
                     # Past the end the last piece is read again, and not written: no branch parts the loads.
-                    near = cutlass.min(across + i * WARPS, width - 1)
-                    raw[None, i].store(self.at(source, along, near, batch, words).load())
+                    place = cutlass.select_(across + (i + 1) * WARPS < width, place + step, place)
                 scales = self.scales(scale, along, across, batch)
+                place = self.offset(target, along, across, batch)
+                step = self.directions(target.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):
                     rounded = cute.make_rmem_tensor((PIECE,), BFloat16)
                     rounded.store((self.values(raw[None, i]).load() * scales(i)).to(BFloat16))
                     if across + i * WARPS < width:
-                        self.at(target, along, across + i * WARPS, batch, 4).store(
-                            cute.recast_tensor(rounded, Uint32).load()
-                        )
+                        _words(target, place, 4).store(cute.recast_tensor(rounded, Uint32).load())
+                    place += step
 
     def values(self, raw: cute.Tensor) -> cute.Tensor:
         """A piece as float32."""
@@ -108,7 +110,7 @@ class PrepareOperand:
             for i in range(PIECE // 2):
                 word = raw[0] >> (4 * i)
                 halves[i] = ((word << 12) & Uint32(0x80008000)) | ((word << 9) & Uint32(0x0E000E00))
-            wide = cute.recast_tensor(halves, Float16).load().to(Float32) * Float32(2.0**14)
+            wide = (cute.recast_tensor(halves, Float16).load() * Float16(2.0**14)).to(Float32)
             for i in range(PIECE):
                 values[i] = wide[2 * (i % 4) + i // 4]
         return values
@@ -124,14 +126,14 @@ class PrepareOperand:
             words = cute.make_rmem_tensor((4, PIECES // 4), Uint32)
             for i in range(PIECES // 4):
                 place = (across % 32 + WARPS * i, 0, across // ROWS, 0, block // 4, batch)
-                words[None, i].store(_words(scale, place, 4).load())
+                words[None, i].store(_words(scale, cute.crd2idx(place, scale.layout), 4).load())
             factors = self.decode([words[i] for i in range(PIECES)], block % 4 * 8)
             return lambda piece: factors[piece // 4 + piece % 4 * 4]
         # Values are in rows of their own, pieces along k: four in each of the four blocks of an atom.
         words = cute.make_rmem_tensor((PIECE,), Uint32)
         for i in range(PIECE):
             place = (along % 32 + i, along // 32 % 4, along // ROWS, 0, across // ROWS, batch)
-            words[i] = _words(scale, place, 1)[0]
+            words[i] = _words(scale, cute.crd2idx(place, scale.layout), 1)[0]
         blocks = [self.decode([words[i] for i in range(PIECE)], 8 * j).load() for j in range(4)]
         return lambda piece: blocks[piece // 4]
 
@@ -148,7 +150,7 @@ class PrepareOperand:
             bits = cute.recast_tensor(factors, Uint32)
             for i, word in enumerate(words):
                 code = (word >> shift) & 0xFF
-                special = Boolean(code == 0) | Boolean(code == 255)
+                special = code - Uint32(1) >= Uint32(254)  # wraps around for 0
                 bits[i] = (code << 23) | (Uint32(special) << 22)
         return factors
 
@@ -178,7 +180,7 @@ class PrepareOperand:
                 for i in cutlass.range_constexpr(per_word):
                     near_mn = cutlass.min(first_mn + (part * 8 + eighth) * chunk, mn - chunk)
                     near_k = cutlass.min(first_k + line * per_word + i, k - 1)
-                    raw[None, i, part].store(self.at(source, near_mn, near_k, batch, 4).load())
+                    raw[None, i, part].store(_words(source, self.offset(source, near_mn, near_k, batch), 4).load())
             for part in cutlass.range_constexpr(size):
                 for j in cutlass.range_constexpr(4):
                     words = _transposed([raw[j, i, part] for i in range(per_word)])
@@ -191,13 +193,13 @@ class PrepareOperand:
                 words = cute.make_tensor((shared.iterator + cute.assume(place, 4)).align(16), cute.make_layout(4))
                 to_mn, to_k = first_mn + row_mn, first_k + eighth * chunk
                 if to_mn < mn and to_k < k:
-                    self.at(target, to_mn, to_k, batch, 4).store(words.load())
+                    _words(target, self.offset(target, to_mn, to_k, batch), 4).store(words.load())
             cute.arch.sync_threads()  # all have read what the next tile overwrites
 
 
-def _words(tensor: cute.Tensor, place: tuple[Any, ...], count: int) -> cute.Tensor:
+def _words(tensor: cute.Tensor, offset: Any, count: int) -> cute.Tensor:
     """``count`` words of 32 bits from an element on, which is aligned to as many."""
-    pointer = (tensor.iterator + cute.crd2idx(place, tensor.layout)).align(4 * count)
+    pointer = (tensor.iterator + offset).align(4 * count)
     return cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(count))
 
 

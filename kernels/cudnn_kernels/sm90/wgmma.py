@@ -21,6 +21,7 @@ class WgmmaRows(RowLayout):
 
     neighbours: int = 4
     run: int = 2
+    matrices: bool = True
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         first = 2 * (slot % 2) + width // 2 * (slot // 2)

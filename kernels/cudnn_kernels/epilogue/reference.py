@@ -1,0 +1,154 @@
+"""What epilogues mean, as whole tensors: each declaration's part of the reference.
+
+Tensors are PyTorch's, of which only methods are used, so this module imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from cudnn_kernels import epilogue as declared
+
+LARGEST: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+FLOAT32_LARGEST = 3.40282346638528859812e38
+
+Values = dict[str, Any]  # tensors (m, n, l), float32, by name
+Arguments = Iterator[Any]
+
+
+def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Sequence[Any]) -> None:
+    """Does to the arguments, given in the kernel's order, what the kernel does; ``accumulator`` is (m, n, l), float32.
+
+    Every l is an expert of its own.
+    """
+    values, rest = {"x": accumulator}, iter(arguments)
+    for declaration in declarations:
+        REFERENCES[type(declaration)](declaration, values, rest)
+
+
+def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
+    values["x"] = values["x"] * next(arguments)
+
+
+def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
+    values[o.value] = next(arguments).float()
+
+
+def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
+    x, target = values[o.value], next(arguments)
+    if o.dtype == "float4_e2m1fn_x2":
+        codes = e2m1(x)
+        target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
+    else:
+        limit = LARGEST.get(o.dtype)
+        target.copy_(x if limit is None else x.clamp(-limit, limit))
+
+
+def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
+    values["x"] = values["x"] * next(arguments)
+
+
+def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
+    values["x"] = values["x"] + next(arguments).float().unsqueeze(0)
+
+
+def swiglu(o: declared.Swiglu, values: Values, arguments: Arguments) -> None:
+    pairs = values["x"].unflatten(1, (-1, 2, 32))
+    gate, other = (pairs.select(2, int(second)).flatten(1, 2) for second in (not o.gate_first, o.gate_first))
+    values["x"] = other * (gate * gate.sigmoid())
+
+
+def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
+    y = values["x"].relu()
+    values["x"] = y * y
+
+
+def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, arguments: Arguments) -> None:
+    y = values["x"].relu()
+    product = y * values[o.gradient]
+    values["prob_gradient"] = y * product
+    values["x"] = product + product
+
+
+def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
+    largest, target = values["x"].abs().amax((0, 1)), next(arguments)
+    target.copy_(target.maximum(largest if o.by_expert else largest.amax()))
+
+
+def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
+    next(arguments).add_(values[o.value].sum(1, keepdim=True))
+
+
+def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
+    values["x"] = quantize(values["x"], o.dtype, o.scale_dtype, o.vector, next(arguments), next(arguments))
+
+
+def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
+    x = values["x"].transpose(0, 1)
+    values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, next(arguments), next(arguments)).transpose(0, 1)
+
+
+def quantize(x: Any, dtype: str, scale_dtype: str, vector: int, scales: Any, norm: Any) -> Any:
+    """Writes the factors of a tensor (r, k, l), for every ``vector`` values along k; returns the values in their units.
+
+    The rest of the factors' last atoms is filled with 0.
+    """
+    rows, columns, batch = x.shape
+    groups = -(-columns // vector)
+    padded = x.new_zeros(rows, groups * vector, batch)
+    padded[:, :columns] = x
+    padded = padded.unflatten(1, (groups, vector))
+    factor = padded.abs().amax(2) * declared.RECIPROCALS.get(dtype, 1.0) * norm
+    codes, reciprocal = FACTORS[scale_dtype](factor, scales)
+    _, _, row_atoms, _, group_atoms, _ = scales.shape
+    atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
+    atoms[:rows, :groups] = codes
+    atoms = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32))
+    scales.copy_(atoms.permute(2, 1, 0, 4, 3, 5).view(scales.dtype))
+    multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
+    return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
+
+
+def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """Bits and reciprocals of the next powers of two."""
+    mantissa, exponent = factor.clamp(2.0**-127, 2.0**127).frexp()
+    code = exponent + 127 - (mantissa == 0.5).int()
+    power = factor.new_ones(()).ldexp(127 - code)
+    nan = factor.isnan()
+    return code.masked_fill(nan, 255).byte(), power.masked_fill(nan, float("nan"))
+
+
+def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """Bits and reciprocals of the nearest values; 0 for 0."""
+    rounded = factor.clamp(max=LARGEST["float8_e4m3fn"]).to(scales.dtype)
+    value = rounded.float()
+    return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
+
+
+FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
+
+
+def e2m1(x: Any) -> Any:
+    """Four bits: how many of the midpoints are below, to even where they are met; then the sign. 7 or 15 for NaN."""
+    size, code = x.abs(), x.signbit().byte() * 8
+    for midpoint, to_even in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True):
+        below = (size >= midpoint) if to_even else (size > midpoint)
+        code = code + (below | size.isnan()).byte()
+    return code
+
+
+REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
+    declared.Scale: scale,
+    declared.LoadTile: load_tile,
+    declared.StoreTile: store_tile,
+    declared.MultiplyColumn: multiply_column,
+    declared.AddRow: add_row,
+    declared.Swiglu: swiglu,
+    declared.SquaredRelu: squared_relu,
+    declared.SquaredReluBackward: squared_relu_backward,
+    declared.Amax: amax,
+    declared.SumRow: sum_row,
+    declared.QuantizeRows: quantize_rows,
+    declared.QuantizeColumns: quantize_columns,
+}
