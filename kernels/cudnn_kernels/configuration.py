@@ -11,7 +11,8 @@ class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
     Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``. ``n`` and ``k`` choose among
-    configurations that all compute every size.
+    configurations that all compute every size. ``scale`` is the type of the factors that every ``vector`` elements along k
+    of A and of B share, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
     """
 
     a: str
@@ -22,6 +23,10 @@ class GemmProblem:
     k: int
     a_major: str = "k"
     b_major: str = "k"
+    scale: str = ""
+    vector: int = 0
+    tile: tuple[int, int] | None = None
+    cluster: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class GemmConfiguration:
     schedule: Any
     a_major: str = "k"
     b_major: str = "k"
+    scale: str = ""
+    vector: int = 0
     tile: tuple[int, int, int] = (128, 256, 64)
     cluster: tuple[int, int] = (2, 1)
     pingpong: bool = False
@@ -51,9 +58,9 @@ class GemmConfiguration:
 class OperandConfiguration:
     """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
 
-    With ``scale_dtype``: every value times the scale of its ``vector`` neighbours along k, to bfloat16, ``major`` kept.
-    Without: the same values, MN-major to K-major. ``float4_e2m1fn_x2`` has two values to a byte along k. At most
-    ``resident`` CTAs for each multiprocessor start at once and share the tiles.
+    With ``scale_dtype``: every value times the scale of its ``vector`` neighbours along k, to bfloat16, ``major`` kept,
+    ``k`` or ``mn``. Without: the same values, MN-major to K-major. ``float4_e2m1fn_x2`` has two values to a byte along
+    k. The grid has at most ``resident`` CTAs for each multiprocessor, which share the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.

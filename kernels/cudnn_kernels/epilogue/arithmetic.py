@@ -9,7 +9,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.fragment import Fragment, pick
 from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
 from cudnn_kernels.types import DTYPES, fake
 
@@ -31,7 +31,7 @@ class MultiplyColumn(Operation):
     """A thread loads the factors of its rows before the tile's products."""
 
     def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake("float32", (sizes.m, 1, sizes.l), 0, align=4),)
+        return (fake("float32", (sizes.m, 1, sizes.l), None, align=4),)
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
@@ -65,6 +65,7 @@ class AddRow(Operation):
 
     def begin(self, tile: Tile) -> None:
         (row,) = self.parameters
+        self.exists = [pick(self.row(tile, slot) < tile.m, 1.0, 0.0) for slot in range(self.plan.layout.slots)]
         for start in range(0, self.columns(), self.plan.threads):
             load_columns(row, tile, self.buffers, tile.thread + start, self.columns())
 
@@ -74,8 +75,8 @@ class AddRow(Operation):
         for position, column in enumerate(zip(*orders, strict=True)):
             place = part * self.width + x.rows.column(tile.thread, position)
             value = self.buffers[place, tile.group]
-            for i in column:
-                x.values[i] = x.values[i] + value
+            for i, exists in zip(column, self.exists, strict=True):
+                x.values[i] = fma(value, exists, x.values[i])  # rows outside stay 0, for reductions
 
 
 class Swiglu(Operation):
@@ -129,6 +130,13 @@ class SquaredReluBackward(Operation):
 def relu(x: Float32) -> Float32:
     """max(x, 0), NaN for NaN."""
     return cute.arch.fmax(x, Float32(0.0), nan=True)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a b + c, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+    )
 
 
 def silu(x: Float32) -> Float32:

@@ -107,6 +107,6 @@ def upper_lane(distance: int) -> Any:
     return cute.arch.lane_idx() // distance % 2 == 1
 
 
-def pick(condition: Any, chosen: Float32, other: Float32) -> Float32:
+def pick(condition: Any, chosen: Any, other: Any) -> Float32:
     """One of two values, without a branch."""
-    return Float32(select_(condition, chosen, other))
+    return Float32(select_(condition, Float32(chosen), Float32(other)))

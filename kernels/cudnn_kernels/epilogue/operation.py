@@ -8,9 +8,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Tile:
 
     row: Int32
     column: Int32
+    m: Int32  # size of the product
+    n: Int32
     batch: Int32  # last index of outputs
     expert: Int32  # index where every group of rows has an entry
     count: Int32  # tiles that this group had before
@@ -68,6 +70,7 @@ class Operation:
 
     narrowing = 1  # columns that go in, for each that comes out
     count = 1  # arguments
+    reduces = False  # so values outside of the product must be 0
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         self.o, self.plan, self.width = declaration, plan, width
@@ -124,6 +127,7 @@ class Epilogue:
         for declaration in declarations:
             self.operations.append(OPERATIONS[type(declaration)](declaration, plan, width))
             width //= self.operations[-1].narrowing
+        self.reduces = any(operation.reduces for operation in self.operations)
 
     def arguments(self, sizes: Sizes) -> list[Any]:
         """Stand-ins for the arguments of all operations, in order."""
@@ -160,6 +164,16 @@ class Epilogue:
         """Before the tile's products."""
         for operation in self.operations:
             operation.begin(tile)
+
+    def clear(self, tile: Tile, first: int, fragment: Fragment) -> None:
+        """Before ``run``: makes values outside of the product 0, for columns of the tile from the first one given.
+
+        Copies fill operands up with 0, but 0 times infinity is NaN.
+        """
+        if self.reduces:
+            rows = tile.m - tile.row * self.plan.rows
+            columns = tile.n - tile.column * self.plan.tile_columns - first
+            clear_outside(fragment, rows, columns, self.plan.rows, tile.thread)
 
     def run(self, tile: Tile, part: int, fragment: Fragment) -> None:
         """Applies all operations to a part of a tile."""
@@ -200,6 +214,25 @@ class Epilogue:
     def _commit_each(self, tile: Tile, part: int) -> None:
         for operation in self.operations:
             operation.commit(tile, part)
+
+
+@cute.jit
+def clear_outside(
+    fragment: cutlass.Constexpr[Fragment], rows: Int32, columns: Int32, height: cutlass.Constexpr[int], thread: Int32
+) -> None:
+    """Makes values in none of the first so many rows and columns 0, of a group's tile of some height."""
+    if rows < height or columns < fragment.width:
+        clear_each(fragment, rows, columns, thread)
+
+
+def clear_each(fragment: Fragment, rows: Int32, columns: Int32, thread: Int32) -> None:
+    """As above, value by value."""
+    layout = fragment.rows
+    for slot in range(layout.slots):
+        row_exists = layout.row(thread, slot) < rows
+        for position, i in enumerate(layout.order(fragment.width, slot)):
+            inside = row_exists & (layout.column(thread, position) < columns)
+            fragment.values[i] = pick(inside, fragment.values[i], Float32(0.0))
 
 
 def first_warp(thread: Int32) -> cutlass.Boolean:

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, select_
 from cutlass.cute.runtime import make_fake_tensor
 
 from cudnn_kernels.epilogue import RECIPROCALS
+from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import WARP, Fragment, gather, reduce_scatter
 from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile
 from cudnn_kernels.types import DTYPES, fake
@@ -26,7 +27,7 @@ HALF_LEAST = 1 << 22  # bits of 2^-127, float32's only power of two that is no n
 class _Quantizer(Operation):
     """A factor is computed by one thread only."""
 
-    count = 2
+    count, reduces = 2, True
 
     def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
         atoms, batch = (cute.sym_int64(divisibility=512) for _ in range(2))
@@ -192,11 +193,6 @@ def e4m3(factor: Float32) -> tuple[Int32, Float32]:
 
 
 FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
-
-
-def fma(a: Float32, b: Float32, c: Float32) -> Float32:
-    """a b + c, rounded once."""
-    return cute.arch.inline_ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c])
 
 
 @cute.jit

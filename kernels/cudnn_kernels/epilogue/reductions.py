@@ -15,6 +15,8 @@ from cudnn_kernels.types import fake
 class Amax(Operation):
     """A maximum in registers over the tile, then one atomic for each warp: on bits, which order as the values do."""
 
+    reduces = True
+
     def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
         return (fake("float32", (cute.sym_int(),), 0, align=4),)
 
@@ -34,8 +36,10 @@ class Amax(Operation):
 class SumRow(Operation):
     """A sum in registers over the tile's columns, one atomic addition for each row."""
 
+    reduces = True
+
     def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake("float32", (sizes.m, 1, sizes.l), 0, align=4),)
+        return (fake("float32", (sizes.m, 1, sizes.l), None, align=4),)
 
     def begin(self, tile: Tile) -> None:
         self.sums = [Float32(0.0)] * self.plan.layout.slots

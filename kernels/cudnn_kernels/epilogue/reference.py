@@ -114,7 +114,7 @@ def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
     """Bits and reciprocals of the next powers of two."""
     mantissa, exponent = factor.clamp(2.0**-127, 2.0**127).frexp()
     code = exponent + 127 - (mantissa == 0.5).int()
-    power = factor.new_ones(()).ldexp(127 - code)
+    power = factor.new_ones(code.shape).ldexp(127 - code)
     nan = factor.isnan()
     return code.masked_fill(nan, 255).byte(), power.masked_fill(nan, float("nan"))
 

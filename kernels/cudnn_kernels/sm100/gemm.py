@@ -17,9 +17,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cuda.bindings.driver import CUstream
+import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
     Agent,
@@ -28,12 +28,12 @@ from cutlass.pipeline import (
     PipelineTmaUmma,
     PipelineUmmaAsync,
 )
-from cutlass.runtime import make_fake_stream
 
+from cudnn_kernels.call import stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
-from cudnn_kernels.epilogue.operation import Epilogue, Plan, Sizes, Tile
-from cudnn_kernels.types import DTYPES, fake
+from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.types import DTYPES
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
 MMA_WARP, LOAD_WARP, WARPS = 4, 5, 6
@@ -63,35 +63,28 @@ class Gemm:
 
     def __init__(self, configuration: Configuration) -> None:
         c = self.c = configuration
-        self.a_type, self.b_type = DTYPES[c.a], DTYPES[c.b]
+        self.types = [DTYPES[c.a], DTYPES[c.b], *[DTYPES[c.scale]] * 2] if c.scale else [DTYPES[c.a], DTYPES[c.b]]
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
-        self.accumulators = min(2, TENSOR_MEMORY // c.tile[1])
+        self.accumulators = min(2, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
-    def __call__(self, a: cute.Tensor, b: cute.Tensor, *rest: Any) -> None:
-        """``rest``: the schedule's arguments, the epilogue's, the number of multiprocessors to use, the stream."""
+    def __call__(self, *arguments: Any) -> None:
+        """A, B, the factors of A and of B where the configuration has some, the schedule's arguments, the epilogue's, the
+        number of multiprocessors to use, the stream.
+        """
         c = self.c
-        *arguments, multiprocessors, stream = rest
         cm, cn = c.cluster
+        operands, (*rest, multiprocessors, stream) = self.operands(arguments)
+        a, b = operands[:2]
         rows = ROWS * cm
         tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], c.tile[1] * cn))
-        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *arguments[: c.schedule.count])
-        parameters = self.epilogue.prepare(arguments[c.schedule.count :])
+        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *rest[: c.schedule.count])
+        parameters = self.epilogue.prepare(rest[c.schedule.count :])
         clusters = cutlass.min(c.schedule.limit(scheduled), multiprocessors // (cm * cn))
-        mma = self.tiled_mma()
-        cluster = self.cluster(mma)
-        layout_a, layout_b = (cute.slice_(x, (None, None, None, 0)) for x in self.operand_layouts(mma, 1))
-        op_a = sm100.cluster_shape_to_tma_atom_A((cm, cn), mma.thr_id)
-        op_b = sm100.cluster_shape_to_tma_atom_B((cm, cn), mma.thr_id)
-        self.kernel(
-            mma,
-            *cute.nvgpu.make_tiled_tma_atom_A(op_a, a, layout_a, c.tile, mma, cluster.shape),
-            *cute.nvgpu.make_tiled_tma_atom_B(op_b, b, layout_b, c.tile, mma, cluster.shape),
-            scheduled,
-            parameters,
-        ).launch(
+        atoms, tensors = self.descriptors(operands)
+        self.kernel(self.tiled_mma(), self.tiled_mma_of_factors(), atoms, tensors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[32 * WARPS, 1, 1],
             cluster=[cm, cn, 1],
@@ -99,28 +92,90 @@ class Gemm:
             min_blocks_per_mp=1,
         )
 
-    def tiled_mma(self) -> cute.TiledMma:
-        """The product of a tile with one instruction's depth of k."""
-        majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in (self.c.a_major, self.c.b_major)]
-        return sm100.make_trivial_tiled_mma(
-            self.a_type, self.b_type, *majors, Float32, self.group, self.c.tile[:2]
+    def operands(self, arguments: Any) -> tuple[list[cute.Tensor], Any]:
+        """A, B and their factors as the tensor cores know them, and the other arguments."""
+        c = self.c
+        a, b = (
+            cute.recast_tensor(x, element) if element.width == 4 else x
+            for x, element in zip(arguments[:2], self.types[:2], strict=True)
         )
+        if not c.scale:
+            return [a, b], arguments[2:]
+        factors = [
+            cute.make_tensor(f.iterator, blockscaled.tile_atom_to_shape_SF(x.shape, c.vector))
+            for f, x in zip(arguments[2:4], (a, b), strict=True)
+        ]
+        return [a, b, *factors], arguments[4:]
+
+    def descriptors(self, operands: list[cute.Tensor]) -> tuple[list[Any], list[Any]]:
+        """The copy engine's atom and view of every operand."""
+        mma, factors_mma = self.tiled_mma(), self.tiled_mma_of_factors()
+        layouts = self.operand_layouts(mma, 1)
+        shape = self.c.cluster
+        of_a = sm100.cluster_shape_to_tma_atom_A(shape, mma.thr_id)
+        of_b = sm100.cluster_shape_to_tma_atom_B(shape, mma.thr_id)
+        of_factors = sm100.cluster_shape_to_tma_atom_SFB(shape, mma.thr_id)
+        atoms, tensors = [], []
+        for i, tensor in enumerate(operands):
+            one = cute.slice_(layouts[i], (None, None, None, 0))
+            narrow = {} if i < 2 else {"internal_type": cutlass.Int16}
+            if i % 2 == 0:
+                made = cute.nvgpu.make_tiled_tma_atom_A(
+                    of_a, tensor, one, self.c.tile, mma, self.cluster(mma).shape, **narrow
+                )
+            else:
+                op, shared = (of_b, mma) if i == 1 else (of_factors, factors_mma)
+                tile = self.c.tile if i == 1 else (ROWS, *self.c.tile[1:])
+                made = cute.nvgpu.make_tiled_tma_atom_B(
+                    op, tensor, one, tile, shared, self.cluster(shared).shape, **narrow
+                )
+            atoms.append(made[0])
+            tensors.append(made[1])
+        return atoms, tensors
+
+    def tiled_mma(self, group: Any = None) -> cute.TiledMma:
+        """The product of a tile with one instruction's depth of k."""
+        c = self.c
+        a, b = self.types[:2]
+        majors = [OperandMajorMode.K if major == "k" else OperandMajorMode.MN for major in (c.a_major, c.b_major)]
+        rows = c.tile[0] if group is None else ROWS
+        group = group or self.group
+        if c.scale:
+            return sm100.make_blockscaled_trivial_tiled_mma(
+                a, b, *majors, self.types[2], c.vector, group, (rows, c.tile[1])
+            )
+        return sm100.make_trivial_tiled_mma(a, b, *majors, Float32, group, (rows, c.tile[1]))
+
+    def tiled_mma_of_factors(self) -> cute.TiledMma:
+        """Stands for how B's factors are shared: each CTA of a pair needs all of the tile's."""
+        return self.tiled_mma(tcgen05.CtaGroup.ONE)
 
     def cluster(self, mma: cute.TiledMma) -> cute.Layout:
         """The CTAs of a cluster, by pair, row, column."""
         return cute.tiled_divide(cute.make_layout((*self.c.cluster, 1)), (mma.thr_id.shape,))
 
-    def operand_layouts(self, mma: cute.TiledMma, stages: int) -> tuple[Any, Any]:
-        """A's and B's rings in shared memory."""
-        return (
-            sm100.make_smem_layout_a(mma, self.c.tile, self.a_type, stages),
-            sm100.make_smem_layout_b(mma, self.c.tile, self.b_type, stages),
-        )
+    def operand_layouts(self, mma: cute.TiledMma, stages: int) -> list[Any]:
+        """The operands' rings in shared memory."""
+        c = self.c
+        layouts = [
+            sm100.make_smem_layout_a(mma, c.tile, self.types[0], stages),
+            sm100.make_smem_layout_b(mma, c.tile, self.types[1], stages),
+        ]
+        if c.scale:
+            layouts.append(blockscaled.make_smem_layout_sfa(mma, c.tile, c.vector, stages))
+            layouts.append(blockscaled.make_smem_layout_sfb(mma, c.tile, c.vector, stages))
+        return layouts
 
     def stage_bytes(self) -> int:
-        """Bytes of a tile of A and a tile of B, in one CTA."""
+        """Bytes of the operands' tiles in one CTA."""
         m, n, k = self.c.tile
-        return (m * self.a_type.width + n * self.b_type.width) // self.pair * k // 8
+        factors = (ROWS + n) * k // self.c.vector if self.c.scale else 0
+        return (m * self.types[0].width + n * self.types[1].width) // self.pair * k // 8 + factors
+
+    def factor_columns(self) -> int:
+        """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
+        c = self.c
+        return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // c.vector if c.scale else 0
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
@@ -146,14 +201,7 @@ class Gemm:
 
     @cute.kernel
     def kernel(
-        self,
-        mma: cute.TiledMma,
-        atom_a: cute.CopyAtom,
-        mA: cute.Tensor,
-        atom_b: cute.CopyAtom,
-        mB: cute.Tensor,
-        scheduled: Any,
-        parameters: Any,
+        self, mma: cute.TiledMma, factors_mma: cute.TiledMma, atoms: list, tensors: list, scheduled: Any, parameters: Any
     ) -> None:
         """The roles of the warps."""
         stages = const_expr(self.stages())
@@ -164,9 +212,7 @@ class Gemm:
         place = cluster.get_flat_coord(rank)
 
         smem = SmemAllocator()
-        layout_a, layout_b = self.operand_layouts(mma, stages)
-        sA = smem.allocate_tensor(self.a_type, layout_a.outer, byte_alignment=1024, swizzle=layout_a.inner)
-        sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
+        shared = self.buffers(smem, self.operand_layouts(mma, stages))
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         acc_barriers = smem.allocate_array(cutlass.Int64, 2 * self.accumulators)
         free_barrier = smem.allocate_array(cutlass.Int64, 1)
@@ -174,8 +220,8 @@ class Gemm:
         self.epilogue.enter(parameters, smem)
         if thread == 0:
             self.epilogue.ready()
-            cpasync.prefetch_descriptor(atom_a)
-            cpasync.prefetch_descriptor(atom_b)
+            for i in cutlass.range_constexpr(len(atoms)):
+                cpasync.prefetch_descriptor(atoms[i])
         one = CooperativeGroup(Agent.Thread)
         sharers = self.c.cluster[0] // self.pair + self.c.cluster[1] - 1
         memory = TmemAllocator(
@@ -202,21 +248,21 @@ class Gemm:
         )
 
         if warp == LOAD_WARP:
-            self.load(mma, atom_a, mA, atom_b, mB, sA, sB, operands.make_producer(), scheduled, cluster, place)
+            self.load(mma, factors_mma, atoms, tensors, shared, operands.make_producer(), scheduled, rank)
         if warp <= MMA_WARP:
             memory.allocate(TENSOR_MEMORY)
             memory.wait_for_alloc()
             pointer = memory.retrieve_ptr(Float32)
             shape = mma.partition_shape_C(self.c.tile[:2])
             acc = cute.make_tensor(pointer, mma.make_fragment_C(cute.append(shape, self.accumulators)).layout)
-            k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.c.tile[2])
+            k_tiles = cute.ceil_div(cute.size(tensors[0], mode=[1]), self.c.tile[2])
             if warp == MMA_WARP:
                 if place[0] == 0:
                     self.multiply(
-                        mma, acc, sA, sB, operands.make_consumer(), accumulated.make_producer(), scheduled, k_tiles
+                        mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), scheduled, k_tiles
                     )
             else:
-                self.finish(acc, accumulated.make_consumer(), scheduled, place, thread)
+                self.finish(acc, tensors, accumulated.make_consumer(), scheduled, thread)
                 memory.relinquish_alloc_permit()
                 cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=ROWS)
                 memory.free(pointer)
@@ -230,76 +276,93 @@ class Gemm:
         _, _, clusters = cute.arch.grid_dim()
         return cluster, self.c.schedule.total(scheduled), clusters
 
+    def buffers(self, smem: Any, layouts: list[Any]) -> list[cute.Tensor]:
+        """The operands' rings; those of factors are not swizzled."""
+        return [
+            smem.allocate_tensor(self.types[i], x.outer, byte_alignment=1024, swizzle=x.inner)
+            if i < 2
+            else smem.allocate_tensor(self.types[i], x, byte_alignment=1024)
+            for i, x in enumerate(layouts)
+        ]
+
     @cute.jit
     def load(
         self,
         mma: cute.TiledMma,
-        atom_a: cute.CopyAtom,
-        mA: cute.Tensor,
-        atom_b: cute.CopyAtom,
-        mB: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
+        factors_mma: cute.TiledMma,
+        atoms: list,
+        tensors: list,
+        shared: list,
         ring: Any,
         scheduled: Any,
-        cluster: cute.Layout,
-        place: Any,
+        rank: Int32,
     ) -> None:
         """One warp: fills the ring with the operands of all tiles."""
         c = self.c
-        m, n, k = c.tile
-        part = mma.get_slice(place[0])
-        tCgA = part.partition_A(cute.local_tile(mA, (m, k), (None, None, None)))
-        tCgB = part.partition_B(cute.local_tile(mB, (n, k), (None, None, None)))
-        tAsA, tAgA = cpasync.tma_partition(
-            atom_a,
-            place[2],
-            cute.make_layout(c.cluster[1]),
-            cute.group_modes(sA, 0, 3),
-            cute.group_modes(tCgA, 0, 3),
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            atom_b,
-            place[1],
-            cute.make_layout(c.cluster[0] // self.pair),
-            cute.group_modes(sB, 0, 3),
-            cute.group_modes(tCgB, 0, 3),
-        )
-        mask_a = cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=2)
-        mask_b = cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=1)
-        shared = const_expr(c.cluster[0] * c.cluster[1] > 1)
-        k_tiles = cute.size(tAgA, mode=[2])
+        count = const_expr(len(atoms))
+        targets, sources, masks = self.partition(mma, factors_mma, atoms, tensors, shared, rank)
+        several = const_expr(c.cluster[0] * c.cluster[1] > 1)
+        bm, bn, _ = cute.arch.block_idx()
+        k_tiles = cute.size(sources[0], mode=[2])
         first, end, step = self.tiles(scheduled)
         for index in cutlass.range(first, end, step):
             work = c.schedule.find(scheduled, index)
-            tA = tAgA[None, work.m * (c.cluster[0] // self.pair) + place[1], None, work.a]
-            tB = tBgB[None, work.n * c.cluster[1] + place[2], None, work.b]
-            for i in cutlass.range(k_tiles, unroll=1):
+            row = work.m * (c.cluster[0] // self.pair) + bm // self.pair
+            column = work.n * c.cluster[1] + bn
+            for k in cutlass.range(k_tiles, unroll=1):
                 free = ring.acquire_and_advance()
-                cute.copy(
-                    atom_a, tA[None, i], tAsA[None, free.index], tma_bar_ptr=free.barrier,
-                    mcast_mask=mask_a if shared else None,
-                )  # fmt: skip
-                cute.copy(
-                    atom_b, tB[None, i], tBsB[None, free.index], tma_bar_ptr=free.barrier,
-                    mcast_mask=mask_b if shared else None,
-                )  # fmt: skip
+                for i in cutlass.range_constexpr(count):
+                    which = (None, row, k, work.a) if const_expr(i % 2 == 0) else (None, column, k, work.b)
+                    cute.copy(
+                        atoms[i],
+                        sources[i][which],
+                        targets[i][None, free.index],
+                        tma_bar_ptr=free.barrier,
+                        mcast_mask=masks[i] if several else None,
+                    )
         ring.tail()
+
+    def partition(
+        self, mma: cute.TiledMma, factors_mma: cute.TiledMma, atoms: list, tensors: list, shared: list, rank: Int32
+    ) -> tuple[list[cute.Tensor], list[cute.Tensor], list[Any]]:
+        """This CTA's share of every operand in shared and in global memory, and the CTAs that get it."""
+        m, n, k = self.c.tile
+        targets, sources, masks = [], [], []
+        for i, atom in enumerate(atoms):
+            mine = factors_mma if i == 3 else mma
+            cluster = self.cluster(mine)
+            place = cluster.get_flat_coord(rank)
+            part = mine.get_slice(place[0])
+            tiles = cute.local_tile(tensors[i], (m if i % 2 == 0 else n, k), (None, None, None))
+            tile = part.partition_A(tiles) if i % 2 == 0 else part.partition_B(tiles)
+            along = 2 if i % 2 == 0 else 1  # CTAs of a row share A, those of a column B
+            target, source = cpasync.tma_partition(
+                atom,
+                place[along],
+                cute.make_layout(cluster.shape[along]),
+                cute.group_modes(shared[i], 0, 3),
+                cute.group_modes(tile, 0, 3),
+            )
+            targets.append(target if i < 2 else cute.filter_zeros(target))
+            sources.append(source if i < 2 else cute.filter_zeros(source))
+            masks.append(cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=along))
+        return targets, sources, masks
 
     @cute.jit
     def multiply(
         self,
         mma: cute.TiledMma,
         acc: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
+        shared: list,
         ring: Any,
         accumulators: Any,
         scheduled: Any,
         k_tiles: Int32,
     ) -> None:
         """One warp, of a pair's first CTA: the products of all tiles, one accumulator after the other."""
-        tCrA, tCrB = mma.make_fragment_A(sA), mma.make_fragment_B(sB)
+        c = self.c
+        tCrA, tCrB = mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1])
+        factors, copies = self.factors(mma, acc, shared)
         first, end, step = self.tiles(scheduled)
         for _ in cutlass.range(first, end, step):
             free = accumulators.acquire_and_advance()
@@ -307,7 +370,13 @@ class Gemm:
             mma.set(tcgen05.Field.ACCUMULATE, False)
             for _ in cutlass.range(k_tiles, unroll=1):
                 full = ring.wait_and_advance()
+                for i in cutlass.range_constexpr(len(copies)):
+                    copy, source, place = copies[i]
+                    cute.copy(copy, source[None, None, None, None, full.index], place)
                 for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    if const_expr(c.scale != ""):
+                        mma.set(tcgen05.Field.SFA, factors[0][None, None, block].iterator)
+                        mma.set(tcgen05.Field.SFB, factors[1][None, None, block].iterator)
                     which = (None, None, block, full.index)
                     cute.gemm(mma, target, tCrA[which], tCrB[which], target)
                     mma.set(tcgen05.Field.ACCUMULATE, True)
@@ -315,8 +384,30 @@ class Gemm:
             free.commit()
         accumulators.tail()
 
+    def factors(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list) -> tuple[list[cute.Tensor], list[Any]]:
+        """The factors' place in tensor memory, behind the accumulators, and the copies that bring them there."""
+        c = self.c
+        places, copies = [], []
+        pointer = acc.iterator + self.accumulators * c.tile[1]
+        makers = (blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb)
+        for make, source in zip(makers, shared[2:], strict=False):
+            one = cute.slice_(source.layout, (None, None, None, 0))
+            place = cute.make_tensor(
+                cute.recast_ptr(pointer, dtype=self.types[2]), make(mma, c.tile, c.vector, one)
+            )
+            pointer = pointer + tcgen05.find_tmem_tensor_col_offset(place)
+            compact = cute.filter_zeros(place)
+            copy = tcgen05.make_s2t_copy(
+                cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), self.types[2]), compact
+            )
+            mine = copy.get_slice(0)
+            descriptors = tcgen05.get_s2t_smem_desc_tensor(copy, mine.partition_S(cute.filter_zeros(source)))
+            places.append(place)
+            copies.append((copy, descriptors, mine.partition_D(compact)))
+        return places, copies
+
     @cute.jit
-    def finish(self, acc: cute.Tensor, accumulators: Any, scheduled: Any, place: Any, thread: Int32) -> None:
+    def finish(self, acc: cute.Tensor, tensors: list, accumulators: Any, scheduled: Any, thread: Int32) -> None:
         """Four warps: the epilogue of all tiles, part by part."""
         c, plan = self.c, self.epilogue.plan
         cm, cn = c.cluster
@@ -332,6 +423,8 @@ class Gemm:
             tile = Tile(
                 row=work.m * cm + bm,
                 column=work.n * cn + bn,
+                m=tensors[0].shape[0],
+                n=tensors[1].shape[0],
                 batch=work.d,
                 expert=work.expert,
                 count=count,
@@ -359,15 +452,5 @@ class Gemm:
 
 
 def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`Gemm`: sizes and strides are known when it is called."""
-    c = configuration
-    m, n, k, batch = (cute.sym_int() for _ in range(4))
-    experts = batch if c.schedule.count == 0 else cute.sym_int()
-    return (
-        fake(c.a, (m, k, batch), 1 if c.a_major == "k" else 0),
-        fake(c.b, (n, k, experts), 1 if c.b_major == "k" else 0),
-        *c.schedule.arguments(),
-        *Gemm(c).epilogue.arguments(Sizes(m, n, batch)),
-        Int32(0),
-        make_fake_stream(),
-    )
+    """Stand-ins for the arguments of :class:`Gemm`."""
+    return stand_ins(configuration, Gemm(configuration).epilogue)

@@ -20,18 +20,17 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.runtime import make_fake_stream
 from cutlass.tensor_utils import LayoutEnum
 
+from cudnn_kernels.call import stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Epilogue, Plan, Sizes, Tile
+from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.sm90.wgmma import WgmmaRows, mma_operation
-from cudnn_kernels.types import DTYPES, fake
+from cudnn_kernels.types import DTYPES
 
 GROUP = 128  # threads of a warpgroup
 CONSUMERS = 2  # warpgroups that multiply
@@ -172,7 +171,7 @@ class Gemm:
                 self.produce(atom_a, mA, atom_b, mB, sA, sB, ring, scheduled)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(sA, sB, mA, ring, scheduled, group - 1, thread - GROUP * group)
+            self.consume(sA, sB, mA, mB, ring, scheduled, group - 1, thread - GROUP * group)
         if const_expr(self.cluster_size > 1):
             self.meet()  # a CTA's shared memory lives until no other one writes or signals there
 
@@ -246,6 +245,7 @@ class Gemm:
         sA: cute.Tensor,
         sB: cute.Tensor,
         mA: cute.Tensor,
+        mB: cute.Tensor,
         ring: Ring,
         scheduled: Any,
         group: Int32,
@@ -277,6 +277,8 @@ class Gemm:
             tile = Tile(
                 row=m_tile if const_expr(c.pingpong) else m_tile * CONSUMERS + group,
                 column=work.n * cn + place_n,
+                m=cute.size(mA, mode=[0]),
+                n=cute.size(mB, mode=[0]),
                 batch=work.d,
                 expert=work.expert,
                 count=count,
@@ -393,6 +395,7 @@ class Gemm:
         """The epilogue of a tile, part by part."""
         plan = self.epilogue.plan
         half = plan.width // 2  # values of a part, for each 64 rows
+        self.epilogue.clear(tile, 0, Fragment(acc, self.tile_n, plan.layout))
         for part in range(plan.parts):
             values = self.fragment(Float32, plan.width)
             for atom in range(self.group_rows // 64):
@@ -408,15 +411,5 @@ class Gemm:
 
 
 def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`Gemm`: sizes and strides are known when it is called."""
-    c = configuration
-    m, n, k, batch = (cute.sym_int() for _ in range(4))
-    experts = batch if c.schedule.count == 0 else cute.sym_int()
-    return (
-        fake(c.a, (m, k, batch), 1 if c.a_major == "k" else 0),
-        fake(c.b, (n, k, experts), 1 if c.b_major == "k" else 0),
-        *c.schedule.arguments(),
-        *Gemm(c).epilogue.arguments(Sizes(m, n, batch)),
-        Int32(0),
-        make_fake_stream(),
-    )
+    """Stand-ins for the arguments of :class:`Gemm`."""
+    return stand_ins(configuration, Gemm(configuration).epilogue)

@@ -45,7 +45,11 @@ class PrepareOperand:
 
     @cute.jit
     def __call__(self, source: cute.Tensor, *rest: Any) -> None:
-        """``rest``: the scales if there are any, the target, the number of multiprocessors to use, the stream."""
+        """``source`` (mn, k, l), fp4 (mn, k / 2, l) in bytes; ``rest``: the scales (32, 4, ceil(mn / 128), 4,
+        ceil(k / vector / 4), l) if there are any, the target (mn, k, l), the number of multiprocessors to use, the stream.
+
+        Contiguous extents and all other strides are multiples of 16 bytes.
+        """
         *scales, target, multiprocessors, stream = rest
         along, across = self.directions((target.shape[0], target.shape[1]))
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))

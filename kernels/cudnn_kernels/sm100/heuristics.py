@@ -1,0 +1,37 @@
+"""Which configuration of Blackwell's GEMM serves a problem: pure functions, no CuTe DSL. None was ever timed."""
+
+from __future__ import annotations
+
+from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
+from cudnn_kernels.epilogue import Swiglu
+
+BITS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32, "float4_e2m1fn_x2": 4}
+K_BYTES = 128  # of a k tile: one row of the widest swizzle
+PAIR = 64  # columns that gates and others fill together
+
+
+def configure(problem: GemmProblem) -> GemmConfiguration:
+    """The caller's tile and cluster or, by default, pairs of CTAs with 256 x 256.
+
+    Columns of a tile are rounded up to what the epilogue takes at a time, where they hold gates to whole pairs, and those
+    of factors to whole atoms.
+    """
+    pairs = any(isinstance(operation, Swiglu) for operation in problem.epilogue)
+    m, n = problem.tile or (256, 256)
+    step = 128 if problem.scale else PAIR if pairs else 32
+    n = -(-n // step) * step
+    part = next(width for width in (128, 64, 32) if n % width == 0 and (pairs or width < 128))
+    return GemmConfiguration(
+        problem.a,
+        problem.b,
+        problem.epilogue,
+        problem.schedule,
+        problem.a_major,
+        problem.b_major,
+        problem.scale,
+        problem.vector,
+        tile=(m, n, K_BYTES * 8 // BITS[problem.a]),
+        cluster=problem.cluster or (m // 128, 1),
+        part=part,
+        staged=2 if n // part > 1 else 1,
+    )
