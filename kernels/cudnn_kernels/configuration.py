@@ -11,8 +11,8 @@ class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
     Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``. ``n`` and ``k`` choose among
-    configurations that all compute every size. ``scale`` is the type of the factors that every ``vector`` elements along k
-    of A and of B share, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
+    configurations that all compute every size. ``scale`` is the type of the factors that ``vector`` elements along k of A
+    and of B share, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
     """
 
     a: str
@@ -34,8 +34,8 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor cores
-    add up all of it. ``part`` accumulator columns pass through the epilogue at a time, and ``staged`` buffers hold them.
+    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
+    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time, ``staged`` buffers hold them.
     """
 
     a: str

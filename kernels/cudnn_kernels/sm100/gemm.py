@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, TFloat32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
@@ -71,8 +71,8 @@ class Gemm:
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
-        """A, B, the factors of A and of B where the configuration has some, the schedule's arguments, the epilogue's, the
-        number of multiprocessors to use, the stream.
+        """A, B, their factors where the configuration has some, the schedule's arguments, the epilogue's, the number of
+        multiprocessors to use, the stream.
         """
         c = self.c
         cm, cn = c.cluster
@@ -118,16 +118,16 @@ class Gemm:
         atoms, tensors = [], []
         for i, tensor in enumerate(operands):
             one = cute.slice_(layouts[i], (None, None, None, 0))
-            narrow = {} if i < 2 else {"internal_type": cutlass.Int16}
+            kind = cutlass.Int16 if i > 1 else TFloat32 if self.types[i] == Float32 else None  # rounded while loading
             if i % 2 == 0:
                 made = cute.nvgpu.make_tiled_tma_atom_A(
-                    of_a, tensor, one, self.c.tile, mma, self.cluster(mma).shape, **narrow
+                    of_a, tensor, one, self.c.tile, mma, self.cluster(mma).shape, internal_type=kind
                 )
             else:
                 op, shared = (of_b, mma) if i == 1 else (of_factors, factors_mma)
                 tile = self.c.tile if i == 1 else (ROWS, *self.c.tile[1:])
                 made = cute.nvgpu.make_tiled_tma_atom_B(
-                    op, tensor, one, tile, shared, self.cluster(shared).shape, **narrow
+                    op, tensor, one, tile, shared, self.cluster(shared).shape, internal_type=kind
                 )
             atoms.append(made[0])
             tensors.append(made[1])
@@ -201,7 +201,13 @@ class Gemm:
 
     @cute.kernel
     def kernel(
-        self, mma: cute.TiledMma, factors_mma: cute.TiledMma, atoms: list, tensors: list, scheduled: Any, parameters: Any
+        self,
+        mma: cute.TiledMma,
+        factors_mma: cute.TiledMma,
+        atoms: list,
+        tensors: list,
+        scheduled: Any,
+        parameters: Any,
     ) -> None:
         """The roles of the warps."""
         stages = const_expr(self.stages())

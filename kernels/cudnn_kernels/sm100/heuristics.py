@@ -13,8 +13,8 @@ PAIR = 64  # columns that gates and others fill together
 def configure(problem: GemmProblem) -> GemmConfiguration:
     """The caller's tile and cluster or, by default, pairs of CTAs with 256 x 256.
 
-    Columns of a tile are rounded up to what the epilogue takes at a time, where they hold gates to whole pairs, and those
-    of factors to whole atoms.
+    Columns of a tile are rounded up to what the epilogue takes at a time: to whole pairs where some are gates, to whole
+    atoms where there are factors.
     """
     pairs = any(isinstance(operation, Swiglu) for operation in problem.epilogue)
     m, n = problem.tile or (256, 256)

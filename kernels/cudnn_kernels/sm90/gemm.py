@@ -20,7 +20,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, TFloat32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -73,11 +73,10 @@ class Gemm:
         scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *arguments[: c.schedule.count])
         parameters = self.epilogue.prepare(arguments[c.schedule.count :])
         clusters = cutlass.min(c.schedule.limit(scheduled), multiprocessors // self.cluster_size)
-        a_op, b_op = (self.load_operation(share) for share in (cn, cm))
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
         self.kernel(
-            *cpasync.make_tiled_tma_atom(a_op, a, a_layout, (self.tile_m, self.tile_k), num_multicast=cn),
-            *cpasync.make_tiled_tma_atom(b_op, b, b_layout, (self.tile_n, self.tile_k), num_multicast=cm),
+            *self.descriptor(a, self.tile_m, a_layout, cn),
+            *self.descriptor(b, self.tile_n, b_layout, cm),
             scheduled,
             parameters,
         ).launch(
@@ -88,9 +87,16 @@ class Gemm:
             min_blocks_per_mp=1,
         )
 
-    def load_operation(self, share: int) -> Any:
-        """The copy into shared memory, of one CTA or of ``share``."""
-        return cpasync.CopyBulkTensorTileG2SOp() if share == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    def descriptor(self, tensor: cute.Tensor, rows: int, layout: Any, share: int) -> tuple[Any, Any]:
+        """The copy engine's atom and view of an operand, for one CTA or for ``share`` of them.
+
+        It rounds float32 to tf32, to nearest; wgmma would truncate.
+        """
+        op = cpasync.CopyBulkTensorTileG2SOp() if share == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        kind = TFloat32 if const_expr(tensor.element_type == Float32) else None
+        return cpasync.make_tiled_tma_atom(
+            op, tensor, layout, (rows, self.tile_k), num_multicast=share, internal_type=kind
+        )
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
         """A's and B's rings in shared memory."""
@@ -385,7 +391,7 @@ class Gemm:
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty)
         else:
-            cm, cn = self.c.cluster
+            cm, _ = self.c.cluster
             m, n, _, _ = self.place()
             if lane < self.cluster_size:
                 if lane % cm == m or lane // cm == n:
