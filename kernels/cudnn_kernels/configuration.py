@@ -11,8 +11,8 @@ class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
     Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``. ``n`` and ``k`` choose among
-    configurations that all compute every size. ``scale`` is the type of the factors that ``vector`` elements along k of A
-    and of B share, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
+    configurations that all compute every size. ``scale`` is the type of the factors that ``vector`` elements along k
+    share, of A and of B, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
     """
 
     a: str
@@ -31,11 +31,11 @@ class GemmProblem:
 
 @dataclass(frozen=True)
 class GemmConfiguration:
-    """``tile`` is (m, n, k) of a CTA, ``cluster`` (m, n) in CTAs.
+    """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
     multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
-    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time, ``staged`` buffers hold them.
+    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time, held by ``staged`` buffers.
     """
 
     a: str
@@ -85,6 +85,15 @@ class OperandConfiguration:
     def to_major(self) -> str:
         """The result's dimension of stride 1."""
         return self.major if self.scale_dtype else "k"
+
+
+@dataclass(frozen=True)
+class PreparedGemmConfiguration:
+    """A GEMM some of whose operands are prepared first, in the same call."""
+
+    gemm: GemmConfiguration
+    a: OperandConfiguration | None
+    b: OperandConfiguration | None
 
 
 OPERANDS = frozenset(

@@ -2,7 +2,8 @@
 
 An epilogue is a tuple of these declarations, applied from left to right to named tiles of values; the accumulator is
 ``x``. They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. How each one runs on
-a GPU is in the modules beside it, ``cudnn_kernels.epilogue.operation`` has the table.
+a GPU is in the modules beside it, of which ``cudnn_kernels.epilogue.table`` says which class runs which declaration;
+what each one means for whole tensors is in ``cudnn_kernels.epilogue.reference``.
 
 ``tensor`` names an argument of the kernel; the arguments of an epilogue come in the order of its declarations. Types go
 by PyTorch's names, ``major`` is the dimension of stride 1.
@@ -36,7 +37,11 @@ class LoadTile:
 
 @dataclass(frozen=True)
 class StoreTile:
-    """Rounds a value to the tensor's type, saturating for 8 bits and fewer, and writes it: (m, n, l)."""
+    """Rounds a value to the tensor's type, to nearest even, and writes it: (m, n, l).
+
+    Types of 8 bits and fewer saturate. float4_e2m1fn_x2, with major n only, is a uint8 tensor (m, n / 2, l), the left
+    column of two in the low half; it has no NaN, which becomes the largest magnitude.
+    """
 
     tensor: str
     dtype: str
@@ -53,7 +58,7 @@ class MultiplyColumn:
 
 @dataclass(frozen=True)
 class AddRow:
-    """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l)."""
+    """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert."""
 
     tensor: str
     dtype: str
@@ -104,8 +109,10 @@ class QuantizeRows:
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
         x = x * min(norm_const / s, largest float32), or 0 where s is 0
 
-    ``limit`` is that of ``dtype``, which the values will be rounded to. The factors have the layout of 128 x 4 atoms,
-    (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); norm_const is a float32 tensor (1,).
+    ``limit`` is that of ``dtype``, which the values will be rounded to. e8m0's factors lie between 2^-127 and 2^127,
+    e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
+    (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
+    norm_const is a float32 tensor (1,), positive.
     """
 
     tensor: str
@@ -119,7 +126,8 @@ class QuantizeRows:
 class QuantizeColumns:
     """As :class:`QuantizeRows` for every 32 rows of a column, into the value ``columns``; x stays.
 
-    The factors' atoms have columns for rows and groups of 32 rows for columns: (32, 4, ceil(n / 128), 4, ceil(m / 128), l).
+    The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
+    (32, 4, ceil(n / 128), 4, ceil(m / 128), l).
     """
 
     tensor: str

@@ -17,7 +17,7 @@ class RowLayout:
     """Which rows and columns of a group's tile a thread holds.
 
     A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
-    ``neighbours``-th run of ``run`` columns. ``matrices``: the values of a warp are 8 x 8 matrices as stmatrix has them.
+    ``neighbours``-th run of ``run`` columns. ``matrices``: a warp's values are 8 x 8 matrices as stmatrix has them.
     """
 
     slots: int
@@ -61,7 +61,7 @@ class Fragment:
 
 
 def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:
-    """Distances from lane to lane, and whether lanes so far apart share ``count`` values, halved so far, or have all."""
+    """Distances from lane to lane, and whether lanes so far apart share what is left of ``count`` values."""
     steps, distance = [], first
     while distance < end:
         steps.append((distance, count % 2 == 0))

@@ -42,7 +42,7 @@ class _Quantizer(Operation):
 
     def factor(self, largest: Float32) -> tuple[Int32, Float32]:
         """The factor's bits for a largest magnitude, and what to multiply values by."""
-        factor = largest * RECIPROCALS[self.o.dtype] * self.norm
+        factor = largest * RECIPROCALS.get(self.o.dtype, 1.0) * self.norm
         code, reciprocal = FACTORS[self.o.scale_dtype](factor)
         return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
 

@@ -16,7 +16,6 @@ from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile, first_warp
 from cudnn_kernels.types import DTYPES, fake
 
-
 PACKED = {"float4_e2m1fn_x2": "uint8"}  # two columns an element
 
 

@@ -45,10 +45,12 @@ class PrepareOperand:
 
     @cute.jit
     def __call__(self, source: cute.Tensor, *rest: Any) -> None:
-        """``source`` (mn, k, l), fp4 (mn, k / 2, l) in bytes; ``rest``: the scales (32, 4, ceil(mn / 128), 4,
-        ceil(k / vector / 4), l) if there are any, the target (mn, k, l), the number of multiprocessors to use, the stream.
+        """``source`` (mn, k, l), fp4 (mn, k / 2, l) in bytes. ``rest``: if there are any, the scales
+        (32, 4, ceil(mn / 128), 4, ceil(k / vector / 4), l); the target (mn, k, l); the number of multiprocessors to
+        use; the stream.
 
-        Contiguous extents and all other strides are multiples of 16 bytes.
+        All strides but those of 1 are multiples of 16 bytes. Where a contiguous extent is none, what lies between it
+        and the next multiple is read from the source and overwritten in the target.
         """
         *scales, target, multiprocessors, stream = rest
         along, across = self.directions((target.shape[0], target.shape[1]))
@@ -173,6 +175,7 @@ class PrepareOperand:
         ctas, _, _ = cute.arch.grid_dim()
         mn, k = target.shape[0], target.shape[1]
         eighth, line = thread % 8, thread // 8
+        last_chunk = (mn - 1) // chunk * chunk
         shared = SmemAllocator().allocate_tensor(Uint32, cute.make_layout(ROWS * LINE), byte_alignment=128)
         write = eighth * chunk * LINE + ((line // 4) ^ eighth) * 4 + line % 4
 
@@ -182,7 +185,7 @@ class PrepareOperand:
             raw = cute.make_rmem_tensor((4, per_word, size), Uint32)
             for part in cutlass.range_constexpr(size):
                 for i in cutlass.range_constexpr(per_word):
-                    near_mn = cutlass.min(first_mn + (part * 8 + eighth) * chunk, mn - chunk)
+                    near_mn = cutlass.min(first_mn + (part * 8 + eighth) * chunk, last_chunk)
                     near_k = cutlass.min(first_k + line * per_word + i, k - 1)
                     raw[None, i, part].store(_words(source, self.offset(source, near_mn, near_k, batch), 4).load())
             for part in cutlass.range_constexpr(size):
