@@ -8,16 +8,18 @@ measures the API as a user gets it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from cudnn import launch
-from cudnn.bench import median
+from cudnn.bench import GPU, compare, ratio
 from cudnn.bench.rmsnorm_rht_amax import EPS, SHAPES, errors, tensors
 from cudnn.rmsnorm_rht_amax.api import _KERNEL
 from cudnn_kernels.norm.heuristics import SHARED_MEMORY, RmsNormRhtAmaxConfiguration
@@ -34,24 +36,28 @@ def configurations(n: int) -> Iterator[RmsNormRhtAmaxConfiguration]:
 
 
 def tune(m: int, n: int) -> None:
-    """Prints every configuration's speed, the copy's being 1, the best first. The copy is timed anew every few."""
+    """Prints every configuration's speed, the copy's being 1, the best first."""
     x, w, o, amax = tensors(m, n)
-    stream, copy, rows = torch.cuda.current_stream().cuda_stream, 0.0, []
-    for number, c in enumerate(dict.fromkeys(configurations(n))):
-        if number % 6 == 0:
-            copy = median(o.copy_, x)
-        run = launch.kernel(_KERNEL, c, launch.device_architecture(0))
-        arguments = (x, w, o, amax, EPS, stream)
+    target, stream = torch.empty_like(x), torch.cuda.current_stream().cuda_stream
+    arguments = (x, w, o, amax, EPS, stream)
+    calls: list[Callable[[], Any]] = [lambda: target.copy_(x)]
+    labels = []
+    for c in dict.fromkeys(configurations(n)):
+        run = functools.partial(launch.kernel(_KERNEL, c, launch.device_architecture(0)), *arguments)
         o.fill_(float("nan"))
-        run(*arguments)
+        run()
         error_o, error_amax = errors(x, w, o, amax)
-        wrong = "" if error_o < 0.51 and error_amax < 1e-5 else f"  WRONG by {error_o:.2f} units, amax {error_amax:.1e}"
-        time = median(run, *arguments)
-        label = f"threads {c.threads:4d} teams {c.teams:2d} stages {c.stages}"
-        rows.append((copy / time, f"{label}  {time:8.1f} us{wrong}"))
-    print(f"\n{m} x {n}, bfloat16: copy {copy:.1f} us, {4e-6 * m * n / copy:.2f} TB/s")
-    for ratio, label in sorted(rows, reverse=True):
-        print(f"   {ratio:.3f}  {label}")
+        right = error_o < 0.51 and error_amax < 1e-5
+        wrong = "" if right else f"  WRONG by {error_o:.2f} units, amax {error_amax:.1e}"
+        calls.append(run)
+        labels.append((f"threads {c.threads:4d} teams {c.teams:2d} stages {c.stages}", wrong))
+    copy, *times = compare(calls, GPU)
+    seconds = GPU.summary(copy)
+    print(f"\n{m} x {n}, bfloat16: copy {seconds * 1e6:.1f} us, {4e-12 * m * n / seconds:.2f} TB/s")
+    measured = zip(labels, times, strict=True)
+    rows = [(ratio(copy, mine).median, GPU.summary(mine) * 1e6, *label) for label, mine in measured]
+    for speed, microseconds, label, wrong in sorted(rows, reverse=True):
+        print(f"   {speed:.3f}  {label}  {microseconds:8.1f} us{wrong}")
 
 
 RELOAD = """

@@ -33,6 +33,22 @@ from cudnn.pygraph.tensor import Tensor as tensor
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
+    from cudnn.gemm_amax import GemmAmax as GemmAmax
+    from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
+    from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper
+    from cudnn.gemm_amax import gemm_amax_wrapper_sm100 as gemm_amax_wrapper_sm100
+    from cudnn.gemm_dsrelu import GemmDsrelu as GemmDsrelu
+    from cudnn.gemm_dsrelu import GemmDsreluSm100 as GemmDsreluSm100
+    from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper as gemm_dsrelu_wrapper
+    from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper_sm100 as gemm_dsrelu_wrapper_sm100
+    from cudnn.gemm_srelu import GemmSrelu as GemmSrelu
+    from cudnn.gemm_srelu import GemmSreluSm100 as GemmSreluSm100
+    from cudnn.gemm_srelu import gemm_srelu_wrapper as gemm_srelu_wrapper
+    from cudnn.gemm_srelu import gemm_srelu_wrapper_sm100 as gemm_srelu_wrapper_sm100
+    from cudnn.gemm_swiglu import GemmSwiglu as GemmSwiglu
+    from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
+    from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
+    from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
     from cudnn.launch import emulation as emulation
     from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
     from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
@@ -83,12 +99,19 @@ __all__ = [
 # The fused APIs, each with the module that its first use loads: `import cudnn` loads neither PyTorch nor the CuTe DSL.
 _LAZY = {
     "emulation": "cudnn.launch",
-    "RmsNormRhtAmax": "cudnn.rmsnorm_rht_amax",
-    "RmsNormRhtAmaxSm100": "cudnn.rmsnorm_rht_amax",
-    "rmsnorm_rht_amax_wrapper": "cudnn.rmsnorm_rht_amax",
-    "rmsnorm_rht_amax_wrapper_sm100": "cudnn.rmsnorm_rht_amax",
+    **{
+        name: f"cudnn.{module}"
+        for module, operation in (
+            ("gemm_amax", "GemmAmax"),
+            ("gemm_dsrelu", "GemmDsrelu"),
+            ("gemm_srelu", "GemmSrelu"),
+            ("gemm_swiglu", "GemmSwiglu"),
+            ("rmsnorm_rht_amax", "RmsNormRhtAmax"),
+        )
+        for name in (operation, f"{operation}Sm100", f"{module}_wrapper", f"{module}_wrapper_sm100")
+    },
 }
-_LAZY_MODULES = ("ops",)
+_LAZY_MODULES = ("gemm", "ops")
 
 
 def __getattr__(name: str) -> Any:

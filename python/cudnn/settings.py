@@ -56,6 +56,13 @@ def _architecture(text: str) -> str:
     return text
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
 LIBRARY_FOLDERS = Setting(
     "LD_LIBRARY_PATH",
     "folders, separated by `:`",
@@ -95,7 +102,33 @@ EMULATE = Setting(
     "unset: the reference in PyTorch.",
 )
 
-SETTINGS = (LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, EMULATE)
+CLUSTER_OVERLAP_MARGIN = Setting(
+    "CUDNNFE_CLUSTER_OVERLAP_MARGIN",
+    "a number, 0 or more",
+    _count,
+    0,
+    "Clusters of thread blocks that a fused GEMM leaves to kernels that run at the same time, of those that fit on the "
+    "GPU. Read when its object is made.",
+)
+GEMM_DYNAMIC_M = Setting(
+    "CUDNN_FE_GEMM_DYNAMIC_M",
+    "anything: that it is set counts",
+    lambda text: True,
+    False,
+    "The wrappers of the dense fused GEMMs keep one object for every m.",
+)
+GEMM_DYNAMIC_MNKL = Setting(
+    "CUDNN_FE_GEMM_DYNAMIC_MNKL",
+    "anything: that it is set counts",
+    lambda text: True,
+    False,
+    "The wrappers of the dense fused GEMMs keep one object for every m, n, k and l.",
+)
+
+SETTINGS = (
+    LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, EMULATE, CLUSTER_OVERLAP_MARGIN, GEMM_DYNAMIC_M,
+    GEMM_DYNAMIC_MNKL,
+)  # fmt: skip
 
 
 if TYPE_CHECKING:

@@ -10,36 +10,18 @@
 It knows PTX and the DSL's runtime interface, and needs neither a GPU nor a CUDA driver. It counts, it does not time.
 """
 
-from ptx_emulator.api import emulate, run
-from ptx_emulator.errors import (
-    BarrierError,
-    CollectiveError,
-    Deadlock,
-    EmulatorError,
-    Fault,
-    Misaligned,
-    OutOfBounds,
-    RaceError,
-    TensorMemoryError,
-    UninitializedRead,
-    UnsupportedPTX,
-)
-from ptx_emulator.report import Launch, Report
-
-__all__ = [
-    "BarrierError",
-    "CollectiveError",
-    "Deadlock",
-    "EmulatorError",
-    "Fault",
-    "Launch",
-    "Misaligned",
-    "OutOfBounds",
-    "RaceError",
-    "Report",
-    "TensorMemoryError",
-    "UninitializedRead",
-    "UnsupportedPTX",
-    "emulate",
-    "run",
-]
+from ptx_emulator.api import emulate as emulate
+from ptx_emulator.api import run as run
+from ptx_emulator.errors import BarrierError as BarrierError
+from ptx_emulator.errors import CollectiveError as CollectiveError
+from ptx_emulator.errors import Deadlock as Deadlock
+from ptx_emulator.errors import EmulatorError as EmulatorError
+from ptx_emulator.errors import Fault as Fault
+from ptx_emulator.errors import Misaligned as Misaligned
+from ptx_emulator.errors import OutOfBounds as OutOfBounds
+from ptx_emulator.errors import RaceError as RaceError
+from ptx_emulator.errors import TensorMemoryError as TensorMemoryError
+from ptx_emulator.errors import UninitializedRead as UninitializedRead
+from ptx_emulator.errors import UnsupportedPTX as UnsupportedPTX
+from ptx_emulator.report import Launch as Launch
+from ptx_emulator.report import Report as Report

@@ -64,8 +64,9 @@ def div(m: Any, d: Array, a: Array, b: Array) -> None:
 
 
 def rem(m: Any, d: Array, a: Array, b: Array) -> None:
+    """Remainder of `div`; by zero it gives all ones too."""
     a, b = np.broadcast_arrays(a, b)
-    put(m, d, np.where(b == 0, a, np.fmod(a, np.where(b == 0, b.dtype.type(1), b))))
+    put(m, d, np.where(b == 0, np.array(-1).astype(a.dtype), np.fmod(a, np.where(b == 0, b.dtype.type(1), b))))
 
 
 def saturating(m: Any, d: Array, a: Array, b: Array, sign: int) -> None:
@@ -104,8 +105,8 @@ def permute(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
     put(m, d, result)
 
 
-def lop3(m: Any, d: Array, a: Array, b: Array, c: Array, table: int) -> None:
-    result = u32(0)
+def lop3(m: Any, d: Array, a: Array, b: Array, c: Array, table: Any) -> None:
+    result, table = u32(0), int(table)
     for index in range(8):
         if table >> index & 1:
             result = result | ((a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c))
@@ -113,21 +114,12 @@ def lop3(m: Any, d: Array, a: Array, b: Array, c: Array, table: int) -> None:
 
 
 def bit_extract(m: Any, d: Array, a: Array, position: Array, length: Array, signed: bool, bits: int) -> None:
+    """bfe: beyond the top the field goes on with the sign, or with zeros."""
     a, p, n = np.broadcast_arrays(a, np.asarray(position) & u32(255), np.asarray(length) & u32(255))
-    p, n = p.astype(i64), n.astype(i64)
-    value = a.astype(u64)
-    top = np.minimum(p + n, bits)
-    field = np.where(p >= bits, u64(0), value >> np.minimum(p, 63).astype(u64))
-    width = np.maximum(top - p, 0)
-    field = np.where(width >= 64, field, field & ((u64(1) << np.minimum(width, 63).astype(u64)) - u64(1)))
-    if signed:
-        sign_position = np.minimum(top - 1, bits - 1)
-        sign = (value >> np.maximum(sign_position, 0).astype(u64)) & u64(1)
-        sign = np.where(n == 0, u64(0), np.where(p >= bits, (value >> u64(bits - 1)) & u64(1), sign))
-        extend = (u64(0xFFFFFFFFFFFFFFFF) << np.minimum(width, 63).astype(u64)) * sign
-        field = np.where(width >= 64, field, field | extend)
-        field = np.where(n == 0, u64(0), field)
-    put(m, d, field)
+    value = a.view(SIGNED[bits // 8]).astype(i64) if signed else a.astype(u64)
+    shifted = np.where((p > 63) & (not signed), 0, value >> np.minimum(p, 63).astype(value.dtype)).astype(value.dtype)
+    rest = np.clip(64 - n.astype(i64), 0, 63).astype(value.dtype)
+    put(m, d, np.where(n == 0, 0, shifted << rest >> rest))
 
 
 def bit_insert(m: Any, d: Array, a: Array, b: Array, position: Array, length: Array, bits: int) -> None:
@@ -140,14 +132,19 @@ def bit_insert(m: Any, d: Array, a: Array, b: Array, position: Array, length: Ar
     put(m, d, (b.astype(u64) & ~field) | ((a.astype(u64) << place) & field))
 
 
+def count_ones(m: Any, d: Array, a: Array) -> None:
+    put(m, d, np.bitwise_count(a))
+
+
+def leading_zeros(value: Array, bits: int) -> Array:
+    value = value.astype(u64)
+    for step in (1, 2, 4, 8, 16, 32):
+        value = value | value >> u64(step)
+    return bits - np.bitwise_count(value).astype(i64)
+
+
 def count_leading_zeros(m: Any, d: Array, a: Array, bits: int) -> None:
-    value = np.asarray(a).astype(u64)
-    result = np.full(value.shape, bits)
-    for step in (32, 16, 8, 4, 2, 1):
-        big = value >= (u64(1) << u64(step))
-        result = np.where(big, result - step, result)
-        value = np.where(big, value >> u64(step), value)
-    put(m, d, result - (value != 0))
+    put(m, d, leading_zeros(np.asarray(a), bits))
 
 
 def bit_reverse(m: Any, d: Array, a: Array, bits: int) -> None:
@@ -163,8 +160,7 @@ def find_msb(m: Any, d: Array, a: Array, signed: bool, bits: int, shift: bool) -
     value = np.atleast_1d(np.asarray(a))
     if signed:
         value = np.where(value.view(SIGNED[value.dtype.itemsize]) < 0, ~value, value)
-    leading = np.zeros(value.shape, i64)
-    count_leading_zeros(True, leading, value, bits)
+    leading = leading_zeros(value, bits)
     position = bits - 1 - leading
     put(m, d, np.where(position < 0, 0xFFFFFFFF, leading if shift else position))
 
@@ -186,12 +182,18 @@ def fma(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
 
 
 def fma64(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
-    """Exact through integer arithmetic would cost more than it tells: double rounding is possible here."""
-    put(m, d, a * b + c)
+    put(m, d, N.fma_f64(a, b, c).astype(f64))
+
+
+def div_approx(a: Array, b: Array) -> Array:
+    """a times the reciprocal of b, which is zero for |b| above 2^126."""
+    a, b = np.asarray(a), np.asarray(b)
+    return np.where((np.abs(b) > f32(2.0**126)) & ~np.isnan(a), a * np.copysign(f32(0), b), a / b)
 
 
 def saturate(x: Array) -> Array:
-    return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(x.dtype)
+    """To 0..1; NaN and -0 become +0."""
+    return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(x.dtype) + x.dtype.type(0)
 
 
 def maximum(x: Array, y: Array, nan: bool) -> Array:
@@ -233,29 +235,31 @@ def halves(x: Any, kind: str, count: int) -> Array:
     return N.bf16_to_f32(bits) if kind.startswith("bf16") else N.f16_to_f32(bits)
 
 
-def half_op(m: Any, op: str, kind: str, relu: bool, nan: bool, d: Array, *sources: Any) -> None:
+def half_op(
+    m: Any, op: str, kind: str, relu: bool, nan: bool, rounding: str, flush: bool, d: Array, *sources: Any
+) -> None:
     """add, sub, mul, fma, min, max, neg, abs on f16, bf16, their pairs, and f32x2."""
     count = d.shape[0]
     v = [halves(x, kind, count) for x in sources]
-    if op == "fma":
-        if kind == "f32x2":
-            result = N.fma_f32(v[0], v[1], v[2])
-        else:  # products of 11-bit numbers are exact in float64, and so is the sum's rounding to half
-            exact = v[0].astype(f64) * v[1] + v[2]
-            if kind.startswith("bf16"):
-                result = N.fma_f32(v[0], v[1], v[2])
-            else:
-                half = exact.astype(np.float16).view(u16)
-                put(m if m is True else m[:, None], d.view(u16).reshape(count, -1), half)
-                return
+    flush = flush and kind in ("f32x2", "bf16", "bf16x2")  # exp2 of a subnormal half is 1, and no result is subnormal
+    if flush:
+        v = [N.flush(x) for x in v]
+    if rounding:
+        result = N.directed(op, rounding, *v)
+    elif op == "fma" and kind.startswith("f16"):  # float64 holds the sum exactly enough to be rounded to half once
+        result = (v[0].astype(f64) * v[1] + v[2]).astype(np.float16).astype(f32)
+    elif op == "fma":
+        result = N.fma_f32(v[0], v[1], v[2])
     elif op in ("max", "min"):
         result = (maximum if op == "max" else minimum)(v[0], v[1], nan)
     else:
         result = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs,
                   "ex2": np.exp2, "tanh": np.tanh}[op](*v)  # fmt: skip
     if relu:
-        result = np.where(result > 0, result, f32(0))
+        result = np.where(np.isnan(result) | (result > 0), result, f32(0))
     where = m if m is True else m[:, None]
+    if flush:
+        result = N.flush(result)
     if kind == "f32x2":
         put(where, d.view(f32).reshape(-1, 2), result)
         return

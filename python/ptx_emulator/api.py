@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.codegen import load
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.machine import SCHEDULERS, execute
+from ptx_emulator.machine import Options, execute
 from ptx_emulator.report import Launch, Report
-from ptx_emulator.runtime.launch import parameter_sizes
 
 Dim = int | tuple[int, ...]
 
@@ -70,29 +70,28 @@ def run(
     races: bool = False,
     scheduler: str = "lowest-pc",
     seed: int = 0,
+    multiprocessors: int = 8,
     memory: Sequence[Any] = (),
 ) -> Launch:
     """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
 
     `args` holds one value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy
-    scalar, or the parameter's bytes. `shared_bytes` is the dynamic shared memory;
-    `memory` names further arrays that the
-    kernel may reach. `races` turns on happens-before
-    detection. `scheduler` is "lowest-pc", "random" or "lazy"; `seed` is for the
-    latter two.
+    scalar, or the parameter's bytes. `shared_bytes` is the dynamic shared memory; `memory` names further arrays that
+    the kernel may reach. `races` turns on happens-before detection. `scheduler` is "lowest-pc", "random" or "lazy";
+    `seed` is for the latter two. A kernel with cluster launch control has one block on each of `multiprocessors`; the
+    other blocks are handed out or started as those end.
 
     Raises `Fault` (or a subclass) where the kernel breaks a rule, `UnsupportedPTX` for what the emulator does not know.
     """
-    sizes = parameter_sizes(ptx, entry)
+    sizes = [p.size for p in load(ptx, entry).kernel.parameters.values()]
     if len(args) != len(sizes):
         raise ValueError(f"{entry} takes {len(sizes)} arguments, got {len(args)}")
     values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
     buffers = [_buffer(x) for x in [*args, *memory]]
     ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
-    return execute(
-        ptx, entry, _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster"), shared_bytes, values,
-        ranges=ranges, races=races, scheduler=scheduler, seed=seed,
-    )  # fmt: skip
+    options = Options(races, scheduler, seed, multiprocessors)
+    dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
+    return execute(ptx, entry, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=Report())
 
 
 @contextlib.contextmanager
@@ -108,21 +107,20 @@ def emulate(
     """CuTe DSL kernels compiled inside this block run here, on CPU tensors, when they are called inside such a block.
 
     The DSL compiles for `arch`. Plain `cute.compile` and `--enable-tvm-ffi` both work. A fault of the kernel is
-    raised by the call that launched it (by the end of the
-    block, if the call was made on the bare TVM-FFI function). Kernels see
-    `multiprocessors` SMs. The storages of all live CPU tensors are accessible; `memory` adds arrays. Yields a report.
+    raised by the call that launched it (by the end of the block, if the call was made on the bare TVM-FFI function).
+    Kernels see `multiprocessors` SMs; with cluster launch control as many blocks are resident. The storages of all live
+    CPU tensors are accessible; `memory` adds arrays. Yields a report.
     """
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session, dsl_settings
 
     if arch not in CAPABILITY:
         raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {scheduler!r}")
+    options = Options(races, scheduler, seed, multiprocessors)
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")
     buffers = [_buffer(x) for x in memory]
     ranges = {(b[0], b[0] + b[1]) for b in buffers if b is not None}
-    session = Session(arch, races, scheduler, seed, multiprocessors, ranges)
+    session = Session(arch, options, ranges)
     HOOK.install()
     with dsl_settings(arch, multiprocessors):
         HOOK.session = session
@@ -131,6 +129,3 @@ def emulate(
         finally:
             HOOK.session = None
     session.raise_pending()
-
-
-__all__ = ["emulate", "run"]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator.alu import lanes_of
+from ptx_emulator.alu import UINT, lanes_of
 from ptx_emulator.errors import Fault, Misaligned
+from ptx_emulator.memory import Place, combine
 from ptx_emulator.numerics import Array
+from ptx_emulator.race import ATOMIC, Issue
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -66,7 +69,7 @@ class AsyncCopies:
         self.committed = {kind: np.zeros(machine.count, np.int64) for kind in ("cp.async", "bulk")}
         self.pending: dict[str, list[Group]] = {"cp.async": [], "bulk": []}
         # Groups of bulk copies whose source has been waited for, and that must be waited for before the block ends.
-        self.waited, self.reading = np.zeros(machine.count, np.int64), np.zeros(machine.count, np.int64)
+        self.waited, self.reading = (np.zeros(machine.count, np.int64), np.zeros(machine.count, np.int64))
 
     def add(self, kind: str, lanes: Array, run: Callable[[Array], None]) -> None:
         if kind == "bulk":
@@ -128,21 +131,10 @@ class AsyncCopies:
                 left,
             )
 
-    def mbarrier_arrive(self, site: int, m: Any, address: Any, offset: int, no_increment: bool) -> None:
+    def mbarrier_arrive(self, site: int, m: Any, barrier: Place, no_increment: bool) -> None:
         """Arrives when the thread's earlier cp.async are done. Without .noinc the pending count first grows by one."""
         machine, sync = self.machine, self.machine.sync
-        lanes, places = sync.places(site, m, address, offset)
-
-        def run(which: Array) -> None:
-            for index in which.tolist():
-                lane, place = int(lanes[index]), int(places[index])
-                known = None
-                if machine.race.on:
-                    component = self.component("cp.async", "write", lane)
-                    known = machine.race.empty()
-                    known[:, component] = self.epoch("cp.async", lane)
-                sync.agent_arrive(place, site, known, None)
-
+        lanes, places = sync.places(site, m, barrier)
         if not no_increment:
             for place in places.tolist():
                 sync.get(place, site).pending += 1
@@ -151,17 +143,21 @@ class AsyncCopies:
             everything = np.full(machine.count, -1, np.int64)
             everything[lanes] = np.int64(1) << 59
             self._run("cp.async", everything)
-            run(np.arange(len(lanes)))
+            for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
+                known = None
+                if machine.race.on:
+                    component = self.component("cp.async", "write", lane)
+                    known = machine.race.empty()
+                    known[:, component] = self.epoch("cp.async", lane)
+                sync.agent_arrive(place, site, known, None)
 
         machine.queues.issue(None, finish)
 
-    def copy(
-        self, site: int, m: Any, target: Any, target_offset: int, source: Any, source_offset: int, size: int, valid: Any
-    ) -> None:
-        machine, memory = self.machine, self.machine.memory
+    def copy(self, site: int, m: Any, target: Place, source: Place, size: int, valid: Any) -> None:
+        machine, memory, race = self.machine, self.machine.memory, self.machine.race
         lanes = machine.lanes(m)
-        to = memory.physical(lanes, target, target_offset, size, site)
-        origin = lanes_of(source, machine.count)[lanes].astype(np.int64) + source_offset
+        to = memory.physical(lanes, target, size, site)
+        origin = lanes_of(source[0], machine.count)[lanes].astype(np.int64) + source[1]
         if (to % size).any() or (origin % size).any():
             raise Misaligned(f"cp.async of {size} bytes", lanes, site)
         amount = np.full(len(lanes), size) if valid is None else lanes_of(valid, machine.count)[lanes].astype(np.int64)
@@ -169,8 +165,12 @@ class AsyncCopies:
         if some.any():
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
         machine.report.count_bytes("global to shared cp.async", int(amount.sum()))
-        if machine.race.on:
-            self._shadow(site, lanes, to, size)
+        for warp in np.unique(lanes >> 5).tolist() if race.on else ():
+            mine = lanes >> 5 == warp
+            lane = int(lanes[mine][0])
+            component, epoch = (self.component("cp.async", "write", lane), self.epoch("cp.async", lane))
+            granules = memory.shared_granules(to[mine], size)
+            race.by_agent(site, memory.shared_shadow, granules, race.issue(lanes[mine]), component, epoch, True, 0)
         unit = min(size, 8)
         shared = memory.views[unit]
         global_memory, first = memory.array("global", unit)
@@ -185,16 +185,33 @@ class AsyncCopies:
             bytes_, first_byte = memory.array("global", 1)
             for one in ragged.tolist():
                 start, rest = int(amount[one]) // unit * unit, int(amount[one]) % unit
-                place, here = int(to[one]) + start, int(origin[one]) + start - first_byte
+                place, here = (int(to[one]) + start, int(origin[one]) + start - first_byte)
                 memory.shared[place : place + rest] = bytes_[here : here + rest]
 
         self.add("cp.async", lanes, run)
 
-    def _shadow(self, site: int, lanes: Array, to: Array, size: int) -> None:
-        race, memory = self.machine.race, self.machine.memory
-        for warp in np.unique(lanes >> 5).tolist():
-            mine = lanes >> 5 == warp
-            lane = int(lanes[mine][0])
-            component, epoch = self.component("cp.async", "write", lane), self.epoch("cp.async", lane)
-            granules = memory.shared_granules(to[mine], size)
-            race.by_agent(site, memory.shared_shadow, granules, race.issue(warp), component, epoch, True, 0)
+    def remote(
+        self, site: int, m: Any, op: str, kind: str, size: int, target: Place, values: list[Any], barrier: Place
+    ) -> None:
+        """st.async and, with an `op`, red.async: the bytes complete on an mbarrier of the block they go to."""
+        machine, memory, race = self.machine, self.machine.memory, self.machine.race
+        lanes, total = machine.lanes(m), size * len(values)
+        places, signals = (memory.physical(lanes, target, total, site), machine.sync.places(site, m, barrier)[1])
+        if (places % total).any() or (places >> 24 != signals >> 24).any():
+            raise Misaligned(
+                f"{total} bytes to a misaligned address or to another block than their mbarrier", lanes, site
+            )
+        data = np.stack([lanes_of(v, machine.count)[lanes].astype(UINT[8 * size]) for v in values], 1)
+
+        def run(place: int, signal: int, new: Array, issue: Issue | None) -> None:
+            if issue is not None:
+                granules = memory.shared_granules(np.array([place]), total)
+                race.by_agent(site, memory.shared_shadow, granules, issue, machine.sync.component(signal),
+                              machine.sync.next_phase(signal, site), True, ATOMIC if op else 0)  # fmt: skip
+            view = memory.views[size][place // size : place // size + len(values)]
+            view[:] = combine(op, kind, view.copy(), new) if op else new
+            machine.sync.complete(signal, total, site, issue)
+            machine.event += 1
+
+        for lane, place, signal, new in zip(lanes.tolist(), places.tolist(), signals.tolist(), data, strict=True):
+            machine.queues.issue(None, partial(run, place, signal, new, race.issue(lane)))

@@ -9,12 +9,16 @@ import numpy as np
 
 from ptx_emulator import numerics as N
 from ptx_emulator.alu import SIGNED, UINT, lanes_of
+from ptx_emulator.alu import saturate as saturated
 from ptx_emulator.errors import UnsupportedPTX
 from ptx_emulator.numerics import Array, f32, u32, u64
 
 _ROUND_TO_INTEGER = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 _PAIR_OF = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2", "e2m3x2": "e2m3", "e3m2x2": "e3m2",
             "e2m1x2": "e2m1", "ue8m0x2": "ue8m0"}  # fmt: skip
+
+
+LARGEST_TF32 = np.array(0x7F7FE000, u32).view(f32)
 
 
 def _integer(raw: Array, kind: str) -> Array:
@@ -34,6 +38,10 @@ def _float_source(raw: Array, kind: str) -> Array:
 
 def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) -> Array:
     """float32 -> the bits of one element."""
+    if kind == "f32":
+        return N.narrow(np.asarray(value, np.float64), f32, rounding).view(u32)
+    if kind == "f16" and value.dtype == np.float64:
+        return N.narrow(value, np.float16, rounding).view(N.u16).astype(u32)
     value = np.ascontiguousarray(value, dtype=f32)
     if relu:
         value = np.where(np.isnan(value) | (value > 0), value, f32(0))
@@ -46,6 +54,8 @@ def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) 
             value = np.where(np.isnan(value), value, np.clip(value, -65504, 65504)).astype(f32)
         return N.f32_to_f16(value, rounding)
     if kind == "tf32":
+        if saturate:
+            value = np.where(np.isnan(value), value, np.clip(value, -LARGEST_TF32, LARGEST_TF32))
         return N.f32_to_tf32(value, rounding)
     if kind == "ue8m0":
         return N.f32_to_ue8m0(value, rounding)
@@ -54,12 +64,14 @@ def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) 
     return N.f32_to_small(value, kind)
 
 
-def _to_integer(value: Array, kind: str, rounding: str) -> Array:
-    """Out of range clamps, NaN gives 0 (s32 and narrower)."""
+def _to_integer(value: Array, kind: str, rounding: str, source: str) -> Array:
+    """Out of range clamps. NaN gives 0, but the highest bit alone if either type has 64 bits."""
     rounded = _ROUND_TO_INTEGER[rounding](np.asarray(value, np.float64))
     bits = int(kind[1:])
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
     clamped = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=float(high), neginf=float(low)), low, high)
+    if bits == 64 or source == "f64":
+        clamped = np.where(np.isnan(rounded), low or 1 << (bits - 1), clamped)
     if bits == 64:
         top = clamped >= float(high)
         wide = np.where(top, 0.0, clamped).astype(np.int64 if kind[0] == "s" else u64).view(u64)
@@ -108,19 +120,19 @@ def convert(
         if ftz:
             value = N.flush(value)
         if saturate:
-            value = np.clip(np.nan_to_num(value, nan=0.0), 0, 1)
+            value = saturated(value)
         if to == "f64":
             return value.astype(np.float64).view(u64)
-        if to == "f32":
-            return np.ascontiguousarray(value, f32).view(u32)
-        return _narrow(value, to, rounding if rounding in ("rn", "rz", "rna") else "rn", relu, satfinite)
+        integral = rounding in _ROUND_TO_INTEGER
+        return _narrow(value, to, "rn" if integral or not rounding else rounding, relu, satfinite)
     if source_kind in floats:
-        return _to_integer(_float_source(raw[0], source_kind), to, rounding)
+        value = _float_source(raw[0], source_kind)
+        return _to_integer(N.flush(value) if ftz else value, to, rounding, source_kind)
     source = _integer(raw[0], source_kind)
     if to in floats:
         if to == "f64":
             return source.astype(np.float64).view(u64)
-        return source.astype(f32).view(u32) if to == "f32" else _narrow(source.astype(f32), to, rounding, relu, False)
+        return _narrow(N.integer_to_f64(source), to, rounding, relu, False)
     result = _integer_to_integer(source, to, saturate)
     width = int(to[1:])
     if width < bits:

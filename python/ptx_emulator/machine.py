@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from ptx_emulator.mma import WarpMatrices
 from ptx_emulator.numerics import Array, u32, u64
 from ptx_emulator.ptx.parser import TYPE_BITS
 from ptx_emulator.race import NoRaces, Races, Shadow
-from ptx_emulator.report import Launch
+from ptx_emulator.report import Launch, Report
 from ptx_emulator.sync import Sync, wait_name
 from ptx_emulator.tcgen05 import TensorMemory
 from ptx_emulator.tma import TMA
@@ -36,32 +38,36 @@ WAVE = 256  # blocks resident at a time
 IDLE_LIMIT = 200_000  # steps without any effect that another thread could see
 
 
+@dataclass(frozen=True)
+class Options:
+    races: bool = False
+    scheduler: str = "lowest-pc"
+    seed: int = 0
+    multiprocessors: int = 8
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in SCHEDULERS:
+            raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {self.scheduler!r}")
+
+
 class Machine:
     def __init__(
-        self,
-        program: Program,
-        grid: Dim3,
-        block: Dim3,
-        cluster: Dim3,
-        shared_bytes: int,
-        parameters: Any,
-        report: Launch,
-        ranges: set[tuple[int, int]],
-        races: bool,
-        scheduler: str,
-        seed: int,
-        first: int,
-        blocks: int,
-    ) -> None:
-        self.program, self.report = program, report
-        self.grid, self.blocks, self.first = grid, blocks, first
+        self, program: Program, launch: Launch, options: Options, parameters: Any, ranges: set[tuple[int, int]],
+        clusters: list[int], waiting: deque[int],
+    ) -> None:  # fmt: skip
+        self.program, self.report = program, launch
+        grid, block, cluster = launch.grid, launch.block, launch.cluster
+        # Clusters of the grid: resident here; not started; and started where a resident one ended, to run afterwards.
+        self.clusters, self.waiting, self.started = np.array(clusters), waiting, deque[int]()
+        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        self.blocks = blocks = len(clusters) * self.cluster_size
         self.block_threads = block[0] * block[1] * block[2]
         self.rounded_block = -(-self.block_threads // 32) * 32
         # Lanes of one block, so that warps (and warpgroups, where wgmma is used) are aligned slices of the lane axis.
         unit = 128 if program.uses_warpgroups else 32
         self.lane_stride = -(-self.block_threads // unit) * unit
         self.count = blocks * self.lane_stride
-        self.cluster_size = cluster[0] * cluster[1] * cluster[2]
+        self.running = np.full(blocks, self.block_threads)
         self.all_lanes = np.arange(self.count)
         self.block_of = self.all_lanes // self.lane_stride
         self.thread = self.all_lanes % self.lane_stride
@@ -70,7 +76,7 @@ class Machine:
         kernel = program.kernel
         alignment = max([16, *kernel.dynamic_shared.values()])
         dynamic = RESERVED_SHARED + -(-kernel.shared_bytes // alignment) * alignment
-        self.shared_end = dynamic + shared_bytes
+        self.shared_end = dynamic + launch.shared_bytes - kernel.shared_bytes
         rank = self.block_of % self.cluster_size
         self.shared_window = (rank << 24).astype(u32)
         self.dynamic_shared = self.shared_window + u32(dynamic)
@@ -78,11 +84,10 @@ class Machine:
         self.parameters = bytes(parameters)
         self.parameter_base = ctypes.addressof(parameters)
         ranges = ranges | {(self.parameter_base, self.parameter_base + len(self.parameters))}
-        self.running = np.full(blocks, self.block_threads)
         self.event = 0
-        self.scheduler, self.random = scheduler, random.Random(seed)
-        self.queues = Queues(scheduler == "lazy", seed)
-        self.race: Any = Races(self) if races else NoRaces()
+        self.scheduler, self.random = options.scheduler, random.Random(options.seed)
+        self.queues = Queues(options.scheduler == "lazy", options.seed)
+        self.race: Any = Races(self) if options.races else NoRaces()
         self.memory = Memory(self, ranges)
         self.sync = Sync(self)
         self.async_copies = AsyncCopies(self)
@@ -95,14 +100,9 @@ class Machine:
 
     def _special_registers(self, grid: Dim3, block: Dim3, cluster: Dim3) -> None:
         size = self.cluster_size
-        number = self.block_of + self.first
-        rank, cluster_number = number % size, number // size
+        rank, cluster_number = (self.block_of % size, self.clusters[self.block_of // size])
         clusters = [g // c for g, c in zip(grid, cluster, strict=True)]
-
-        def split(value: Array, shape: Sequence[int]) -> list[Array]:
-            return [value % shape[0], value // shape[0] % shape[1], value // (shape[0] * shape[1])]
-
-        where, inside, thread = split(cluster_number, clusters), split(rank, cluster), split(self.thread, block)
+        where, inside, thread = (split(cluster_number, clusters), split(rank, cluster), split(self.thread, block))
         values: dict[str, Any] = {
             "cluster_ctarank": rank,
             "cluster_nctarank": size,
@@ -139,6 +139,15 @@ class Machine:
         }
         for name in ("clock64", "globaltimer"):
             self.special[name] = np.zeros(self.count, u64)
+
+    def hand_out(self) -> tuple[int, int, int] | None:
+        """Cluster launch control: the first block of a cluster that has not started and now never will."""
+        if not self.waiting:
+            return None
+        self.waiting.rotate(0 if self.scheduler == "lowest-pc" else self.random.randrange(len(self.waiting)))
+        grid, cluster = self.report.grid, self.report.cluster
+        where = split(self.waiting.popleft(), [g // c for g, c in zip(grid, cluster, strict=True)])
+        return tuple(w * c for w, c in zip(where, cluster, strict=True))  # type: ignore[return-value]
 
     def _registers(self) -> None:
         self.r: list[Array] = []
@@ -225,7 +234,11 @@ class Machine:
         lanes = np.flatnonzero(mask)
         self.async_copies.check_exit(lanes)
         np.add.at(self.sync.exited, self.sync.cluster_of[lanes], 1)
+        before = self.running.reshape(-1, self.cluster_size).any(1)
         np.add.at(self.running, self.block_of[lanes], -1)
+        for _ in range(int((before & ~self.running.reshape(-1, self.cluster_size).any(1)).sum())):
+            if self.waiting:  # its place is free for the next cluster
+                self.started.append(self.waiting.popleft())
         self.sync.check_clusters()
         self.event += 1
 
@@ -342,7 +355,7 @@ class Machine:
         if what == "bar":
             first = self.program.blocks[block].first
             self.report.waits["bar.sync"] += 1
-            self.sync.named_wait(first, inner, result[2], result[3], following)
+            self.sync.named_wait(first, inner, result[2], result[3], following, result[4])
         elif what == "wait":
             ready = result[2] & inner
             self.hold(block, inner, ready)
@@ -429,6 +442,11 @@ class Machine:
         fault.where = f"  at {self.describe_site(site)}{self.describe_lanes(fault.lanes)}\n  {text}"
 
 
+def split(value: Any, shape: Sequence[int]) -> list[Any]:
+    """The coordinates x, y, z of a number."""
+    return [value % shape[0], value // shape[0] % shape[1], value // (shape[0] * shape[1])]
+
+
 def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, Any]:
     """(the parameters, 64-byte aligned; the object that keeps them alive)."""
     kernel = program.kernel
@@ -446,25 +464,33 @@ def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, An
 
 def execute(
     text: str, entry: str, grid: Dim3, block: Dim3, cluster: Dim3, shared_bytes: int, values: Sequence[bytes], *,
-    ranges: set[tuple[int, int]], races: bool, scheduler: str, seed: int,
+    ranges: set[tuple[int, int]], options: Options, report: Report,
 ) -> Launch:  # fmt: skip
-    """Runs one launch, in waves of whole clusters."""
+    """Runs one launch, in waves of whole clusters, and adds it to `report`.
+
+    With cluster launch control a wave is as many blocks as there are multiprocessors: the others wait to be handed out.
+    """
     program = load(text, entry)
-    if scheduler not in SCHEDULERS:
-        raise ValueError(f"scheduler must be one of {', '.join(SCHEDULERS)}; got {scheduler!r}")
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise EmulatorError(f"grid {grid} is not a multiple of the cluster {cluster}")
-    report = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared_bytes)
-    report.warnings = program.warnings()
+    launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared_bytes)
+    launch.warnings = program.warnings()
+    report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)
     size = cluster[0] * cluster[1] * cluster[2]
-    total, wave = grid[0] * grid[1] * grid[2], max(size, WAVE // size * size)
+    waiting = deque(range(grid[0] * grid[1] * grid[2] // size))
+    wave = max(1, (options.multiprocessors if program.uses_launch_control else WAVE) // size)
     start = time.perf_counter()
     try:
-        for first in range(0, total, wave):
-            Machine(program, grid, block, cluster, shared_bytes, parameters, report, ranges, races, scheduler, seed,
-                    first, min(wave, total - first)).run()  # fmt: skip
+        while waiting:
+            clusters = [waiting.popleft() for _ in range(min(wave, len(waiting)))]
+            machine = Machine(program, launch, options, parameters, ranges, clusters, waiting)
+            machine.run()
+            waiting.extendleft(reversed(machine.started))
+    except Fault as fault:
+        launch.error = f"{type(fault).__name__}: {fault}"
+        raise
     finally:
-        report.seconds = time.perf_counter() - start
+        launch.seconds = time.perf_counter() - start
         del keep
-    return report
+    return launch

@@ -72,11 +72,25 @@ def _unpack(chunks: Array, bits: int) -> Array:
     return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1) if bits == 4 else raw
 
 
-def _unpack_padded(chunks: Array, bits: int) -> Array:
+def unpack_padded(chunks: Array, bits: int) -> Array:
     """kind::f8f6f4: 16 elements of 4 or 6 bits in the first bytes of each 16-byte chunk."""
     raw = chunks.view(np.uint8).reshape(-1, 16)
     stream = np.unpackbits(raw[:, : 2 * bits], axis=1, bitorder="little").reshape(-1, 16, bits)
     return (stream << np.arange(bits, dtype=np.uint8)).sum(2).astype(np.uint8).reshape(chunks.shape[0], -1)
+
+
+def read_rows(
+    memory: Memory, block: int, descriptor: Descriptor, rows: int, chunks: int, site: int, k_major: bool = True
+) -> tuple[Array, Array]:
+    """(rows, chunks of 16 bytes), and the indices of the chunks in shared memory."""
+    offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
+    place = swizzle(descriptor.start + offsets, descriptor.mode)
+    if int(place.max()) + 16 > memory.shared_end:
+        raise OutOfBounds(
+            f"matrix operand reaches shared +{int(place.max()) + 16:#x} of {memory.shared_end:#x}", [], site
+        )
+    index = (place + (block << 24)) >> 4
+    return np.ascontiguousarray(memory.chunks[index]), index
 
 
 def read(
@@ -85,22 +99,13 @@ def read(
 ) -> tuple[Array, Array]:  # fmt: skip
     """The (rows, k) operand as float32, and the indices of the chunks it was read from."""
     element = ELEMENT_BYTES[kind]
-    extent = k if k_major else rows
+    rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
-    offsets = chunk_offsets(
-        rows if k_major else k, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride
-    )
-    place = swizzle(descriptor.start + offsets, descriptor.mode)
-    if int(place.max()) + 16 > memory.shared_end:
-        raise OutOfBounds(
-            f"matrix operand reaches shared +{int(place.max()) + 16:#x} of {memory.shared_end:#x}", [], site
-        )
-    index = (place + (block << 24)) >> 4
-    data = np.ascontiguousarray(memory.chunks[index])
+    data, index = read_rows(memory, block, descriptor, rows, chunks, site, k_major)
     if packed_fp4:
         codes = _unpack(data, 4)
     elif kind in ("e2m1", "e2m3", "e3m2"):
-        codes = _unpack_padded(data, 4 if kind == "e2m1" else 6)
+        codes = unpack_padded(data, 4 if kind == "e2m1" else 6)
     else:
         codes = data.view(UNSIGNED[element])
     values = to_f32(codes, kind)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator import numerics as N
-from ptx_emulator.alu import SIGNED, UINT, lanes_of
+from ptx_emulator.alu import SIGNED, UINT, lanes_of, maximum, minimum
 from ptx_emulator.errors import Fault, Misaligned, OutOfBounds, UnsupportedPTX
 from ptx_emulator.numerics import Array, f32, u8, u16, u32, u64
 from ptx_emulator.race import ATOMIC, Shadow
@@ -24,6 +24,7 @@ from ptx_emulator.race import ATOMIC, Shadow
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
+Place = tuple[Any, int]  # an address operand: base register and byte offset
 SHARED_STRIDE = 1 << 24
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
 _FIRST_ADDRESS = 4096
@@ -106,7 +107,7 @@ class Memory:
         self.global_shadows: dict[int, Shadow] = {}
         self.shadow_stride = -(-self.shared_end // self.granule)
         if machine.race.on:
-            self.shared_shadow = Shadow("shared memory", blocks * self.shadow_stride, True)
+            self.shared_shadow = Shadow("shared memory", blocks * self.shadow_stride, True, by_lane=True)
 
     # -- address spaces
     def generic_shared(self, address: Array) -> Array:
@@ -146,68 +147,51 @@ class Memory:
             )
         return found
 
-    def physical(self, lanes: Array, base: Any, offset: int, size: int, site: int) -> Array:
+    def physical(self, lanes: Array, place: Place, size: int, site: int) -> Array:
         """Physical shared addresses of `lanes`, checked."""
-        base = np.asarray(base)
-        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + offset
-        if base.dtype == u64:  # a generic address: drop the window bit
-            address &= 0xFFFFFFFF
+        base = np.asarray(place[0])
+        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + place[1]
+        return self._physical(lanes, address & 0xFFFFFFFF if base.dtype == u64 else address, size, site)
+
+    def _physical(self, lanes: Array, address: Array, size: int, site: int) -> Array:
         place, rank = address & 0xFFFFFF, address >> 24
         bad = (place + size > self.shared_end) | (rank < 0) | (rank >= self.machine.cluster_size)
         if bad.any():
             one = int(np.flatnonzero(bad)[0])
             raise OutOfBounds(
                 f"shared access out of bounds: {size} bytes at +{int(place[one]):#x} of rank {int(rank[one])}; the "
-                f"block "
-                f"has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks",
-                lanes[bad],
-                site,
-            )
+                f"block has {self.shared_end} bytes, the cluster {self.machine.cluster_size} blocks", lanes[bad], site,
+            )  # fmt: skip
         physical = self.machine.cluster_base[lanes] + address
         gone = self.machine.running[physical >> 24] == 0
         if gone.any():
-            one = int(np.flatnonzero(gone)[0])
-            raise Fault(
-                f"access to shared memory of {self.machine.block_name(int(physical[one]) >> 24)}, which has ended",
-                lanes[gone],
-                site,
-            )
+            name = self.machine.block_name(int(physical[gone][0]) >> 24)
+            raise Fault(f"access to shared memory of {name}, which has ended", lanes[gone], site)
         return physical
 
-    def resolve(
-        self, m: Any, space: str, base: Any, offset: int, size: int, site: int
-    ) -> list[tuple[str, Array, Array]]:
+    def resolve(self, m: Any, space: str, place: Place, size: int, site: int) -> list[tuple[str, Array, Array]]:
         """(space, lanes, physical addresses); generic addresses may fall into several spaces."""
-        machine = self.machine
-        lanes = machine.lanes(m)
+        lanes = self.machine.lanes(m)
         if not len(lanes):
             return []
         if space == "shared":
-            return [(space, lanes, self.physical(lanes, base, offset, size, site))]
-        base = np.asarray(base)
-        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + offset
-        if space == "local":
-            return [(space, lanes, self._local(lanes, address, size, site))]
-        if space == "global":
-            self.check_global(address, size, lanes, site)
-            return [(space, lanes, address)]
+            return [(space, lanes, self.physical(lanes, place, size, site))]
+        base = np.asarray(place[0])
+        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + place[1]
+        checks = {"shared": self._physical, "local": self._local, "global": self._global}
+        if space != "generic":
+            return [(space, lanes, checks[space](lanes, address, size, site))]
         parts = []
         for name, window in (("shared", SHARED_WINDOW), ("local", LOCAL_WINDOW), ("global", 0)):
-            high = address & (SHARED_WINDOW | LOCAL_WINDOW)
-            chosen = high == window
-            if not chosen.any():
-                continue
-            some, place = lanes[chosen], address[chosen] & 0xFFFFFFFF
-            if name == "shared":
-                full = np.zeros(machine.count, np.int64)
-                full[some] = place
-                parts.append((name, some, self.physical(some, full, 0, size, site)))
-            elif name == "local":
-                parts.append((name, some, self._local(some, place, size, site)))
-            else:
-                self.check_global(address[chosen], size, some, site)
-                parts.append((name, some, address[chosen]))
+            chosen = (address & (SHARED_WINDOW | LOCAL_WINDOW)) == window
+            if chosen.any():
+                some = address[chosen] & 0xFFFFFFFF if window else address[chosen]
+                parts.append((name, lanes[chosen], checks[name](lanes[chosen], some, size, site)))
         return parts
+
+    def _global(self, lanes: Array, address: Array, size: int, site: int) -> Array:
+        self.check_global(address, size, lanes, site)
+        return address
 
     def _local(self, lanes: Array, address: Array, size: int, site: int) -> Array:
         bad = (address < 0) | (address + size > self.local_bytes)
@@ -226,16 +210,25 @@ class Memory:
             raise Misaligned(f"{space} address {int(address[bad][0]):#x} is not a multiple of {size}", lanes[bad], site)
 
     # -- loads and stores
-    def load(
-        self, site: int, m: Any, space: str, base: Any, offset: int, size: int, targets: list[Any], signed: bool,
-        order: str,
-    ) -> None:  # fmt: skip
-        total = size * len(targets)
-        for where, lanes, address in self.resolve(m, space, base, offset, total, site):
+    def _access(
+        self, site: int, m: Any, what: str, space: str, place: Place, total: int, order: str
+    ) -> Iterator[tuple[str, Array, Array]]:
+        """(space, lanes, addresses), checked and accounted for."""
+        for where, lanes, address in self.resolve(m, space, place, total, site):
             self._aligned(address, total, lanes, where, site)
-            self._account(site, where, "load", lanes, address, total)
+            self.report.count_bytes(f"{where} {what}", len(lanes) * total)
             if self.machine.race.on and where != "local":
-                self.touch(site, where, lanes, address, total, False, order)
+                if where == "shared" and what != "atomic":
+                    self.report.count_conflicts(site, lanes, address, total)
+                self.touch(site, where, lanes, address, total, what != "load", order)
+            yield where, lanes, address
+        if what != "load":
+            self.machine.event += 1
+
+    def load(
+        self, site: int, m: Any, space: str, place: Place, size: int, targets: list[Any], signed: bool, order: str
+    ) -> None:
+        for where, lanes, address in self._access(site, m, "load", space, place, size * len(targets), order):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
             for number, target in enumerate(targets):
@@ -243,56 +236,50 @@ class Memory:
                     continue
                 if size == 16:
                     pair = target.view(u64)
-                    pair[lanes, 0], pair[lanes, 1] = memory[index + 2 * number], memory[index + 2 * number + 1]
+                    pair[lanes, 0], pair[lanes, 1] = (memory[index + 2 * number], memory[index + 2 * number + 1])
                     continue
                 value = memory[index + number]
                 if signed:
                     value = value.view(SIGNED[size]).astype(SIGNED[target.dtype.itemsize]).view(target.dtype)
                 target[lanes] = value
 
-    def store(
-        self, site: int, m: Any, space: str, base: Any, offset: int, size: int, values: list[Any], order: str
-    ) -> None:
-        total = size * len(values)
-        for where, lanes, address in self.resolve(m, space, base, offset, total, site):
-            self._aligned(address, total, lanes, where, site)
-            self._account(site, where, "store", lanes, address, total)
-            if self.machine.race.on and where != "local":
-                self.touch(site, where, lanes, address, total, True, order)
+    def store(self, site: int, m: Any, space: str, place: Place, size: int, values: list[Any], order: str) -> None:
+        for where, lanes, address in self._access(site, m, "store", space, place, size * len(values), order):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
-            for number, value in enumerate(values):
-                value = np.asarray(value)
+            for number, value in enumerate(np.asarray(v) for v in values):
                 if size == 16:
                     pair = value.view(u64)
-                    memory[index + 2 * number], memory[index + 2 * number + 1] = pair[lanes, 0], pair[lanes, 1]
+                    memory[index + 2 * number], memory[index + 2 * number + 1] = (pair[lanes, 0], pair[lanes, 1])
                 else:
                     memory[index + number] = (value[lanes] if value.ndim else value).astype(UINT[size * 8])
-        self.machine.event += 1
 
     def atomic(
-        self, site: int, m: Any, space: str, op: str, kind: str, target: Any, base: Any, offset: int,
-        values: list[Any], order: str,
-    ) -> None:  # fmt: skip
+        self,
+        site: int,
+        m: Any,
+        space: str,
+        op: str,
+        kind: str,
+        target: Any,
+        place: Place,
+        values: list[Any],
+        order: str,
+    ) -> None:
         size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
         if size == 16:
             raise UnsupportedPTX(f"atom.{op}.{kind}")
-        for where, lanes, address in self.resolve(m, space, base, offset, size, site):
-            self._aligned(address, size, lanes, where, site)
-            self._account(site, where, "atomic", lanes, address, size)
-            if self.machine.race.on:
-                self.touch(site, where, lanes, address, size, True, order or "relaxed")
+        for where, lanes, address in self._access(site, m, "atomic", space, place, size, order or "relaxed"):
             memory, first = self.array(where, size)
             index = (address - first) // size
             sources = [lanes_of(v, self.machine.count)[lanes].astype(UINT[size * 8]) for v in values]
-            if target is None and len(sources) == 1 and kind[0] in "us" and op in ("add", "min", "max"):
+            if target is None and kind[0] in "us" and op in ("add", "min", "max") and where != "global":
                 dtype = SIGNED[size] if kind[0] == "s" else UINT[size * 8]
                 ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
-                if where != "global":
-                    ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
-                    continue
-            self._one_by_one(op, kind, memory, index, sources, target, lanes)
-        self.machine.event += 1
+                ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
+            else:
+                flush = where == "global" and kind == "f32"
+                self._one_by_one(op, "f32.ftz" if flush else kind, memory, index, sources, target, lanes)
 
     @staticmethod
     def _one_by_one(
@@ -305,40 +292,34 @@ class Memory:
                 target[lane] = old[0]
 
     # -- bookkeeping
-    def _account(self, site: int, space: str, what: str, lanes: Array, address: Array, size: int) -> None:
-        self.report.count_bytes(f"{space} {what}", len(lanes) * size)
-        if space == "shared" and self.machine.race.on and what != "atomic":
-            self.report.count_conflicts(site, lanes, address, size)
-
     def shared_granules(self, address: Array, size: int) -> Array:
         """(n, granules) of shared accesses of `size` bytes."""
         start = (address >> 24) * self.shadow_stride + (address & 0xFFFFFF) // self.granule
         return start[:, None] + np.arange(max(1, size // self.granule))
 
-    def global_granules(self, address: Array, size: int, found: Array) -> tuple[Shadow, Array]:
-        number = int(found[0])
+    def global_granules(self, address: Array, size: int) -> tuple[Shadow, Array]:
+        """Of accesses within one allocation."""
+        number = int(np.searchsorted(self.first, address[0], side="right")) - 1
         shadow = self.global_shadows.get(number)
         if shadow is None:
             length = int(self.last[number] - self.first[number])
-            shadow = Shadow(f"global memory {number}", -(-length // self.granule) + 1, False)
+            shadow = Shadow(f"global memory {number}", -(-length // self.granule) + 1, False, by_lane=True)
             self.global_shadows[number] = shadow
         start = (address - self.first[number]) // self.granule
         return shadow, start[:, None] + np.arange(max(1, size // self.granule))
 
     def touch(self, site: int, space: str, lanes: Array, address: Array, size: int, write: bool, order: str) -> None:
-        race = self.machine.race
-        warps = lanes >> 5
-        flags = ATOMIC if order else 0
+        race, flags = self.machine.race, ATOMIC if order else 0
         if order:
-            race.strong(warps, address, order)
+            race.strong(lanes >> 5, address, order)
         if space == "shared":
-            race.by_lanes(site, self.shared_shadow, self.shared_granules(address, size), warps, write, flags)
+            race.by_lanes(site, self.shared_shadow, self.shared_granules(address, size), lanes, write, flags, True)
             return
         found = np.searchsorted(self.first, address, side="right") - 1
         for number in np.unique(found):
             chosen = found == number
-            shadow, index = self.global_granules(address[chosen], size, found[chosen])
-            race.by_lanes(site, shadow, index, warps[chosen], write, flags)
+            shadow, index = self.global_granules(address[chosen], size)
+            race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True)
 
 
 def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
@@ -358,9 +339,12 @@ def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
         widen, narrow = (N.bf16_to_f32, N.f32_to_bf16) if kind[0] == "b" else (N.f16_to_f32, N.f32_to_f16)
         shape = old.shape
         a, b = (widen(np.ascontiguousarray(x).view(u16)) for x in (old, new))
-        c = {"add": np.add, "min": np.fmin, "max": np.fmax}[op](a, b)
+        c = a + b if op == "add" else (minimum if op == "min" else maximum)(a, b, False)
         return narrow(c).astype(u16).view(old.dtype).reshape(shape)
-    dtype: Any = {"f32": f32, "f64": np.float64}.get(kind)
+    if kind == "f32.ftz" and op == "add":
+        a, b = (N.flush(np.ascontiguousarray(x).view(f32)) for x in (old, new))
+        return N.flush(a + b).view(u32)
+    dtype: Any = {"f32": f32, "f32.ftz": f32, "f64": np.float64}.get(kind)
     if dtype is None:
         dtype = SIGNED[old.dtype.itemsize] if kind[0] == "s" else old.dtype
     a, b = np.ascontiguousarray(old).view(dtype), np.ascontiguousarray(new).view(dtype)

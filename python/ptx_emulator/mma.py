@@ -1,17 +1,18 @@
-"""Warp and warpgroup matrices: ldmatrix, stmatrix, mma.sync, wgmma. Products are float32 BLAS, int8 exact."""
+"""Warp and warpgroup matrices: ldmatrix, stmatrix, mma.sync, wgmma."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator import matrix
+from ptx_emulator import matrix, tensorcore
 from ptx_emulator.alu import lanes_of
 from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
+from ptx_emulator.memory import Place
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, f32, to_f32, u16, u32
 from ptx_emulator.race import Issue
 from ptx_emulator.warp import whole_warps
@@ -41,93 +42,73 @@ def fragment_a(registers: list[Array], rows: int, k: int, kind: str) -> Array:
 
 
 @lru_cache(maxsize=64)
-def accumulator_index(lanes: int, registers: int) -> tuple[Array, Array]:
-    """Rows and columns (registers, lanes) of 32-bit accumulators: m16n8 fragments side by side."""
-    lane, number = np.arange(lanes)[None, :], np.arange(registers)[:, None]
-    row = lane // 32 * 16 + lane % 32 // 4 + 8 * (number // 2 % 2)
-    return row, number // 4 * 8 + lane % 4 * 2 + number % 2
+def accumulator_index(lanes: int, registers: int, per: int = 1) -> tuple[Array, Array]:
+    """Rows and columns (registers, lanes, `per`) of accumulators, `per` to a register: m16n8 fragments side by side."""
+    lane, number = np.arange(lanes)[:, None], np.arange(registers)[:, None, None]
+    number, within = (number, np.arange(2)) if per == 2 else (number // 2, number % 2)
+    row = lane // 32 * 16 + lane % 32 // 4 + 8 * (number % 2)
+    row, column = np.broadcast_arrays(row, number // 2 * 8 + lane % 4 * 2 + within)
+    return row, column
 
 
 class WarpMatrices:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.fenced: set[int] = set()
+        fragments, groups = machine.program.fragments, machine.count // 128
+        self.unfenced = np.ones((groups if fragments else 0, fragments), bool)  # written since the last wgmma.fence
         self.committed: dict[int, int] = {}
         self.pending: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
     # -- ldmatrix, stmatrix
-    def _rows(
-        self, site: int, m: Any, count: int, each: int, address: Any, offset: int, write: bool
-    ) -> tuple[Array, Array]:
+    def _rows(self, site: int, m: Any, count: int, each: int, rows: Place, write: bool) -> tuple[Array, Array]:
         """(warps x 32 lanes, row addresses (count, warps, each)): `each` threads in turn give the rows of a matrix."""
         machine, memory = self.machine, self.machine.memory
         warps = whole_warps(m, machine.count, "stmatrix" if write else "ldmatrix", site)
         givers = warps[:, : each * count].reshape(-1)
-        base = np.asarray(address)
-        place = memory.physical(givers, base, offset, 16, site)
+        place = memory.physical(givers, rows, 16, site)
         if (place & 15).any():
             raise Misaligned("matrix row address is not a multiple of 16", givers[(place & 15) != 0], site)
         machine.report.count_bytes(f"shared {'store' if write else 'load'}", 16 * len(givers))
         if machine.race.on:
-            machine.race.by_lanes(site, memory.shared_shadow, memory.shared_granules(place, 16), givers >> 5, write)
+            machine.race.by_lanes(site, memory.shared_shadow, memory.shared_granules(place, 16), givers, write)
             machine.report.count_conflicts(site, givers, place, 16)
         return warps, place.reshape(len(warps), count, each).transpose(1, 0, 2)
 
     def ldmatrix(
-        self, site: int, m: Any, shape: str, transpose: bool, registers: list[Array], address: Any, offset: int
+        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], place: Place
     ) -> None:
-        if shape == "m16n16" and transpose:
-            self._load_bytes(site, m, registers, address, offset)
-            return
-        if shape != "m8n8":
-            raise UnsupportedPTX(f"ldmatrix.{shape}")
-        warps, rows = self._rows(site, m, len(registers), 8, address, offset, False)
-        memory = self.machine.memory.views[2]
-        for register, row in zip(registers, rows, strict=True):
-            tile = memory[(row[:, :, None] >> 1) + np.arange(8)]
-            tile = tile.transpose(0, 2, 1) if transpose else tile
-            register[warps.reshape(-1)] = np.ascontiguousarray(tile).reshape(-1, 32, 2).view(u32).reshape(-1)
-
-    def _load_bytes(self, site: int, m: Any, registers: list[Array], address: Any, offset: int) -> None:
-        """m16n16.trans.b8: register h of a matrix holds rows 4 (t%4) .. + 3 of column t/4 + 8 h of thread t."""
-        warps, rows = self._rows(site, m, len(registers) // 2, 16, address, offset, False)
-        memory, t = self.machine.memory.shared, np.arange(32)
-        for number, register in enumerate(registers):
-            row = rows[number // 2][:, (t % 4 * 4)[:, None] + np.arange(4)]
-            data = memory[row + (t // 4 + 8 * (number % 2))[:, None]]
-            register[warps.reshape(-1)] = np.ascontiguousarray(data).view(u32).reshape(-1)
+        """Register i of thread t: row t / 4, bytes 4 (t % 4) of the matrix or of its transpose."""
+        per, each = (2, 16) if shape == "m16n16" else (1, 8)
+        count = len(registers) // per
+        warps, rows = self._rows(site, m, count, each, place, False)
+        data = np.ascontiguousarray(self.machine.memory.chunks[rows >> 4])
+        raw = data.view(np.uint8) if bits >= 8 else matrix.unpack_padded(data, bits)
+        tile = raw.view(u16 if bits == 16 else np.uint8).reshape(count, len(warps), each, -1)
+        words = np.ascontiguousarray(tile.swapaxes(2, 3) if transpose else tile).view(u32)
+        for register, values in zip(registers, words.reshape(count, -1, per, 32).swapaxes(1, 2).reshape(-1, warps.size),
+                                    strict=True):  # fmt: skip
+            register[warps.reshape(-1)] = values
 
     def stmatrix(
-        self, site: int, m: Any, shape: str, transpose: bool, registers: list[Array], address: Any, offset: int
+        self, site: int, m: Any, shape: str, bits: int, transpose: bool, registers: list[Array], place: Place
     ) -> None:
-        if shape not in ("m8n8", "m16n8") or (shape == "m16n8" and not transpose):
-            raise UnsupportedPTX(f"stmatrix.{shape}")
-        warps, rows = self._rows(site, m, len(registers), 8, address, offset, True)
+        warps, rows = self._rows(site, m, len(registers), 8, place, True)
         self.machine.event += 1
         for register, row in zip(registers, rows, strict=True):
             data = np.ascontiguousarray(register[warps.reshape(-1)])
-            if shape == "m8n8":
+            if bits == 16:
                 tile = data.view(u16).reshape(-1, 8, 8)
-                place = (row[:, :, None] >> 1) + np.arange(8)
-                self.machine.memory.views[2][place] = tile.transpose(0, 2, 1) if transpose else tile
-                continue
-            # m16n8.trans.b8: byte v of thread t is element t/4 + 8 (v/2) of the row 2 (t%4) + v%2.
-            t, v = np.arange(32)[:, None], np.arange(4)[None, :]
-            place = row[:, t % 4 * 2 + v % 2] + t // 4 + 8 * (v // 2)
-            self.machine.memory.shared[place] = data.view(np.uint8).reshape(-1, 32, 4)
+                tile = tile.swapaxes(1, 2) if transpose else tile
+            else:  # byte v of thread t is element t / 4 + 8 (v / 2) of the row 2 (t % 4) + v % 2
+                tile = data.view(np.uint8).reshape(-1, 8, 4, 2, 2).transpose(0, 2, 4, 3, 1)
+            lines = np.ascontiguousarray(tile).reshape(*row.shape, -1)
+            self.machine.memory.chunks[row >> 4] = lines.view(np.complex128)[..., 0]
 
     # -- mma.sync
     def mma_sync(
-        self,
-        site: int,
-        m: Any,
-        shape: str,
-        kinds: list[str],
-        d: list[Array],
-        a: list[Array],
-        b: list[Array],
+        self, site: int, m: Any, shape: str, kinds: list[str], d: list[Array], a: list[Array], b: list[Array],
         c: list[Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows, columns, k = shape_of(shape)
         to, left, right, addend = kinds
         if (rows, columns) != (16, 8) or to not in ("f32", "f16", "s32") or addend != to:
@@ -140,42 +121,44 @@ class WarpMatrices:
             for number, register in enumerate(b):
                 values = to_f32(np.ascontiguousarray(register[warp]).view(UNSIGNED[4 // per]).reshape(-1, per), right)
                 B[(lane // 4)[:, None], (number * 4 * per + lane % 4 * per)[:, None] + np.arange(per)] = values
-            self._accumulate(A @ B.T, to, d, [lanes_of(x, self.machine.count) for x in c], warp, True)
+            self._accumulate(A, B, to, left, d, [lanes_of(x, self.machine.count) for x in c], warp, True)
 
-    def _accumulate(self, product: Array, to: str, d: list[Array], c: list[Array], lanes: Array, add: bool) -> None:
-        local = np.arange(len(lanes))
-        if to == "f16":
-            for number, (register, addend) in enumerate(zip(d, c, strict=True)):
-                row = local // 32 * 16 + local % 32 // 4 + 8 * (number % 2)
-                column = number // 2 * 8 + local % 4 * 2
-                value = product[row[:, None], column[:, None] + np.arange(2)]
-                if add:
-                    value = value + np.ascontiguousarray(addend[lanes]).view(np.float16).reshape(-1, 2).astype(f32)
-                register[lanes] = np.ascontiguousarray(value.astype(np.float16)).view(u32).reshape(-1)
-            return
-        dtype = np.int32 if to == "s32" else f32
-        values = product[accumulator_index(len(lanes), len(d))].astype(dtype, copy=False)
-        here = slice(int(lanes[0]), int(lanes[-1]) + 1)
-        for value, register, addend in zip(values, d, c, strict=True):
-            target = register.view(dtype)[here]
-            if add:
-                np.add(value, addend.view(dtype)[here], out=target)
-            else:
-                target[...] = value
+    def _accumulate(
+        self, A: Array, B: Array, to: str, kind: str, d: list[Array], c: list[Array], lanes: Array, add: bool
+    ) -> None:
+        """D = A B^T + C, or A B^T, of fragments in registers."""
+        dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
+        place = accumulator_index(len(lanes), len(d), per)
+        C = np.zeros((len(A), len(B)), dtype)
+        if add:
+            C[place] = np.stack([x[lanes] for x in c]).view(dtype).reshape(place[0].shape)
+        if to == "s32":
+            D = (A @ B.T).astype(np.int32) + C
+        else:
+            with np.errstate(over="ignore"):
+                D = tensorcore.multiply_add(A, B, C, kind, len(lanes) == 128).astype(dtype)
+        for register, values in zip(d, np.ascontiguousarray(D[place]).reshape(len(d), -1).view(u32), strict=True):
+            register[lanes] = values
 
     # -- wgmma
     def _groups(self, m: Any, what: str, site: int) -> Array:
         return whole_warps(m, self.machine.count, what, site, 128)
 
     def wgmma_fence(self, site: int, m: Any) -> None:
-        self.fenced.update((self._groups(m, "wgmma.fence", site)[:, 0] // 128).tolist())
+        self.unfenced[self._groups(m, "wgmma.fence", site)[:, 0] // 128] = False
 
-    def wgmma_commit(self, site: int, m: Any) -> None:
+    def written(self, m: Any, fragments: Array) -> None:
+        """An ordinary instruction writes registers that wgmma uses."""
+        if self.machine.race.on:
+            groups = np.arange(len(self.unfenced)) if m is True else np.flatnonzero(m.reshape(-1, 128).any(1))
+            self.unfenced[groups[:, None], fragments] = True
+
+    def wgmma_commit_group(self, site: int, m: Any) -> None:
         for lanes in self._groups(m, "wgmma.commit_group", site):
             group = int(lanes[0]) // 128
             self.committed[group] = self.committed.get(group, 0) + 1
 
-    def wgmma_wait(self, site: int, m: Any, left: int) -> None:
+    def wgmma_wait_group(self, site: int, m: Any, left: int) -> None:
         race = self.machine.race
         for lanes in self._groups(m, "wgmma.wait_group", site):
             group = int(lanes[0]) // 128
@@ -197,17 +180,9 @@ class WarpMatrices:
             self._run(group, 1 << 60)
 
     def wgmma(
-        self,
-        site: int,
-        m: Any,
-        shape: str,
-        kinds: list[str],
-        d: list[Array],
-        a: Any,
-        b: Any,
-        scale_d: Any,
-        rest: list[int],
-    ) -> None:
+        self, site: int, m: Any, shape: str, kinds: list[str], fragments: Array, d: list[Array], a: Any, b: Any,
+        scale_d: Any, rest: list[int],
+    ) -> None:  # fmt: skip
         machine = self.machine
         _, n, k = shape_of(shape)
         to, left, right = kinds
@@ -222,18 +197,17 @@ class WarpMatrices:
         for lanes in self._groups(m, "wgmma.mma_async", site):
             first, group = int(lanes[0]), int(lanes[0]) // 128
             block = int(machine.block_of[first])
-            if group not in self.fenced:
-                raise Fault("first wgmma.mma_async of the warpgroup without a wgmma.fence before it", lanes, site)
+            if self.unfenced[group, fragments].any():
+                raise Fault("wgmma.mma_async without a wgmma.fence since its registers were written", lanes, site)
             descriptor_b = matrix.wgmma_descriptor(int(lanes_of(b, machine.count)[first]))
             values = [x[lanes].copy() for x in a] if in_registers else None
             descriptor_a = None if in_registers else matrix.wgmma_descriptor(int(lanes_of(a, machine.count)[first]))
-            issue = machine.race.issue(np.unique(lanes >> 5)) if machine.race.on else None
+            issue = machine.race.issue(lanes)
             epoch, add = self.committed.get(group, 0), bool(adds[first])
 
             def run(
-                lanes: Array = lanes, group: int = group, block: int = block, descriptor_b: Any = descriptor_b,
-                values: Any = values, descriptor_a: Any = descriptor_a, issue: Issue | None = issue, epoch: int = epoch,
-                add: bool = add,
+                lanes: Array, group: int, block: int, descriptor_b: Any, values: Any, descriptor_a: Any,
+                issue: Issue | None, epoch: int, add: bool,
             ) -> None:  # fmt: skip
                 B, used = matrix.read(machine.memory, block, descriptor_b, n, k, right, b_k_major, site)
                 self._reads(site, used, issue, group, epoch)
@@ -242,13 +216,13 @@ class WarpMatrices:
                 else:
                     A, used = matrix.read(machine.memory, block, descriptor_a, 64, k, left, a_k_major, site)
                     self._reads(site, used, issue, group, epoch)
-                product = A @ B.T
-                self._accumulate(product if sign == 1 else -product, to, d, d, lanes, add)
+                self._accumulate(A if sign == 1 else -A, B, to, left, d, d, lanes, add)
 
+            operation = partial(run, lanes, group, block, descriptor_b, values, descriptor_a, issue, epoch, add)
             if machine.queues.lazy:
-                self.pending.setdefault(group, []).append((epoch, run))
+                self.pending.setdefault(group, []).append((epoch, operation))
             else:
-                run()
+                operation()
             machine.report.operations["wgmma multiply-adds"] += 64 * n * k
 
     def _reads(self, site: int, chunks: Array, issue: Issue | None, group: int, epoch: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -60,15 +63,31 @@ def f32_to_bf16(values: Array, rounding: str = "rn") -> Array:
     return np.where(np.isnan(values), u32(0x7FFF), rounded)
 
 
+def narrow(values: Array, dtype: Any, rounding: str) -> Array:
+    """float64 to a narrower float: to nearest (`rn`), toward zero (`rz`), down (`rm`) or up (`rp`)."""
+    near = values.astype(dtype)
+    if rounding not in ("rz", "rm", "rp"):
+        return near
+    back = near.astype(np.float64)
+    down = (back > values) & ((values > 0) if rounding == "rz" else rounding == "rm")
+    up = (back < values) & ((values < 0) if rounding == "rz" else rounding == "rp")
+    return np.where(down | up, np.nextafter(near, np.where(down, dtype(-np.inf), dtype(np.inf))), near)
+
+
+def integer_to_f64(values: Array) -> Array:
+    """An integer as the float64 that rounds to every narrower float as the integer does: its last bit says whether
+    bits below it were cut off."""
+    size = np.abs(values.astype(np.int64) if values.dtype.kind == "i" else values).astype(u64)
+    cut = size & u64(0x7FF)
+    odd = (size ^ cut) | ((cut != 0).astype(u64) << u64(11))
+    wide = np.where(size < u64(1 << 53), size, odd).astype(np.float64)
+    return np.where(values < 0, -wide, wide)
+
+
 def f32_to_f16(values: Array, rounding: str = "rn") -> Array:
     """Bits of fp16 in the low half of uint32. NaN becomes the canonical 0x7fff."""
     values = np.ascontiguousarray(values, dtype=f32)
-    half = values.astype(np.float16)
-    if rounding == "rz":
-        over = np.abs(half.astype(f32)) > np.abs(values)
-        half = np.where(over, np.nextafter(half, np.float16(0)), half).astype(np.float16)
-    elif rounding != "rn":
-        raise UnsupportedPTX(f"cvt.{rounding} to f16")
+    half = narrow(values.astype(np.float64), np.float16, rounding)
     return np.where(np.isnan(values), u32(0x7FFF), half.view(u16).astype(u32))
 
 
@@ -131,6 +150,12 @@ def flush(values: Array) -> Array:
     return np.where(np.abs(values) < f32(1.17549435e-38), np.copysign(f32(0), values), values)
 
 
+def _sum_error(a: Array, b: Array, total: Array) -> Array:
+    """a + b - total, exactly, if `total` is the rounded sum."""
+    back = total - a
+    return (a - (total - back)) + (b - back)
+
+
 def fma_f32(a: Array, b: Array, c: Array) -> Array:
     """a * b + c rounded once: the float64 sum's own rounding matters only where it lies between two float32."""
     product = np.multiply(a, b, dtype=np.float64)
@@ -138,9 +163,36 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     halfway = (total.view(u64) & u64(0x1FFFFFFF)) == u64(0x10000000)
     if halfway.any():
         p, t = np.broadcast_to(product, total.shape)[halfway], total[halfway]
-        addend = np.broadcast_to(np.asarray(c, np.float64), total.shape)[halfway]
-        back = t - p
-        error = (p - (t - back)) + (addend - back)
+        error = _sum_error(p, np.broadcast_to(np.asarray(c, np.float64), total.shape)[halfway], t)
         toward = np.where(error > 0, np.inf, -np.inf)
         total[halfway] = np.where(error != 0, np.nextafter(t, toward), t)
     return total.astype(f32)
+
+
+@partial(np.vectorize, otypes=[np.float64])
+def fma_f64(a: float, b: float, c: float) -> float:
+    """a * b + c rounded once."""
+    if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
+        return a * b + c
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if not exact:  # nothing was rounded: the sign of zero follows
+        return a * b + c
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+def directed(op: str, rounding: str, a: Array, b: Array, c: Array | float = 0) -> Array:
+    """add, sub, mul or fma of float32, rounded toward zero (`rz`), down (`rm`) or up (`rp`)."""
+    x, y, z = (np.asarray(v, np.float64) for v in (a, b, c))
+    x, y = {"add": (x, y), "sub": (x, -y), "mul": (x * y, np.float64(0)), "fma": (x * y, z)}[op]
+    total = x + y if op != "mul" else x
+    near = np.atleast_1d(total).astype(f32)
+    rest = np.where(total != near, total - near, _sum_error(x, y, total) if op != "mul" else 0.0)
+    down = (rest < 0) & ((near > 0) if rounding == "rz" else rounding == "rm")
+    up = (rest > 0) & ((near < 0) if rounding == "rz" else rounding == "rp")
+    result = np.where(down | up, np.nextafter(near, np.where(down, f32(-np.inf), f32(np.inf))), near)
+    if rounding == "rm" and op != "mul":  # an exact zero is negative, but for 0 + 0
+        result = np.where((near == 0) & (rest == 0) & (np.signbit(x) | np.signbit(y)), f32(-0.0), result)
+    return result

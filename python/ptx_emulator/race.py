@@ -7,7 +7,8 @@ its last reads; an access is ordered after another if its clock has reached that
 is plain happens-before; plane 1 holds what has also passed a proxy fence, which an access of the async proxy needs to
 see a write of the generic proxy.
 
-Lanes of one warp are taken as ordered by program order: a missing `bar.warp.sync` is not found.
+In shared and global memory lanes of one warp count, too: a warp's turn ends with whatever brings its lanes together
+(`bar.warp.sync`, any other `.sync` instruction, a wait); two lanes conflict within one turn.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 READ_SLOTS = 4
-ASYNC, ATOMIC = 1, 2
+ASYNC, ATOMIC, UNRECORDED = 1, 2, 4
 
 
 class Shadow:
     """Last write and last reads of a range of memory. Keys are component + 1 in the high word, epoch in the low one."""
 
-    def __init__(self, name: str, granules: int, must_be_written: bool) -> None:
-        self.name, self.must_be_written = name, must_be_written
+    def __init__(self, name: str, granules: int, must_be_written: bool, by_lane: bool = False) -> None:
+        self.name, self.must_be_written, self.by_lane = name, must_be_written, by_lane
         self.write_key = np.zeros(granules, np.int64)
         self.write_site = np.zeros(granules, np.int32)
         self.write_flags = np.zeros(granules, np.uint8)
         self.read_key = np.zeros((granules, READ_SLOTS), np.int64)
         self.read_site = np.zeros((granules, READ_SLOTS), np.int32)
+        # The warp's turn in the upper bits, below them its lane, or 32 for several.
+        self.write_turn = np.zeros(granules if by_lane else 0, np.int64)
+        self.read_turn = np.zeros((granules if by_lane else 0, READ_SLOTS), np.int64)
 
 
 class Issue(NamedTuple):
@@ -48,6 +52,8 @@ class Issue(NamedTuple):
 
     clock: Array
     handed: Array
+    lane: int = -1  # of a single thread, in its warp's turn
+    turn: int = 0
 
 
 class NoRaces:
@@ -73,6 +79,7 @@ class Races:
         self.clock = np.zeros((self.warps, 2, self.capacity), np.int32)
         index = np.arange(self.warps)
         self.clock[index, 0, index] = 1
+        self.turn = np.ones(self.warps, np.int64)
         self.fenced: dict[int, Array] = {}
         self.pending: dict[int, Array] = {}
         self.locations: dict[int, Array] = {}
@@ -116,15 +123,13 @@ class Races:
             return np.arange(self.warps)
         return np.flatnonzero(m.reshape(-1, 32).any(1))
 
-    def issue(self, warps: Any) -> Issue:
-        """An operation that `warps` issue together: it relies only on what all of them know."""
-        warps = np.atleast_1d(warps)
+    def issue(self, lanes: Any) -> Issue:
+        """An operation of one thread, or of several together: it relies only on what all their warps know."""
+        warps = np.unique(np.atleast_1d(lanes) >> 5)
         clock = self.clock[warps].min(0)
         handed = clock.copy()
         handed[0, warps] = self.clock[warps, 0, warps] - 1
-        if len(warps) == 1:
-            clock = self.clock[warps[0]].copy()
-        return Issue(clock, handed)
+        return Issue(clock, handed, *((lanes, int(self.turn[warps[0]])) if np.ndim(lanes) == 0 else ()))
 
     def release(self, warps: Array) -> Array:
         """What `warps` know, to be handed on; accesses after this are newer than it."""
@@ -133,11 +138,15 @@ class Races:
         return known
 
     def acquire(self, warps: Array, clock: Array | None) -> None:
+        self.turn[warps] += 1
         if clock is not None:
             self.clock[warps] = np.maximum(self.clock[warps], self.fit(clock))
 
     def learn(self, warps: Array, component: int, epoch: int) -> None:
         self.clock[warps, 0, component] = np.maximum(self.clock[warps, 0, component], epoch)
+
+    def converge(self, m: Any) -> None:
+        self.turn[self.warps_of(m)] += 1
 
     # -- fences
     def proxy_fence(self, m: Any) -> None:
@@ -158,7 +167,7 @@ class Races:
 
     def strong(self, warps: Array, addresses: Array, order: str) -> None:
         """Atomics and relaxed or volatile accesses carry clocks from one thread to another through their address."""
-        releasing, acquiring = order in ("release", "acq_rel"), order in ("acquire", "acq_rel")
+        releasing, acquiring = (order in ("release", "acq_rel"), order in ("acquire", "acq_rel"))
         if not (releasing or acquiring or self.fenced or self.locations):
             return
         for warp, address in sorted(set(zip(warps.tolist(), addresses.tolist(), strict=True))):
@@ -173,10 +182,15 @@ class Races:
                 self.locations[address] = self.join(seen, given)
 
     # -- accesses
-    def by_lanes(self, site: int, shadow: Shadow, index: Array, warps: Array, write: bool, flags: int = 0) -> None:
-        """A synchronous access; `index` (n, granules per lane), `warps` (n,)."""
+    def by_lanes(
+        self, site: int, shadow: Shadow, index: Array, lanes: Array, write: bool, flags: int = 0, alone: bool = False
+    ) -> None:
+        """A synchronous access; `index` (n, granules per lane), `lanes` (n,); `alone`: not by the warp together."""
         flat = index.reshape(-1)
-        who = np.repeat(warps, index.shape[1]) if index.ndim > 1 else warps
+        lane = np.repeat(lanes, index.shape[1]) if index.ndim > 1 else lanes
+        who = lane >> 5
+        if alone:
+            self._apart(site, shadow, flat, lane, self.turn[who], write, flags)
         epochs = self.clock[who, 0, who].astype(np.int64)
         clock = self.clock
 
@@ -185,12 +199,44 @@ class Races:
 
         self._access(site, shadow, flat, who, epochs, known, write, flags)
 
+    def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, turn: Any, write: bool, flags: int) -> None:
+        """Two lanes of a warp must not meet within a turn, one of them writing."""
+        who, code = lane >> 5, turn << 6 | lane & 31
+        last, slot = shadow.write_turn[flat], who % READ_SLOTS
+        bad = (shadow.write_key[flat] >> 32 == who + 1) & (last >> 6 == turn) & (last != code)
+        if flags & ATOMIC:
+            bad &= (shadow.write_flags[flat] & ATOMIC) == 0
+        reads = shadow.read_turn[flat, slot]
+        others = (shadow.read_key[flat, slot] >> 32 == who + 1) & (reads >> 6 == turn) & (reads != code)
+        if (bad | others & write).any():
+            where = int(np.flatnonzero(bad | others & write)[0])
+            one, granule = (int(np.broadcast_to(lane, flat.shape)[where]), int(flat[where]))
+            then, other = "write", shadow.write_site[granule]
+            if not bad[where]:
+                then, other = "read", shadow.read_site[granule, (one >> 5) % READ_SLOTS]
+            raise RaceError(
+                f"race on {self.machine.place(shadow, granule)}: {'write' if write else 'read'} by lane {one & 31} of "
+                f"{self.name(one >> 5)} is not ordered after the {then} by another lane at "
+                f"{self.machine.describe_site(int(other))}: no bar.warp.sync between them", [one], site,
+            )  # fmt: skip
+        if np.ndim(lane) == 0:
+            return
+        if write:
+            shadow.write_turn[flat] = code
+            shadow.write_turn[flat[shadow.write_turn[flat] != code]] = 0  # lanes that write together: one of them wins
+        elif not flags & ATOMIC:
+            shadow.read_turn[flat, slot] = code
+            several = others | (shadow.read_turn[flat, slot] != code)
+            shadow.read_turn[flat[several], slot[several]] = turn[several] << 6 | 32
+
     def by_agent(
         self, site: int, shadow: Shadow, index: Array, issue: Issue, component: int, epoch: int, write: bool,
         flags: int = ASYNC,
     ) -> None:  # fmt: skip
         """An asynchronous access by `component`."""
         flat = index.reshape(-1)
+        if shadow.by_lane and issue.lane >= 0:
+            self._apart(site, shadow, flat, issue.lane, issue.turn, write, flags)
         clock = self.fit(issue.clock)
         who = np.int64(component)
 
@@ -250,7 +296,7 @@ class Races:
             shadow.write_key[index] = ((np.int64(1) + who) << 32) | epochs
             shadow.write_site[index] = site
             shadow.write_flags[index] = flags
-        elif not flags & ATOMIC:
+        elif not flags & (ATOMIC | UNRECORDED):
             slot = np.broadcast_to(who, index.shape) % READ_SLOTS
             shadow.read_key[index, slot] = ((np.int64(1) + who) << 32) | epochs
             shadow.read_site[index, slot] = site
@@ -267,15 +313,22 @@ class Races:
         )
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
-    def check_init(self, site: int, warps: Array, init: tuple[int, int], what: str) -> None:
+    def init_by(self, lane: int) -> tuple[int, int, int, int]:
+        """Warp, its epoch and turn, and lane."""
+        warp = lane >> 5
+        return warp, int(self.clock[warp, 0, warp]), int(self.turn[warp]), lane
+
+    def check_init(self, site: int, lanes: Array, init: tuple[int, int, int, int], what: str) -> None:
+        warps = lanes >> 5
         late = self.clock[warps, 0, init[0]] < init[1]
+        late |= (warps == init[0]) & (self.turn[warps] == init[2]) & (lanes != init[3])
         if late.any():
             raise RaceError(
                 f"{what} by {self.name(int(warps[late][0]))} is not ordered after its init by {self.name(init[0])}",
                 [], site,
             )  # fmt: skip
 
-    def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int], what: str) -> None:
+    def check_init_of_agent(self, site: int, issue: Issue, init: tuple[int, int, int, int], what: str) -> None:
         if issue.clock[1, init[0]] < init[1]:
             raise BarrierError(
                 f"{what}: its init by {self.name(init[0])} has not been made visible to the async proxy "

@@ -28,6 +28,7 @@ class Launch:
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    error: str = ""  # of a launch that ended with a fault
 
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
@@ -59,7 +60,7 @@ class Launch:
             "shared_bytes": self.shared_bytes, "emulation_seconds": round(self.seconds, 4),
             "instructions": dict(self.instructions.most_common()), "bytes": dict(self.bytes),
             "operations": dict(self.operations), "waits": dict(self.waits), "bank_conflicts": self.bank_conflicts,
-            "warnings": self.warnings,
+            "warnings": self.warnings, "error": self.error,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -72,7 +73,8 @@ class Launch:
                 lines.append(f"  {title}: " + ", ".join(f"{name} {n}" for name, n in sorted(counter.items())))
         if self.conflicts:
             lines.append(f"  bank conflicts: {self.bank_conflicts} extra passes of shared memory")
-        return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
+        lines += [f"  warning: {text}" for text in self.warnings]
+        return "\n".join([*lines, f"  error: {self.error}"] if self.error else lines)
 
 
 @dataclass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator.alu import lanes_of
 from ptx_emulator.errors import BarrierError, Fault, Misaligned
-from ptx_emulator.numerics import Array
+from ptx_emulator.memory import Place
+from ptx_emulator.numerics import Array, u32
 from ptx_emulator.ptx.parser import Instruction
 from ptx_emulator.race import Issue
 
@@ -23,7 +25,7 @@ TX_LIMIT = (1 << 20) - 1
 class MBarrier:
     count: int
     pending: int
-    init: tuple[int, int]
+    init: tuple[int, int, int, int]
     tx: int = 0
     phase: int = 0
     clock: Array | None = None
@@ -36,7 +38,14 @@ class NamedBarrier:
     arrived: int = 0
     waiting: list[tuple[int, Array]] = field(default_factory=list)
     warps: list[Array] = field(default_factory=list)
+    reductions: list[tuple[str, Array, Array, Array]] = field(default_factory=list)
     incoming: Array | None = None
+
+    def reduce(self) -> None:
+        """bar.red: every thread gets the number of true predicates, or whether one or all are true."""
+        votes = np.concatenate([x[3] for x in self.reductions])
+        for op, target, lanes, _ in self.reductions:
+            target[lanes] = {"popc": votes.sum(), "and": votes.all(), "or": votes.any()}[op]
 
 
 class Sync:
@@ -52,11 +61,12 @@ class Sync:
         self.cluster_incoming: dict[int, Array] = {}
         self.cluster_clock: dict[int, Array] = {}
         self.exited = np.zeros(clusters, np.int64)
+        self.refused = np.zeros(machine.count, bool)
 
     # -- mbarriers
-    def places(self, site: int, m: Any, address: Any, offset: int) -> tuple[Array, Array]:
+    def places(self, site: int, m: Any, barrier: Place) -> tuple[Array, Array]:
         lanes = self.machine.lanes(m)
-        place = self.machine.memory.physical(lanes, address, offset, 8, site)
+        place = self.machine.memory.physical(lanes, barrier, 8, site)
         if (place & 7).any():
             raise Misaligned("mbarrier address is not a multiple of 8", lanes[(place & 7) != 0], site)
         return lanes, place
@@ -69,21 +79,19 @@ class Sync:
             raise BarrierError(f"mbarrier at {self.machine.shared_name(place)} used before mbarrier.init", [], site)
         return barrier
 
-    def init(self, site: int, m: Any, address: Any, offset: int, count: Any) -> None:
-        lanes, places = self.places(site, m, address, offset)
+    def init(self, site: int, m: Any, barrier: Place, count: Any) -> None:
+        lanes, places = self.places(site, m, barrier)
         counts = lanes_of(count, self.machine.count)
         race = self.machine.race
         for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
             number = int(counts[lane])
             if not 0 < number <= TX_LIMIT:
                 raise BarrierError(f"mbarrier.init with count {number}", [lane], site)
-            warp = lane >> 5
-            epoch = int(race.clock[warp, 0, warp]) if race.on else 0
-            self.barriers[place] = MBarrier(number, number, (warp, epoch))
+            self.barriers[place] = MBarrier(number, number, race.init_by(lane))
         self.machine.event += 1
 
-    def invalidate(self, site: int, m: Any, address: Any, offset: int) -> None:
-        for place in self.places(site, m, address, offset)[1].tolist():
+    def invalidate(self, site: int, m: Any, barrier: Place) -> None:
+        for place in self.places(site, m, barrier)[1].tolist():
             self.get(place, site)
             del self.barriers[place]
 
@@ -105,17 +113,15 @@ class Sync:
             barrier.clock, barrier.incoming = race.join(barrier.clock, incoming), None
         self.machine.event += 1
 
-    def arrive(
-        self, site: int, m: Any, address: Any, offset: int, count: Any, bytes_: Any, relaxed: bool, state: Any
-    ) -> None:
-        lanes, places = self.places(site, m, address, offset)
-        counts, expected = lanes_of(count, self.machine.count), lanes_of(bytes_, self.machine.count)
+    def arrive(self, site: int, m: Any, at: Place, count: Any, bytes_: Any, relaxed: bool, state: Any) -> None:
+        lanes, places = self.places(site, m, at)
+        counts, expected = (lanes_of(count, self.machine.count), lanes_of(bytes_, self.machine.count))
         race = self.machine.race
         if race.on:
             known: dict[int, Array] = {}
             for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
                 barrier, warp = self.get(place, site), lane >> 5
-                race.check_init(site, np.array([warp]), barrier.init, "arrival on an mbarrier")
+                race.check_init(site, np.array([lane]), barrier.init, "arrival on an mbarrier")
                 if not relaxed:
                     if warp not in known:
                         known[warp] = race.clock[warp].copy()
@@ -155,13 +161,11 @@ class Sync:
         """Epoch under which what completes on the barrier now becomes known."""
         return self.get(place, site).phase + 1
 
-    def test(self, site: int, m: Any, address: Any, offset: int, state: Any, parity: bool) -> Array:
+    def test(self, site: int, m: Any, at: Place, state: Any, parity: bool) -> Array:
         """Which lanes' phase is over."""
         machine = self.machine
         ready = np.zeros(machine.count, bool)
-        lanes, places = self.places(site, m, address, offset)
-        if not len(lanes):
-            return ready
+        lanes, places = self.places(site, m, at)
         states = lanes_of(state, machine.count)[lanes].astype(np.int64)
         keys = places * 2 + (states & 1) if parity else np.arange(len(lanes))
         for key in np.unique(keys):
@@ -171,7 +175,7 @@ class Sync:
             over = (barrier.phase & 1) != int(states[same][0] & 1) if parity else barrier.phase > int(states[same][0])
             warps = np.unique(lanes[same] >> 5) if machine.race.on else None
             if warps is not None:
-                machine.race.check_init(site, warps, barrier.init, "wait on an mbarrier")
+                machine.race.check_init(site, lanes[same], barrier.init, "wait on an mbarrier")
             if over:
                 ready[lanes[same]] = True
                 if warps is not None:
@@ -183,13 +187,10 @@ class Sync:
         return self.machine.block_of[lanes] * 16 + lanes_of(number, self.machine.count)[lanes].astype(np.int64)
 
     def named_arrive(self, site: int, m: Any, number: Any, count: Any) -> None:
-        self._named(site, m, number, count, None)
+        self.named_wait(site, m, number, count, None, None)
 
-    def named_wait(self, site: int, m: Any, number: Any, count: Any, resume: int) -> None:
+    def named_wait(self, site: int, m: Any, number: Any, count: Any, resume: int | None, reduction: Any) -> None:
         """Lanes leave the scheduler until the barrier is full, then go on at block `resume`."""
-        self._named(site, m, number, count, resume)
-
-    def _named(self, site: int, m: Any, number: Any, count: Any, resume: int | None) -> None:
         machine, race = self.machine, self.machine.race
         lanes = machine.lanes(m)
         keys, counts = self.named_keys(lanes, number), lanes_of(count, machine.count)
@@ -215,11 +216,16 @@ class Sync:
                 mask[some] = True
                 barrier.waiting.append((resume, mask))
                 barrier.warps.append(warps)
+            if reduction is not None:
+                op, target, predicate = reduction
+                barrier.reductions.append((op, target, some, lanes_of(predicate, machine.count)[some]))
             if barrier.arrived > barrier.expected:
                 raise BarrierError(
                     f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site
                 )
             if barrier.arrived == barrier.expected:
+                if barrier.reductions:
+                    barrier.reduce()
                 for block, mask in barrier.waiting:
                     machine.schedule(block, mask)
                 if race.on:
@@ -276,26 +282,30 @@ class Sync:
                 race.acquire(np.unique(done[self.cluster_of[done] == number] >> 5), self.cluster_clock.get(number))
         return ready
 
-    # -- cluster launch control: every block of the grid is resident, so nothing is left to cancel
-    def try_cancel(
-        self, site: int, m: Any, target: Any, offset: int, barrier: Any, barrier_offset: int, multicast: bool
-    ) -> None:
+    # -- cluster launch control: a response of ours is x, y, z of the first block and whether there is one
+    def try_cancel(self, site: int, m: Any, target: Place, barrier: Place, multicast: bool) -> None:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
-        places = memory.physical(lanes, target, offset, 16, site)
-        signals = memory.physical(lanes, barrier, barrier_offset, 8, site)
-        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
-            first = int(machine.cluster_base[lane]) >> 24
-            blocks = range(first, first + machine.cluster_size) if multicast else [place >> 24]
-            for block in blocks:
+        if self.refused[lanes].any():
+            raise Fault("clusterlaunchcontrol.try_cancel by a thread that saw one fail", lanes, site)
+        places, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
+
+        def run(lane: int, place: int, signal: int, issue: Issue | None) -> None:
+            found, first = machine.hand_out(), int(machine.cluster_base[lane]) >> 24
+            machine.report.operations["clusters handed out"] += found is not None
+            words = (*found, 1) if found else (0xFFFFFFFF,) * 3 + (0,)
+            for block in range(first, first + machine.cluster_size) if multicast else [place >> 24]:
                 here, there = (block << 24 | x & 0xFFFFFF for x in (place, signal))
-                memory.shared[here : here + 16] = 0
-                issue = machine.race.issue(lane >> 5) if machine.race.on else None
-                if issue is not None:
-                    component, epoch = self.component(there), self.next_phase(there, site)
-                    granules = memory.shared_granules(np.array([here]), 16)
-                    machine.race.by_agent(site, memory.shared_shadow, granules, issue, component, epoch, True)
-                self.complete(there, 16, site, issue)
+                machine.tma.write(site, np.array([here >> 4]), np.array(words, u32).view(np.complex128), issue, there)
+
+        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
+            machine.queues.issue(None, partial(run, lane, place, signal, machine.race.issue(lane)))
+
+    def query(self, m: Any, response: Array) -> Array:
+        """Which responses name a cluster; those who see one that does not must not ask again."""
+        given = response[:, 3] != 0
+        self.refused |= ~given & m
+        return given
 
     # -- deadlock reports
     def describe(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ptx_emulator import matrix
 from ptx_emulator import numerics as N
 from ptx_emulator.alu import lanes_of
 from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedPTX
+from ptx_emulator.memory import Place
 from ptx_emulator.numerics import Array, f32, u16, u32
 from ptx_emulator.race import Issue, Shadow
 from ptx_emulator.warp import whole_warps
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
 
 LANES, COLUMNS = 128, 512
 _F8 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
+_FORMATS = {"f16": {0: "f16", 1: "bf16"}, "tf32": {2: "tf32"}, "i8": {0: "u8", 1: "s8"},
+            "mxf4": {5: "e2m1", 1: "e2m1"}, "mxf4nvf4": {5: "e2m1", 1: "e2m1"}}  # fmt: skip
 _K = {"f16": 16, "tf32": 8, "i8": 32, "f8f6f4": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
 _SCALES = {"block32": lambda k: k // 32, "block16": lambda k: k // 16, "scale_vec::1X": lambda k: 1,
            "scale_vec::2X": lambda k: 2, "scale_vec::4X": lambda k: 4}  # fmt: skip
+_LANE = np.arange(LANES)
+# tcgen05.cp: lanes that are written, and the row of shared memory that each of them gets
+_COPIES = {"128x256b": (_LANE, _LANE), "128x128b": (_LANE, _LANE), "4x256b": (_LANE[:4] * 32, _LANE[:4]),
+           "64x128b.warpx2::02_13": (_LANE, _LANE % 64), "32x128b.warpx4": (_LANE, _LANE % 32),
+           "64x128b.warpx2::01_23": (_LANE, _LANE // 64 * 32 + _LANE % 32)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,21 +54,11 @@ class InstructionDescriptor:
 
 def instruction_descriptor(raw: int, kind: str, scaled: bool) -> InstructionDescriptor:
     formats = (raw >> 7 & 7, raw >> 10 & 7)
-    known = 7 << 7 | 7 << 10 | 0xF << 13 | 0x3F << 17 | 0x1F << 24
-    if scaled:
-        known |= 3 << 4 | 1 << 23 | 3 << 29
-    else:
-        known |= 3 << 4 | (1 << 3 if kind == "i8" else 0)
+    known = 7 << 7 | 7 << 10 | 0xF << 13 | 0x3F << 17 | 0x1F << 24 | 3 << 4
+    known |= 1 << 23 | 3 << 29 if scaled else 8 * (kind == "i8")
     if raw & ~known:
         raise UnsupportedPTX(f"tcgen05 instruction descriptor {raw:#010x}: unknown bits {raw & ~known:#x}")
-    if kind == "f16":
-        names = {0: "f16", 1: "bf16"}
-    elif kind == "tf32":
-        names = {2: "tf32"}
-    elif kind == "i8":
-        names = {0: "u8", 1: "s8"}
-    else:
-        names = {5: "e2m1", 1: "e2m1"} if kind in ("mxf4", "mxf4nvf4") else _F8
+    names = _FORMATS.get(kind, _F8)
     if formats[0] not in names or formats[1] not in names:
         raise UnsupportedPTX(f"tcgen05.mma kind::{kind} with element formats {formats}")
     d = "f32" if scaled else {0: "f16", 1: "f32", 2: "s32"}.get(raw >> 4 & 3, "")
@@ -101,11 +100,11 @@ class TensorMemory:
         self.stored: dict[int, int] = {}
 
     # -- allocation
-    def alloc(self, site: int, m: Any, pair: bool, address: Any, offset: int, columns: Any) -> None:
+    def alloc(self, site: int, m: Any, holder: Place, columns: Any) -> None:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.alloc", site):
             lane = int(warp[0])
-            block, count = int(machine.block_of[lane]), int(lanes_of(columns, machine.count)[lane])
+            block, count = (int(machine.block_of[lane]), int(lanes_of(columns, machine.count)[lane]))
             if count < 32 or count > COLUMNS or count & (count - 1):
                 raise TensorMemoryError(f"tcgen05.alloc of {count} columns: a power of two from 32 to 512", warp, site)
             if self.relinquished[block]:
@@ -118,18 +117,18 @@ class TensorMemory:
                 )
             self.allocations += 1
             self.allocated[block, starts[0] : starts[0] + count] = self.allocations
-            place = machine.memory.physical(warp[:1], address, offset, 4, site)
+            place = machine.memory.physical(warp[:1], holder, 4, site)
             machine.memory.views[4][int(place[0]) >> 2] = starts[0]
             if machine.race.on:
                 granules = machine.memory.shared_granules(place, 4)
-                machine.race.by_lanes(site, machine.memory.shared_shadow, granules, warp[:1] >> 5, True)
+                machine.race.by_lanes(site, machine.memory.shared_shadow, granules, warp[:1], True)
         machine.event += 1
 
-    def dealloc(self, site: int, m: Any, pair: bool, address: Any, columns: Any) -> None:
+    def dealloc(self, site: int, m: Any, address: Any, columns: Any) -> None:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.dealloc", site):
             lane = int(warp[0])
-            block, start = int(machine.block_of[lane]), int(lanes_of(address, machine.count)[lane]) & 0xFFFF
+            block, start = (int(machine.block_of[lane]), int(lanes_of(address, machine.count)[lane]) & 0xFFFF)
             count = int(lanes_of(columns, machine.count)[lane])
             part = self.allocated[block, start : start + count]
             number = int(part[0]) if len(part) else 0
@@ -139,7 +138,7 @@ class TensorMemory:
                 )
             if machine.race.on:  # a deallocation is a write: whoever used the columns must be done
                 granules = self.granules(block, np.arange(LANES), start + np.arange(count))
-                machine.race.by_lanes(site, self.shadow, granules, np.repeat(warp[:1] >> 5, len(granules)), True)
+                machine.race.by_lanes(site, self.shadow, granules, np.repeat(warp[:1], len(granules)), True)
                 self.shadow.write_key[granules] = 0
             part[:] = 0
 
@@ -160,10 +159,8 @@ class TensorMemory:
         if len(part) < count or (part == 0).any():
             raise TensorMemoryError(
                 f"{what}: columns {column}..{column + count - 1} of {self.machine.block_name(block)} are not all "
-                "allocated",
-                [],
-                site,
-            )
+                "allocated", [], site,
+            )  # fmt: skip
 
     # -- accesses as the race detector sees them
     def granules(self, block: int, lanes: Any, columns: Any) -> Array:
@@ -175,27 +172,24 @@ class TensorMemory:
             self.machine.race.by_agent(site, self.shadow, granules, issue, self.component(lane),
                                        self.sequence.get(lane, 0) + 1, write, 0)  # fmt: skip
 
+    def read_shared(self, site: int, lane: int, issue: Issue | None, chunks: Array) -> None:
+        if issue is not None:
+            memory = self.machine.memory
+            granules = memory.shared_granules(chunks.reshape(-1) << 4, 16)
+            self.machine.race.by_agent(site, memory.shared_shadow, granules, issue, self.component(lane),
+                                       self.sequence.get(lane, 0) + 1, False)  # fmt: skip
+
     def component(self, lane: int) -> int:
         return self.machine.race.component(("tcgen05", lane), f"tcgen05 of {self.machine.warp_name(lane >> 5)}")
 
     # -- ld, st
     def move(
-        self,
-        site: int,
-        m: Any,
-        action: str,
-        shape: str,
-        repeat: int,
-        packed: bool,
-        registers: list[Array],
-        address: Any,
-        offset: int,
-        half: int,
+        self, site: int, m: Any, action: str, shape: str, packed: bool, registers: list[Array], place: Place, half: int
     ) -> None:
         machine = self.machine
         what = f"tcgen05.{action}.{shape}"
         warps = whole_warps(m, machine.count, what, site)
-        addresses = lanes_of(address, machine.count)[warps].astype(np.int64) + offset
+        addresses = lanes_of(place[0], machine.count)[warps].astype(np.int64) + place[1]
         if (addresses != addresses[:, :1]).any():
             raise CollectiveError(f"{what}: lanes of a warp give different addresses", warps[0], site)
         lane0, column0 = addresses[:, 0] >> 16 & 0x7F, addresses[:, 0] & 0xFFFF
@@ -204,13 +198,13 @@ class TensorMemory:
             bad = int(np.flatnonzero(lane0 // 32 != quarter)[0])
             raise TensorMemoryError(
                 f"{what}: warp {int(machine.thread[warps[bad, 0]]) // 32} reaches only lanes "
-                f"{32 * int(quarter[bad])} to "
-                f"{32 * int(quarter[bad]) + 31}, address has lane {int(lane0[bad])}",
-                warps[bad],
-                site,
-            )
-        count = len(registers) * (2 if packed else 1)
-        row, column = fragment(shape, count, half)
+                f"{32 * int(quarter[bad])} to {32 * int(quarter[bad]) + 31}, address has lane {int(lane0[bad])}",
+                warps[bad], site,
+            )  # fmt: skip
+        row, column = fragment(shape, len(registers), half)
+        if packed:  # each register takes two neighbouring columns
+            row, column = (np.repeat(row, 2, 1), np.stack([2 * column, 2 * column + 1], 2).reshape(32, -1))
+        count = row.shape[1]
         blocks = machine.block_of[warps[:, 0]]
         for block, first in zip(blocks.tolist(), column0.tolist(), strict=True):
             self.check(block, first, int(column.max()) + 1, site, what)
@@ -236,12 +230,13 @@ class TensorMemory:
     def _move_shadow(self, site: int, granules: Array, lanes: Array, write: bool) -> None:
         race = self.machine.race
         if not write:  # the hardware's scoreboard holds back whoever uses the registers
-            race.by_lanes(site, self.shadow, granules, lanes >> 5, False)
+            race.by_lanes(site, self.shadow, granules, lanes, False)
             return
         for warp in np.unique(lanes >> 5).tolist():
             mine = granules[lanes >> 5 == warp]
             component = race.component(("tcgen05.st", warp), f"tcgen05.st of {self.machine.warp_name(warp)}")
-            race.by_agent(site, self.shadow, mine, race.issue(warp), component, self.stored.get(warp, 0) + 1, True, 0)
+            issue = race.issue(np.array([warp * 32]))
+            race.by_agent(site, self.shadow, mine, issue, component, self.stored.get(warp, 0) + 1, True, 0)
 
     def wait(self, site: int, m: Any, what: str) -> None:
         machine = self.machine
@@ -263,137 +258,86 @@ class TensorMemory:
             raise CollectiveError("cta_group::2 in a cluster of odd size", [], site)
         return [block & ~1, block | 1]
 
-    def commit(self, site: int, m: Any, pair: bool, address: Any, offset: int, mask: Any) -> None:
+    def commit(self, site: int, m: Any, barrier: Place, mask: Any) -> None:
         machine = self.machine
-        lanes, places = machine.sync.places(site, m, address, offset)
+        lanes, places = machine.sync.places(site, m, barrier)
         for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
             if mask is None:
                 blocks = [place >> 24]
             else:
-                bits, first = int(lanes_of(mask, machine.count)[lane]), int(machine.cluster_base[lane]) >> 24
+                bits, first = (int(lanes_of(mask, machine.count)[lane]), int(machine.cluster_base[lane]) >> 24)
                 blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
-            issue = machine.race.issue(lane >> 5) if machine.race.on else None
+            self.enqueue(lane, partial(self._commit, site, lane, place, blocks, machine.race.issue(lane)))
 
-            def run(
-                lane: int = lane, place: int = place, blocks: list[int] = blocks, issue: Issue | None = issue
-            ) -> None:
-                known = None
-                if issue is not None:
-                    self.sequence[lane] = self.sequence.get(lane, 0) + 1
-                    component = self.component(lane)
-                    known = machine.race.empty()
-                    known[:, component] = self.sequence[lane]
-                for block in blocks:
-                    machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
-
-            self.enqueue(lane, run)
+    def _commit(self, site: int, lane: int, place: int, blocks: list[int], issue: Issue | None) -> None:
+        known = None
+        if issue is not None:
+            self.sequence[lane] = self.sequence.get(lane, 0) + 1
+            known = self.machine.race.empty()
+            known[:, self.component(lane)] = self.sequence[lane]
+        for block in blocks:
+            self.machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
 
     # -- cp: shared to tensor memory
-    def copy(
-        self,
-        site: int,
-        m: Any,
-        pair: bool,
-        shape: str,
-        multicast: str,
-        source: str,
-        address: Any,
-        offset: int,
-        desc: Any,
-    ) -> None:
-        rows, bits = (int(x) for x in shape.rstrip("b").split("x"))
-        if source or (rows, multicast) not in ((128, ""), (32, "warpx4"), (64, "warpx2::02_13"), (64, "warpx2::01_23")):
-            raise UnsupportedPTX(f"tcgen05.cp.{shape}.{multicast}{source}")
+    def copy(self, site: int, m: Any, pair: bool, form: str, target: Place, desc: Any) -> None:
         machine = self.machine
+        if form not in _COPIES:
+            raise UnsupportedPTX(f"tcgen05.cp.{form}")
+        lanes, rows = _COPIES[form]
+        words = 8 if "x256b" in form else 4
+
+        def run(lane: int, descriptor: matrix.Descriptor, place: int, blocks: list[int], issue: Issue | None) -> None:
+            to, column = lanes + (place >> 16 & 0x7F), place & 0xFFFF
+            if to[-1] >= LANES:
+                raise UnsupportedPTX(f"tcgen05.cp.{form} to lane {place >> 16 & 0x7F}")
+            for block in blocks:
+                self.check(block, column, words, site, "tcgen05.cp")
+                data, chunks = matrix.read_rows(
+                    machine.memory, block, descriptor, int(rows.max()) + 1, words // 4, site
+                )
+                self.read_shared(site, lane, issue, chunks)
+                self.touch(site, lane, issue, self.granules(block, to, column + np.arange(words)), True)
+                self.words[block, to, column : column + words] = data.view(u32)[rows]
+                machine.report.count_bytes("shared to tensor memory", data.nbytes)
+
         for lane in machine.lanes(m).tolist():
             descriptor = matrix.tcgen05_descriptor(int(lanes_of(desc, machine.count)[lane]))
-            place = int(lanes_of(address, machine.count)[lane]) + offset
+            place = int(lanes_of(target[0], machine.count)[lane]) + target[1]
             blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
-            issue = machine.race.issue(lane >> 5) if machine.race.on else None
-
-            def run(
-                lane: int = lane,
-                descriptor: Any = descriptor,
-                column: int = place & 0xFFFF,
-                blocks: list[int] = blocks,
-                issue: Issue | None = issue,
-            ) -> None:
-                for block in blocks:
-                    self._copy_block(site, lane, block, descriptor, rows, bits, multicast, column, issue)
-
-            self.enqueue(lane, run)
-
-    def _copy_block(
-        self, site: int, lane: int, block: int, descriptor: Any, rows: int, bits: int, multicast: str, column: int,
-        issue: Issue | None,
-    ) -> None:  # fmt: skip
-        memory, width = self.machine.memory, bits // 32
-        offsets = matrix.chunk_offsets(rows, width // 4, True, descriptor.mode, descriptor.leading, descriptor.stride)
-        chunks = (matrix.swizzle(descriptor.start + offsets, descriptor.mode) + (block << 24)) >> 4
-        self.check(block, column, width, site, "tcgen05.cp")
-        data = np.ascontiguousarray(memory.chunks[chunks]).view(u32)
-        if issue is not None:
-            granules = memory.shared_granules(chunks.reshape(-1) << 4, 16)
-            self.machine.race.by_agent(site, memory.shared_shadow, granules, issue, self.component(lane),
-                                       self.sequence.get(lane, 0) + 1, False)  # fmt: skip
-            self.touch(site, lane, issue, self.granules(block, np.arange(LANES), column + np.arange(width)), True)
-        lanes = {"": [(0, 0)], "warpx4": [(32 * q, 0) for q in range(4)],
-                 "warpx2::02_13": [(0, 0), (32, 32), (64, 0), (96, 32)],
-                 "warpx2::01_23": [(0, 0), (32, 0), (64, 32), (96, 32)]}[multicast]  # fmt: skip
-        step = min(rows, 32) if multicast else rows
-        for to, origin in lanes:
-            self.words[block, to : to + step, column : column + width] = data[origin : origin + step]
-        self.machine.report.count_bytes("shared to tensor memory", data.nbytes)
-
-    def shift(self, site: int, m: Any, pair: bool, address: Any, offset: int) -> None:
-        raise UnsupportedPTX("tcgen05.shift")
+            issue = machine.race.issue(lane)
+            self.enqueue(lane, partial(run, lane, descriptor, place, blocks, issue))
 
     # -- mma
     def mma(
-        self,
-        site: int,
-        m: Any,
-        pair: bool,
-        kind: str,
-        vector: str,
-        target: Any,
-        offset: int,
-        a: Any,
-        a_tensor: Any,
-        b: Any,
-        idesc: Any,
-        enable: Any,
-        scale_a: Any,
-        scale_b: Any,
-        disable: Any,
-    ) -> None:
+        self, site: int, m: Any, pair: bool, kind: str, vector: str, target: Place, a: Any, b: Any, idesc: Any,
+        enable: Any, scales: tuple[Place, Place] | None, disable: Any,
+    ) -> None:  # fmt: skip
+        """`a` is a descriptor, or a place in tensor memory."""
         machine = self.machine
-        count = machine.count
         if disable is not None and any(np.asarray(x).any() for x in disable):
             raise UnsupportedPTX("tcgen05.mma with disable-output-lane")
-
-        def one(value: Any, lane: int) -> int:
-            return int(lanes_of(value, count)[lane])
-
         for lane in machine.lanes(m).tolist():
+
+            def one(value: Any, lane: int = lane) -> int:
+                base, offset = value if isinstance(value, tuple) else (value, 0)
+                return int(lanes_of(base, machine.count)[lane]) + offset
+
             blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
             if pair and int(machine.block_of[lane]) & 1:
                 raise CollectiveError("tcgen05.mma.cta_group::2 issued by the odd block of the pair", [lane], site)
-            inst = instruction_descriptor(one(idesc, lane), kind, scale_a is not None)
-            scales = None
-            if scale_a is not None:
+            inst = instruction_descriptor(one(idesc), kind, scales is not None)
+            if isinstance(a, tuple) and inst.a in ("e2m1", "e2m3", "e3m2"):
+                raise UnsupportedPTX("sub-byte A operand in tensor memory")
+            factors = None
+            if scales is not None:
                 per = _SCALES[vector](inst.k) if vector else {"mxf8f6f4": 1, "mxf4": 2}.get(kind, 0)
                 if not per:
                     raise UnsupportedPTX("tcgen05.mma.kind::mxf4nvf4 without a scale vector size")
-                scales = (per, one(scale_a[0], lane) + scale_a[1], one(scale_b[0], lane) + scale_b[1])
-            operation = Mma(
-                site, lane, blocks, kind, inst, one(target, lane) + offset,
-                None if a is None else matrix.tcgen05_descriptor(one(a, lane)),
-                None if a_tensor is None else one(a_tensor[0], lane) + a_tensor[1],
-                matrix.tcgen05_descriptor(one(b, lane)), bool(one(enable, lane)), scales,
-                machine.race.issue(lane >> 5) if machine.race.on else None,
-            )  # fmt: skip
-            self.enqueue(lane, lambda operation=operation: self.multiply(operation))
+                factors = (per, one(scales[0]), one(scales[1]))
+            left = one(a) if isinstance(a, tuple) else matrix.tcgen05_descriptor(one(a))
+            operation = Mma(site, lane, blocks, kind, inst, one(target), left, matrix.tcgen05_descriptor(one(b)),
+                            bool(one(enable)), factors, machine.race.issue(lane))  # fmt: skip
+            self.enqueue(lane, partial(self.multiply, operation))
             machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
 
     def operand(self, op: Mma, block: int, descriptor: Any, rows: int, kind: str, k_major: bool) -> Array:
@@ -401,10 +345,7 @@ class TensorMemory:
         packed = op.kind in ("mxf4", "mxf4nvf4")
         values, used = matrix.read(memory, block, descriptor, rows, op.inst.k, kind, k_major, op.site, packed)
         self.machine.report.count_bytes("shared matrix operands", 16 * used.size)
-        if op.issue is not None:
-            granules = memory.shared_granules(used.reshape(-1) << 4, 16)
-            self.machine.race.by_agent(op.site, memory.shared_shadow, granules, op.issue, self.component(op.lane),
-                                       self.sequence.get(op.lane, 0) + 1, False)  # fmt: skip
+        self.read_shared(op.site, op.lane, op.issue, used)
         return values
 
     def scale(self, op: Mma, block: int, address: int, rows: int, number: int, per: int) -> Array:
@@ -420,18 +361,19 @@ class TensorMemory:
         bytes_ = np.ascontiguousarray(used).view(np.uint8).reshape(rows, 4)
         return N.TABLES[op.inst.scale_format][bytes_[:, number : number + per]]
 
-    def tensor_a(self, op: Mma, block: int, rows: int) -> Array:
-        address, inst = op.a_tensor, op.inst
-        assert address is not None
-        if inst.a in ("e2m1", "e2m3", "e3m2"):
-            raise UnsupportedPTX("sub-byte A operand in tensor memory")
+    def tensor_a(self, op: Mma, block: int, address: int, rows: int) -> Array:
+        """(rows, k); with 64 rows of two blocks (128, k): each half of the lanes holds all rows for its columns."""
+        inst = op.inst
         element = N.ELEMENT_BYTES[inst.a]
-        lane, column, words = address >> 16 & 0x7F, address & 0xFFFF, inst.k * element // 4
+        lane, column, words = (address >> 16 & 0x7F, address & 0xFFFF, inst.k * element // 4)
         self.check(block, column, words, op.site, "A operand in tensor memory")
-        self.touch(
-            op.site, op.lane, op.issue, self.granules(block, lane + np.arange(rows), column + np.arange(words)), False
-        )
-        raw = np.ascontiguousarray(self.words[block, lane : lane + rows, column : column + words])
+        lanes = np.arange(LANES)
+        if rows == 64 and len(op.blocks) == 1 and lane in (0, 16):  # 16 rows in each quarter
+            lanes = lane + lanes[:64] // 16 * 32 + lanes[:64] % 16
+        elif lane:
+            raise UnsupportedPTX(f"A operand in tensor memory with M = {inst.m}, lane {lane}")
+        self.touch(op.site, op.lane, op.issue, self.granules(block, lanes, column + np.arange(words)), False)
+        raw = np.ascontiguousarray(self.words[block, lanes, column : column + words])
         return N.to_f32(raw.view(N.UNSIGNED[element]), inst.a)
 
     def multiply(self, op: Mma) -> None:
@@ -440,10 +382,10 @@ class TensorMemory:
         B = np.concatenate([self.operand(op, block, op.b, columns, inst.b, inst.k_major[1]) for block in blocks])
         B = -B if inst.negate[1] else B
         for block in blocks:
-            if op.a is not None:
-                A = self.operand(op, block, op.a, rows, inst.a, inst.k_major[0])
+            if isinstance(op.a, int):
+                A = self.tensor_a(op, block, op.a, rows)
             else:
-                A = self.tensor_a(op, block, rows)
+                A = self.operand(op, block, op.a, rows, inst.a, inst.k_major[0])
             A, right = (-A if inst.negate[0] else A), B
             if op.scales is not None:
                 per, place_a, place_b = op.scales
@@ -455,15 +397,16 @@ class TensorMemory:
         self.machine.event += 1
 
     def _accumulate(self, op: Mma, block: int, product: Array) -> None:
-        rows, n = product.shape
+        rows, n = op.inst.m // len(op.blocks), product.shape[1]
         lane, column = op.target >> 16 & 0x7F, op.target & 0xFFFF
         if rows == 128 and not lane:  # layouts A and D: row = lane
             parts = [(0, 128, 0, n)]
             places = [0]
         elif rows == 64 and len(op.blocks) == 1 and lane in (0, 16):  # F: 16 rows in each quarter
-            parts, places = [(16 * q, 16 * q + 16, 0, n) for q in range(4)], [32 * q + lane for q in range(4)]
+            parts, places = ([(16 * q, 16 * q + 16, 0, n) for q in range(4)], [32 * q + lane for q in range(4)])
         elif rows == 64 and not lane:  # B: the right half of the columns in lanes 64 and up
-            parts, places = [(0, 64, 0, n // 2), (0, 64, n // 2, n)], [0, 64]
+            second = len(product) - 64
+            parts, places = ([(0, 64, 0, n // 2), (second, second + 64, n // 2, n)], [0, 64])
         else:
             raise UnsupportedPTX(f"tcgen05.mma with M = {op.inst.m}, lane {lane}")
         for (top, bottom, left, right), to in zip(parts, places, strict=True):
@@ -509,8 +452,7 @@ class Mma:
     kind: str
     inst: InstructionDescriptor
     target: int
-    a: matrix.Descriptor | None
-    a_tensor: int | None
+    a: matrix.Descriptor | int  # or a place in tensor memory
     b: matrix.Descriptor
     add: bool
     scales: tuple[int, int, int] | None

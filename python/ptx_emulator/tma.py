@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator import tensormap
 from ptx_emulator.alu import lanes_of
-from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
-from ptx_emulator.memory import bytes_at, combine
-from ptx_emulator.numerics import UNSIGNED, Array, u64
-from ptx_emulator.race import ASYNC, ATOMIC, Issue
+from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
+from ptx_emulator.memory import Place, bytes_at, combine
+from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
+from ptx_emulator.race import ASYNC, ATOMIC, UNRECORDED, Issue, Shadow
 from ptx_emulator.tensormap import TensorMap
 from ptx_emulator.warp import whole_warps
 
@@ -20,28 +21,47 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 
+def round_to_tf32(bits: Array) -> Array:
+    """What loads do through a tensor map of type tf32."""
+    return np.where(np.isnan(bits.view(f32)), u32(0x7FFFE000), f32_to_tf32(bits.view(f32), "rn"))
+
+
 class TMA:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.unreleased: dict[int, int] = {}
+        self.acquired: dict[tuple[int, int], Array] = {}
 
     # -- operands
     def _one(self, value: Any, lane: int) -> int:
         return int(lanes_of(value, self.machine.count)[lane])
 
-    def _map(self, address: int, lane: int, site: int) -> TensorMap:
-        address &= (1 << 60) - 1
-        self.machine.memory.check_global(np.array([address]), 128, np.array([lane]), site, "tensor map")
+    def _address(self, place: Place, lane: int, size: int, site: int, what: str) -> int:
+        address = (self._one(place[0], lane) + place[1]) & ((1 << 60) - 1)
+        self.machine.memory.check_global(np.array([address]), size, np.array([lane]), site, what)
+        return address
+
+    def _tile(
+        self, site: int, lane: int, descriptor: Place, coordinates: list[Any], place: int
+    ) -> tuple[TensorMap, tuple[int, ...], Array]:
+        """The tensor map, the coordinates, and the 16-byte chunks of the tile within a block's shared memory."""
+        address = self._address(descriptor, lane, 128, site, "tensor map")
         if address % 64:
             raise Misaligned(f"tensor map at {address:#x} is not 64-byte aligned", [lane], site)
-        return tensormap.decode(bytes(bytes_at(address, 128)))
-
-    def _coordinates(self, values: list[Any], lane: int, tensor: TensorMap, site: int) -> tuple[int, ...]:
-        found = [int(np.uint32(self._one(v, lane)).view(np.int32)) for v in values]
-        if len(found) != len(tensor.dims):
-            raise Fault(f"{len(found)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site)
+        if self.machine.race.on:
+            self._check_map(site, lane, address)
+        tensor = tensormap.decode(bytes(bytes_at(address, 128)))
+        where = [int(np.uint32(self._one(v, lane)).view(np.int32)) for v in coordinates]
+        if len(where) != len(tensor.dims):
+            raise Fault(f"{len(where)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site)
         if tensor.packed:
-            found[0] //= 2
-        return tuple(found)
+            where[0] //= 2
+        if place % 128:
+            raise Misaligned(f"tensor copy at shared +{place & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
+        if where[0] * tensor.element % 16:  # an illegal instruction on the chip
+            raise Misaligned(f"innermost coordinate {where[0]}: its bytes are not a multiple of 16", [lane], site)
+        bytes_ = (place & 0xFFFFFF) + tensor.tile_offsets()
+        return tensor, tuple(where), tensormap.swizzle(bytes_, tensor.swizzle) >> 4
 
     def _box(
         self, tensor: TensorMap, place: tuple[int, ...], lane: int, site: int
@@ -58,83 +78,104 @@ class TMA:
                                          f"tensor copy at coordinates {place}")  # fmt: skip
         base = bytes_at(address, span)[: tensor.element].view(UNSIGNED[tensor.element])
         view = np.lib.stride_tricks.as_strided(base, tuple(shape[::-1]), tuple(tensor.strides[::-1]))
-        return view, tuple(slice(s, h) for s, h in zip(low[::-1], high[::-1], strict=True)), address, span
+        return (view, tuple(slice(s, h) for s, h in zip(low[::-1], high[::-1], strict=True)), address, span)
 
-    def _chunks(self, place: int, size: int, mode: int) -> Array:
-        """Indices of the 16-byte chunks of a tile that starts at the physical address `place`."""
-        return tensormap.swizzle(place + np.arange(0, size, 16), mode) >> 4
-
-    def _targets(self, lane: int, place: int, mask: int | None) -> list[int]:
+    def _targets(self, lane: int, place: int, mask: Any) -> list[int]:
         if mask is None:
             return [place >> 24]
-        first = int(self.machine.cluster_base[lane]) >> 24
-        blocks = [first + rank for rank in range(16) if mask >> rank & 1]
+        bits, first = self._one(mask, lane), int(self.machine.cluster_base[lane]) >> 24
+        blocks = [first + rank for rank in range(16) if bits >> rank & 1]
         if not blocks or blocks[-1] >= first + self.machine.cluster_size:
-            raise Fault(f"multicast mask {mask:#x} in a cluster of {self.machine.cluster_size}", [lane])
+            raise Fault(f"multicast mask {bits:#x} in a cluster of {self.machine.cluster_size}", [lane])
         return blocks
 
     # -- loads
     def load(
-        self, site: int, m: Any, target: Any, target_offset: int, descriptor: Any, coordinates: list[Any], barrier: Any,
-        barrier_offset: int, mask: Any, pair: bool,
+        self, site: int, m: Any, target: Place, descriptor: Place, coordinates: list[Any], barrier: Place, mask: Any,
+        pair: bool,
     ) -> None:  # fmt: skip
-        machine = self.machine
-        lanes = machine.lanes(m)
-        if not len(lanes):
-            return
-        places = machine.memory.physical(lanes, target, target_offset, 16, site)
-        signals = machine.memory.physical(lanes, barrier, barrier_offset, 8, site)
-        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
-            tensor = self._map(self._one(descriptor, lane), lane, site)
-            where = self._coordinates(coordinates, lane, tensor, site)
-            blocks = self._targets(lane, place, None if mask is None else self._one(mask, lane))
-            if place % 128:
-                raise Misaligned(f"tensor copy to shared +{place & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
-            issue = machine.race.issue(lane >> 5) if machine.race.on else None
-            operation = self._load_operation(
-                site, lane, tensor, where, place, signal, blocks, mask is not None, pair, issue
-            )
-            machine.queues.issue(None, operation)
+        lanes, memory = self.machine.lanes(m), self.machine.memory
+        places, signals = (memory.physical(lanes, target, 16, site), memory.physical(lanes, barrier, 8, site))
 
-    def _load_operation(
-        self, site: int, lane: int, tensor: TensorMap, where: tuple[int, ...], place: int, signal: int,
-        blocks: list[int], multicast: bool, pair: bool, issue: Issue | None,
-    ) -> Callable[[], None]:  # fmt: skip
-        memory = self.machine.memory
-        size = tensor.box_bytes
-
-        def signal_of(block: int) -> int:
-            home = block if multicast else signal >> 24
-            if pair:  # the barrier may be that of the other block of the pair: parity of its own address
-                home = (block & ~1) | ((signal >> 24) & 1)
-            return home << 24 | signal & 0xFFFFFF
-
-        def run() -> None:
+        def fetch(lane: int, tensor: TensorMap, where: tuple[int, ...], issue: Issue | None, signal: int) -> Array:
             box = np.zeros(tensor.box[::-1], UNSIGNED[tensor.element])
             inside = self._box(tensor, where, lane, site)
             if inside is not None:
                 box[inside[1]] = inside[0]
-                if issue is not None:
-                    self._global_read(site, inside, issue, signal_of(blocks[0]))
-            data = box.reshape(-1).view(np.complex128)
-            self.machine.report.count_bytes("global to shared TMA", size * len(blocks))
-            for block in blocks:
-                base = block << 24 | place & 0xFFFFFF
-                memory.physical(np.array([lane]), np.uint32(base - int(self.machine.cluster_base[lane])), 0, size, site)
-                chunks = self._chunks(base, size, tensor.swizzle)
-                if issue is not None:
-                    self._write_shadow(site, chunks, issue, signal_of(block))
-                memory.chunks[chunks] = data
-                self.machine.sync.complete(signal_of(block), size, site, issue)
-            self.machine.event += 1
+                number = int(np.searchsorted(memory.first, inside[2], side="right")) - 1
+                if issue is not None and number in memory.global_shadows:  # only what this launch writes can race
+                    self._touch(site, *self._global_granules(inside), issue, signal, False)
+            return (round_to_tf32(box) if tensor.tf32 else box).reshape(-1).view(np.complex128)
 
-        return run
+        for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
+            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, place)
+            blocks, issue = (self._targets(lane, place, mask), self.machine.race.issue(lane))
+            homes = [block if mask is not None else signal >> 24 for block in blocks]
+            if pair:  # the barrier may be that of the other block of the pair: parity of its own address
+                homes = [home & ~1 | signal >> 24 & 1 for home in homes]
+            self._deliver(site, lane, blocks, chunks, [home << 24 | signal & 0xFFFFFF for home in homes], issue,
+                          partial(fetch, lane, tensor, where), "global to shared TMA")  # fmt: skip
 
-    def _write_shadow(self, site: int, chunks: Array, issue: Issue, signal: int) -> None:
-        sync, memory = self.machine.sync, self.machine.memory
-        granules = memory.shared_granules(chunks << 4, 16)
-        self.machine.race.by_agent(site, memory.shared_shadow, granules, issue, sync.component(signal),
-                                   sync.next_phase(signal, site), True)  # fmt: skip
+    def bulk_load(
+        self, site: int, m: Any, space: str, target: Place, source: Place, size: Any, barrier: Place, mask: Any
+    ) -> None:
+        lanes, memory = self.machine.lanes(m), self.machine.memory
+        signals = memory.physical(lanes, barrier, 8, site)
+
+        def fetch(origin: int, count: int, issue: Issue | None, signal: int) -> Array:
+            if space == "global":
+                return bytes_at(origin, count).view(np.complex128)
+            chunks = np.arange(origin >> 4, origin + count >> 4)
+            if issue is not None:
+                self._touch(site, memory.shared_shadow, memory.shared_granules(chunks << 4, 16), issue, signal, False)
+            return memory.chunks[chunks]
+
+        for lane, signal in zip(lanes.tolist(), signals.tolist(), strict=True):
+            count, one = self._one(size, lane), np.array([lane])
+            place = int(memory.physical(one, target, count, site)[0])
+            if space == "global":
+                origin = self._address(source, lane, count, site, "cp.async.bulk")
+            else:
+                origin = int(memory.physical(one, source, count, site)[0])
+            self._bulk_check(lane, place, origin, count, site)
+            blocks = self._targets(lane, place, mask)
+            there = [(signal >> 24 if mask is None else block) << 24 | signal & 0xFFFFFF for block in blocks]
+            chunks = np.arange(place & 0xFFFFFF, (place & 0xFFFFFF) + count, 16) >> 4
+            self._deliver(site, lane, blocks, chunks, there, self.machine.race.issue(lane),
+                          partial(fetch, origin, count), f"{space.split('::')[0]} to shared bulk")  # fmt: skip
+
+    def _deliver(
+        self, site: int, lane: int, blocks: Sequence[int], chunks: Array, signals: Sequence[int], issue: Issue | None,
+        fetch: Callable[[Issue | None, int], Array], what: str,
+    ) -> None:  # fmt: skip
+        """Writes the same chunks of several blocks and completes their bytes on a barrier for each."""
+        machine, memory, size = self.machine, self.machine.memory, 16 * len(chunks)
+        low = int(chunks.min())
+        extent = int(chunks.max()) + 1 - low
+
+        def run() -> None:
+            data = fetch(issue, signals[0]).copy()
+            machine.report.count_bytes(what, size * len(blocks))
+            for block, signal in zip(blocks, signals, strict=True):
+                rank = u32(block - (int(machine.cluster_base[lane]) >> 24) << 24)
+                memory.physical(np.array([lane]), (rank, 16 * low), 16 * extent, site)
+                self.write(site, chunks + (block << 20), data, issue, signal)
+            machine.event += 1
+
+        machine.queues.issue(None, run)
+
+    def write(self, site: int, chunks: Array, data: Array, issue: Issue | None, signal: int) -> None:
+        """16-byte chunks that complete on a barrier."""
+        memory = self.machine.memory
+        if issue is not None:
+            self._touch(site, memory.shared_shadow, memory.shared_granules(chunks << 4, 16), issue, signal, True)
+        memory.chunks[chunks] = data
+        self.machine.sync.complete(signal, 16 * len(chunks), site, issue)
+
+    def _touch(self, site: int, shadow: Shadow, granules: Array, issue: Issue, signal: int, write: bool) -> None:
+        sync = self.machine.sync
+        self.machine.race.by_agent(site, shadow, granules, issue, sync.component(signal),
+                                   sync.next_phase(signal, site), write)  # fmt: skip
 
     def _global_granules(self, inside: tuple[Array, tuple[slice, ...], int, int]) -> tuple[Any, Array]:
         """Shadow granules of a box view: rows are contiguous, outer dimensions strided."""
@@ -144,234 +185,135 @@ class TMA:
         for count, stride in zip(view.shape[:-1], view.strides[:-1], strict=True):
             offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
         row = max(view.shape[-1] * view.itemsize, memory.granule)
-        starts = address + offsets
-        found = np.searchsorted(memory.first, starts, side="right") - 1
-        return memory.global_granules(starts, row, found)
-
-    def _global_read(self, site: int, inside: Any, issue: Issue, signal: int) -> None:
-        memory, sync = self.machine.memory, self.machine.sync
-        number = int(np.searchsorted(memory.first, inside[2], side="right")) - 1
-        if number in memory.global_shadows:  # only memory that this launch also writes can race
-            shadow, granules = self._global_granules(inside)
-            self.machine.race.by_agent(site, shadow, granules, issue, sync.component(signal),
-                                       sync.next_phase(signal, site), False)  # fmt: skip
+        return memory.global_granules(address + offsets, row)
 
     # -- stores
     def store(
-        self,
-        site: int,
-        m: Any,
-        descriptor: Any,
-        coordinates: list[Any],
-        source: Any,
-        source_offset: int,
-        reduction: str,
+        self, site: int, m: Any, descriptor: Place, coordinates: list[Any], source: Place, reduction: str
     ) -> None:
         machine, memory = self.machine, self.machine.memory
         lanes = machine.lanes(m)
-        if not len(lanes):
-            return
-        places = memory.physical(lanes, source, source_offset, 16, site)
         done: set[Any] = set()
-        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
-            tensor = self._map(self._one(descriptor, lane), lane, site)
-            where = self._coordinates(coordinates, lane, tensor, site)
+        for lane, place in zip(lanes.tolist(), memory.physical(lanes, source, 16, site).tolist(), strict=True):
+            tensor, where, chunks = self._tile(site, lane, descriptor, coordinates, place)
             # The DSL lets a whole warp issue a store without electing a lane; the chip issues one copy for the warp.
             key = (lane >> 5, place, tensor, where)
             if key in done:
                 continue
             done.add(key)
-            if place % 128:
-                raise Misaligned(f"tensor copy from shared +{place & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
-            chunks = self._chunks(place, tensor.box_bytes, tensor.swizzle)
             inside = self._box(tensor, where, lane, site)
             machine.report.count_bytes("shared to global TMA", tensor.box_bytes)
-            if inside is None:
-                continue
-            if machine.race.on:
-                self._store_shadow(site, lane, tensor, chunks, inside, bool(reduction))
-            machine.async_copies.add("bulk", np.array([lane]), self._store_operation(tensor, chunks, inside, reduction))
+            if inside is not None:
+                self._send(site, lane, chunks + (place >> 24 << 20), tensor.box[::-1], inside[1], inside[0],
+                           self._global_granules(inside), reduction, tensor.kind)  # fmt: skip
 
-    def _store_operation(
-        self, tensor: TensorMap, chunks: Array, inside: Any, reduction: str
-    ) -> Callable[[Array], None]:
-        memory = self.machine.memory
+    def bulk_store(self, site: int, m: Any, target: Place, source: Place, size: Any, reduction: str, kind: str) -> None:
+        machine, memory = self.machine, self.machine.memory
+        dtype = UNSIGNED[{"bf16": 2, "f16": 2}.get(kind) or int(kind[1:] or 8) // 8]
+        for lane in machine.lanes(m).tolist():
+            count = self._one(size, lane)
+            place = int(memory.physical(np.array([lane]), source, count, site)[0])
+            address = self._address(target, lane, count, site, "cp.async.bulk")
+            self._bulk_check(lane, place, address, count, site)
+            machine.report.count_bytes("shared to global bulk", count)
+            view = bytes_at(address, count).view(dtype)
+            rows = memory.global_granules(np.array([address]), count)
+            self._send(site, lane, np.arange(place, place + count, 16) >> 4, view.shape, slice(None), view, rows,
+                       reduction, kind)  # fmt: skip
+
+    def _send(
+        self, site: int, lane: int, chunks: Array, shape: tuple[int, ...], part: Any, view: Array, rows: Any,
+        reduction: str, kind: str,
+    ) -> None:  # fmt: skip
+        """Copies a part of what lies in `chunks`, elements of a given shape, to a view of global memory."""
+        machine, memory, race = self.machine, self.machine.memory, self.machine.race
+        copies = machine.async_copies
+        if race.on:  # the part of the box outside the tensor may never have been written
+            marks = np.zeros(shape, bool)
+            marks[part] = True
+            granules = memory.shared_granules(chunks << 4, 16)
+            wanted = np.repeat(marks.reshape(-1), view.itemsize).reshape(*granules.shape, -1).any(2)
+            issue, epoch = race.issue(lane), copies.epoch("bulk", lane)
+            race.by_agent(site, memory.shared_shadow, granules[wanted], issue, copies.component("bulk", "read", lane),
+                          epoch, False)  # fmt: skip
+            race.by_agent(site, *rows, issue, copies.component("bulk", "write", lane), epoch, True,
+                          ASYNC | (ATOMIC if reduction else 0))  # fmt: skip
 
         def run(_: Array) -> None:
-            data = memory.chunks[chunks].view(UNSIGNED[tensor.element]).reshape(tensor.box[::-1])[inside[1]]
-            view = inside[0]
-            view[...] = combine(reduction, tensor.kind, view.copy(), np.ascontiguousarray(data)) if reduction else data
-            self.machine.event += 1
+            data = np.ascontiguousarray(memory.chunks[chunks].view(view.dtype).reshape(shape)[part])
+            view[...] = combine(reduction, kind, view.copy(), data) if reduction else data
+            machine.event += 1
 
-        return run
+        copies.add("bulk", np.array([lane]), run)
 
-    def _store_shadow(
-        self, site: int, lane: int, tensor: TensorMap, chunks: Array, inside: Any, reduction: bool
-    ) -> None:
-        """Only what is stored is read: the part of the box outside the tensor may never have been written."""
-        machine, memory = self.machine, self.machine.memory
-        marks = np.zeros(tensor.box[::-1], bool)
-        marks[inside[1]] = True
-        per_chunk = marks.reshape(len(chunks), -1)
-        granules = memory.shared_granules(chunks << 4, 16)
-        wanted = np.repeat(per_chunk, granules.shape[1] // per_chunk.shape[1] or 1, axis=1)
-        if wanted.shape != granules.shape:
-            wanted = per_chunk.reshape(len(chunks), granules.shape[1], -1).any(2)
-        copies, issue = machine.async_copies, machine.race.issue(lane >> 5)
-        epoch = copies.epoch("bulk", lane)
-        machine.race.by_agent(site, memory.shared_shadow, granules[wanted], issue,
-                              copies.component("bulk", "read", lane), epoch, False)  # fmt: skip
-        shadow, rows = self._global_granules(inside)
-        machine.race.by_agent(site, shadow, rows, issue, copies.component("bulk", "write", lane), epoch, True,
-                              ASYNC | (ATOMIC if reduction else 0))  # fmt: skip
-
-    # -- copies without a tensor map
     def _bulk_check(self, lane: int, a: int, b: int, size: int, site: int) -> None:
         if size % 16 or a % 16 or b % 16:
             raise Misaligned(f"cp.async.bulk of {size} bytes: addresses and size must be multiples of 16", [lane], site)
 
-    def bulk_load(
-        self,
-        site: int,
-        m: Any,
-        space: str,
-        target: Any,
-        target_offset: int,
-        source: Any,
-        source_offset: int,
-        size: Any,
-        barrier: Any,
-        barrier_offset: int,
-        mask: Any,
-    ) -> None:
-        machine, memory = self.machine, self.machine.memory
-        lanes = machine.lanes(m)
-        signals = memory.physical(lanes, barrier, barrier_offset, 8, site)
-        for lane, signal in zip(lanes.tolist(), signals.tolist(), strict=True):
-            count = self._one(size, lane)
-            place = int(memory.physical(np.array([lane]), target, target_offset, count, site)[0])
-            origin = self._one(source, lane) + source_offset
-            if space == "global":
-                memory.check_global(np.array([origin]), count, np.array([lane]), site, "cp.async.bulk")
-            else:
-                origin = int(memory.physical(np.array([lane]), source, source_offset, count, site)[0])
-            self._bulk_check(lane, place, origin, count, site)
-            blocks = self._targets(lane, place, None if mask is None else self._one(mask, lane))
-            issue = machine.race.issue(lane >> 5) if machine.race.on else None
-            machine.queues.issue(
-                None, self._bulk_operation(site, space, origin, place, count, signal, blocks, mask is not None, issue)
-            )
-
-    def _bulk_operation(
-        self,
-        site: int,
-        space: str,
-        origin: int,
-        place: int,
-        count: int,
-        signal: int,
-        blocks: list[int],
-        multicast: bool,
-        issue: Issue | None,
-    ) -> Callable[[], None]:
-        machine, memory = self.machine, self.machine.memory
-
-        def run() -> None:
-            data = bytes_at(origin, count) if space == "global" else memory.shared[origin : origin + count].copy()
-            machine.report.count_bytes(f"{space.split('::')[0]} to shared bulk", count * len(blocks))
-            for block in blocks:
-                base = block << 24 | place & 0xFFFFFF
-                there = (block if multicast else signal >> 24) << 24 | signal & 0xFFFFFF
-                if issue is not None:
-                    self._write_shadow(site, np.arange(base, base + count, 16) >> 4, issue, there)
-                    if space != "global":
-                        granules = memory.shared_granules(np.arange(origin, origin + count, 16), 16)
-                        machine.race.by_agent(
-                            site,
-                            memory.shared_shadow,
-                            granules,
-                            issue,
-                            machine.sync.component(there),
-                            machine.sync.next_phase(there, site),
-                            False,
-                        )
-                memory.shared[base : base + count] = data
-                machine.sync.complete(there, count, site, issue)
-            machine.event += 1
-
-        return run
-
-    def bulk_store(
-        self, site: int, m: Any, target: Any, target_offset: int, source: Any, source_offset: int, size: Any,
-        reduction: str, kind: str,
-    ) -> None:  # fmt: skip
-        machine, memory = self.machine, self.machine.memory
-        for lane in machine.lanes(m).tolist():
-            count, one = self._one(size, lane), np.array([lane])
-            place = int(memory.physical(one, source, source_offset, count, site)[0])
-            address = self._one(target, lane) + target_offset
-            self._bulk_check(lane, place, address, count, site)
-            found = memory.check_global(np.array([address]), count, one, site, "cp.async.bulk")
-            machine.report.count_bytes("shared to global bulk", count)
-            if machine.race.on:
-                copies, issue = machine.async_copies, machine.race.issue(lane >> 5)
-                epoch = copies.epoch("bulk", lane)
-                pieces = np.arange(place, place + count, 16)
-                machine.race.by_agent(site, memory.shared_shadow, memory.shared_granules(pieces, 16), issue,
-                                      copies.component("bulk", "read", lane), epoch, False)  # fmt: skip
-                shadow, granules = memory.global_granules(np.array([address]), count, found)
-                machine.race.by_agent(
-                    site,
-                    shadow,
-                    granules,
-                    issue,
-                    copies.component("bulk", "write", lane),
-                    epoch,
-                    True,
-                    ASYNC | (ATOMIC if reduction else 0),
-                )
-
-            def run(_: Array, place: int = place, address: int = address, count: int = count) -> None:
-                data, view = memory.shared[place : place + count], bytes_at(address, count)
-                if reduction:
-                    width = {"bf16": 2, "f16": 2}.get(kind) or int(kind[1:]) // 8
-                    dtype = UNSIGNED[width]
-                    data = combine(reduction, kind, view.view(dtype).copy(), data.view(dtype)).view(np.uint8)
-                view[...] = data
-                machine.event += 1
-
-            machine.async_copies.add("bulk", one, run)
-
     # -- edits of a tensor map
-    def replace(
-        self, site: int, m: Any, space: str, address: Any, offset: int, name: str, ordinal: int, value: Any
-    ) -> None:
+    def replace(self, site: int, m: Any, space: str, target: Place, name: str, ordinal: int, value: Any) -> None:
         machine, memory = self.machine, self.machine.memory
+        if name not in tensormap.FIELDS:
+            raise UnsupportedPTX(f"tensormap.replace.tile.{name}")
+        first, size, encode = tensormap.FIELDS[name]
         for lane in machine.lanes(m).tolist():
+            new = np.frombuffer(np.uint64(encode(self._one(value, lane))).tobytes()[:size], np.uint8)
             if space == "global":
-                place = (self._one(address, lane) + offset) & ((1 << 60) - 1)
-                memory.check_global(np.array([place]), 128, np.array([lane]), site, "tensor map")
+                place = self._address(target, lane, 128, site, "tensor map")
                 raw = bytes_at(place, 128)
+                self.unreleased[place] = lane >> 5
             else:
-                place = int(memory.physical(np.array([lane]), address, offset, 128, site)[0])
+                place = int(memory.physical(np.array([lane]), target, 128, site)[0])
                 raw = memory.shared[place : place + 128]
-            number = self._one(value, lane)
-            if name == "global_address":
-                raw.view(u64)[0] = number
-            elif name == "global_dim":
-                raw.view(np.uint32)[8 + ordinal] = (number - 1) & 0xFFFFFFFF
-            elif name == "global_stride":
-                raw.view(np.uint32)[tensormap.FIELD_OF_STRIDE // 4 + ordinal] = number >> 4
-            elif name == "box_dim":
-                raw[55 + ordinal] = number - 1
-            else:
-                raise UnsupportedPTX(f"tensormap.replace.tile.{name}")
+            at = first + ordinal * size
+            raw[at : at + size] = new
+            if machine.race.on:
+                memory.touch(site, space[:6], np.array([lane]), np.array([place + at]), size, True, "")
+        machine.event += 1
 
-    def copy_map(self, site: int, m: Any, target: Any, target_offset: int, source: Any, source_offset: int) -> None:
+    def copy_map(self, site: int, m: Any, target: Place, source: Place) -> None:
+        """tensormap.cp_fenceproxy: copies and releases."""
         machine, memory = self.machine, self.machine.memory
         for warp in whole_warps(m, machine.count, "tensormap.cp_fenceproxy", site):
-            lane = int(warp[0])
-            place = int(memory.physical(warp[:1], source, source_offset, 128, site)[0])
-            address = (self._one(target, lane) + target_offset) & ((1 << 60) - 1)
-            memory.check_global(np.array([address]), 128, warp[:1], site, "tensor map")
-            bytes_at(address, 128)[...] = memory.shared[place : place + 128]
+            origin = memory.physical(warp[:1], source, 128, site)
+            place = self._address(target, int(warp[0]), 128, site, "tensor map")
+            if machine.race.on:
+                memory.touch(site, "shared", warp[:1], origin, 128, False, "")
+                memory.touch(site, "global", warp[:1], np.array([place]), 128, True, "")
+            bytes_at(place, 128)[...] = memory.shared[int(origin[0]) : int(origin[0]) + 128]
+            self.unreleased.pop(place, None)
+        machine.event += 1
+
+    def release_maps(self, m: Any) -> None:
+        """fence.proxy.tensormap::generic.release"""
+        race = self.machine.race
+        if race.on:
+            warps = race.warps_of(m).tolist()
+            self.unreleased = {place: warp for place, warp in self.unreleased.items() if warp not in warps}
+            race.memory_fence(m)
+
+    def acquire_map(self, site: int, m: Any, place: Place) -> None:
+        """fence.proxy.tensormap::generic.acquire: what the warp knows of now holds for copies with this map."""
+        race = self.machine.race
+        if race.on:
+            for lane in self.machine.lanes(m).tolist():
+                address = self._address(place, lane, 128, site, "tensor map")
+                self.acquired[lane >> 5, address] = race.clock[lane >> 5, 0].copy()
+            warps = race.warps_of(m)
+            race.clock[warps, 0, warps] += 1
+
+    def _check_map(self, site: int, lane: int, place: int) -> None:
+        """A map that this launch wrote must have been released, and acquired by the warp that uses it."""
+        race, memory = self.machine.race, self.machine.memory
+        if int(np.searchsorted(memory.first, place, side="right")) - 1 not in memory.global_shadows:
+            return
+        if place in self.unreleased:
+            missing = "fence.proxy.tensormap::generic.release"
+            raise RaceError(f"tensor map at {place:#x} was edited without {missing}", [lane], site)
+        issue, known = race.issue(lane), self.acquired.get((lane >> 5, place))
+        issue.clock[1] = 0
+        if known is not None:
+            issue.clock[1, : len(known)] = known
+        shadow, granules = memory.global_granules(np.array([place]), 128)
+        race.by_agent(site, shadow, granules, issue, race.component("tensor maps", "the copy engine"), 0, False,
+                      ASYNC | UNRECORDED)  # fmt: skip

@@ -99,24 +99,20 @@ def match(m: Any, mode: str, d: Array, p: Array | None, a: Any) -> None:
 
 
 def reduce(m: Any, op: str, kind: str, absolute: bool, nan: bool, d: Array, a: Any) -> None:
-    active = _active(m, len(d))
-    dtype = {"f32": f32, "s32": np.int32}.get(kind, u32)
+    dtype: Any = {"f32": f32, "s32": np.int32}.get(kind, u32)
     x = lanes_of(a, len(d)).view(dtype).reshape(-1, 32)
-    if absolute:
-        x = np.abs(x)
     if kind == "f32":
-        neutral = -np.inf if op == "max" else np.inf
-        pick = {("max", True): np.max, ("max", False): np.nanmax, ("min", True): np.min, ("min", False): np.nanmin}
-        result = pick[op, nan](np.where(active, x, f32(neutral)), axis=1)
-    elif op in ("max", "min"):
-        limit = np.iinfo(dtype).min if op == "max" else np.iinfo(dtype).max
-        result = (np.max if op == "max" else np.min)(np.where(active, x, dtype(limit)), axis=1)
-    elif op == "add":
-        result = np.where(active, x, dtype(0)).sum(1, dtype=dtype)
-    elif op in ("and", "or", "xor"):
-        ufunc = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op]
-        result = ufunc.reduce(np.where(active, x, dtype(-1 if op == "and" else 0) if dtype != u32 else
-                                       u32(0xFFFFFFFF if op == "and" else 0)), axis=1)  # fmt: skip
+        table: dict[str, tuple[np.ufunc, Any]] = {
+            "max": (np.maximum, -np.inf) if nan else (np.fmax, np.nan),
+            "min": (np.minimum, np.inf) if nan else (np.fmin, np.nan),
+        }
     else:
-        raise UnsupportedPTX(f"redux.sync.{op}")
+        limits = np.iinfo(dtype)
+        table = {"max": (np.maximum, limits.min), "min": (np.minimum, limits.max), "add": (np.add, 0),
+                 "or": (np.bitwise_or, 0), "xor": (np.bitwise_xor, 0),
+                 "and": (np.bitwise_and, -1 if limits.min else limits.max)}  # fmt: skip
+    if op not in table:
+        raise UnsupportedPTX(f"redux.sync.{op}.{kind}")
+    ufunc, neutral = table[op]
+    result = ufunc.reduce(np.abs(x) if absolute else x, 1, dtype, initial=dtype(neutral), where=_active(m, len(d)))
     put(m, d.view(dtype), np.repeat(result, 32))

@@ -2,50 +2,382 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cudnn import bench
+import cudnn
+from cudnn import bench, lazy
 from cudnn.backend import handle
+from cudnn.bench import Candidate, Clock, Problem, Ratio, Reading, Row, gemm, gemm_swiglu, monitor, operands, report
 from cudnn.cli import app
+from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
 
+NAMES = "gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu, rmsnorm_rht_amax"
+YARDSTICKS = ("cuBLAS", "cuBLAS + SwiGLU")
+READING = Reading(1755.0, 690.5, 61.0)
+LARGE, SMALL = "8192x28672x4096 Llama 3 8B", "64x64x64"
 ROWS = [
-    bench.Row("32 x 64", "copy", 130.0, 1.0, "4.13 TB/s"),
-    bench.Row("32 x 64", "Api", 140.0, 0.93, "3.83 TB/s", ours=True),
-]
+    Row(LARGE, "cuBLAS", 2853.0, (Ratio(1.0, 1.0, 1.0), Ratio(1.104, 1.1, 1.11)), 2.0 * 8192 * 28672 * 4096, 7.4e8),
+    Row(LARGE, "GemmSwiglu", 2600.0, (Ratio(1.097, 1.09, 1.104), Ratio(1.21, 1.19, 1.22)), 2.0 * 8192 * 28672 * 4096,
+        7.4e8, True, READING),
+    Row(LARGE, "Triton, fused", refused="OutOfResources: shared memory, with a text that goes on and on and on"),
+    Row(SMALL, "cuBLAS", 4.0, (Ratio(1.0, 1.0, 1.0), None), 2.0 * 64**3, 3e4, False, READING),
+    Row("device copy", "device copy", 500.0, (None, None), 0.0, 2e9),
+    Row("host time, warm", "GemmSwiglu.execute", 6.5, (None, None), ours=True),
+]  # fmt: skip
 
 
-def test_an_unknown_benchmark_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", "nothing"])
-    assert result.exit_code == 2
-    assert "got 'nothing'; allowed: rmsnorm_rht_amax" in " ".join(result.output.replace("│", " ").split())
+def measured() -> report.Report:
+    return report.Report("GEMM + SwiGLU", "bf16", "NVIDIA H200", "PyTorch 2.11.0", YARDSTICKS, list(ROWS))
+
+
+def printed(shown: report.Report) -> str:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table(shown))
+    return console.export_text()
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+class FakeGpu:
+    """Gets slower with every burst, as a card does that grows warm."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.drift, self.bursts = drift, []
+
+    def seconds(self, call: Callable[[], Any], calls: int) -> float:
+        self.bursts.append((call, calls))
+        return calls * call() * (1 + self.drift * len(self.bursts))
+
+    def clock(self, rounds: int = 6) -> Clock:
+        return Clock(self.seconds, rounds, burst=40e-3, warm=10e-3, summary=statistics.median)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], f"got 'nothing'; allowed: {NAMES}."),
+        (["gemm_swiglu", "--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, mxfp8, nvfp4."),
+        (["rmsnorm_rht_amax", "--dtype", "fp8"], "got 'fp8'; allowed: bf16."),
+        (["gemm_amax", "--no-ab12"], "got gemm_amax; allowed: only with gemm_swiglu."),
+        (["gemm_swiglu", "--shapes", "128x64"], "got '128x64'; allowed: MxNxK, M a multiple of 1, N a multiple of 64"),
+        (["gemm_swiglu", "--shapes", "128x64x64,8x65x64"], "got '8x65x64'; allowed: MxNxK"),
+        (["gemm_swiglu", "--shapes", "0x64x64"], "got '0x64x64'; allowed: MxNxK"),
+        (["gemm_swiglu", "--shapes", "1x-64x64"], "got '1x-64x64'; allowed: MxNxK"),
+        (["--from-csv", "missing.csv"], "missing.csv"),
+        (["--from-csv", __file__], "no CSV file of `cudnn bench`"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], message: str) -> None:
+    code, output = invoke(*arguments)
+    assert code == 2
+    assert message.replace(" ", "") in output.replace(" ", "")  # the message is wrapped anywhere
+
+
+def test_a_plot_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, output = invoke("gemm_swiglu", "--plot", "plot.png")
+    assert code == 2
+    assert "matplotlib is missing: install cudnn-fused[bench]" in output
 
 
 @pytest.mark.skipif(handle.gpu_available(), reason="a GPU is here")
-def test_without_a_gpu_it_says_so() -> None:
-    result = CliRunner().invoke(app, ["bench", "rmsnorm_rht_amax"])
-    assert result.exit_code == 1
-    assert "no NVIDIA GPU" in result.output
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_without_a_gpu_it_says_so(name: str) -> None:
+    code, output = invoke(name)
+    assert code == 1
+    assert "no NVIDIA GPU" in output
+
+
+def test_shapes() -> None:
+    benchmark = bench.find("gemm_swiglu")
+    assert benchmark.shapes("4096x4096x4096, 1x64x128") == ((4096, 4096, 4096), (1, 64, 128))
+    some = gemm.labelled(bench.Options("bf16"), gated=True)
+    assert len(some) == 7
+    assert some[4096, 2 * 14336, 4096] == "Llama 3 8B"
+    every = gemm.labelled(bench.Options("bf16", all=True), gated=False)
+    assert every[8192, 18432, 7168] == "DeepSeek-V3"
+    assert len(every) == 14
+    assert list(gemm.labelled(bench.Options("bf16", ((1, 64, 64),)), gated=True)) == [(1, 64, 64)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_pair_of_rounds_treats_everybody_alike(count: int) -> None:
+    for turn in (0, 2, 4):
+        there, back = bench.order(count, turn), bench.order(count, turn + 1)
+        assert sorted(there) == list(range(count))
+        assert {there.index(i) + back.index(i) for i in range(count)} == {count - 1}
+    assert count == 1 or bench.order(count, 0) != bench.order(count, 2)
+
+
+def test_bursts_last_as_long_as_they_should_after_a_warm_up() -> None:
+    gpu = FakeGpu()
+    quick, slow = (lambda: 1e-3), (lambda: 1.0)
+    rounds = []
+    assert bench.compare([quick, slow], gpu.clock(2), lambda: rounds.append(1)) == [[1e-3] * 2, [1.0] * 2]
+    assert [calls for call, calls in gpu.bursts if call is quick] == [3, 3, 10, 40, 10, 40]
+    assert [calls for call, calls in gpu.bursts if call is slow] == [3, 3, 1, 1, 1, 1]
+    assert len(rounds) == 2
+
+
+def test_ratios_bear_a_card_that_grows_slower() -> None:
+    theirs, ours = bench.compare([lambda: 1.1e-3, lambda: 1e-3], FakeGpu(drift=0.01).clock())
+    assert theirs[-1] > 1.1 * theirs[0]
+    assert bench.ratio(theirs, ours).median == pytest.approx(1.1, rel=0.01)
+    assert bench.ratio([2.0, 3.0, 8.0], [1.0, 2.0, 2.0]) == (2.0, 1.5, 4.0)
+
+
+def test_the_wrong_and_the_broken_are_not_timed() -> None:
+    gpu = FakeGpu()
+
+    def ready(seconds: float) -> Any:
+        return lambda: lambda: seconds
+
+    def broken() -> Any:
+        raise RuntimeError(" no such kernel ")
+
+    candidates = [
+        Candidate("cuBLAS", ready(2e-3), lambda results: ""),
+        Candidate("wrong", ready(5e-4), lambda results: f"wrong result: {results}"),
+        Candidate("broken", broken, lambda results: ""),
+        Candidate("Gemm", ready(1e-3), lambda results: "", ours=True),
+    ]
+    problem = Problem("1x1x1", lambda: candidates, flops=4e9, bytes=1.0, clock=gpu.clock())
+    done: list[float] = []
+    cublas, wrong, failed, ours = bench.measure(problem, YARDSTICKS, lambda: READING, done.append)
+    assert (ours.microseconds, ours.teraflops, ours.ours) == (pytest.approx(1e3), pytest.approx(4.0), True)
+    assert ours.ratios == (pytest.approx((2.0, 2.0, 2.0)), None)
+    assert (cublas.refused, cublas.reading) == ("", READING)
+    assert (wrong.refused, failed.refused) == ("wrong result: 0.0005", "RuntimeError: no such kernel")
+    assert math.isnan(wrong.microseconds)
+    assert 5e-4 not in {call() for call, _ in gpu.bursts}
+    assert done[-1] == 1.0
+    assert done == sorted(done)
+
+
+def test_results_are_judged_by_their_size() -> None:
+    want = torch.tensor([[1.0, -100.0], [3.0, 0.0]])
+    assert gemm.wrong({"c": want}, 0.01, {"c": (want + 0.4).unsqueeze(-1)}) == ""
+    assert "c is off by" in gemm.wrong({"c": want}, 0.01, {"c": want + 0.6})
+    assert "c is off by nan" in gemm.wrong({"c": want}, 0.01, {"c": want * float("nan")})
+
+
+def test_host_time_counts_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert 0.02 <= bench.host_seconds(lambda: time.sleep(0.01), 2) < 0.2
 
 
 def test_table() -> None:
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table("Title", ROWS))
-    lines = console.export_text().splitlines()
-    (ours,) = [line for line in lines if "Api" in line]
-    (copy,) = [line for line in lines if "copy" in line]
-    assert "0.93" in ours
-    assert "…" not in ours + copy  # 80 columns hold it
-    assert copy.count("█") == 6
-    assert ours.count("█") == round(6 * 0.93)
-    assert "32 x 64" not in ours  # said once
+    text = printed(measured())
+    lines = text.splitlines()
+    (ours,) = [line for line in lines if line.startswith("  GemmSwiglu ")]
+    (cublas, _) = [line for line in lines if line.startswith("  cuBLAS ")]
+    assert "740 TF" in ours
+    assert "1.097 ±.007" in ours
+    assert "1.210 ±.015" in ours
+    assert cublas.count("█") == 4
+    assert ours.count("█") == 4
+    assert ours.rstrip().endswith("▍")  # 4.388 characters
+    assert "…" not in text.split("while timing")[0]  # 80 columns hold it
+    assert text.count(LARGE) == 2  # its rows, and what was not run
+    assert "4.00 TB/s" in text
+    assert "while timing: SM clock 1755 to 1755 MHz, 690 to 690 W, at most 61 °C" in text
+    assert "not run: 8192x28672x4096 Llama 3 8B, Triton, fused: OutOfResources" in text
+    assert "clocks and power: unknown" in printed(dataclasses.replace(measured(), rows=ROWS[-1:]))
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_csv_keeps_everything(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    report.write_csv(measured(), path)
+    padded = [row if row.ratios else dataclasses.replace(row, ratios=(None, None)) for row in ROWS]
+    assert repr(report.read_csv(path)) == repr(dataclasses.replace(measured(), rows=padded))  # NaN is not equal to NaN
+    gemm_line = path.read_text().splitlines()[2].split(",")
+    assert [float(text) for text in gemm_line[10:12]] == pytest.approx([740.056, 0.284615], rel=1e-5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_run_from_start_to_end(
+    right: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Fake")
+    sampled = [sys.executable, "-c", "import time; print('1700, 500.0, 50', flush=True); time.sleep(60)"]
+    monkeypatch.setattr(command_line, "command", lambda: sampled)
+    clock = FakeGpu().clock()
+
+    def candidates() -> list[Candidate]:
+        ours = Candidate("Gemm", lambda: lambda: 1e-3, lambda results: "" if right else "wrong result", ours=True)
+        return [Candidate("cuBLAS", lambda: lambda: 2e-3, lambda results: ""), ours]
+
+    problems = [Problem("64x64x64", candidates, 1e9, 1e6, clock), Problem("1x1x1", candidates, 1e9, 1e6, clock)]
+    benchmark = bench.Benchmark("GEMM", ("cuBLAS",), ("bf16",), {}, lambda options: problems)
+    path = tmp_path / "run.csv"
+    code = command_line.run(benchmark, bench.Options("bf16"), path, None)
+    output = capsys.readouterr().out
+    assert code == (0 if right else 1)
+    assert ("2.000 ±.000" in output) == right
+    assert output.count("not run: ") == (0 if right else 2)
+    found = report.read_csv(path)
+    assert [(row.problem, row.name) for row in found.rows] == [
+        (problem, name) for problem in ("64x64x64", "1x1x1") for name in ("cuBLAS", "Gemm")
+    ]
+    assert (found.device, found.title, found.dtype) == ("NVIDIA Fake", "GEMM", "bf16")
+
+
+def test_shows_a_csv_of_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    report.write_csv(measured(), path)
+    code, output = invoke("--from-csv", str(path))
+    assert code == 0
+    assert "NVIDIA H200; PyTorch 2.11.0" in output
+    assert "GemmSwiglu" in output
+
+
+def test_roofline() -> None:
+    copy = Row("device copy", "device copy", 1.0, bytes=4e6)  # 4 TB/s
+    gemms = [
+        Row("a", "cuBLAS", 1.0, flops=7e8),
+        Row("a", "ours", 1.0, flops=8e8),
+        Row("a", "no", 1.0, flops=9e8, refused="-"),
+    ]
+    assert report.roof([copy, *gemms], flops=1e12, size=1e9) == 800  # 1000 a byte: the peak
+    assert report.roof([copy, *gemms], flops=1e10, size=1e9) == 40  # 10 a byte: the bandwidth
+    assert report.roof(gemms, 1e12, 1e9) is None
+    assert report.roof([copy], 1e12, 1e9) is None
+    assert report.datasheet("NVIDIA H200", "fp8") == 1979
+    assert report.datasheet("NVIDIA H200", "nvfp4") is None
+    assert report.datasheet("Some other GPU", "bf16") is None
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[4:5], ROWS[:2]], ids=["all", "bytes only", "without a copy"])
+def test_plot(tmp_path: Path, rows: list[Row]) -> None:
     pytest.importorskip("matplotlib")
-    bench.plot(ROWS, "Title", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "plot.png"
+    report.plot(dataclasses.replace(measured(), rows=rows), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_monitor() -> None:
+    lines = "print('1700, 500.0, 50\\n1800, 600.0, 60\\n1750, 700.0, 55\\n[N/A], [N/A], 40\\n', flush=True)"
+    with monitor.Monitor([sys.executable, "-c", f"{lines}; import time; time.sleep(60)"]) as watched:
+        for _ in range(500):
+            if len(watched._samples) == 3:
+                break
+            time.sleep(0.01)
+        assert watched.read() == (1750.0, 600.0, 60.0)
+        assert watched.read() is None
+    with monitor.Monitor(["no-such-program"]) as watched:
+        assert watched.read() is None
+
+
+@pytest.mark.parametrize(("dtype", "vector"), [("mxfp8", 32), ("nvfp4", 16)])
+def test_block_scaled_operands_hold_what_the_plain_ones_do(
+    dtype: str, vector: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    rows, columns = 200, 5 * vector
+    x = torch.randn(rows, columns)
+    made = operands.operand(dtype, x)
+    assert made.scale.shape == (32, 4, 2, 4, 2, 1)
+    codes = made.tensor[:, :, 0].view(torch.uint8)
+    factors = made.scale.float()
+    fp4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for r, k in [(0, 0), (1, 17), (31, 40), (32, 3), (127, 70), (128, 5), (199, columns - 1)]:
+        j = k // vector
+        factor = factors[r % 32, r // 32 % 4, r // 128, j % 4, j // 4, 0]
+        if dtype == "mxfp8":
+            value = float(made.tensor[r, k, 0])
+        else:
+            code = int(codes[r, k // 2]) >> 4 * (k % 2) & 15
+            value = fp4[code & 7] * (-1 if code & 8 else 1)
+        assert float(made.plain[r, k]) == value * float(factor)
+    assert (made.plain.float() - x).abs().max() < (0.25 if dtype == "mxfp8" else 0.75)
+
+
+def test_swiglu_takes_up_first() -> None:
+    z = torch.zeros(1, 128)
+    z[0, 5], z[0, 32 + 5] = 3.0, 2.0  # up, gate
+    z[0, 64 + 7], z[0, 96 + 7] = -1.0, 4.0
+    c = gemm_swiglu.formula(z, {}, torch.float32)["c"]
+    assert c.shape == (1, 64)
+    assert c[0, 5] == pytest.approx(3 * 2 / (1 + math.exp(-2)))
+    assert c[0, 32 + 7] == pytest.approx(-4 / (1 + math.exp(-4)))
+    assert c.count_nonzero() == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, dtype) for name in bench.BENCHMARKS if name.startswith("gemm") for dtype in ("bf16", "nvfp4")),
+        *(("gemm_swiglu", dtype) for dtype in ("fp16", "fp8", "mxfp8")),
+    ],
+)
+def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The APIs take what the benchmark gives them: on CPU tensors they run their references."""
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(gemm, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    benchmark = bench.find(name)
+    options = bench.Options(dtype, ((256, 256, 128),), without_ab12=benchmark.has_ab12)
+    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
+    rows = [
+        row
+        for problem in benchmark.problems(options)
+        for row in bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+    ]
+    refused = {row.name for row in rows if row.refused}
+    assert refused <= {"our GEMM alone", "Triton, fused", "Triton, fused, no ab12"}, [row.refused for row in rows]
+    assert [row.problem for row in rows][-1] == "host time, warm"
+
+
+def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(lazy.torch, "compile", lambda function: function)
+    benchmark = bench.find("rmsnorm_rht_amax")
+    problem = benchmark.problems(bench.Options("bf16", ((64, 512),)))[0]
+    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
+    rows = bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+    assert [row.refused for row in rows] == [""] * 4
+    assert all(row.ratios == ((1.0, 1.0, 1.0),) for row in rows)
+    assert rows[0].rate == "0.00 TB/s"
+
+
+def test_the_triton_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module = gemm.triton_peer()
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    source = importlib.import_module("triton.compiler").ASTSource
+    for dtype, keep in (("bf16", True), ("fp8e4nv", False)):
+        types = {**dict.fromkeys(("a", "b"), f"*{dtype}"), **dict.fromkeys(("ab12", "c"), "*bf16"), "alpha": "fp32"}
+        types |= dict.fromkeys(("m", "n", "k"), "i32")
+        constants = {**module.configurations()[0].kwargs, "CTAS": 132, "KEEP": keep}
+        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 3, 5, 6, 7)}
+        kernel = module.gemm_swiglu_kernel
+        made = source(kernel, types | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        compiled = triton.compile(made, target=target, options={"num_warps": 8, "num_stages": 3})
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+def test_without_the_source_tree_the_triton_kernel_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cudnn, "__file__", str(tmp_path / "site-packages" / "cudnn" / "__init__.py"))
+    with pytest.raises(FileNotFoundError, match="part of the source tree"):
+        gemm.triton_peer()

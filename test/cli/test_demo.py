@@ -1,13 +1,14 @@
-"""``cudnn demo``: its graphs run and are judged; a wrong or failing one makes it fail."""
+"""``cudnn demo``: its graphs and kernels run and are judged; a wrong or failing one makes it fail."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 import cudnn
-from cudnn.cli import demo
+from cudnn.cli import demo, programs
 
 HANDLE = None  # on CPU tensors the graph chooses the reference executor by itself
 
@@ -49,7 +50,52 @@ def test_a_bad_graph_makes_it_fail(
     assert "1 of 2 graphs agree" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_pass_in_the_emulator(arch: str) -> None:
+    for name in demo.KERNELS:
+        result = demo.check_kernel(name, arch)
+        assert result.passed, result
+        assert result.where == f"emulated {arch}"
+        assert 0 < result.error <= result.tolerance
+        assert result.seconds > 0
+
+
+@pytest.mark.gpu
+def test_kernels_pass_on_the_gpu() -> None:
+    for name in demo.KERNELS:
+        result = demo.check_kernel(name, "")
+        assert result.passed, result
+        assert result.where == torch.cuda.get_device_name()
+
+
+def _raise(*_: Any) -> Any:
+    raise ValueError("not [today]")
+
+
+@pytest.mark.parametrize(
+    ("call", "compared", "said"),
+    [
+        (lambda: None, lambda _: [programs.Comparison("a", 0, 1), programs.Comparison("b", 3, 2)], "3.0e+00 2.0e+00"),
+        (_raise, _raise, "kernel: ValueError: not [today]"),
+    ],
+)
+def test_a_bad_kernel_makes_it_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: Any, compared: Any, said: str
+) -> None:
+    program = programs.Program("kernel", (), (), lambda shape, device: programs.Problem(call, compared))
+    monkeypatch.setattr(programs, "find", lambda name: program)
+    monkeypatch.setattr(demo, "CASES", ())
+    assert demo.run("cpu") == 1
+    output = capsys.readouterr().out
+    assert said in output
+    assert "0 of 2 runs of fused kernels agree" in output
+    assert "no data race" not in output
+
+
 def test_all_good_means_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demo, "CASES", (demo.matmul_bias_gelu,))
     assert demo.run("cpu") == 0
-    assert "1 of 1 graphs agree" in capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1 graphs agree" in output
+    assert "2 of 2 runs of fused kernels agree with their references in PyTorch." in output
+    assert "compiled for sm_90a and sm_100a, in an emulator that found no data race" in output

@@ -89,3 +89,13 @@ def ints(values: np.ndarray) -> list[int]:
 def words(values: Sequence[int], bits: int = 32) -> np.ndarray:
     dtype: Any = {16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
     return np.array([v & ((1 << bits) - 1) for v in values], dtype)
+
+
+def registers(first: int, count: int) -> str:
+    return ", ".join(f"%r{first + i}" for i in range(count))
+
+
+def core_matrices(rows: np.ndarray) -> bytes:
+    """(rows, bytes along K) as blocks of 8 rows x 16 bytes, K first."""
+    r, width = rows.shape
+    return rows.reshape(r // 8, 8, width // 16, 16).transpose(0, 2, 1, 3).tobytes()

@@ -51,7 +51,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     elif fault == "stmatrix transposed":
         store = mma.WarpMatrices.stmatrix
         patch.setattr(mma.WarpMatrices, "stmatrix",
-                      lambda s, site, m, shape, t, *rest: store(s, site, m, shape, not t, *rest))  # fmt: skip
+                      lambda s, site, m, form, bits, t, *rest: store(s, site, m, form, bits, not t, *rest))  # fmt: skip
     elif fault == "multicast ignored":
         targets = tma.TMA._targets
         patch.setattr(tma.TMA, "_targets", lambda s, lane, place, mask: targets(s, lane, place, None))
@@ -59,7 +59,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         patch.setattr(Sync, "complete", lambda *a: None)
     elif fault == "accumulator rows swapped":
         index = mma.accumulator_index
-        patch.setattr(mma, "accumulator_index", lambda n, r: (index(n, r)[0] ^ 8, index(n, r)[1]))
+        patch.setattr(mma, "accumulator_index", lambda *a: (index(*a)[0] ^ 8, index(*a)[1]))
     else:
         raise AssertionError(fault)
 

@@ -86,6 +86,36 @@ def test_fault_surfaces_at_the_call_with_its_python_line(tvm_ffi: bool) -> None:
     assert torch.equal(b, 4 * a)
 
 
+def test_a_launch_that_fails_is_in_the_report() -> None:
+    a, b = tensors()
+    short = torch.zeros(100)
+    dynamic = [from_dlpack(x).mark_layout_dynamic() for x in (a, b, short)]
+    with ptx_emulator.emulate("sm_90a") as report:
+        compiled = cute.compile(scale, dynamic[0], dynamic[1], cute.Float32(1.0))
+        with pytest.raises(ptx_emulator.OutOfBounds):
+            compiled(dynamic[0], dynamic[2], 1.0)
+        compiled(dynamic[0], dynamic[1], 4.0)
+    failed, passed = report.launches
+    assert failed.error.startswith("OutOfBounds: global access out of bounds")
+    assert failed.instructions["ld.global.b32"] == 4
+    assert "error: OutOfBounds" in str(report)
+    assert passed.error == ""
+
+
+@pytest.mark.parametrize("options", ["", "--enable-tvm-ffi"])
+def test_what_calls_the_emulator_has_no_object_file(options: str, tmp_path: Any) -> None:
+    """It holds addresses of this process; no cache may keep it."""
+    a, b = tensors()
+    arguments = [from_dlpack(a), from_dlpack(b), cute.Float32(1.0)]
+    with ptx_emulator.emulate("sm_90a"):
+        compiled = cute.compile(scale, *arguments, options=options)
+    with pytest.raises(ptx_emulator.EmulatorError, match="has no object file"):
+        compiled.export_to_c(str(tmp_path / "kernel.o"), "kernel")
+    for_gpu = cute.compile(scale, *arguments, options="--enable-tvm-ffi --gpu-arch sm_90a")
+    for_gpu.export_to_c(str(tmp_path / "kernel.o"), "kernel")
+    assert (tmp_path / "kernel.o").stat().st_size > 0
+
+
 def test_outside_the_block_it_refuses() -> None:
     a, b = tensors()
     arguments = [from_dlpack(a), from_dlpack(b), cute.Float32(3.0)]

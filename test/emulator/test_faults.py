@@ -51,6 +51,34 @@ def test_missing_barrier_is_a_race() -> None:
         run(twice, block=64, shared=SHARED, races=True)
 
 
+def test_missing_warp_barrier_is_a_race() -> None:
+    """Between lanes of one warp, in shared memory; collectives and lanes of their own need none."""
+    neighbour = "xor.b32 %r4, %r2, 4;"
+    code = f"""{ADDRESS} {neighbour} st.shared.b32 [%r2], %r99; SYNC
+      ld.shared.b32 %r5, [%r4]; AGAIN st.shared.b32 [%r2], %r5;"""
+
+    def go(sync: str, again: str) -> None:
+        run(code.replace("SYNC", sync).replace("AGAIN", again), shared=SHARED, races=True)
+
+    together = "bar.warp.sync -1;"
+    go(together, together)
+    go("shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1;", together)
+    with pytest.raises(
+        RaceError, match=r"read by lane \d+ of warp 0 .* the write by another lane .* no bar\.warp\.sync"
+    ):
+        go("", together)
+    with pytest.raises(
+        RaceError, match=r"write by lane \d+ of warp 0 .* the read by another lane .* no bar\.warp\.sync"
+    ):
+        go(together, "")
+    run(f"{ADDRESS} st.shared.b32 [%r2], %r99; ld.shared.b32 %r5, [%r2]; st.shared.b32 [%r2], %r5;", shared=SHARED,
+        races=True)  # fmt: skip
+    uniform = "mov.u32 %r1, buffer; {0} st.shared.b32 [%r1], 5; ld.shared.b32 %r5, [%r1]; {1} st.shared.b32 [%r1], 6;"
+    run(uniform.format("", together), shared=SHARED, races=True)
+    with pytest.raises(RaceError, match="the read by another lane"):
+        run(uniform.format("", ""), shared=SHARED, races=True)
+
+
 def test_global_race_between_blocks_and_its_release() -> None:
     data, flag = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
     code = """
@@ -120,8 +148,8 @@ def test_tensor_memory_faults() -> None:
 def test_unknown_opcodes_and_modifiers_are_named() -> None:
     with pytest.raises(UnsupportedPTX, match=r"PTX line \d+: opcode vabsdiff"):
         run("vabsdiff.u32.u32.u32 %r1, %r2, %r3, %r4;")
-    with pytest.raises(UnsupportedPTX, match=r"add\.rp\.f32: modifier \.rp"):
-        run("add.rp.f32 %r1, %r2, %r3;")
+    with pytest.raises(UnsupportedPTX, match=r"div\.rp\.f32: modifier \.rp"):
+        run("div.rp.f32 %r1, %r2, %r3;")
     with pytest.raises(UnsupportedPTX, match="special register %envreg3"):
         run("mov.u32 %r1, %envreg3;")
 

@@ -59,6 +59,40 @@ def test_fma_rounds_once() -> None:
     same(got, np.array([nearest(v) for v in exact], np.float32))
 
 
+def between(value: Fraction, rounding: str) -> float:
+    """The float32 next to an exact value in the direction of `rounding`."""
+    x = nearest(value)
+    down = rounding == "rm" or (rounding == "rz" and value > 0)
+    if (Fraction(float(x)) > value) if down else (Fraction(float(x)) < value):
+        x = np.nextafter(x, np.float32(-np.inf if down else np.inf))
+    return float(x)
+
+
+@pytest.mark.parametrize("rounding", ["rz", "rm", "rp"])
+@pytest.mark.parametrize("opcode", ["add", "sub", "mul", "fma"])
+def test_directed_rounding(opcode: str, rounding: str) -> None:
+    a, b, c = floats(6, 2), floats(7, 12), floats(8, 3)
+    a[:2], b[:2] = [1.0, 2.0**-40], [2.0**-60, 1.0]
+    operands = (a, b, c) if opcode == "fma" else (a, b)
+    got = f32(elementwise(f"{opcode}.{rounding}.f32 %d, %a, %b{', %c' if opcode == 'fma' else ''};", "b32", *operands))
+    exact = []
+    for i in range(COUNT):
+        x, y, z = (Fraction(float(v[i])) for v in (a, b, c))
+        exact.append({"add": x + y, "sub": x - y, "mul": x * y, "fma": x * y + z}[opcode])
+    same(got, [between(v, rounding) for v in exact])
+    pair = [np.repeat(x, 2).view(np.uint64) for x in operands]
+    text = f"{opcode}.{rounding}.ftz.f32x2 %d, %a, %b{', %c' if opcode == 'fma' else ''};"
+    normal = np.array([abs(v) >= Fraction(2) ** -126 for v in exact]) & (np.abs([*operands]).min(0) > 1e-37)
+    same(f32(elementwise(text, "b64", *pair).view(np.uint32)[::2])[normal], got[normal])
+
+
+def test_sign_of_an_exact_zero() -> None:
+    a, b = np.array([1.5, 0, -0.0], np.float32), np.array([-1.5, 0, 0], np.float32)
+    for rounding, negative in (("rn", [False, False, False]), ("rp", [False] * 3), ("rm", [True, False, True])):
+        got = f32(elementwise(f"add.{rounding}.f32 %d, %a, %b;", "b32", a, b))
+        assert np.signbit(got).tolist() == negative
+
+
 def test_min_max_and_nan() -> None:
     a, b = floats(6), floats(7)
     a[10:20], b[15:25] = np.nan, np.nan

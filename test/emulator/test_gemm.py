@@ -52,6 +52,20 @@ def test_blackwell(mnk: Any, tile: Any, pair: bool, dtype: torch.dtype, schedule
     gemm.run(BlackwellGemm(tile, pair), "sm_100a", mnk, dtype, out, races=True, scheduler=scheduler, seed=7)
 
 
+@pytest.mark.parametrize(
+    ("tile", "pair", "dtype", "majors"),
+    [
+        *[((128, 128), False, dtype, "mm") for dtype in (bf16, f32, e4m3, i8)],
+        *[((256, 128), True, dtype, majors) for dtype, majors in ((bf16, "mk"), (f32, "km"), (e4m3, "mm"))],
+        ((64, 64), False, f16, "km"),
+    ],
+    ids=str,
+)
+def test_blackwell_major_modes(tile: Any, pair: bool, dtype: torch.dtype, majors: str) -> None:
+    out = torch.int32 if dtype is i8 else f32
+    gemm.run(BlackwellGemm(tile, pair, majors), "sm_100a", (256, 128, 128), dtype, out, majors, races=True)
+
+
 @pytest.mark.parametrize("mnk", [(100, 200, 168), (8, 16, 8), (130, 264, 72)], ids=str)
 def test_ragged_sizes_are_filled_with_zeros_and_clipped(mnk: Any) -> None:
     gemm.run(HopperGemm(), "sm_90a", mnk, bf16, bf16, races=True, scheduler="lazy")

@@ -44,6 +44,24 @@ def test_ldmatrix_m16n16_bytes() -> None:
                 assert out[t, 4 * i + j] == matrices[i // 2, 4 * (t % 4) + j, t // 4 + 8 * (i % 2)]
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("form", ["m8n16.x4", "m16n16.x2.trans"])
+def test_ldmatrix_of_narrow_elements(form: str, bits: int) -> None:
+    """Rows of 16 elements in the first bytes of every 16, each widened to a byte."""
+    kind = {4: "b4x16_p64", 6: "b6x16_p32"}[bits]
+    source, out = load(f"ldmatrix.sync.aligned.{form}.shared.b8x16.{kind} {{%r20, %r21, %r22, %r23}}, [%r1];")
+    numbers = [int.from_bytes(row[: 2 * bits].tobytes(), "little") for row in source.reshape(32, 16)]
+    rows = np.array([[number >> bits * i & (1 << bits) - 1 for i in range(16)] for number in numbers])
+    for t in range(32):
+        for i in range(4):
+            for j in range(4):
+                if form == "m8n16.x4":
+                    expected = rows[8 * i + t // 4, 4 * (t % 4) + j]
+                else:
+                    expected = rows[16 * (i // 2) + 4 * (t % 4) + j, t // 4 + 8 * (i % 2)]
+                assert out[t, 4 * i + j] == expected
+
+
 @pytest.mark.parametrize("form", ["m8n8.x4", "m8n8.x4.trans", "m16n8.x4.trans"])
 def test_stmatrix(form: str) -> None:
     source, out = np.random.default_rng(2).integers(0, 256, (32, 16), dtype=np.uint8), np.zeros(512, np.uint8)

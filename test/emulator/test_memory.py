@@ -122,6 +122,35 @@ def test_distributed_shared_memory(schedule: dict[str, Any]) -> None:
             **schedule)  # fmt: skip
 
 
+def test_stores_and_reductions_to_the_other_block_complete_on_its_barrier(schedule: dict[str, Any]) -> None:
+    out = np.zeros((2, 32), np.uint32)
+    code = f"""{PLACE} mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; shl.b32 %r9, %r99, 2;
+      add.s32 %r10, %r1, %r9; st.shared.b32 [%r10+128], 5; @%p1 mbarrier.init.shared.b64 [%r3], 1;
+      @%p1 fence.mbarrier_init.release.cluster; @%p1 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], 256;
+      barrier.cluster.arrive.release; barrier.cluster.wait.acquire;
+      mapa.shared::cluster.u32 %r6, %r10, %r5; mapa.shared::cluster.u32 %r7, %r3, %r5;
+      mad.lo.s32 %r8, %r4, 100, %r99;
+      st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r6], %r8, [%r7];
+      red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.add.u32 [%r6+128], %r99, [%r7];
+      {WAIT} ld.shared.b32 %r11, [%r10]; ld.shared.b32 %r12, [%r10+128]; mad.lo.s32 %r11, %r12, 1000, %r11;
+      mul.wide.u32 %rd1, %r4, 128; mul.wide.u32 %rd2, %r99, 4; add.s64 %rd1, %rd1, %rd2; add.s64 %rd1, %rd1, %rd90;
+      st.global.b32 [%rd1], %r11; barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"""
+    run(code, out, grid=2, cluster=2, shared=SHARED, **schedule)
+    assert out.tolist() == [[(5 + t) * 1000 + (1 - rank) * 100 + t for t in range(32)] for rank in (0, 1)]
+    with pytest.raises((ptx_emulator.RaceError, ptx_emulator.UninitializedRead)):
+        run(code.replace(WAIT, ""), out, grid=2, cluster=2, shared=SHARED, **schedule)
+
+
+def test_barrier_with_a_reduction(schedule: dict[str, Any]) -> None:
+    out = np.zeros((64, 3), np.uint32)
+    code = """setp.ge.u32 %p1, %r99, 23; barrier.cta.red.popc.sync.aligned.u32 %r1, 2, 64, %p1;
+      bar.red.and.pred %p2, 3, 64, %p1; bar.red.or.pred %p3, 3, !%p1; selp.b32 %r2, 1, 0, %p2; selp.b32 %r3, 1, 0, %p3;
+      mul.wide.u32 %rd1, %r99, 12; add.s64 %rd1, %rd1, %rd90; st.global.b32 [%rd1], %r1; st.global.b32 [%rd1+4], %r2;
+      st.global.b32 [%rd1+8], %r3;"""
+    run(code.replace(".sync", ""), out, block=64, **schedule)
+    assert out.tolist() == [[41, 0, 1]] * 64
+
+
 def test_named_barriers_between_producer_and_consumer(schedule: dict[str, Any]) -> None:
     out = np.zeros(32, np.uint32)
     code = f"""{PLACE} and.b32 %r4, %r99, 31; shl.b32 %r4, %r4, 2; add.s32 %r4, %r4, %r1; setp.ge.u32 %p3, %r99, 32;

@@ -1,65 +1,258 @@
-"""Benchmarks: each kernel beside its peers in the same run, since absolute figures move with the card's power state."""
+"""Benchmarks: each kernel beside its peers in the same run, by one protocol.
+
+A GPU under load is limited by its power: its clock falls within a second, and differs from minute to minute. So the
+candidates of a problem take turns: in each of six rounds every one runs for some 40 ms after a short warm-up; every
+second round goes backwards, every third one begins with another. The time is the median of the rounds, a ratio the
+median of the rounds' own ratios, with the least and the greatest. Whatever gives a wrong result is not timed.
+"""
 
 from __future__ import annotations
 
+import importlib
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from cudnn.lazy import torch
 
-BENCHMARKS = ("rmsnorm_rht_amax",)
-"""Modules of this package. Each has ``rows()``, which measures."""
+BENCHMARKS = ("gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax")
+"""Modules of this package, each with a :class:`Benchmark` of the name ``BENCHMARK``."""
+
+Call = Callable[[], Mapping[str, Any]]
+"""Computes once and gives its results, by name."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few."""
+
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    all: bool = False
+    without_ab12: bool = False
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Problems of one kind. The others are compared with the candidates whose names are in ``yardsticks``.
+
+    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number.
+    """
+
+    title: str
+    yardsticks: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    dimensions: dict[str, int]
+    problems: Callable[[Options], list[Problem]]
+    has_ab12: bool = False
+
+    def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
+        """Those of a list such as ``4096x4096x4096,8192x8192x8192``.
+
+        Raises:
+            ValueError: one that this benchmark cannot have.
+        """
+        shapes = []
+        for part in text.split(","):
+            sizes = tuple(int(size) if size.isdecimal() else 0 for size in part.strip().split("x"))
+            multiples = self.dimensions.values()
+            if len(sizes) != len(multiples) or any(
+                size < 1 or size % multiple for size, multiple in zip(sizes, multiples, strict=True)
+            ):
+                needs = ", ".join(f"{name} a multiple of {multiple}" for name, multiple in self.dimensions.items())
+                raise ValueError(f"got {part.strip()!r}; allowed: {'x'.join(self.dimensions)}, {needs}.")
+            shapes.append(sizes)
+        return tuple(shapes)
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark of a name in :data:`BENCHMARKS`."""
+    return importlib.import_module(f"cudnn.bench.{name}").BENCHMARK
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a problem.
+
+    ``prepare`` allocates and compiles. ``check`` says what is wrong with the results of the first call, or nothing.
+    """
+
+    name: str
+    prepare: Callable[[], Call]
+    check: Callable[[Mapping[str, Any]], str]
+    ours: bool = False
+
+
+class Reading(NamedTuple):
+    """The state of the GPU: SM clock, power, temperature."""
+
+    megahertz: float
+    watts: float
+    celsius: float
+
+
+class Ratio(NamedTuple):
+    """A yardstick's time divided by this time, more is better: median, least and greatest of the rounds."""
+
+    median: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. ``ratio`` is the time of the problem's yardstick divided by this time: more is better."""
+    """A measurement; ``ratios`` in the order of the benchmark's yardsticks, None where a problem has no such one.
+
+    ``flops`` and ``bytes`` are what the problem needs at least. A ``refused`` candidate was not timed, and this is why.
+    """
 
     problem: str
     name: str
-    microseconds: float
-    ratio: float
-    note: str = ""
+    microseconds: float = float("nan")
+    ratios: tuple[Ratio | None, ...] = ()
+    flops: float = 0.0
+    bytes: float = 0.0
     ours: bool = False
+    reading: Reading | None = None
+    refused: str = ""
+
+    @property
+    def teraflops(self) -> float:
+        """TFLOP/s."""
+        return self.flops / self.microseconds * 1e-6
+
+    @property
+    def terabytes(self) -> float:
+        """TB/s."""
+        return self.bytes / self.microseconds * 1e-6
+
+    @property
+    def rate(self) -> str:
+        """In words, where the problem has one."""
+        if self.flops:
+            return f"{self.teraflops:.0f} TF"
+        return f"{self.terabytes:.2f} TB/s" if self.bytes else ""
 
 
-def median(function: Callable[..., Any], *arguments: Any) -> float:
-    """Microseconds of a call on the GPU: the median of some hundred, the caches cleared before each."""
-    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]
+@dataclass(frozen=True)
+class Clock:
+    """How a call is timed: ``seconds(call, calls)`` of a burst; ``burst`` and ``warm``, before it, in seconds."""
 
-    return do_bench(lambda: function(*arguments), warmup=25, rep=150, return_mode="median") * 1e3
+    seconds: Callable[[Callable[[], Any], int], float]
+    rounds: int
+    burst: float
+    warm: float
+    summary: Callable[[Sequence[float]], float]
+
+    def calls(self, each: float, wanted: float) -> int:
+        """Calls that take about the wanted time."""
+        return max(1, round(wanted / each))
 
 
-def host_time(function: Callable[..., Any], *arguments: Any) -> float:
-    """Microseconds that a call takes the host: the least of 40 batches of 200 calls."""
-    best = float("inf")
-    for _ in range(40):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(200):
-            function(*arguments)
-        best = min(best, time.perf_counter() - start)
+def gpu_seconds(call: Callable[[], Any], calls: int) -> float:
+    """Seconds that the GPU takes for a burst."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def host_seconds(call: Callable[[], Any], calls: int) -> float:
+    """Seconds that the host takes to hand a burst over to an idle GPU."""
     torch.cuda.synchronize()
-    return best / 200 * 1e6
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Bars of the ratios, a group for each problem, as an image file."""
-    import matplotlib  # pyright: ignore[reportMissingImports]
+GPU = Clock(gpu_seconds, rounds=6, burst=40e-3, warm=10e-3, summary=statistics.median)
+HOST = Clock(host_seconds, rounds=40, burst=1e-3, warm=0.2e-3, summary=min)
+"""The least of 40 bursts of some 200 calls."""
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
-    figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.32 * len(rows)), layout="constrained")
-    labels = [f"{row.problem}   {row.name}" for row in rows]
-    bars = axes.barh(labels, [row.ratio for row in rows], color=["#76b900" if row.ours else "#9aa5b1" for row in rows])
-    axes.bar_label(bars, [f"{row.ratio:.2f}" for row in rows], padding=3)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_title(title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+@dataclass(frozen=True)
+class Problem:
+    """``candidates`` allocates the operands, so that one problem's memory is free before the next one's is taken."""
+
+    label: str
+    candidates: Callable[[], list[Candidate]]
+    flops: float = 0.0
+    bytes: float = 0.0
+    clock: Clock = GPU
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Who runs when in a round: each pair of rounds goes there and back, from another one's turn on.
+
+    In a pair all are as early on average, which takes a steady drift out.
+    """
+    places = [(turn // 2 + i) % count for i in range(count)]
+    return places[::-1] if turn % 2 else places
+
+
+def compare(
+    calls: Sequence[Callable[[], Any]], clock: Clock, step: Callable[[], None] = lambda: None
+) -> list[list[float]]:
+    """Seconds of one call, for each call and each round; ``step`` is called after each round."""
+    estimates = [min(clock.seconds(call, 3) for _ in range(2)) / 3 for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(clock.rounds):
+        for i in order(len(calls), turn):
+            clock.seconds(calls[i], clock.calls(estimates[i], clock.warm))
+            burst = clock.calls(estimates[i], clock.burst)
+            times[i].append(clock.seconds(calls[i], burst) / burst)
+        step()
+    return times
+
+
+def ratio(yardstick: Sequence[float], times: Sequence[float]) -> Ratio:
+    """From the times of both in the same rounds."""
+    ratios = [theirs / mine for theirs, mine in zip(yardstick, times, strict=True)]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def measure(
+    problem: Problem,
+    yardsticks: Sequence[str],
+    read: Callable[[], Reading | None] = lambda: None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> list[Row]:
+    """Checks and times the candidates of a problem.
+
+    ``read`` gives the GPU's state since it was last called, ``progress`` hears which part of the work is done.
+    """
+    candidates = problem.candidates()
+    blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes)
+    rows: list[Row] = []
+    calls: dict[int, Call] = {}
+    for i, candidate in enumerate(candidates):
+        rows.append(replace(blank, name=candidate.name, ours=candidate.ours))
+        try:
+            calls[i] = candidate.prepare()
+            refused = candidate.check(calls[i]())
+        except Exception as error:  # whatever a peer may raise: the others are still measured
+            refused = f"{type(error).__name__}: {str(error).strip()}"
+        if refused:
+            calls.pop(i, None)
+            rows[i] = replace(rows[i], refused=refused)
+        progress((i + 1) / len(candidates) / 2)
+    rounds = problem.clock.rounds
+    turns = iter(range(1, rounds + 1))
+    read()
+    found = compare(list(calls.values()), problem.clock, lambda: progress(0.5 + next(turns) / rounds / 2))
+    reading = read()
+    times = dict(zip(calls, found, strict=True))
+    names = {candidates[i].name: mine for i, mine in times.items()}
+    for i, mine in times.items():
+        ratios = tuple(ratio(names[name], mine) if name in names else None for name in yardsticks)
+        typical = problem.clock.summary(mine) * 1e6
+        rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading)
+    return rows

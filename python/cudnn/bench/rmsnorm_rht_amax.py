@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from cudnn.bench import Row, host_time, median
+from cudnn.bench import HOST, Benchmark, Call, Candidate, Options, Problem
+from cudnn.bench.operands import normal
 from cudnn.lazy import torch
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, reference
 
-TITLE = "RMSNorm + Hadamard + amax, bfloat16: speed, the copy of the same bytes = 1"
+COPY = "copy"
 SHAPES = ((32768, 4096), (16384, 8192))
 ROWS = 8
 EPS = 1e-5
@@ -18,9 +19,9 @@ EPS = 1e-5
 
 def tensors(m: int, n: int) -> tuple[Any, ...]:
     """x, w, and results filled with NaN."""
-    x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    w = (torch.rand(n, device="cuda") + 0.5).bfloat16()
-    return x, w, torch.full_like(x, float("nan")), torch.full((m // ROWS,), float("nan"), device="cuda")
+    x = normal(m, n).bfloat16()
+    w = (torch.rand(n, device=x.device) + 0.5).bfloat16()
+    return x, w, torch.full_like(x, float("nan")), torch.full((m // ROWS,), float("nan"), device=x.device)
 
 
 def errors(x: Any, w: Any, o: Any, amax: Any) -> tuple[float, float]:
@@ -38,9 +39,9 @@ def errors(x: Any, w: Any, o: Any, amax: Any) -> tuple[float, float]:
     return worst_o, worst_amax
 
 
-def peers() -> dict[str, Callable[..., Any]]:
+def peers(device: Any) -> dict[str, Callable[..., Any]]:
     """The same computation for torch.compile, the Hadamard transform as additions and as a product."""
-    h = reference.hadamard(torch.eye(16, device="cuda")) / 4
+    h = reference.hadamard(torch.eye(16, device=device)) / 4
 
     def normed(x: Any, w: Any) -> Any:
         y = x.float()
@@ -58,36 +59,63 @@ def peers() -> dict[str, Callable[..., Any]]:
     return {"torch.compile, additions": torch.compile(additions), "torch.compile, product": torch.compile(product)}
 
 
-def rows(shapes: tuple[tuple[int, int], ...] = SHAPES, with_peers: bool = True) -> Iterator[Row]:
-    """Measures. The copy is timed before, between and after our calls, and its mean counts."""
-    for m, n in shapes:
-        problem = f"{m} x {n}"
-        x, w, o, amax = tensors(m, n)
-        norm = RmsNormRhtAmax(x, w, o, amax, EPS, rows_per_cta=ROWS)
-        norm(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
-        error_o, error_amax = errors(x, w, o, amax)
-        if error_o > 0.51 or error_amax > 1e-5:
-            raise RuntimeError(f"RmsNormRhtAmax, {problem}: wrong by {error_o:.2f} units, amax by {error_amax:.1e}")
-        copies, ours = [median(o.copy_, x)], []
-        for _ in range(2):
-            ours.append(median(norm.execute, x, w, o, amax))
-            copies.append(median(o.copy_, x))
-        copy, mine = statistics.mean(copies), statistics.mean(ours)
-        yield Row(problem, "copy", copy, 1.0, _bandwidth(m, n, copy))
-        yield Row(problem, "RmsNormRhtAmax", mine, copy / mine, _bandwidth(m, n, mine), ours=True)
-        for name, peer in peers().items() if with_peers else ():
-            torch._dynamo.reset()
-            theirs = median(peer, x, w)
-            yield Row(problem, name, theirs, copy / theirs, _bandwidth(m, n, theirs))
-    x, w, o, amax = tensors(64, 4096)
+def problems(options: Options) -> list[Problem]:
+    """The shapes, and the host time of calls."""
+    found = [
+        Problem(f"{m} x {n}", functools.partial(candidates, m, n), bytes=4.0 * m * n)
+        for m, n in options.shapes or SHAPES
+    ]
+    return [*found, Problem("host time, warm", host_candidates, clock=HOST)]
+
+
+def candidates(m: int, n: int) -> list[Candidate]:
+    """The copy, ours, and the same computation compiled."""
+    torch._dynamo.reset()
+    x, w, o, amax = tensors(m, n)
+
+    def check(units: float, relative: float, results: Mapping[str, Any]) -> str:
+        error_o, error_amax = errors(x, w, results["o"], results["amax"])
+        right = error_o < units and error_amax < relative
+        return "" if right else f"wrong result: o is off by {error_o:.2f} units, amax by {error_amax:.1e}"
+
+    def compiled(peer: Callable[..., Any]) -> Call:
+        return lambda: dict(zip(("o", "amax"), peer(x, w), strict=True))
+
+    target = torch.empty_like(x)
+    found = [
+        Candidate(COPY, lambda: lambda: {"o": target.copy_(x)}, lambda results: ""),
+        Candidate("RmsNormRhtAmax", lambda: ours(x, w, o, amax), functools.partial(check, 0.51, 1e-5), ours=True),
+    ]
+    for name, peer in peers(x.device).items():
+        found.append(Candidate(name, functools.partial(compiled, peer), functools.partial(check, 1.01, 1e-3)))
+    return found
+
+
+def ours(x: Any, w: Any, o: Any, amax: Any) -> Call:
+    """RmsNormRhtAmax."""
     norm = RmsNormRhtAmax(x, w, o, amax, EPS, rows_per_cta=ROWS)
     norm.compile()
-    add = host_time(lambda: torch.add(x, x, out=o))
-    yield Row("host time of a call", "torch.add(out=)", add, 1.0)
-    mine = host_time(norm.execute, x, w, o, amax)
-    yield Row("host time of a call", "RmsNormRhtAmax", mine, add / mine, ours=True)
+
+    def call() -> dict[str, Any]:
+        norm.execute(x, w, o, amax)
+        return {"o": o, "amax": amax}
+
+    return call
 
 
-def _bandwidth(m: int, n: int, microseconds: float) -> str:
-    """x read once, o written once."""
-    return f"{4e-6 * m * n / microseconds:.2f} TB/s"
+def host_candidates() -> list[Candidate]:
+    """The API beside an addition."""
+    x, w, o, amax = tensors(64, 4096)
+    return [
+        Candidate("torch.add(out=)", lambda: lambda: {"": torch.add(x, x, out=o)}, lambda results: ""),
+        Candidate("RmsNormRhtAmax.execute", lambda: ours(x, w, o, amax), lambda results: "", ours=True),
+    ]
+
+
+BENCHMARK = Benchmark(
+    title="RMSNorm + Hadamard + amax",
+    yardsticks=(COPY,),
+    dtypes=("bf16",),
+    dimensions={"M": ROWS, "N": 512},
+    problems=problems,
+)

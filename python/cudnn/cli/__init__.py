@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import cudnn
+from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
+from cudnn.cli.programs import PROGRAMS
 
 app = typer.Typer(
     help="cuDNN's Graph API in pure Python: look at this machine, try real graphs on it.",
@@ -54,18 +57,63 @@ def _demo(
     raise typer.Exit(run(device))
 
 
-@app.command("bench")
-def _bench(
-    name: Annotated[str, typer.Argument(help="The fused API: rmsnorm_rht_amax.")],
-    plot: Annotated[Path | None, typer.Option(help="Also draw the bars into this image file.")] = None,
-) -> None:
-    """Measure a fused API beside a device copy and torch.compile on this GPU."""
-    from cudnn.bench import BENCHMARKS
-    from cudnn.cli.bench import run
+app.command("bench")(_bench)
 
-    if name not in BENCHMARKS:
-        raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(BENCHMARKS)}.", param_hint="NAME")
-    raise typer.Exit(run(name, plot))
+
+class _ScriptCommand(TyperCommand):
+    """What follows a Python script on the command line is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        script = next((index for index, text in enumerate(args) if text.endswith(".py")), len(args))
+        return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
+
+
+@app.command("emulate", cls=_ScriptCommand)
+def _emulate(
+    target: Annotated[str, typer.Argument(help=f"A fused API ({', '.join(PROGRAMS)}), or a Python script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    arch: Annotated[str, typer.Option(help="sm_90a (Hopper) or sm_100a (Blackwell).")] = "sm_100a",
+    races: Annotated[bool, typer.Option(help="Look for data races; two to five times slower.")] = True,
+    scheduler: Annotated[str, typer.Option(help="lowest-pc, random or lazy.")] = "lowest-pc",
+    seed: Annotated[int, typer.Option(help="For random tensors and schedulers.")] = 0,
+    shape: Annotated[str, typer.Option(help="Of a fused API's problem, such as 16x512.")] = "",
+    json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
+) -> None:
+    """Run a fused API or a script of CuTe DSL kernels without a GPU; show what the kernels did.
+
+    Options stand before a script; what follows it is its own. Exit code 1 after a fault, a race or a wrong result.
+    """
+    from cudnn.cli import emulate, programs
+    from cudnn.launch.warm import architectures
+    from ptx_emulator.machine import SCHEDULERS
+
+    def check(got: str, allowed: tuple[str, ...], hint: str) -> None:
+        if got not in allowed:
+            raise typer.BadParameter(f"got {got!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
+
+    check(arch, architectures(), "--arch")
+    check(scheduler, SCHEDULERS, "--scheduler")
+    is_script = target.endswith(".py")
+    if is_script and not Path(target).is_file():
+        raise typer.BadParameter(f"got {target!r}; allowed: a file that exists.", param_hint="TARGET")
+    if not is_script:
+        check(target, (*PROGRAMS, "a script, *.py"), "TARGET")
+    if is_script and shape:
+        raise typer.BadParameter(f"got {shape!r}; allowed: only with a fused API.", param_hint="--shape")
+    if not is_script and arguments:
+        raise typer.BadParameter(f"got {' '.join(arguments)!r}; allowed: only with a script.", param_hint="ARGUMENTS")
+    sizes = _sizes(shape, programs.find(target).dimensions) if shape else None
+    options = emulate.Options(arch, races, scheduler, seed)
+    raise typer.Exit(emulate.run(target, arguments or (), options, sizes, json, ptx))
+
+
+def _sizes(text: str, dimensions: tuple[str, ...]) -> tuple[int, ...]:
+    sizes = tuple(int(size) if size.isdigit() else 0 for size in text.split("x"))
+    if len(sizes) != len(dimensions) or min(sizes) < 1:
+        allowed = f"{' x '.join(dimensions)} such as {'x'.join(['512'] * len(dimensions))}"
+        raise typer.BadParameter(f"got {text!r}; allowed: {allowed}.", param_hint="--shape")
+    return sizes
 
 
 def main() -> None:

@@ -2,50 +2,167 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+import cudnn
 from cudnn import bench
+from cudnn.bench import report as reports
+from cudnn.bench.monitor import Monitor, command
 from cudnn.lazy import torch
 
-_BAR = 6  # characters of a bar of length 1
+_BAR = 4  # characters of a bar of ratio 1
+_LONGEST = 7
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def run(name: str, image: Path | None) -> int:
-    """Prints the table while it grows; the exit code."""
+def main(
+    name: Annotated[str, typer.Argument(help=f"The fused API: {', '.join(bench.BENCHMARKS)}.")] = "",
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
+    shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="These instead of the benchmark's own.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
+    no_ab12: Annotated[
+        bool, typer.Option("--no-ab12", help="gemm_swiglu: also without storing the pre-activation.")
+    ] = False,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
+    from_csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show and draw what was measured before, on any machine.")
+    ] = None,
+) -> None:
+    """Measure a fused API beside cuBLAS, torch.compile and Triton on this GPU.
+
+    Candidates take turns, six rounds of 40 ms each, on random data, after their results were checked.
+
+    Ratios: the yardstick's time divided by this one's; median of the rounds, half of their range.
+
+    Exit code 1 if a candidate was wrong or could not run.
+    """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        cure = "install cudnn-fused[bench], or write --csv here and draw it elsewhere with --from-csv"
+        raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
+    if from_csv is not None:
+        raise typer.Exit(_show(from_csv, plot))
+    if name not in bench.BENCHMARKS:
+        raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
+    benchmark = bench.find(name)
+    dtype = dtype or benchmark.dtypes[0]
+    if dtype not in benchmark.dtypes:
+        raise typer.BadParameter(f"got {dtype!r}; allowed: {', '.join(benchmark.dtypes)}.", param_hint="--dtype")
+    if no_ab12 and not benchmark.has_ab12:
+        raise typer.BadParameter(f"got {name}; allowed: only with gemm_swiglu.", param_hint="--no-ab12")
+    try:
+        wanted = benchmark.shapes(shapes) if shapes else ()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shapes") from None
+    raise typer.Exit(run(benchmark, bench.Options(dtype, wanted, every, no_ab12), csv, plot))
+
+
+def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:
+    """Measures, and shows what was measured; the exit code."""
     console = Console()
     if not torch.cuda.is_available():
         console.print("cudnn bench: no NVIDIA GPU here; a benchmark on a CPU would say nothing.")
         return 1
-    module = importlib.import_module(f"cudnn.bench.{name}")
-    console.print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-    rows: list[bench.Row] = []
-    with console.status("measuring"):
-        for row in module.rows():
-            rows.append(row)
-            console.log(f"{row.problem}: {row.name} {row.microseconds:.1f} us")
-    console.print(table(module.TITLE, rows))
-    if image is not None:
-        bench.plot([row for row in rows if not row.problem.startswith("host")], module.TITLE, image)
-        console.print(f"plot: {image}")
+    software = f"cudnn-fused {cudnn.__version__}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
+    device = torch.cuda.get_device_name()
+    report = reports.Report(benchmark.title, options.dtype, device, software, benchmark.yardsticks)
+    problems = benchmark.problems(options)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    torch.manual_seed(0)
+    with Monitor(command()) as monitor, Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(problems))
+        for number, problem in enumerate(problems):
+            progress.update(task, description=problem.label)
+
+            def advance(done: float, before: int = number) -> None:
+                progress.update(task, completed=before + done)
+
+            report.rows += bench.measure(problem, benchmark.yardsticks, monitor.read, advance)
+            if csv is not None:
+                reports.write_csv(report, csv)  # after each problem: an interrupted run keeps its figures
+    console.print(table(report))
+    if plot is not None:
+        reports.plot(report, plot)
+    for path in (csv, plot):
+        if path is not None:
+            console.print(f"written: {path}")
+    return 1 if any(row.refused for row in report.rows) else 0
+
+
+def _show(path: Path, plot: Path | None) -> int:
+    try:
+        report = reports.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--from-csv") from None
+    console = Console()
+    console.print(table(report))
+    if plot is not None:
+        reports.plot(report, plot)
+        console.print(f"written: {plot}")
     return 0
 
 
-def table(title: str, rows: list[bench.Row]) -> Table:
-    """The measurements with bars of their ratios."""
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 0))  # 80 columns hold it
-    for heading, side in (("problem", "left"), ("", "left"), ("us", "right"), ("", "right"), ("ratio", "right")):
-        table.add_column(heading, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
+def table(report: reports.Report) -> Group:
+    """The measurements, with bars of the ratios to the first yardstick, in 80 columns."""
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("us", justify="right", no_wrap=True)
+    table.add_column("rate", justify="right", no_wrap=True)
+    for name in report.yardsticks:
+        table.add_column(f"/ {_short(name, report.yardsticks)}", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     before = ""
-    for row in rows:
-        bar = "█" * max(1, round(_BAR * min(row.ratio, 2)))
-        style = "bold green" if row.ours else ""
-        shown = "" if row.problem == before else row.problem
-        table.add_row(shown, row.name, f"{row.microseconds:.1f}", row.note, f"{row.ratio:.2f}", bar, style=style)
-        before = row.problem
-    return table
+    for row in report.rows:
+        if row.problem != before:
+            if before:
+                table.add_section()
+            table.add_row(Text(row.problem, style="bold"))
+            before = row.problem
+        style = "green" if row.ours else ""
+        if row.refused:
+            table.add_row(f"  {row.name}", "not run", style="red")
+            continue
+        ratios = [_ratio(found) for found in row.ratios]
+        bar = _bar(row.ratios[0].median) if row.ratios and row.ratios[0] else ""
+        table.add_row(f"  {row.name}", f"{row.microseconds:.1f}", row.rate, *ratios, bar, style=style)
+    heading = Text(f"{report.title}, {report.dtype}", style="bold")
+    refused = [row for row in report.rows if row.refused]
+    notes = [Text(f"not run: {row.problem}, {row.name}: {row.refused}", style="red") for row in refused]
+    return Group(heading, f"{report.device}; {report.software}", "", table, "", _state(report.rows), *notes)
+
+
+def _short(name: str, names: Sequence[str]) -> str:
+    """A yardstick's name in a heading: what the second one adds to the first."""
+    return name.removeprefix(names[0]).strip() if name != names[0] else name
+
+
+def _ratio(found: bench.Ratio | None) -> str:
+    return f"{found.median:.3f} ±{(found.high - found.low) / 2:.3f}".replace("±0.", "±.") if found else ""
+
+
+def _bar(length: float) -> str:
+    eighths = round(8 * min(_BAR * length, _LONGEST))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _state(rows: Sequence[bench.Row]) -> str:
+    """The GPU while candidates were timed."""
+    readings = [row.reading for row in rows if row.reading is not None and row.flops]
+    readings = readings or [row.reading for row in rows if row.reading is not None]
+    if not readings:
+        return "clocks and power: unknown, nvidia-smi does not tell"
+    clocks, powers, temperatures = zip(*readings, strict=True)
+    return (
+        f"while timing: SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, "
+        f"{min(powers):.0f} to {max(powers):.0f} W, at most {max(temperatures):.0f} °C"
+    )

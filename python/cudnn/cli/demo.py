@@ -1,4 +1,4 @@
-"""``cudnn demo``: real graphs, each built, run and checked against plain PyTorch."""
+"""``cudnn demo``: real graphs and a fused kernel, each built, run and checked against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import cudnn
+from cudnn import launch
+from cudnn.cli import programs
+from cudnn.launch.warm import architectures
 from cudnn.lazy import torch
 
 
@@ -34,7 +37,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What a case did. Error and tolerance are the largest absolute difference found and allowed."""
+    """What a case or a kernel did. Error and tolerance are the largest absolute difference found and allowed."""
 
     name: str
     where: str
@@ -117,6 +120,8 @@ def causal_attention(handle: Any, device: str) -> Case:
 
 
 CASES = (convolution, matmul_bias_gelu, rmsnorm, causal_attention)
+KERNELS = ("rmsnorm_rht_amax",)
+"""Names in ``programs.PROGRAMS``."""
 
 
 def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
@@ -139,30 +144,67 @@ def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
     return result
 
 
+def check_kernel(name: str, arch: str) -> Result:
+    """Runs and judges a fused API: on the GPU or, given an architecture, in the emulator, which looks for races."""
+    program = programs.find(name)
+    result = Result(program.title, f"emulated {arch}" if arch else torch.cuda.get_device_name(), "CuTe DSL")
+    try:
+        problem = program.make(program.shape, "cpu" if arch else "cuda")
+        if arch:
+            with cudnn.emulation(arch, races=True) as report:
+                results = problem.call()
+            result.seconds = sum(launched.seconds for launched in report.launches)
+        else:
+            results = problem.call()
+            result.seconds = _time(problem.call, "cuda")
+        comparisons = problem.compare(results)
+        worst = next((each for each in comparisons if not each.passed), comparisons[0])
+        result.error, result.tolerance = worst.error, worst.allowed
+    except Exception as error:  # whatever goes wrong is what the demo is there to show
+        result.failure = f"{type(error).__name__}: {error}"
+    return result
+
+
 def run(device: str) -> int:
-    """Runs every case on ``"cuda"``, ``"cpu"`` or ``"auto"`` and prints the table. Returns the exit code."""
+    """Runs every case on ``"cuda"``, ``"cpu"`` or ``"auto"`` and prints the table. Returns the exit code.
+
+    The kernels run on the GPU; on the CPU, and where they have no code for the GPU, in the emulator.
+    """
     console = Console(highlight=False)
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         console.print("--device cuda: PyTorch sees no GPU. To mend it, see `cudnn info`, or use --device cpu.")
         return 1
     chosen = ("cuda" if has_gpu else "cpu") if device == "auto" else device
+    on_gpu = chosen == "cuda" and launch.device_architecture(torch.cuda.current_device()) in architectures()
     torch.manual_seed(0)
     handle = cudnn.create_handle() if chosen == "cuda" or not has_gpu else None
-    results: list[Result] = []
+    graphs: list[Result] = []
+    kernels: list[Result] = []
+    runs = [(name, arch) for name in KERNELS for arch in ([""] if on_gpu else architectures())]
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("building and running graphs", total=len(CASES))
+        task = progress.add_task("building and running graphs and kernels", total=len(CASES) + len(runs))
         for make in CASES:
-            results.append(check(make, handle, chosen))
+            graphs.append(check(make, handle, chosen))
             progress.advance(task)
-    console.print(_table(results))
-    for result in results:
+        for name, arch in runs:
+            kernels.append(check_kernel(name, arch))
+            progress.advance(task)
+    console.print(_table(graphs + kernels))
+    for result in graphs + kernels:
         if result.failure:
-            console.print(f"[bold red]{result.name}[/]: {result.failure}", soft_wrap=True)
-    passed = sum(result.passed for result in results)
-    console.print(f"{passed} of {len(results)} graphs agree with PyTorch in float32.")
-    return 0 if passed == len(results) else 1
+            console.print(f"[bold red]{result.name}[/]: ", end="")
+            console.print(result.failure, soft_wrap=True, markup=False)
+    passed = [sum(result.passed for result in results) for results in (graphs, kernels)]
+    console.print(f"{passed[0]} of {len(graphs)} graphs agree with PyTorch in float32.")
+    console.print(f"{passed[1]} of {len(kernels)} runs of fused kernels agree with their references in PyTorch.")
+    if not on_gpu and passed[1] == len(kernels):
+        console.print(
+            f"Those ran as compiled for {' and '.join(architectures())}, in an emulator that found no data race; "
+            f"its times say nothing about a GPU. More: cudnn emulate {KERNELS[0]}"
+        )
+    return 0 if passed == [len(graphs), len(kernels)] else 1
 
 
 def _graph(handle: Any, io: Any) -> Any:
@@ -204,7 +246,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def _table(results: list[Result]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("graph", no_wrap=True)
+    table.add_column("graph or kernel", no_wrap=True)
     table.add_column("ran on", overflow="fold")
     table.add_column("plan", overflow="fold", min_width=10)  # names of cuDNN's plans are long
     for heading in ("max error", "allowed", "time"):

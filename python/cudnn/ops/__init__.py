@@ -1,11 +1,12 @@
 """Operators for ``torch.compile``: the first use of one registers it as ``torch.ops.cudnn.<name>``."""
+# pyright: reportUnsupportedDunderAll=false
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-__all__ = ["rmsnorm_rht_amax"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from ptx_emulator.ptx import Imm, Instruction, Pair, Reg, Symbol, Vector
 from ptx_emulator.ptx.parser import Operand
 
 HALVES = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
+DIRECTED = ("rz", "rm", "rp")
 _LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _FLOAT = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide"}
 _UNARY = {"abs": "np.absolute({0})", "neg": "np.negative({0})", "ex2": "np.exp2({0})", "lg2": "np.log2({0})",
@@ -66,24 +67,30 @@ def half(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
     if i.opcode not in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh"):
         raise UnsupportedPTX(i.text)
     mods.ignore("rn", "approx")
-    if mods.flag("ftz") and kind != "f32x2" and i.opcode not in ("ex2",):
+    rounding = mods.take(*DIRECTED) if kind == "f32x2" and i.opcode in ("add", "sub", "mul", "fma") else ""
+    flush = mods.flag("ftz")
+    if flush and kind != "f32x2" and i.opcode not in ("ex2",):
         raise mods.unsupported("modifier .ftz")
     relu, nan = mods.flag("relu"), mods.flag("NaN")
     values = ",".join(e.value(x, "u", bits_of(kind)) for x in i.operands)
-    return [f"A.half_op(m,{i.opcode!r},{kind!r},{relu},{nan},{values})"]
+    return [f"A.half_op(m,{i.opcode!r},{kind!r},{relu},{nan},{rounding!r},{flush},{values})"]
 
 
 def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
     bits, op = bits_of(kind), i.opcode
-    mods.ignore("rn", "approx", "full")
+    approximate = mods.flag("approx")
+    mods.ignore("rn", "full")
+    rounding = mods.take(*DIRECTED) if kind == "f32" and op in ("add", "sub", "mul", "fma") else ""
     flush, saturate = mods.flag("ftz"), mods.flag("sat")
     target, *sources = (e.value(x, "f", bits) for x in i.operands)
     if flush and op not in ("copysign",):
         sources = [f"flush({x})" for x in sources]
-    if op in ("fma", "mad"):
+    if rounding:
+        value = f"A.N.directed({op!r},{rounding!r},{','.join(sources)})"
+    elif op in ("fma", "mad"):
         if not flush and not saturate:
             return [f"A.fma{'64' if bits == 64 else ''}(m,{target},{','.join(sources)})"]
-        value = f"N_fma({','.join(sources)})".replace("N_fma", "A.N.fma_f32")
+        value = f"A.N.fma_f32({','.join(sources)})"
     elif op in ("min", "max"):
         nan, sign = mods.flag("NaN"), mods.flag("xorsign")
         absolute = mods.flag("abs")
@@ -94,6 +101,8 @@ def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str
             value = f"A.{name}({value},{other},{nan})"
         if sign:
             value = f"A.xorsign({value},{sources[0]},{sources[1]})"
+    elif op == "div" and approximate:
+        value = f"A.div_approx({','.join(sources)})"
     elif op in _FLOAT:
         if not flush and not saturate:
             return [f"np.{_FLOAT[op]}({','.join(sources)},out={target},where=m)"]
@@ -161,59 +170,24 @@ def shift(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     return [f"A.{name}(m,{target},np.asarray({value}),{e.value(amount)},{bits})"]
 
 
-@handles("shf")
-def funnel_shift(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    left, wrap = mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap"
-    mods.need("b32")
-    return [f"A.funnel(m,{','.join(e.value(x) for x in i.operands)},{left},{wrap})"]
-
-
-@handles("prmt")
-def permute(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    mods.need("b32")
-    return [f"A.permute(m,{','.join(e.value(x) for x in i.operands)})"]
-
-
-@handles("lop3")
-def lop3(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    mods.need("b32")
-    *sources, table = i.operands
-    assert isinstance(table, Imm)
-    return [f"A.lop3(m,{','.join(e.value(x) for x in sources)},{table.value})"]
-
-
-@handles("popc", "clz", "brev")
+@handles("shf", "prmt", "lop3", "popc", "clz", "brev", "bfind", "bfe", "bfi", "dp4a")
 def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    width = bits_of(mods.last())
-    source = e.value(i.operands[1], "u", width)
-    target = e.raw(i.operands[0])
-    if i.opcode == "popc":
-        return put(target, f"np.bitwise_count({source})")
-    name = "count_leading_zeros" if i.opcode == "clz" else "bit_reverse"
-    return [f"A.{name}(m,{target},{source},{width})"]
-
-
-@handles("bfind")
-def find(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind, amount = mods.last(), mods.flag("shiftamt")
-    source = e.value(i.operands[1], "u", bits_of(kind))
-    return [f"A.find_msb(m,{e.value(i.operands[0])},{source},{kind[0] == 's'},{bits_of(kind)},{amount})"]
-
-
-@handles("bfe", "bfi")
-def bit_field(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
-    width = bits_of(kind)
-    values = [e.value(x, "u", width) for x in i.operands[:-2]] + [e.value(x) for x in i.operands[-2:]]
-    if i.opcode == "bfe":
-        return [f"A.bit_extract(m,{','.join(values)},{kind[0] == 's'},{width})"]
-    return [f"A.bit_insert(m,{','.join(values)},{width})"]
-
-
-@handles("dp4a")
-def dot(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    b, a = mods.last(), mods.last()
-    return [f"A.dot4(m,{','.join(e.value(x) for x in i.operands)},{a == 's32'},{b == 's32'})"]
+    """What is one function of `alu` on the operands, and on what the modifiers say."""
+    op, kind = i.opcode, mods.last()
+    width, signed = bits_of(kind), kind[0] == "s"
+    wide = {"bfind": 2, "bfe": 2, "bfi": 3, "popc": 2, "clz": 2, "brev": 2}.get(op, 0)  # operands as wide as the type
+    values = [e.value(x, "u", width if n < wide else 32) for n, x in enumerate(i.operands)]
+    if op in ("popc", "clz", "bfind"):  # a result of 32 bits
+        values[0] = e.raw(i.operands[0])
+    call = {
+        "shf": ("funnel", lambda: (mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap")),
+        "prmt": ("permute", tuple), "lop3": ("lop3", tuple), "popc": ("count_ones", tuple),
+        "clz": ("count_leading_zeros", lambda: (width,)), "brev": ("bit_reverse", lambda: (width,)),
+        "bfind": ("find_msb", lambda: (signed, width, mods.flag("shiftamt"))),
+        "bfe": ("bit_extract", lambda: (signed, width)), "bfi": ("bit_insert", lambda: (width,)),
+        "dp4a": ("dot4", lambda: (mods.last() == "s32", signed)),
+    }[op]  # fmt: skip
+    return [f"A.{call[0]}(m,{','.join([*values, *map(repr, call[1]())])})"]
 
 
 @handles("setp", "set")
@@ -380,7 +354,7 @@ def active_mask(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 def redux(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     kind = mods.last()
     mods.ignore("sync")
-    op, absolute, nan = mods.need("add", "min", "max", "and", "or", "xor"), mods.flag("abs"), mods.flag("NaN")
+    op, absolute, nan = (mods.need("add", "min", "max", "and", "or", "xor"), mods.flag("abs"), mods.flag("NaN"))
     return [
         f"W.check_members(m,{e.value(i.operands[2])},M.count,'redux.sync',{e.site})",
         f"W.reduce(m,{op!r},{kind!r},{absolute},{nan},{e.raw(i.operands[0])},{e.value(i.operands[1])})",

@@ -9,6 +9,8 @@ from ptx_emulator.errors import UnsupportedPTX
 from ptx_emulator.ptx import Address, Imm, Instruction, Reg, Vector
 from ptx_emulator.ptx.parser import Operand
 
+REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
+
 
 def number(operand: Operand) -> int:
     if not isinstance(operand, Imm):
@@ -25,94 +27,68 @@ def copy(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("bulk"):
         return bulk(e, i, mods)
     if mods.flag("commit_group"):
-        return [f"M.async_copies.commit({e.site},m,'cp.async')"]
+        return e.call("async_copies.commit", "'cp.async'")
     if mods.flag("wait_group"):
-        return [f"M.async_copies.wait({e.site},m,'cp.async',{number(i.operands[0])},True)"]
+        return e.call("async_copies.wait", "'cp.async'", number(i.operands[0]), True)
     if mods.flag("wait_all"):
-        return [f"M.async_copies.wait({e.site},m,'cp.async',0,True)"]
+        return e.call("async_copies.wait", "'cp.async'", 0, True)
     if mods.take("mbarrier"):
         mods.need("arrive")
         no_increment = mods.flag("noinc")
         mods.ignore("shared", "shared::cta", "b64")
-        address, offset = e.address(i.operands[0])
-        return [f"M.async_copies.mbarrier_arrive({e.site},m,{address},{offset},{no_increment})"]
+        return e.call("async_copies.mbarrier_arrive", e.address(i.operands[0]), no_increment)
     mods.need("ca", "cg")
     mods.ignore("shared", "shared::cta", "global", *CACHE_HINTS)
-    target, target_offset = e.address(i.operands[0])
-    source, source_offset = e.address(i.operands[1])
-    size = number(i.operands[2])
-    rest = i.operands[3:]
+    target, source, size, *rest = i.operands
     valid = "None"
     if rest and not i.has("L2::cache_hint"):
         valid = e.value(rest[0])
         if isinstance(rest[0], Reg) and e.width(rest[0]) == 1:
-            valid = f"np.where({valid},u32(0),u32({size}))"
-    return [f"M.async_copies.copy({e.site},m,{target},{target_offset},{source},{source_offset},{size},{valid})"]
+            valid = f"np.where({valid},u32(0),u32({number(size)}))"
+    return e.call("async_copies.copy", e.address(target), e.address(source), number(size), valid)
 
 
 def bulk(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.flag("commit_group"):
-        return [f"M.async_copies.commit({e.site},m,'bulk')"]
+        return e.call("async_copies.commit", "'bulk'")
     if mods.flag("wait_group"):
-        return [f"M.async_copies.wait({e.site},m,'bulk',{number(i.operands[0])},{not mods.flag('read')})"]
+        return e.call("async_copies.wait", "'bulk'", number(i.operands[0]), not mods.flag("read"))
     if mods.take("prefetch"):
         mods.left.clear()
         return []
-    if mods.take("tensor"):
-        return tensor(e, i, mods)
-    hint = mods.flag("L2::cache_hint")
+    tensor = mods.flag("tensor")
+    if tensor:
+        mods.need("1d", "2d", "3d", "4d", "5d")
+        mods.ignore("tile")
     operands = list(i.operands)
-    if hint:
+    if mods.flag("L2::cache_hint"):
         operands.pop()
-    multicast, mbarrier = mods.flag("multicast::cluster"), mods.flag("mbarrier::complete_tx::bytes")
+    pair = mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
+    multicast, mbarrier = (mods.flag("multicast::cluster"), mods.flag("mbarrier::complete_tx::bytes"))
     group = mods.flag("bulk_group")
     spaces = [s for s in mods.left if s in ("global", "shared::cta", "shared::cluster")]
-    mods.ignore("global", "shared::cta", "shared::cluster")
+    mods.ignore("global", "shared::cta", "shared::cluster", "noftz")
     target, source = e.address(operands[0]), e.address(operands[1])
-    size = e.value(operands[2])
-    reduction = mods.take("add", "min", "max", "inc", "dec", "and", "or", "xor")
-    kind = mods.last() if reduction else ""
-    mods.ignore("noftz")
+    mask = e.value(operands[-1], "u", 16) if multicast else "None"
+    if mbarrier and tensor:
+        mapped = (source, coordinates(e, operands[1]))
+        return e.call("tma.load", target, *mapped, e.address(operands[2]), mask, pair)
     if mbarrier:
-        barrier = e.address(operands[3])
-        mask = e.value(operands[4], "u", 16) if multicast else "None"
-        return [f"M.tma.bulk_load({e.site},m,{spaces[1]!r},{target[0]},{target[1]},{source[0]},{source[1]},{size},"
-                f"{barrier[0]},{barrier[1]},{mask})"]  # fmt: skip
+        size, barrier = e.value(operands[2]), e.address(operands[3])
+        return e.call("tma.bulk_load", repr(spaces[1]), target, source, size, barrier, mask)
     if not group or spaces != ["global", "shared::cta"]:
         raise UnsupportedPTX(i.text)
-    return [
-        f"M.tma.bulk_store({e.site},m,{target[0]},{target[1]},{source[0]},{source[1]},{size},{reduction!r},{kind!r})"
-    ]
+    reduction = mods.take(*REDUCTIONS)
+    if tensor:
+        return e.call("tma.store", target, coordinates(e, operands[0]), source, repr(reduction))
+    kind = mods.last() if reduction else ""
+    return e.call("tma.bulk_store", target, source, e.value(operands[2]), repr(reduction), repr(kind))
 
 
-def tensor(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    mods.need("1d", "2d", "3d", "4d", "5d")
-    mods.ignore("tile", "L2::cache_hint")
-    multicast, pair = mods.flag("multicast::cluster"), mods.take("cta_group::1", "cta_group::2") == "cta_group::2"
-    if mods.flag("bulk_group"):
-        mods.ignore("global", "shared::cta")
-        reduction = mods.take("add", "min", "max", "inc", "dec", "and", "or", "xor")
-        return tma_store(e, i, reduction)
-    mods.need("mbarrier::complete_tx::bytes")
-    mods.need("shared::cluster", "shared::cta")
-    mods.need("global")
-    target, descriptor, barrier, *rest = i.operands
-    destination, source, signal = e.address(target), e.address(descriptor), e.address(barrier)
-    mask = e.value(rest[0], "u", 16) if multicast else "None"
-    return [f"M.tma.load({e.site},m,{destination[0]},{destination[1]},{tma_source(e, descriptor, source)},"
-            f"{signal[0]},{signal[1]},{mask},{pair})"]  # fmt: skip
-
-
-def tma_source(e: Emitter, descriptor: Operand, source: tuple[str, int]) -> str:
-    assert isinstance(descriptor, Address)
-    assert descriptor.coordinates is not None
-    return f"{source[0]},{e.list_of(descriptor.coordinates.items, 32)}"
-
-
-def tma_store(e: Emitter, i: Instruction, reduction: str) -> list[str]:
-    descriptor, source = i.operands[0], e.address(i.operands[1])
-    place = tma_source(e, descriptor, e.address(descriptor))
-    return [f"M.tma.store({e.site},m,{place},{source[0]},{source[1]},{reduction!r})"]
+def coordinates(e: Emitter, descriptor: Operand) -> str:
+    if not isinstance(descriptor, Address) or descriptor.coordinates is None:
+        raise UnsupportedPTX(f"operand {descriptor} has no coordinates")
+    return e.list_of(descriptor.coordinates.items, 32)
 
 
 @handles("tensormap")
@@ -120,33 +96,35 @@ def tensor_map(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     action = mods.need("replace", "cp_fenceproxy")
     if action == "cp_fenceproxy":
         mods.ignore("global", "shared::cta", "tensormap::generic", "release", *SCOPES, "sync", "aligned")
-        target, source = e.address(i.operands[0]), e.address(i.operands[1])
-        return [f"M.tma.copy_map({e.site},m,{target[0]},{target[1]},{source[0]},{source[1]})"]
+        return e.call("tma.copy_map", e.address(i.operands[0]), e.address(i.operands[1]))
     mods.need("tile")
-    name = mods.need("global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride")
-    space = mods.need("global", "shared::cta")
+    space, bits = mods.need("global", "shared::cta"), bits_of(mods.need("b32", "b64"))
     mods.need("b1024")
-    bits = bits_of(mods.need("b32", "b64"))
-    address, offset = e.address(i.operands[0])
     ordinal = number(i.operands[1]) if len(i.operands) > 2 else 0
     value = e.value(i.operands[-1], "u", bits)
-    return [f"M.tma.replace({e.site},m,{space!r},{address},{offset},{name!r},{ordinal},{value})"]
+    return e.call("tma.replace", repr(space), e.address(i.operands[0]), repr(mods.last()), ordinal, value)
 
 
-# -- warp and warpgroup matrices
+# -- warp and warpgroup matrices: (shape, type, transposed) -> bits of an element in memory
+_LDMATRIX = {("m8n8", "b16", False): 16, ("m8n8", "b16", True): 16, ("m16n16", "b8", True): 8} | {
+    (shape, f"b8x16.{kind}", shape == "m16n16"): bits
+    for shape in ("m8n16", "m16n16") for kind, bits in (("b6x16_p32", 6), ("b4x16_p64", 4))
+}  # fmt: skip
+_STMATRIX = {("m8n8", "b16", False): 16, ("m8n8", "b16", True): 16, ("m16n8", "b8", True): 8}
+
+
 @handles("ldmatrix", "stmatrix")
 def matrix_move(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("sync", "aligned", "shared", "shared::cta")
     transpose = mods.flag("trans")
     shape = mods.need("m8n8", "m16n16", "m8n16", "m16n8")
     mods.need("x1", "x2", "x4")
-    kind = mods.last()
-    kind = ".".join([*(m for m in mods.left if m in ("b8x16", "b8")), kind]) if mods.left else kind
-    if (shape != "m8n8" and kind != "b8") or (shape == "m8n8" and kind != "b16"):
+    kind, mods.left = ".".join(mods.left), []
+    bits = (_LDMATRIX if i.opcode == "ldmatrix" else _STMATRIX).get((shape, kind, transpose))
+    if bits is None:
         raise UnsupportedPTX(i.text)
     registers, place = (i.operands if i.opcode == "ldmatrix" else i.operands[::-1])[:2]
-    address, offset = e.address(place)
-    return [f"M.mma.{i.opcode}({e.site},m,{shape!r},{transpose},{e.list_of(e.vector(registers))},{address},{offset})"]
+    return e.call(f"mma.{i.opcode}", repr(shape), bits, transpose, e.list_of(e.vector(registers)), e.address(place))
 
 
 @handles("mma")
@@ -158,29 +136,24 @@ def mma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     del mods.left[:2]
     mods.ignore("satfinite") if "s32" not in mods.left else None
     kinds = [mods.left.pop(0) for _ in range(4)]
-    d, a, b, c = (e.list_of(e.vector(x)) for x in i.operands[:4])
-    return [f"M.mma.mma_sync({e.site},m,{shape!r},{kinds!r},{d},{a},{b},{c})"]
+    return e.call("mma.mma_sync", repr(shape), kinds, *(e.list_of(e.vector(x)) for x in i.operands[:4]))
 
 
 @handles("wgmma")
 def wgmma(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     action = mods.need("mma_async", "fence", "commit_group", "wait_group")
     mods.ignore("sync", "aligned")
-    if action == "fence":
-        return [f"M.mma.wgmma_fence({e.site},m)"]
-    if action == "commit_group":
-        return [f"M.mma.wgmma_commit({e.site},m)"]
-    if action == "wait_group":
-        return [f"M.mma.wgmma_wait({e.site},m,{number(i.operands[0])})"]
+    if action != "mma_async":
+        return e.call(f"mma.wgmma_{action}", *map(number, i.operands))
     if mods.flag("satfinite"):
         raise mods.unsupported("modifier .satfinite")
     shape = mods.left.pop(0)
     kinds = [mods.left.pop(0) for _ in range(3)]
     d, a, b, scale_d, *rest = i.operands
     left = e.list_of(a.items) if isinstance(a, Vector) else e.value(a, "u", 64)
-    signs = [number(x) for x in rest]
-    return [f"M.mma.wgmma({e.site},m,{shape!r},{kinds!r},{e.list_of(e.vector(d))},{left},{e.value(b, 'u', 64)},"
-            f"{e.predicate(scale_d)},{signs!r})"]  # fmt: skip
+    used = e.fragment_numbers([d, a] if isinstance(a, Vector) else [d])
+    return e.call("mma.wgmma", repr(shape), kinds, used, e.list_of(e.vector(d)), left, e.value(b, "u", 64),
+                  e.predicate(scale_d), [number(x) for x in rest])  # fmt: skip
 
 
 # -- tensor memory
@@ -192,30 +165,22 @@ def tensor_core(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if action in ("fence::before_thread_sync", "fence::after_thread_sync"):
         return []
     if action in ("wait::ld", "wait::st"):
-        return [f"M.tensor.wait({e.site},m,{action!r})"]
+        return e.call("tensor.wait", repr(action))
     if action == "relinquish_alloc_permit":
-        return [f"M.tensor.relinquish({e.site},m)"]
-    if action == "alloc":
+        return e.call("tensor.relinquish")
+    if action in ("alloc", "dealloc"):
         mods.ignore("shared::cta", "b32")
-        address, offset = e.address(i.operands[0])
-        return [f"M.tensor.alloc({e.site},m,{pair},{address},{offset},{e.value(i.operands[1])})"]
-    if action == "dealloc":
-        mods.ignore("b32")
-        return [f"M.tensor.dealloc({e.site},m,{pair},{e.value(i.operands[0])},{e.value(i.operands[1])})"]
+        place = e.address(i.operands[0]) if action == "alloc" else e.value(i.operands[0])
+        return e.call(f"tensor.{action}", place, e.value(i.operands[1]))
     if action == "commit":
         mods.ignore("mbarrier::arrive::one", "shared::cluster", "b64")
-        multicast = mods.flag("multicast::cluster")
-        address, offset = e.address(i.operands[0])
-        mask = e.value(i.operands[1], "u", 16) if multicast else "None"
-        return [f"M.tensor.commit({e.site},m,{pair},{address},{offset},{mask})"]
+        mask = e.value(i.operands[1], "u", 16) if mods.flag("multicast::cluster") else "None"
+        return e.call("tensor.commit", e.address(i.operands[0]), mask)
     if action in ("ld", "st"):
         return tensor_move(e, i, mods, action)
     if action == "cp":
-        return tensor_copy(e, i, mods, pair)
-    if action == "shift":
-        mods.need("down")
-        address, offset = e.address(i.operands[0])
-        return [f"M.tensor.shift({e.site},m,{pair},{address},{offset})"]
+        form, mods.left = ".".join(mods.left), []
+        return e.call("tensor.copy", pair, repr(form), e.address(i.operands[0]), e.value(i.operands[1], "u", 64))
     if action == "mma":
         return tensor_mma(e, i, mods, pair)
     raise UnsupportedPTX(i.text)
@@ -224,27 +189,14 @@ def tensor_core(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 def tensor_move(e: Emitter, i: Instruction, mods: Modifiers, action: str) -> list[str]:
     shape = mods.need("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
     packed = mods.flag("pack::16b" if action == "ld" else "unpack::16b")
+    if packed and shape == "16x32bx2":
+        raise UnsupportedPTX(i.text)
     mods.ignore("b32")
-    repeat = mods.last()
-    assert repeat[0] == "x"
+    mods.need(*(f"x{1 << n}" for n in range(8)))
     operands = list(i.operands)
-    registers = operands.pop(0) if action == "ld" else operands.pop()
-    address, offset = e.address(operands[0])
+    registers = e.list_of(e.vector(operands.pop(0) if action == "ld" else operands.pop()))
     half = number(operands[1]) if shape == "16x32bx2" else 0
-    return [
-        f"M.tensor.move({e.site},m,{action!r},{shape!r},{int(repeat[1:])},{packed},{e.list_of(e.vector(registers))},"
-        f"{address},{offset},{half})"
-    ]
-
-
-def tensor_copy(e: Emitter, i: Instruction, mods: Modifiers, pair: bool) -> list[str]:
-    shape = mods.need("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")
-    multicast = mods.take("warpx2::02_13", "warpx2::01_23", "warpx4")
-    source = "b6x16_p32" if mods.flag("b6x16_p32") else "b4x16_p64" if mods.flag("b4x16_p64") else ""
-    mods.ignore("b8x16")
-    address, offset = e.address(i.operands[0])
-    return [f"M.tensor.copy({e.site},m,{pair},{shape!r},{multicast!r},{source!r},{address},{offset},"
-            f"{e.value(i.operands[1], 'u', 64)})"]  # fmt: skip
+    return e.call("tensor.move", repr(action), repr(shape), packed, registers, e.address(operands[0]), half)
 
 
 def tensor_mma(e: Emitter, i: Instruction, mods: Modifiers, pair: bool) -> list[str]:
@@ -254,24 +206,14 @@ def tensor_mma(e: Emitter, i: Instruction, mods: Modifiers, pair: bool) -> list[
     scaled = mods.flag("block_scale")
     vector = mods.take("block16", "block32", "scale_vec::1X", "scale_vec::2X", "scale_vec::4X")
     d, a, b, idesc, *rest = i.operands
-    target, offset = e.address(d)
-    if isinstance(a, Address):
-        place = e.address(a)
-        left = f"None,({place[0]},{place[1]})"
-    else:
-        left = f"{e.value(a, 'u', 64)},None"
-    scales = "None,None"
-    if scaled:
-        scale_a, scale_b = e.address(rest.pop(0)), e.address(rest.pop(0))
-        scales = f"({scale_a[0]},{scale_a[1]}),({scale_b[0]},{scale_b[1]})"
-    disable = "None"
-    if rest and isinstance(rest[0], Vector):
-        disable = e.list_of(rest.pop(0).items)  # type: ignore[union-attr]
+    left = e.address(a) if isinstance(a, Address) else e.value(a, "u", 64)
+    scales = f"({e.address(rest.pop(0))},{e.address(rest.pop(0))})" if scaled else "None"
+    disable = e.list_of(e.vector(rest.pop(0))) if isinstance(rest[0], Vector) else "None"
     enable = e.predicate(rest.pop(0))
     if rest:
         raise UnsupportedPTX(f"{i.text} with scale-input-d")
-    return [f"M.tensor.mma({e.site},m,{pair},{kind!r},{vector!r},{target},{offset},{left},{e.value(b, 'u', 64)},"
-            f"{e.value(idesc)},{enable},{scales},{disable})"]  # fmt: skip
+    return e.call("tensor.mma", pair, repr(kind), repr(vector), e.address(d), left, e.value(b, "u", 64),
+                  e.value(idesc), enable, scales, disable)  # fmt: skip
 
 
 @handles("clusterlaunchcontrol")
@@ -280,13 +222,14 @@ def launch_control(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if action == "try_cancel":
         mods.ignore("async", "shared::cta", "mbarrier::complete_tx::bytes", "b128")
         multicast = mods.flag("multicast::cluster::all")
-        target, barrier = e.address(i.operands[0]), e.address(i.operands[1])
-        return [f"M.sync.try_cancel({e.site},m,{target[0]},{target[1]},{barrier[0]},{barrier[1]},{multicast})"]
-    what = mods.left.pop(0)
-    mods.left.clear()
+        return e.call("sync.try_cancel", e.address(i.operands[0]), e.address(i.operands[1]), multicast)
+    if action != "query_cancel":
+        raise UnsupportedPTX(i.text)
+    mods.ignore("pred", "b32", "b128", "v4")
     response = e.raw(i.operands[-1])
+    what = mods.need("is_canceled", "get_first_ctaid", *(f"get_first_ctaid::{axis}" for axis in "xyz"))
     if what == "is_canceled":
-        return put(e.raw(i.operands[0]), f"({response}[:,3]&u32(1))!=0")
-    if what.startswith("get_first_ctaid::"):
-        return put(e.raw(i.operands[0]), f"{response}[:,{'xyz'.index(what[-1])}]")
-    raise UnsupportedPTX(i.text)
+        return put(e.raw(i.operands[0]), f"M.sync.query(m,{response})")
+    if what == "get_first_ctaid":
+        return [f"A.unpack128(m,{response},{e.list_of(e.vector(i.operands[0]))})"]
+    return put(e.raw(i.operands[0]), f"{response}[:,{'xyz'.index(what[-1])}]")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ptx_emulator.errors import UnsupportedPTX
 from ptx_emulator.numerics import u16, u32, u64
-from ptx_emulator.ptx import Address, Graph, Imm, Instruction, Not, Reg, Symbol, Vector
+from ptx_emulator.ptx import Address, Graph, Imm, Instruction, Not, Pair, Reg, Symbol, Vector
 from ptx_emulator.ptx.parser import TYPE_BITS, Operand
 
 _UINT: dict[int, Any] = {8: np.uint8, 16: u16, 32: u32, 64: u64}
@@ -25,6 +25,20 @@ SPECIAL_REGISTERS = frozenset(
        "clock_hi", "globaltimer", "globaltimer_lo", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
        "lanemask_ge", "dynamic_smem_size", "total_smem_size", "gridid"]
 )  # fmt: skip
+
+
+def registers_of(operands: Sequence[Operand]) -> set[str]:
+    names: set[str] = set()
+    for operand in operands:
+        if isinstance(operand, Reg):
+            names.add(operand.name)
+        elif isinstance(operand, Vector):
+            names |= registers_of(operand.items)
+        elif isinstance(operand, Pair):
+            names |= registers_of([operand.first, operand.second])
+        elif isinstance(operand, Address):
+            names |= registers_of([operand.base])
+    return names
 
 
 class Modifiers:
@@ -96,6 +110,10 @@ class Emitter:
         self.graph, self.kernel = graph, kernel
         self.index = {name: i for i, name in enumerate(kernel.registers)}
         self.types = list(kernel.registers.values())
+        # Registers that some wgmma.mma_async accumulates in or multiplies from: writes to them want a wgmma.fence.
+        vectors = [v for i in kernel.instructions if i.has("mma_async") for v in i.operands[:2]]
+        names = dict.fromkeys(r for v in vectors if isinstance(v, Vector) for r in registers_of([v]))
+        self.fragments = {name: number for number, name in enumerate(names)}
         self.constants: list[Any] = []
         self._known: dict[tuple[str, bytes], int] = {}
         self.site = 0
@@ -188,13 +206,28 @@ class Emitter:
             return "True" if operand.value else "False"
         return self.value(operand)
 
-    def address(self, operand: Operand) -> tuple[str, int]:
-        """(base at its own width, offset)."""
+    def address(self, operand: Operand, more: int = 0) -> str:
+        """(base at its own width, offset + `more`)."""
         if not isinstance(operand, Address):
             raise UnsupportedPTX(f"operand {operand} is not an address")
-        if isinstance(operand.base, Imm):
-            return self.immediate(operand.base, "u", 32), operand.offset
-        return self.raw(operand.base), operand.offset
+        base = self.immediate(operand.base, "u", 32) if isinstance(operand.base, Imm) else self.raw(operand.base)
+        return f"({base},{operand.offset + more})"
+
+    def call(self, method: str, *arguments: object) -> list[str]:
+        """A call of a part of the machine; arguments are source text, or constants."""
+        given = ",".join(x if isinstance(x, str) else repr(x) for x in arguments)
+        return [f"M.{method}({self.site},m,{given})"]
+
+    def fragment_numbers(self, operands: Sequence[Operand]) -> str:
+        """Those of `operands` that wgmma uses, as indices for `WarpMatrices.written`; "" if there are none."""
+        numbers = sorted(self.fragments[name] for name in registers_of(operands) & self.fragments.keys())
+        return self.constant(np.array(numbers)) if numbers else ""
+
+    def written(self, i: Instruction) -> str:
+        """The same for what an ordinary instruction writes. A move from one such register to another only renames."""
+        target = [x for x in i.operands[:1] if isinstance(x, (Reg, Vector, Pair))]
+        renames = i.opcode == "mov" and registers_of(i.operands[1:]) & self.fragments.keys()
+        return "" if i.opcode == "wgmma" or renames else self.fragment_numbers(target)
 
     def vector(self, operand: Operand) -> list[Operand]:
         return list(operand.items) if isinstance(operand, Vector) else [operand]

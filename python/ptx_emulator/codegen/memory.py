@@ -91,31 +91,38 @@ def load(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         base = e.kernel.parameters[source.base.name].offset + source.offset
         return [f"M.load_parameter(m,{e.raw(x)},{base + n * size},{size},{kind[0] == 's'})"
                 for n, x in enumerate(items) if not (isinstance(x, Reg) and x.name == "_")]  # fmt: skip
-    address, offset = e.address(source)
     if space in ("param", "const"):
         space = "generic"
-    signed = kind[0] == "s"
-    return [f"M.memory.load({e.site},m,{space!r},{address},{offset},{size},{e.list_of(items)},{signed},{order!r})"]
+    return e.call("memory.load", repr(space), e.address(source), size, e.list_of(items), kind[0] == "s", repr(order))
 
 
 @handles("st")
 def store(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("async"):
-        raise UnsupportedPTX(i.text)
+        return remote(e, i, mods, "")
     kind = mods.last()
     order, space = order_of(mods), space_of(mods)
     mods.ignore(*CACHE_HINTS)
     mods.take("v2", "v4", "v8")
-    address, offset = e.address(i.operands[0])
     size = bits_of(kind) // 8
     values = [e.immediate(x, "u", size * 8) if isinstance(x, Imm) else e.raw(x) for x in e.vector(i.operands[1])]
-    return [f"M.memory.store({e.site},m,{space!r},{address},{offset},{size},[{','.join(values)}],{order!r})"]
+    return e.call("memory.store", repr(space), e.address(i.operands[0]), size, f"[{','.join(values)}]", repr(order))
+
+
+def remote(e: Emitter, i: Instruction, mods: Modifiers, op: str) -> list[str]:
+    """st.async, red.async: a store to a block of the cluster whose bytes complete on an mbarrier there."""
+    kind = mods.last()
+    mods.need("mbarrier::complete_tx::bytes")
+    mods.ignore("weak", "relaxed", "cluster", "shared::cluster", "v2", "v4")
+    values = ",".join(e.value(x, "u", bits_of(kind)) for x in e.vector(i.operands[1]))
+    return e.call("async_copies.remote", repr(op), repr(kind), bits_of(kind) // 8, e.address(i.operands[0]),
+                  f"[{values}]", e.address(i.operands[2]))  # fmt: skip
 
 
 @handles("atom", "red")
 def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("async"):
-        raise UnsupportedPTX(i.text)
+        return remote(e, i, mods, mods.need("add", "min", "max", "and", "or", "xor", "inc", "dec"))
     kind = mods.last()
     order, space = order_of(mods) or "relaxed", space_of(mods)
     mods.ignore(*CACHE_HINTS, "noftz")
@@ -124,19 +131,15 @@ def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     bits = bits_of(kind)
     operands = list(i.operands)
     target: Operand = operands.pop(0) if i.opcode == "atom" else Reg("_")
-    address, offset = e.address(operands[0])
+    columns, targets = [operands[1:]], [target]
     if vector:
         columns = [[x] for x in e.vector(operands[1])]
         targets = e.vector(target) if i.opcode == "atom" else [target] * len(columns)
-    else:
-        columns, targets = [operands[1:]], [target]
     lines = []
     for number, (values, each) in enumerate(zip(columns, targets, strict=True)):
         sources = "[" + ",".join(e.value(v, "u", bits) for v in values) + "]"
-        place = offset + number * bits // 8
-        lines.append(
-            f"M.memory.atomic({e.site},m,{space!r},{op!r},{kind!r},{e.raw(each)},{address},{place},{sources},{order!r})"
-        )
+        lines += e.call("memory.atomic", repr(space), repr(op), repr(kind), e.raw(each),
+                        e.address(operands[0], number * bits // 8), sources, repr(order))  # fmt: skip
     return lines
 
 
@@ -179,8 +182,15 @@ def fence(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         kind = mods.left[1]
         if kind not in ("async", "async::generic", "tensormap::generic", "alias"):
             raise UnsupportedPTX(i.text)
-        mods.left.clear()
-        return ["M.race.proxy_fence(m)"] if kind != "alias" else []
+        mods.ignore("proxy", kind, "global", "shared::cta", "shared::cluster", *SCOPES)
+        if kind == "alias":
+            return []
+        if kind != "tensormap::generic":
+            mods.ignore("acquire", "release", "sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+            return ["M.race.proxy_fence(m)"]
+        if mods.need("acquire", "release") == "release":
+            return ["M.tma.release_maps(m)"]
+        return e.call("tma.acquire_map", e.address(i.operands[0]))
     init = mods.flag("mbarrier_init")
     mods.ignore(*SCOPES, "gl", "acq_rel", "sc", "acquire", "release", "sync_restrict::shared::cta",
                 "sync_restrict::shared::cluster")  # fmt: skip
@@ -194,19 +204,21 @@ def barrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.take("cluster"):
         relaxed = mods.flag("relaxed")
         if mods.need("arrive", "wait") == "arrive":
-            return [f"M.sync.cluster_arrive({e.site},m,{relaxed})"]
+            return e.call("sync.cluster_arrive", relaxed)
         return [f"return ('wait',m,M.sync.cluster_wait({e.site},m))"]
     if mods.take("warp"):
         mods.need("sync")
         return [f"W.check_members(m,{e.value(i.operands[0])},M.count,'bar.warp.sync',{e.site})"]
-    action = mods.need("sync", "arrive", "red")
+    action, operands, reduction = (mods.need("sync", "arrive", "red"), list(i.operands), "None")
     if action == "red":
-        raise UnsupportedPTX(i.text)
-    count = e.value(i.operands[1]) if len(i.operands) > 1 else "M.rounded_block"
-    number = e.value(i.operands[0])
+        op = mods.need("popc", "and", "or")
+        mods.need("u32" if op == "popc" else "pred")
+        reduction = f"({op!r},{e.raw(operands.pop(0))},{e.predicate(operands.pop())})"
+    number, *rest = (e.value(x) for x in operands)
+    count = rest[0] if rest else "M.rounded_block"
     if action == "arrive":
-        return [f"M.sync.named_arrive({e.site},m,{number},{count})"]
-    return [f"return ('bar',m,{number},{count})"]
+        return e.call("sync.named_arrive", number, count)
+    return [f"return ('bar',m,{number},{count},{reduction})"]
 
 
 @handles("mbarrier")
@@ -222,16 +234,12 @@ def mbarrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
             return [f"return ('try',m,{test},{e.raw(operands[0])})"]
         return put(e.raw(operands[0]), test)
     if action == "init":
-        address, offset = e.address(operands[0])
-        return [f"M.sync.init({e.site},m,{address},{offset},{e.value(operands[1])})"]
+        return e.call("sync.init", e.address(operands[0]), e.value(operands[1]))
     if action == "inval":
-        address, offset = e.address(operands[0])
-        return [f"M.sync.invalidate({e.site},m,{address},{offset})"]
+        return e.call("sync.invalidate", e.address(operands[0]))
     if action in ("expect_tx", "complete_tx"):
-        address, offset = e.address(operands[0])
-        sign = "" if action == "expect_tx" else "-"
-        value = e.value(operands[1], "s")
-        return [f"M.sync.arrive({e.site},m,{address},{offset},0,{sign}np.asarray({value}),True,None)"]
+        value = f"{'' if action == 'expect_tx' else '-'}np.asarray({e.value(operands[1], 's')})"
+        return e.call("sync.arrive", e.address(operands[0]), 0, value, True, None)
     if action != "arrive":
         raise UnsupportedPTX(i.text)
     expect = mods.flag("expect_tx")
@@ -240,17 +248,14 @@ def mbarrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     state = "None"
     if not isinstance(operands[0], Address):
         state = e.raw(operands.pop(0))
-    address, offset = e.address(operands[0])
     argument = e.value(operands[1]) if len(operands) > 1 else "1"
     count, bytes_ = ("1", argument) if expect else (argument, "0")
-    return [f"M.sync.arrive({e.site},m,{address},{offset},{count},{bytes_},{relaxed},{state})"]
+    return e.call("sync.arrive", e.address(operands[0]), count, bytes_, relaxed, state)
 
 
 def wait_test(e: Emitter, i: Instruction, mods: Modifiers) -> str:
     parity = mods.flag("parity")
-    address, offset = e.address(i.operands[1])
-    state = e.value(i.operands[2], "u", 32 if parity else 64)
-    return f"M.sync.test({e.site},m,{address},{offset},{state},{parity})"
+    return e.call("sync.test", e.address(i.operands[1]), e.value(i.operands[2], "u", 32 if parity else 64), parity)[0]
 
 
 @handles("wait_loop")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,11 +10,10 @@ import numpy as np
 
 from ptx_emulator import alu, convert, warp
 from ptx_emulator.codegen import arithmetic, asynchronous, memory  # noqa: F401  (they register their handlers)
-from ptx_emulator.codegen.emitter import Emitter
+from ptx_emulator.codegen.emitter import Emitter, registers_of
 from ptx_emulator.numerics import f32, flush, u16, u32, u64
-from ptx_emulator.ptx import Address, Instruction, Kernel, Reg, Vector, build, parse
+from ptx_emulator.ptx import Instruction, Kernel, build, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
-from ptx_emulator.ptx.parser import Operand
 
 
 class Program:
@@ -27,7 +26,7 @@ class Program:
         self.graph = build(kernel)
         self.blocks = self.graph.blocks
         emitter = Emitter(self.graph)
-        self.types = emitter.types
+        self.types, self.fragments = emitter.types, len(emitter.fragments)
         lines: list[str] = []
         self.site_of_line: list[int] = []
         for number, block in enumerate(self.blocks):
@@ -41,6 +40,7 @@ class Program:
         self.functions: list[Callable[..., Any]] = [names[f"b{i}"] for i in range(len(self.blocks))]
         opcodes = {i.opcode for i in kernel.instructions}
         self.uses_tensor_memory = "tcgen05" in opcodes
+        self.uses_launch_control = "clusterlaunchcontrol" in opcodes
         self.uses_warpgroups = "wgmma" in opcodes
         self.granule = self._granule()
 
@@ -78,6 +78,10 @@ class Program:
         for site in range(first, last):
             instruction = self.kernel.instructions[site]
             body = emitter.emit(instruction, site)
+            if "sync" in instruction.modifiers and instruction.opcode != "elect":
+                body = ["M.race.converge(m)", *body]
+            if written := emitter.written(instruction):
+                body = [f"M.mma.written(m,{written})", *body]
             if instruction.predicate is None or instruction.opcode in ("bra", "ret", "exit"):
                 for text in body:
                     add(f"  {text}", site)
@@ -92,18 +96,6 @@ class Program:
 
     def site_at(self, line: int) -> int:
         return self.site_of_line[line - 1]
-
-
-def registers_of(operands: Sequence[Operand]) -> set[str]:
-    names: set[str] = set()
-    for operand in operands:
-        if isinstance(operand, Reg):
-            names.add(operand.name)
-        elif isinstance(operand, Vector):
-            names |= registers_of(operand.items)
-        elif isinstance(operand, Address):
-            names |= registers_of([operand.base])
-    return names
 
 
 @lru_cache(maxsize=64)

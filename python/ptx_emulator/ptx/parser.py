@@ -186,49 +186,43 @@ class _Parser:
                 kernel.required_block = tuple(numbers)
         self.body()
 
+    def declaration(self) -> tuple[str, int, int | None, int]:
+        """(name, bytes of an element, number of elements or None, alignment) of a parameter or variable."""
+        size, alignment, name = 0, 0, ""
+        while not name:
+            text = self.next().text
+            if text == ".align":  # behind the type it is that of what a pointer points to
+                number = self.integer()
+                alignment = alignment if size else number
+            elif text[1:] in TYPE_BITS and not size:
+                size = TYPE_BITS[text[1:]] // 8
+            elif not text.startswith("."):
+                name = text
+        count: int | None = 1
+        if self.accept("["):
+            count = None if self.peek() == "]" else self.integer()
+            self.expect("]")
+        return name, size, count, alignment or size
+
     def parameter(self) -> None:
         self.expect(".param")
-        alignment, kind = 0, self.next().text
-        while kind in (".align", ".ptr") or not kind.startswith("."):
-            if kind == ".align":
-                alignment = self.integer()
-            kind = self.next().text
-        name = self.next().text
-        if name == ".ptr":
-            while name.startswith("."):
-                if name == ".align":
-                    self.integer()
-                name = self.next().text
-        size = TYPE_BITS[kind[1:]] // 8
-        alignment = alignment or size
-        if self.accept("["):
-            size *= self.integer()
-            self.expect("]")
         kernel = self.kernel
+        name, size, count, alignment = self.declaration()
         offset = _align(kernel.parameter_bytes, alignment)
-        kernel.parameters[name] = Parameter(offset, size, len(kernel.parameters))
-        kernel.parameter_bytes = offset + size
+        kernel.parameters[name] = Parameter(offset, size * (count or 1), len(kernel.parameters))
+        kernel.parameter_bytes = offset + size * (count or 1)
 
     def variable(self, space: str, external: bool = False) -> None:
-        alignment, kind = 0, self.next().text
-        if kind == ".align":
-            alignment, kind = self.integer(), self.next().text
-        size = TYPE_BITS[kind[1:]] // 8
-        alignment = alignment or size
-        name = self.next().text
-        if self.accept("["):
-            count = 0 if self.peek() == "]" else self.integer()
-            self.expect("]")
-            external, size = external or count == 0, size * count
         kernel = self.kernel
-        if external:
+        name, size, count, alignment = self.declaration()
+        if external or count is None:
             kernel.dynamic_shared[name] = alignment
         elif space == "shared":
             kernel.shared[name] = _align(kernel.shared_bytes, alignment)
-            kernel.shared_bytes = kernel.shared[name] + size
+            kernel.shared_bytes = kernel.shared[name] + size * count
         else:
             kernel.local[name] = _align(kernel.local_bytes, alignment)
-            kernel.local_bytes = kernel.local[name] + size
+            kernel.local_bytes = kernel.local[name] + size * count
 
     # -- body
     def body(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.machine import execute
+from ptx_emulator.machine import Options, execute
 from ptx_emulator.memory import reachable, torch_storages
 from ptx_emulator.report import Report
 from ptx_emulator.runtime.launch import Dim3, Runtime
 
 CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_100f": (10, 0), "sm_103a": (10, 3)}
-TESTED_VERSIONS = ("4.8",)
+MARK = "ptx_emulator.emulated"  # an attribute of modules
 
 
 @dataclass
@@ -30,10 +31,7 @@ class Session:
     """One `emulate` block."""
 
     arch: str
-    races: bool
-    scheduler: str
-    seed: int
-    multiprocessors: int
+    options: Options
     ranges: set[tuple[int, int]]
     report: Report = field(default_factory=Report)
     error: BaseException | None = None
@@ -64,11 +62,10 @@ class Hook:
         if session.error is not None:
             return
         ranges = reachable(torch_storages(), values) | session.ranges
-        launch = execute(
-            ptx, entry, grid, block, cluster, shared, values,
-            ranges=ranges, races=session.races, scheduler=session.scheduler, seed=session.seed,
+        execute(
+            ptx, entry, grid, block, cluster, shared, values, report=session.report,
+            ranges=ranges, options=session.options,
         )  # fmt: skip
-        session.report.launches.append(launch)
 
     def failed(self, error: BaseException) -> None:
         if self.session is None:
@@ -97,7 +94,7 @@ class Hook:
             texts = [p.read_text() for p in sorted(Path(folder).glob("*.ptx"))]
         if texts:
             major, minor = CAPABILITY[session.arch]
-            runtime = Runtime("\n".join(texts), self.run, self.failed, (major, minor, session.multiprocessors))
+            runtime = Runtime("\n".join(texts), self.run, self.failed, (major, minor, session.options.multiprocessors))
             self.runtimes.append(runtime)
             give_bodies(result, runtime)
         return result
@@ -111,8 +108,8 @@ class Hook:
         from cutlass.cutlass_dsl import cuda_jit_executor
 
         hook = self
-        compile_, run_program = Compiler.compile, jit_executor.JitExecutor.run_compiled_program
-        compiled, module = cuda_jit_executor.CudaDialectJitCompiledFunction, cuda_jit_executor.CudaDialectJitModule
+        compile_, run_program = (Compiler.compile, jit_executor.JitExecutor.run_compiled_program)
+        compiled, module = (cuda_jit_executor.CudaDialectJitCompiledFunction, cuda_jit_executor.CudaDialectJitModule)
         devices, unload = compiled.num_devices.func, module.unload
 
         def compile_hooked(self: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
@@ -132,10 +129,27 @@ class Hook:
             unload(self)
 
         Compiler.compile = compile_hooked  # type: ignore[method-assign]
+        self.refuse_export()
         jit_executor.JitExecutor.run_compiled_program = run_hooked  # type: ignore[method-assign]
         compiled.num_devices = property(num_devices)  # type: ignore[assignment]
         module.unload = unload_hooked  # type: ignore[method-assign]
         self.install_tvm_ffi()
+
+    def refuse_export(self) -> None:
+        """What was compiled for the emulator holds addresses of this process: no object file may be made of it."""
+        from cutlass.base_dsl import export
+
+        original = export.get_export_module
+
+        def hooked(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if MARK in module.operation.attributes:
+                raise EmulatorError(
+                    "compiled within ptx_emulator.emulate: it calls this process and has no object file"
+                )
+            return original(module, *args, **kwargs)
+
+        for module in [m for m in sys.modules.values() if getattr(m, "get_export_module", None) is original]:
+            module.get_export_module = hooked  # type: ignore[attr-defined]
 
     def install_tvm_ffi(self) -> None:
         try:
@@ -146,7 +160,7 @@ class Hook:
         hook = self
         # The generated code compares the device type of each tensor with the compiled one: CPU tensors must pass.
         builder = next(c for c in vars(tvm_ffi_builder).values() if "decode_param_tensor" in getattr(c, "__dict__", ()))
-        decode, device_type = builder.decode_param_tensor, tvm_ffi_builder.TVMFFIBuilder.load_dltensor_device_type
+        decode, device_type = (builder.decode_param_tensor, tvm_ffi_builder.TVMFFIBuilder.load_dltensor_device_type)
 
         def decode_hooked(self: Any, block: Any, param: Any, *args: Any) -> Any:
             self.expected_device_type = param.dlpack_device_type
@@ -179,6 +193,7 @@ def give_bodies(module: Any, runtime: Runtime) -> None:
     ir: Any = cutlass._mlir.ir
 
     with module.context, ir.Location.unknown():
+        module.operation.attributes[MARK] = ir.UnitAttr.get()
         for op in list(module.body.operations):
             if op.operation.name != "llvm.func":
                 continue
@@ -204,6 +219,19 @@ def give_bodies(module: Any, runtime: Runtime) -> None:
 
 
 @contextlib.contextmanager
+def swapped(target: Any, **values: Any) -> Iterator[None]:
+    """Attributes of an object or a class replaced for a while."""
+    saved = {name: vars(target)[name] if isinstance(target, type) else getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(target, name, value)
+
+
+@contextlib.contextmanager
 def dsl_settings(arch: str, multiprocessors: int) -> Iterator[None]:
     """The DSL compiles for `arch`, keeps nothing in its caches and does not ask for a device."""
     import cutlass.cute  # noqa: F401  (creates the DSL object)
@@ -211,35 +239,14 @@ def dsl_settings(arch: str, multiprocessors: int) -> Iterator[None]:
     from cutlass.utils import HardwareInfo
 
     dsl = CuTeDSL._get_dsl()
-    envar, saved = dsl.envar, {}
-    for name, value in (("arch", arch), ("no_cache", True), ("disable_file_caching", True), ("lineinfo", True)):
-        saved[name] = getattr(envar, name)
-        setattr(envar, name, value)
-    hardware = {
-        name: vars(HardwareInfo)[name]
-        for name in (
-            "__init__",
-            "get_max_active_clusters",
-            "get_device_multiprocessor_count",
-            "get_l2_cache_size_in_bytes",
-        )
-    }
-    fake: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "__init__": lambda self, *a, **k: None,
         "get_max_active_clusters": lambda self, size, *a, **k: max(1, multiprocessors // size),
         "get_device_multiprocessor_count": lambda self, *a, **k: multiprocessors,
         "get_l2_cache_size_in_bytes": lambda self, *a, **k: 50 << 20,
     }
-    for name, function in fake.items():
-        setattr(HardwareInfo, name, function)
-    cls: Any = type(dsl)
-    can_run = cls._runtime_can_run_compiled
-    cls._runtime_can_run_compiled = lambda self, runtime, compiled: True
-    try:
+    runs: dict[str, Any] = {"_runtime_can_run_compiled": lambda self, runtime, compiled: True}
+    settings = swapped(dsl.envar, arch=arch, no_cache=True, disable_file_caching=True, lineinfo=True)
+    owner = next(c for c in type(dsl).__mro__ if "_runtime_can_run_compiled" in vars(c))
+    with settings, swapped(HardwareInfo, **hardware), swapped(owner, **runs):
         yield
-    finally:
-        cls._runtime_can_run_compiled = can_run
-        for name, function in hardware.items():
-            setattr(HardwareInfo, name, function)
-        for name, value in saved.items():
-            setattr(envar, name, value)

@@ -7,13 +7,10 @@ its own set of callbacks, which know that module's PTX; their addresses are writ
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
 from typing import Any
 
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.ptx.lexer import tokenize
-from ptx_emulator.ptx.parser import TYPE_BITS
+from ptx_emulator.codegen import load
 
 Dim3 = tuple[int, int, int]
 Sink = Callable[[str, str, Dim3, Dim3, Dim3, int, list[bytes]], None]
@@ -26,19 +23,6 @@ _ATTRIBUTE_BYTES, _CLUSTER_DIMENSION = 72, 4
 P, I32, L = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
-def parameter_sizes(ptx: str, entry: str) -> list[int]:
-    """Bytes of each kernel parameter, from its declaration."""
-    match = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
-    if match is None:
-        raise EmulatorError(f"no .entry {entry} in the PTX of its module")
-    sizes = []
-    for declaration in match.group(1).split(".param")[1:]:
-        texts = [t.text for t in tokenize(declaration)]
-        width = next(TYPE_BITS[t[1:]] // 8 for t in texts if t[1:] in TYPE_BITS)
-        sizes.append(width * int(texts[texts.index("[") + 1]) if "[" in texts else width)
-    return sizes
-
-
 def read_config(config: int) -> tuple[Dim3, Dim3, Dim3, int]:
     """cudaLaunchConfig_t: u32 grid[3], block[3]; u64 shared bytes; stream; attributes; u32 their number."""
     words = (ctypes.c_uint32 * 14).from_address(config)
@@ -48,7 +32,7 @@ def read_config(config: int) -> tuple[Dim3, Dim3, Dim3, int]:
         attribute = (ctypes.c_uint32 * 5).from_address(quads[5] + _ATTRIBUTE_BYTES * index)
         if attribute[0] == _CLUSTER_DIMENSION:
             cluster = (attribute[2], attribute[3], attribute[4])
-    return (words[0], words[1], words[2]), (words[3], words[4], words[5]), cluster, int(quads[3])
+    return ((words[0], words[1], words[2]), (words[3], words[4], words[5]), cluster, int(quads[3]))
 
 
 class Runtime:
@@ -146,7 +130,7 @@ class Runtime:
 
     def _launch(self, kernel: int, grid: Dim3, block: Dim3, cluster: Dim3, shared: int, arguments: int) -> None:
         entry = self.names[kernel - 1]
-        sizes = parameter_sizes(self.ptx, entry)
+        sizes = [p.size for p in load(self.ptx, entry).kernel.parameters.values()]
         pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(arguments) if sizes else []
         values = [ctypes.string_at(p, size) for p, size in zip(pointers, sizes, strict=False)]
         self.sink(self.ptx, entry, grid, block, cluster, shared, values)

@@ -17,8 +17,9 @@ THREADS = 128
 
 
 class BlackwellGemm:
-    def __init__(self, tile: tuple[int, int] = (128, 128), pair: bool = False) -> None:
+    def __init__(self, tile: tuple[int, int] = (128, 128), pair: bool = False, majors: str = "kk") -> None:
         self.tile, self.pair = tile, pair
+        self.majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in majors]
         self.group = tcgen05.CtaGroup.TWO if pair else tcgen05.CtaGroup.ONE
 
     @cute.jit
@@ -27,8 +28,7 @@ class BlackwellGemm:
         integer = cutlass.const_expr(a.element_type == cutlass.Int8)
         self.accumulator = cutlass.Int32 if integer else cutlass.Float32
         mma = sm100.make_trivial_tiled_mma(
-            a.element_type, b.element_type, OperandMajorMode.K, OperandMajorMode.K, self.accumulator,
-            self.group, self.tile,
+            a.element_type, b.element_type, *self.majors, self.accumulator, self.group, self.tile,
         )  # fmt: skip
         self.tile_k = 4 * 256 // a.element_type.width
         tile = (*self.tile, self.tile_k)

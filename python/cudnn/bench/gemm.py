@@ -1,0 +1,270 @@
+"""What the benchmarks of fused GEMMs share: shapes, peers, checks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cudnn
+from cudnn import launch
+from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem
+from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
+from cudnn.lazy import torch
+
+DIMENSIONS = {"M": 1, "N": 64, "K": 64}
+SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 28672, 4096), (16384, 4096, 7168))
+MODELS = {
+    "Llama 3 8B": (4096, 14336),
+    "Llama 3 70B": (8192, 28672),
+    "Qwen3 8B": (4096, 12288),
+    "Qwen3 32B": (5120, 25600),
+    "DeepSeek-V3": (7168, 18432),
+}
+"""Hidden size and size of the (dense) FFN."""
+TOKENS = (4096, 8192)
+CHOSEN = (("Llama 3 8B", 4096), ("Qwen3 32B", 4096), ("DeepSeek-V3", 4096))
+"""Models and tokens that are measured without ``--all``."""
+HOST_SIZE = 256
+COPY_BYTES = 1 << 30
+CUBLAS = "cuBLAS"
+_KERNELS: Mapping[str, str] = {"sm_90a": "cudnn_kernels.sm90.gemm:Gemm"}
+
+Extras = dict[str, Any]
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused API for the benchmark.
+
+    ``formula(z, extras, out)`` is the activation: results by name, computed in float32, rounded to ``out``.
+    ``prepare(operands, extras, keep)`` gives a call of the API and ``extras(operands, m, n)`` the further inputs;
+    without ``keep`` the pre-activation is not stored. Besides A and B it moves ``matrices`` of 16 bits of the product's
+    size. ``peers`` are other fused kernels, ``host`` further calls of the API whose host time is shown.
+    """
+
+    name: str
+    activation: str
+    formula: Callable[[Any, Extras, Any], dict[str, Any]]
+    prepare: Callable[[Operands, Extras, bool], Callable[[], Results]]
+    extras: Callable[[Operands, int, int], Extras] = lambda o, m, n: {}
+    kept: str = ""  # name of the pre-activation, where the API stores it
+    gated: bool = False
+    matrices: float = 1.0
+    scaled: bool = True
+    peers: Mapping[str, Callable[[Operands, bool], Callable[[], Results]]] = field(default_factory=dict)
+    host: Mapping[str, Callable[[], Callable[[], Any]]] = field(default_factory=dict)
+
+    @property
+    def cublas(self) -> str:
+        """The name of cuBLAS followed by the compiled activation."""
+        return f"{CUBLAS} + {self.activation}"
+
+
+def benchmark(fused: Fused) -> Benchmark:
+    """The benchmark of a fused API."""
+    return Benchmark(
+        title=f"GEMM + {fused.activation}",
+        yardsticks=(CUBLAS, fused.cublas),
+        dtypes=tuple(BITS),
+        dimensions=DIMENSIONS,
+        problems=functools.partial(problems, fused),
+        has_ab12=fused.kept == "ab12",
+    )
+
+
+def labelled(options: Options, gated: bool) -> dict[tuple[int, ...], str]:
+    """Shapes and what they are known for."""
+    if options.shapes:
+        return dict.fromkeys(options.shapes, "")
+    found: dict[tuple[int, ...], str] = dict.fromkeys(SHAPES, "")
+    every = [(model, tokens) for model in MODELS for tokens in TOKENS]
+    for model, tokens in every if options.all else CHOSEN:
+        hidden, ffn = MODELS[model]
+        found.setdefault((tokens, 2 * ffn if gated else ffn, hidden), model)
+    return found
+
+
+def problems(fused: Fused, options: Options) -> list[Problem]:
+    """The GEMMs, the copy that the roofline needs, and the host time of calls."""
+    found = []
+    for (m, n, k), label in labelled(options, fused.gated).items():
+        size = (m * k + n * k) * BITS[options.dtype] / 8 + 2 * m * n * fused.matrices
+        make = functools.partial(candidates, fused, options, m, n, k)
+        found.append(Problem(f"{m}x{n}x{k} {label}".strip(), make, 2.0 * m * n * k, size))
+    found.append(Problem("device copy", copy_candidates, bytes=2.0 * COPY_BYTES))
+    found.append(Problem("host time, warm", functools.partial(host_candidates, fused, options), clock=HOST))
+    return found
+
+
+def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[Candidate]:
+    """cuBLAS and our GEMM alone; cuBLAS and the compiled activation, the fused API, and its other peers."""
+    torch._dynamo.reset()
+    o = operands(options.dtype, m, n, k, fused.scaled)
+    extras = fused.extras(o, m, n)
+    z = o.accumulator()
+    product = {"z": z}
+    kept = {fused.kept: z} if fused.kept else {}
+    activated = fused.formula(z, extras, torch.float32)
+    limit = 2 * torch.finfo(o.out).eps
+
+    def candidate(name: str, prepare: Any, expected: Results, ours: bool = False, bound: float = limit) -> Candidate:
+        return Candidate(name, prepare, functools.partial(wrong, expected, bound), ours)
+
+    matmul = cublas(o)
+    found = [
+        candidate(CUBLAS, lambda: matmul, product),
+        candidate("our GEMM alone", lambda: plain(o, m, n, k), product, ours=True),
+        candidate(fused.cublas, lambda: compiled(fused, matmul, extras, o.out), {**activated, **kept}),
+        candidate(fused.name, lambda: fused.prepare(o, extras, True), {**activated, **kept}, ours=True),
+    ]
+    if options.dtype == "fp8":  # fewer bits in the accumulator than float32's, so errors of some per cent
+        found.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
+    for name, prepare in fused.peers.items():
+        found.append(candidate(name, functools.partial(prepare, o, True), {**activated, **kept}))
+    if options.without_ab12:
+        call = functools.partial(fused.prepare, o, extras, False)
+        found.append(candidate(f"{fused.name}, no ab12", call, activated, ours=True))
+        for name, prepare in fused.peers.items():
+            found.append(candidate(f"{name}, no ab12", functools.partial(prepare, o, False), activated))
+    return found
+
+
+def wrong(expected: Results, limit: float, results: Results) -> str:
+    """What is wrong with results: errors are relative to the true value plus its root mean square."""
+    for name, want in expected.items():
+        got = results[name].float().reshape(want.shape)
+        error = float(((got - want).abs() / (want.abs() + want.square().mean().sqrt())).max())
+        if not error <= limit:
+            return f"wrong result: {name} is off by {error:.2g}, at most {limit:.2g} is right"
+    return ""
+
+
+def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
+    """The product in the peers' type."""
+    a, b = o.a.plain, o.peer_b.t()
+    if a.dtype == torch.float8_e4m3fn:
+        one, alpha = (torch.tensor(scale, device=a.device) for scale in (1.0, o.peer_alpha))
+
+        def scaled() -> dict[str, Any]:
+            return {"z": torch._scaled_mm(a, b, one, alpha, out_dtype=o.out, use_fast_accum=fast)}
+
+        return scaled
+    z = blank(a.shape[0], b.shape[1], o.out)
+    return lambda: {"z": torch.matmul(a, b, out=z)}
+
+
+def compiled(
+    fused: Fused, matmul: Callable[[], dict[str, Any]], extras: Extras, out: Any
+) -> Callable[[], dict[str, Any]]:
+    """cuBLAS, then the activation by torch.compile; the product in memory is the pre-activation."""
+    formula = fused.formula
+    activation = torch.compile(lambda z: formula(z, extras, out), dynamic=False)
+
+    def call() -> dict[str, Any]:
+        z = matmul()["z"]
+        return {**activation(z), fused.kept: z}
+
+    return call
+
+
+def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
+    """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need)."""
+    from cudnn_kernels.configuration import GemmProblem
+    from cudnn_kernels.epilogue import Scale, StoreTile
+    from cudnn_kernels.schedule import Dense
+    from cudnn_kernels.sm90.heuristics import configure
+
+    a, b = o.a.plain, o.peer_b
+    kind, out = (str(dtype).removeprefix("torch.") for dtype in (a.dtype, o.out))
+    factor = () if o.peer_alpha == 1.0 else (o.peer_alpha,)
+    epilogue = (*(Scale() for _ in factor), StoreTile("z", out))
+    configuration = configure(GemmProblem(a=kind, b=kind, epilogue=epilogue, schedule=Dense(), n=n, k=k))
+    device = torch.cuda.current_device()
+    arch = launch.device_architecture(device)
+    run = launch.kernel(launch.pick(_KERNELS, arch, "cudnn bench"), configuration, arch)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    z = blank(m, n, o.out)
+    arguments = (batched(a), batched(b), *factor, batched(z), multiprocessors, launch.raw_stream(None, device))
+
+    def call() -> dict[str, Any]:
+        run(*arguments)
+        return {"z": z}
+
+    return call
+
+
+def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable[[], Results]:
+    """Compiles an API; the call executes it with what ``execute`` takes, in a workspace that is there already."""
+    api.check_support()
+    api.compile()
+    size = api.workspace_size()
+    workspace = torch.empty(size, dtype=torch.uint8, device=tensors["a_tensor"].device) if size else None
+    run = functools.partial(api.execute, **tensors, workspace_tensor=workspace)
+
+    def call() -> Results:
+        run()
+        return results
+
+    return call
+
+
+def samples(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor for those of ``execute``."""
+    return {f"sample_{name.removesuffix('_tensor')}": tensor for name, tensor in tensors.items()}
+
+
+def inputs(o: Operands) -> dict[str, Any]:
+    """A, B and their scale factors, or None, as ``execute`` takes them."""
+    return {"a_tensor": o.a.tensor, "b_tensor": o.b.tensor, "sfa_tensor": o.a.scale, "sfb_tensor": o.b.scale}
+
+
+def options_of(o: Operands) -> dict[str, Any]:
+    """Keyword arguments of a constructor."""
+    return {} if o.vector is None else {"sf_vec_size": o.vector}
+
+
+def copy_candidates() -> list[Candidate]:
+    """A device copy, bytes read plus written: the bandwidth of the roofline."""
+    source = normal(COPY_BYTES // 4)
+    target = torch.full_like(source, float("nan"))
+    check = functools.partial(wrong, {"copy": source}, 0.0)
+    return [Candidate("device copy", lambda: lambda: {"copy": target.copy_(source)}, check)]
+
+
+def host_candidates(fused: Fused, options: Options) -> list[Candidate]:
+    """The API beside PyTorch's calls, at a size at which the GPU is not what takes the time."""
+    o = operands(options.dtype, HOST_SIZE, HOST_SIZE, HOST_SIZE, fused.scaled)
+    x = normal(HOST_SIZE, HOST_SIZE).bfloat16()
+    y = torch.empty_like(x)
+    extras = fused.extras(o, HOST_SIZE, HOST_SIZE)
+    ours = {f"{fused.name}.execute": functools.partial(fused.prepare, o, extras, True), **fused.host}
+    return [
+        Candidate("torch.add(out=)", lambda: lambda: {"": torch.add(x, x, out=y)}, unchecked),
+        Candidate("torch.matmul(out=)", lambda: lambda: {"": torch.matmul(x, x, out=y)}, unchecked),
+        *(Candidate(name, prepare, unchecked, ours=True) for name, prepare in ours.items()),
+    ]
+
+
+def unchecked(results: Results) -> str:
+    """For calls of which only the host time counts."""
+    return ""
+
+
+def triton_peer() -> Any:
+    """The module with our Triton kernel. It is part of the source tree, not of the installed package.
+
+    Raises:
+        FileNotFoundError: the package does not run from a source tree.
+    """
+    path = Path(cudnn.__file__).parents[2] / "benchmarks" / "triton_gemm_swiglu.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path}: the Triton kernel is part of the source tree; run from there")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

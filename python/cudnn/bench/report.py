@@ -1,0 +1,146 @@
+"""A run of a benchmark as a CSV file and as a plot with the roofline."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cudnn.bench import Ratio, Reading, Row
+
+DATASHEET = {
+    "H200": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},
+    "H100 80GB HBM3": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},
+}
+"""Dense TFLOP/s by a part of the device's name and type, at the boost clock: from NVIDIA's datasheets."""
+_TEXTS = ("title", "dtype", "device", "software")
+_OURS, _THEIRS = ("#4c8c00", "#76b900", "#b5dd6b"), ("#37474f", "#78909c", "#b0bec5", "#a1887f", "#d7ccc8")
+
+
+@dataclass
+class Report:
+    """What ran where, and what was measured."""
+
+    title: str
+    dtype: str
+    device: str
+    software: str
+    yardsticks: tuple[str, ...]
+    rows: list[Row] = field(default_factory=list)
+
+
+def write_csv(report: Report, path: Path) -> None:
+    """One line for each row; ratios as median, low and high for each yardstick."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        ratios = [f"ratio {bound}: {name}" for name in report.yardsticks for bound in Ratio._fields]
+        numbers = ["microseconds", "flops", "bytes", "TFLOP/s", "TB/s"]
+        writer.writerow([*_TEXTS, "problem", "name", "ours", *numbers, *ratios, *Reading._fields, "refused"])
+        for row in report.rows:
+            values = [row.microseconds, row.flops, row.bytes, row.teraflops, row.terabytes]
+            found = [bound for r in row.ratios for bound in (r or ("",) * len(Ratio._fields))]
+            found += [""] * (len(ratios) - len(found))
+            texts = [getattr(report, name) for name in _TEXTS]
+            reading = row.reading or ("",) * len(Reading._fields)
+            writer.writerow([*texts, row.problem, row.name, int(row.ours), *values, *found, *reading, row.refused])
+
+
+def read_csv(path: Path) -> Report:
+    """What :func:`write_csv` wrote.
+
+    Raises:
+        ValueError: a file without rows, or with other columns.
+    """
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    if not lines or not {*_TEXTS, "problem", "microseconds"} <= set(lines[0]):
+        raise ValueError(f"{path}: no CSV file of `cudnn bench`")
+    mark = "ratio median: "
+    first = lines[0]
+    yardsticks = tuple(name.removeprefix(mark) for name in first if name.startswith(mark))
+    report = Report(first["title"], first["dtype"], first["device"], first["software"], yardsticks)
+
+    def numbers(line: dict[str, str], names: Sequence[str]) -> list[float] | None:
+        return [float(line[name]) for name in names] if line[names[0]] else None
+
+    for line in lines:
+        ratios = (numbers(line, [f"ratio {bound}: {name}" for bound in Ratio._fields]) for name in yardsticks)
+        reading = numbers(line, Reading._fields)
+        report.rows.append(
+            Row(
+                line["problem"],
+                line["name"],
+                float(line["microseconds"]),
+                tuple(Ratio(*found) if found else None for found in ratios),
+                float(line["flops"]),
+                float(line["bytes"]),
+                line["ours"] == "1",
+                Reading(*reading) if reading else None,
+                line["refused"],
+            )
+        )
+    return report
+
+
+def roof(rows: Sequence[Row], flops: float, size: float) -> float | None:
+    """TFLOP/s that a problem of so many operations and bytes can reach at most.
+
+    The peak is the highest rate of the run, the bandwidth that of its device copy; None where either is missing.
+    """
+    peak = max((row.teraflops for row in rows if row.flops and not row.refused), default=None)
+    bandwidth = max((row.terabytes for row in rows if row.bytes and not row.flops and not row.refused), default=None)
+    if peak is None or bandwidth is None:
+        return None
+    return min(peak, flops / size * bandwidth)
+
+
+def datasheet(device: str, dtype: str) -> float | None:
+    """The datasheet's dense TFLOP/s, where the device and the type are in the table."""
+    return next((rates.get(dtype) for name, rates in DATASHEET.items() if name in device), None)
+
+
+def plot(report: Report, path: Path) -> None:
+    """Rates by problem: TFLOP/s with the roofline, or TB/s where nothing is multiplied."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    computing = any(row.flops for row in report.rows)
+    rows = [row for row in report.rows if (row.flops if computing else row.bytes) and not row.refused]
+    problems = list(dict.fromkeys(row.problem for row in rows))
+    names = list(dict.fromkeys((row.name, row.ours) for row in rows))
+    colors = {True: iter(_OURS * len(names)), False: iter(_THEIRS * len(names))}
+    figure, axes = pyplot.subplots(figsize=(max(8.0, 1.6 * len(problems) + 2), 5.5), layout="constrained")
+    width = 0.85 / len(names)
+    for place, (name, ours) in enumerate(names):
+        mine = [row for row in rows if row.name == name]
+        left = [problems.index(row.problem) - 0.425 + width * place for row in mine]
+        rates = [row.teraflops if computing else row.terabytes for row in mine]
+        axes.bar(left, rates, width, align="edge", label=name, color=next(colors[ours]))
+    if computing:
+        _draw_roofs(axes, report, rows, problems)
+    axes.set_xticks(range(len(problems)), [problem.replace(" ", "\n", 1) for problem in problems], fontsize=8)
+    axes.set_ylabel("TFLOP/s, 2 M N K counted" if computing else "TB/s")
+    axes.set_title(f"{report.title}, {report.dtype}: {report.device}", loc="left")
+    axes.set_axisbelow(True)
+    axes.yaxis.grid(color="#e0e0e0")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_roofs(axes: Any, report: Report, rows: Sequence[Row], problems: Sequence[str]) -> None:
+    label = "roofline of this run: best rate, copy's bandwidth"
+    for place, problem in enumerate(problems):
+        row = next(row for row in rows if row.problem == problem)
+        height = roof(report.rows, row.flops, row.bytes)
+        if height is not None:
+            axes.hlines(height, place - 0.45, place + 0.45, color="#c62828", linewidth=1.5, label=label)
+            label = None
+    peak = datasheet(report.device, report.dtype)
+    if peak is not None:
+        axes.axhline(peak, color="#c62828", linewidth=1, linestyle="--", label=f"datasheet, dense: {peak:.0f} TFLOP/s")

@@ -1,0 +1,141 @@
+"""Block scales in PyTorch: their layout in memory, quantising, dequantising.
+
+Elements that are consecutive along ``k``, 16 or 32 of them, share a scale factor. GEMMs read and write the factors in
+atoms of 128 rows x 4 blocks, 512 bytes: a tensor of the shape (32, 4, ceil(mn / 128), 4, ceil(blocks / 4), l), in which
+
+    scales[r % 32, r // 32 % 4, r // 128, j % 4, j // 4, i]    belongs to row r, block j of matrix i
+
+and whose memory is that of a contiguous (l, ceil(mn / 128), ceil(blocks / 4), 32, 4, 4). Factors beyond the last row or
+block pad the atoms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.api_base import ceil_div
+from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, name_of
+from cudnn.lazy import torch
+
+ATOM_ROWS, ATOM_BLOCKS = 128, 4
+_ORDER = (3, 4, 1, 5, 2, 0)  # dimensions of the contiguous memory, as the tensor has them
+_FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+
+
+def scale_shape(mn: int, k: int, l: int, vector: int) -> tuple[int, ...]:  # noqa: E741
+    """The shape of the scale factors of an operand (mn, k, l), one for every ``vector`` elements along k."""
+    return (32, 4, ceil_div(mn, ATOM_ROWS), 4, ceil_div(ceil_div(k, vector), ATOM_BLOCKS), l)
+
+
+def scale_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of scale factors of that shape."""
+    atom = 32 * 4 * 4
+    return (16, 4, atom * shape[4], 1, atom, atom * shape[4] * shape[2])
+
+
+def empty_scales(mn: int, k: int, l: int, vector: int, dtype: Any, device: Any = None) -> Any:  # noqa: E741
+    """Scale factors for an operand (mn, k, l), all bytes 0."""
+    shape = scale_shape(mn, k, l, vector)
+    memory = torch.zeros([shape[5], shape[2], shape[4], 32, 4, 4], dtype=torch.uint8, device=device)
+    return memory.view(dtype).permute(_ORDER)
+
+
+def pack_scales(scales: Any) -> Any:
+    """Lays out scale factors (mn, blocks, l) in atoms; bytes that pad the atoms are 0."""
+    mn, blocks, batch = scales.shape
+    packed = empty_scales(mn, blocks, batch, 1, scales.dtype, scales.device)
+    atoms = packed.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)  # l, row: 128s, 32s, 1s, block: 4s, 1s
+    plain = torch.zeros(
+        batch, atoms.shape[1] * ATOM_ROWS, atoms.shape[4] * ATOM_BLOCKS, dtype=torch.uint8, device=scales.device
+    )
+    plain[:, :mn, :blocks] = scales.view(torch.uint8).permute(2, 0, 1)
+    atoms.copy_(plain.view(atoms.shape))
+    return packed
+
+
+def unpack_scales(scales: Any, mn: int, blocks: int) -> Any:
+    """The scale factors (mn, blocks, l) from their atoms."""
+    batch = scales.shape[5]
+    plain = scales.view(torch.uint8).permute(5, 2, 1, 0, 4, 3).reshape(batch, scales.shape[2] * ATOM_ROWS, -1)
+    return plain[:, :mn, :blocks].permute(1, 2, 0).contiguous().view(scales.dtype)
+
+
+def pack_float4(x: Any) -> Any:
+    """Rounds (mn, k, l) to e2m1, to nearest even and saturating, as packed pairs along k: (mn, k / 2, l), K-major."""
+    x = x.float().permute(2, 0, 1).contiguous()
+    values = torch.tensor(_FLOAT4_VALUES, device=x.device)
+    between = (values[1:] + values[:-1]) / 2
+    magnitude = x.abs().nan_to_num(nan=_FLOAT4_VALUES[-1])
+    below, above = (torch.bucketize(magnitude, between, right=right) for right in (False, True))
+    code = torch.where(below % 2 == 0, below, above)  # they differ where two values are equally near: the even one
+    code = (code + 8 * (torch.signbit(x) & ~x.isnan())).to(torch.uint8)
+    return (code[..., ::2] | code[..., 1::2] << 4).permute(1, 2, 0).view(torch.float4_e2m1fn_x2)
+
+
+def unpack_float4(x: Any) -> Any:
+    """The values (mn, k, l), float32, of packed pairs (mn, k / 2, l), of ``torch.float4_e2m1fn_x2`` or bytes."""
+    grid = torch.tensor([*_FLOAT4_VALUES, *(-value for value in _FLOAT4_VALUES)], device=x.device)
+    code = x.view(torch.uint8).permute(2, 0, 1)
+    code = torch.stack([code & 15, code >> 4], dim=-1).flatten(2)
+    return grid[code.long()].permute(1, 2, 0)
+
+
+def round_to(x: Any, dtype: Any) -> Any:
+    """Rounds to nearest even; types of 8 bits and fewer saturate. Packed ones halve the second dimension."""
+    name = name_of(dtype)
+    if name == FLOAT4:
+        return pack_float4(x).view(dtype)
+    limit = LARGEST.get(name)
+    return (x if limit is None else x.clamp(-limit, limit)).to(dtype)
+
+
+def round_scales(scales: Any, dtype: Any) -> Any:
+    """Rounds scale factors, float32 and not negative: e8m0 up to a power of two, e4m3 to nearest; both saturate."""
+    if name_of(dtype) != "float8_e8m0fnu":
+        return round_to(scales, dtype)
+    bits = scales.contiguous().view(torch.int32)
+    exponent, rest = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    # Subnormal float32 above 2^-127 round up to the smallest normal power of two.
+    up = torch.where(exponent == 0, rest > 0x400000, rest > 0)
+    byte = torch.where(scales.isnan(), 255, (exponent + up).clamp(max=254))
+    return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def scale_values(scales: Any) -> Any:
+    """Scale factors as float32; bytes, ``torch.int8``, are e8m0."""
+    if name_of(scales.dtype) != "float8_e8m0fnu":
+        return scales.float()
+    byte = scales.view(torch.uint8)
+    return torch.where(byte == 255, float("nan"), torch.exp2(byte.double() - 127)).float()
+
+
+def quantize_rows(x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const: Any = 1.0) -> tuple[Any, Any]:
+    """Quantises (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their factors.
+
+        s = max |x| * (1 / limit) * norm_const,  rounded as by :func:`round_scales`
+        q = x * min(norm_const / s, largest float32),  0 where s is 0,  rounded to ``dtype``, saturating
+
+    all in float32; limit is 448 for e4m3, 128 for e5m2, 6 for e2m1. ``norm_const``: a float or a tensor of one element.
+    The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the factors are in atoms.
+    """
+    x = x.float()
+    n = x.shape[1]
+    blocks = torch.nn.functional.pad(x.permute(2, 0, 1), (0, -n % vector)).unflatten(2, (-1, vector))
+    norm = torch.as_tensor(norm_const, dtype=torch.float32, device=x.device).reshape(())
+    reciprocal = torch.tensor(1 / QUANTIZED_LIMIT[name_of(dtype)], dtype=torch.float32, device=x.device)
+    scales = round_scales(blocks.abs().amax(-1) * reciprocal * norm, scale_dtype)
+    decoded = scale_values(scales)
+    factor = torch.where(decoded == 0, 0.0, (norm / decoded).clamp(max=_LARGEST_FLOAT32))
+    scaled = (blocks * factor.unsqueeze(-1)).flatten(2)[..., :n].contiguous()
+    return round_to(scaled.permute(1, 2, 0), dtype), pack_scales(scales.permute(1, 2, 0).contiguous())
+
+
+def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:
+    """The values (mn, k, l) of an operand, float32, times its scale factors where it has some."""
+    values = unpack_float4(x) if name_of(x.dtype) == FLOAT4 else x.float()
+    if scales is None:
+        return values
+    mn, k, _ = values.shape
+    blocks = scale_values(unpack_scales(scales, mn, ceil_div(k, vector)))
+    return values * blocks.repeat_interleave(vector, dim=1)[:, :k]

@@ -1,0 +1,79 @@
+"""Sums as Hopper's tensor cores form them. An H200 gives the same bits in every case of `calibration`.
+
+All products of an instruction and the addend are exact, are cut toward zero to a number of bits below the largest
+exponent among them, and are added without error; the sum is cut to the format of the result. A product's exponent is
+the sum of its operands', whatever the significands give.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx_emulator.numerics import Array, f32, u64
+
+f64 = np.float64
+FP8 = ("e4m3", "e5m2")
+ALIGNED, ALIGNED_FP8 = 25, 13  # bits kept below the largest exponent
+_NOTHING = -5000  # exponent of zero, below that of any product
+
+
+def _exponents(x: Array) -> Array:
+    return np.where(x == 0, np.int16(_NOTHING), ((x.view(np.int64) >> 52 & 0x7FF) - 1023).astype(np.int16))
+
+
+def _power(exponents: Array) -> Array:
+    """2 to exponents above -1023."""
+    return (exponents.astype(np.int64) + 1023 << 52).view(f64)
+
+
+def cut(x: Array, bits: int) -> Array:
+    """float64 with all but `bits` bits of its fraction zero."""
+    return (x.view(u64) >> u64(52 - bits) << u64(52 - bits)).view(f64)
+
+
+def _sum(a: Array, b: Array, c: Array, bits: int) -> Array:
+    ea, eb, top = _exponents(a.T), _exponents(b.T), _exponents(c)
+    for row, column in zip(ea, eb, strict=True):
+        np.maximum(top, row[:, None] + column, out=top)
+    top = np.maximum(top, -900)
+    # Single precision holds every product and its scaled value, if no exponent is extreme.
+    dtype = f32 if top.min() > -60 and top.max() < 60 else f64
+    scale = _power(bits - top).astype(dtype)
+    total = (c * scale).astype(np.int64)
+    product, integers, part = (np.zeros(c.shape, t) for t in (dtype, np.int32, np.int32))
+    for k, (row, column) in enumerate(zip(a.T.astype(dtype), b.T.astype(dtype), strict=True)):
+        np.multiply(row[:, None], column, out=product)
+        np.multiply(product, scale, out=product)
+        integers[...] = product
+        part += integers
+        if k % 8 == 7:  # a product is below 2^27
+            total += part
+            part[...] = 0
+    total += part
+    return total * _power(top - bits)
+
+
+def aligned_sum(a: Array, b: Array, c: Array, bits: int) -> Array:
+    """a (m, k) times b (n, k) transposed plus c (m, n): float64, before the cut to the result's format."""
+    if all(np.isfinite(x).all() for x in (a, b, c)):
+        return _sum(a, b, c, bits)
+    with np.errstate(invalid="ignore", over="ignore"):
+        x, y, z = (np.where(np.isfinite(v), v, 0.0) for v in (a, b, c))
+        plain = np.einsum("mk,nk->mn", a, b) + c
+        return np.where(np.isfinite(plain), _sum(x, y, z, bits), plain)
+
+
+def multiply_add(a: Array, b: Array, c: Array, kind: str, warpgroup: bool) -> Array:
+    """float32 of a (m, k) b (n, k)^T + c (m, n) for operands of type `kind`, by wgmma or by mma.sync."""
+    a, b, c = (np.ascontiguousarray(x, f64) for x in (a, b, c))
+    with np.errstate(over="ignore"):
+        if kind not in FP8:
+            return cut(aligned_sum(a, b, c, ALIGNED), 23).astype(f32)
+        if warpgroup:
+            return cut(aligned_sum(a, b, c, ALIGNED_FP8), ALIGNED_FP8).astype(f32)
+        # Two products of f16 in a row; the addend is added to their result by ordinary arithmetic.
+        total = np.zeros_like(c)
+        for half in (0, 2):
+            chosen = np.flatnonzero(np.arange(a.shape[1]) & 2 == half)
+            total = cut(aligned_sum(a[:, chosen], b[:, chosen], total, ALIGNED), 23)
+        return total.astype(f32) + c.astype(f32)

@@ -1,0 +1,212 @@
+"""``cudnn emulate``: fused APIs and scripts run in the emulator; faults and wrong results make it fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cudnn.cli import app, programs
+from cudnn.cli.emulate import instruction_class
+from cudnn.rmsnorm_rht_amax import reference
+
+PAGE = (Path(__file__).parents[2] / "docs" / "laptop.md").read_text()
+SCRIPT = PAGE.split('```python title="turn.py"\n')[1].split("```")[0]
+STORE, LOAD = "    tile[thread] = a[thread]", "    b[thread] = tile[(thread + 1) % THREADS]"
+
+
+def emulate(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["emulate", *map(str, arguments)])
+
+
+def words(result: Result) -> str:
+    """What was printed, its line breaks and boxes away."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "matrix product"),
+        ("tcgen05.mma.cta_group::1.kind::f16", "matrix product"),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "matrix product"),
+        ("wgmma.wait_group.sync.aligned", "synchronisation"),
+        ("tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64", "synchronisation"),
+        ("cp.async.bulk.wait_group.read", "synchronisation"),
+        ("mbarrier.try_wait", "synchronisation"),
+        ("bar.sync", "synchronisation"),
+        ("tcgen05.ld.sync.aligned.32x32b.x32.b32", "tensor memory"),
+        ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", "asynchronous copy"),
+        ("ld.param.b64", "parameter"),
+        ("st.local.b32", "local memory"),
+        ("ld.shared.v4.b32", "shared memory"),
+        ("stmatrix.sync.aligned.m8n8.x4.shared.b16", "shared memory"),
+        ("red.global.max.s32", "global memory"),
+        ("redux.sync.max.s32", "exchange in a warp"),
+        ("bra", "control flow"),
+        ("brev.b32", "integer, logic"),
+        ("setp.lt.f32", "comparison, selection"),
+        ("mov.b32", "move, address"),
+        ("cvt.rn.bf16x2.f32", "conversion"),
+        ("fma.rn.f32.bf16", "floating point"),
+        ("add.rn.f16x2", "floating point"),
+        ("add.s32", "integer, logic"),
+    ],
+)
+def test_classes_of_instructions(text: str, name: str) -> None:
+    assert instruction_class(text) == name
+
+
+def test_comparison_is_of_the_worst_element() -> None:
+    expected = torch.tensor([[1.0, 100.0], [0.0, 4.0]])
+    found = expected + torch.tensor([[0.01, 0.1], [0.0, 0.0]])
+    worst = programs.compare("y", found, expected, relative=0.02)
+    assert worst.error == pytest.approx(0.01, rel=1e-4)
+    assert worst.allowed == pytest.approx(0.02)
+    assert worst.passed
+    assert not programs.compare("y", found, expected, relative=0.001).passed
+    assert programs.compare("y", expected, expected, relative=0.0).passed
+    for wrong in (math.nan, math.inf):
+        assert not programs.compare("y", torch.full_like(expected, wrong), expected, relative=1.0, absolute=1.0).passed
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_fused_apis(name: str, arch: str, tmp_path: Path) -> None:
+    result = emulate(name, "--arch", arch, "--json", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    assert "data races none found" in words(result)
+    assert "agrees with its reference" in words(result)
+    assert max(map(len, result.output.splitlines())) <= 80
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["target"], report["arch"], report["races"]) == (name, arch, True)
+    assert report["comparisons"]
+    assert all(comparison["passed"] for comparison in report["comparisons"])
+    (launch,) = report["launches"]
+    for text in (f"{sum(launch['instructions'].values()):,}", f"{launch['bytes']['global store']:,} bytes"):
+        assert text in words(result)
+
+
+def test_shape_seed_and_scheduler_arrive() -> None:
+    arguments = ("rmsnorm_rht_amax", "--shape", "8x1024", "--scheduler", "random", "--no-races", "--json", "-")
+    first, again, other = (json.loads(emulate(*arguments, "--seed", seed).stdout) for seed in "334")
+    assert first["launches"][0]["bytes"]["shared to global bulk"] == 8 * 1024 * 2
+    assert (first["scheduler"], first["seed"], first["races"]) == ("random", 3, False)
+    assert first["comparisons"] == again["comparisons"] != other["comparisons"]
+
+
+def test_a_wrong_result_makes_it_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reference.rmsnorm_rht_amax
+
+    def doubled(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        o, amax = right(*arguments)
+        return 2 * o, amax
+
+    monkeypatch.setattr(reference, "rmsnorm_rht_amax", doubled)
+    result = emulate("rmsnorm_rht_amax")
+    assert result.exit_code == 1
+    assert "o wrong: error" in words(result)
+    assert "amax agrees with its reference" in words(result)
+
+
+def test_a_refused_shape_makes_it_fail() -> None:
+    result = emulate("rmsnorm_rht_amax", "--shape", "16x520")
+    assert result.exit_code == 1
+    assert "RmsNormRhtAmax: columns of x: got 520" in words(result)
+    assert "the run failed" in words(result)
+    assert "Traceback" not in result.output
+
+
+def test_a_defect_of_a_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = programs.Problem(lambda: {}["o"], lambda _: [])
+    monkeypatch.setattr(programs, "find", lambda name: programs.Program("", (), (), lambda shape, device: problem))
+    assert isinstance(emulate("rmsnorm_rht_amax").exception, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "TARGET: got 'nothing'; allowed: rmsnorm_rht_amax, a script, *.py."),
+        (["missing.py"], "TARGET: got 'missing.py'; allowed: a file that exists."),
+        (["rmsnorm_rht_amax", "--arch", "sm_80"], "--arch: got 'sm_80'; allowed: sm_90a, sm_100a."),
+        (["rmsnorm_rht_amax", "--scheduler", "fair"], "got 'fair'; allowed: lowest-pc, random, lazy."),
+        (["rmsnorm_rht_amax", "--shape", "16"], "got '16'; allowed: rows x columns such as 512x512."),
+        (["rmsnorm_rht_amax", "--shape", "0x512"], "got '0x512'; allowed: rows x columns"),
+        (["rmsnorm_rht_amax", "more"], "ARGUMENTS: got 'more'; allowed: only with a script."),
+        (["--shape", "16x512", __file__], "--shape: got '16x512'; allowed: only with a fused API."),
+    ],
+)
+def test_what_it_cannot_do_is_refused(arguments: list[str], said: str) -> None:
+    result = emulate(*arguments)
+    assert result.exit_code == 2
+    assert said in words(result)
+
+
+def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    script.write_text(SCRIPT)
+    result = emulate(script)
+    assert result.exit_code == 1
+    for text in (STORE, LOAD):
+        assert f"{script}:{SCRIPT.splitlines().index(text) + 1}\n{text}" in result.output
+    assert "RaceError: race on shared memory" in result.output
+    assert "block (0, 0, 0)" in result.output
+    assert "the run failed" in words(result)
+    script.write_text(
+        SCRIPT.replace("\nturn(", "\ntry:\n    turn(").replace("assert b[0] == 1", "except RuntimeError: pass")
+    )
+    handled = emulate(script)
+    assert "the run had a fault, which the script handled" in words(handled)
+    assert "none found" not in words(handled)
+    script.write_text(SCRIPT)
+    without = emulate("--no-races", script)
+    assert without.exit_code == 0, without.output
+    assert "data races not looked for" in words(without)
+
+
+def test_a_script_without_a_race_and_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "turn.py"
+    more = "turn(from_dlpack(a), from_dlpack(b))\nimport sys\nprint('arguments', sys.argv[1:])\n"
+    script.write_text(SCRIPT.replace(STORE, f"{STORE}\n    cute.arch.barrier()") + more)
+    result = emulate("--arch", "sm_90a", "--ptx", script, "--arch", "--", "x")
+    assert result.exit_code == 0, result.output
+    assert "arguments ['--arch', '--', 'x']" in words(result)
+    assert "grid 1x1x1, block 64x1x1, cluster 1x1x1, 256 bytes of shared memory, 2 launches" in words(result)
+    assert "global store 512 bytes" in words(result)  # 64 threads of 4 bytes, twice
+    assert ".target sm_90a" in result.output
+    assert "data races none found" in words(result)
+
+
+def test_a_script_that_runs_no_kernel(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("VALUE = 3\n")
+    script = tmp_path / "plain.py"
+    script.write_text("import helper, sys\nprint(helper.VALUE, __name__)\nsys.exit(helper.VALUE)\n")
+    result = emulate(script)
+    assert result.exit_code == 3
+    assert "3 __main__" in result.output
+    assert "No kernel ran in the emulator" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = 1\nraise KeyError('k')\n", 'Traceback (most recent call last): File "{}", line 2, in <module>'),
+        ("x = (\n", "SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit('no more')\n", "no more the run failed"),
+    ],
+)
+def test_errors_of_a_script_are_its_own(tmp_path: Path, code: str, said: str) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(code)
+    result = emulate("--json", "-", script)
+    assert result.exit_code == 1
+    assert said.format(script) in words(result)
+    report = json.loads(result.stdout)
+    assert (report["exit_code"], report["launches"]) == (1, [])
+    assert report["failure"]
+    assert "runpy" not in result.output

@@ -1,0 +1,122 @@
+"""Whole kernels on fixed inputs, in the emulator or on a Hopper GPU, whose results are kept beside this file.
+
+PYTHONPATH=python:kernels:test python -m emulator.golden.kernels FILE    # on a GPU: writes FILE
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cutlass import cute
+
+from emulator import gemm
+from emulator.kernels.hopper_gemm import HopperGemm
+from ptx_emulator import calibration
+from ptx_emulator.calibration.case import Tolerance, integers, raw
+
+FILE = Path(__file__).with_name("kernels_sm_90a.xz")
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`run` takes a device, "cpu" within an emulation, and returns one result."""
+
+    id: str
+    tolerance: Tolerance
+    run: Callable[[str], torch.Tensor]
+
+    def fingerprint(self, arch: str) -> str:
+        return hashlib.sha256(f"{self.id} {self.tolerance}".encode()).hexdigest()[:16]
+
+    def output(self, device: str) -> list[Any]:
+        """The result's bits, as `calibration.save` and `calibration.compare` want them."""
+        bits = {2: torch.int16, 4: torch.int32}
+        result = self.run(device).cpu()
+        words = result.view(bits[result.element_size()]).numpy().reshape(-1)
+        return [words.view({2: np.uint16, 4: np.uint32}[words.itemsize])]
+
+
+def normal(name: str, *shape: int) -> torch.Tensor:
+    """float32, about normal: the sum of four uniform numbers."""
+    parts = [raw(f"{name} {i}", int(np.prod(shape))).astype(np.float64) / 2**32 - 0.5 for i in range(4)]
+    return torch.from_numpy((sum(parts) * 1.7).astype(np.float32)).reshape(shape)
+
+
+def norm(m: int, n: int, rows: int, threads: int, dtype: torch.dtype, which: str) -> Callable[[str], torch.Tensor]:
+    """RMSNorm + Hadamard + amax: its `o` or its `amax`."""
+
+    def run(device: str) -> torch.Tensor:
+        from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax
+
+        x = normal("x", m, n).to(dtype).to(device)
+        w = (normal("w", n).abs() + 0.5).to(dtype).to(device)
+        o, amax = torch.full_like(x, float("nan")), torch.full((m // rows,), float("nan"), device=device)
+        kernel = RmsNormRhtAmax(x, w, o, amax, EPS, threads, rows)
+        kernel(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
+        return {"o": o, "amax": amax}[which]
+
+    return run
+
+
+def product(tile: Any, cluster: int, majors: str, dtype: torch.dtype, exact: bool) -> Callable[[str], torch.Tensor]:
+    """C = A B^T of the tests' GEMM: small integers, or random numbers."""
+    m, n, k = 128, 256, 192
+
+    def operand(name: str, rows: int, major: str) -> torch.Tensor:
+        shape = (rows, k) if major == "k" else (k, rows)
+        small = torch.from_numpy(integers(name, rows * k, -3, 3)).reshape(shape)
+        x = (small if exact else normal(name, *shape)).to(dtype)
+        return x if major == "k" else x.t()
+
+    def run(device: str) -> torch.Tensor:
+        a, b = (operand(name, rows, major) for name, rows, major in zip("ab", (m, n), majors, strict=True))
+        c = torch.zeros(m, n, dtype=dtype)
+        tensors = [x.to(device) for x in (a, b, c)]
+        arguments = [gemm.dsl_tensor(x) for x in tensors]
+        cute.compile(HopperGemm(tile, cluster, majors), *arguments)(*arguments)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        return tensors[2]
+
+    return run
+
+
+bf16, f16 = torch.bfloat16, torch.float16
+_NORMS = {"bf16 16x512": (16, 512, 8, 64, bf16), "f16 16x768": (16, 768, 4, 96, f16),
+          "bf16 6x7168": (6, 7168, 2, 128, bf16)}  # fmt: skip
+_GEMMS = {"bf16 kk": ((64, 128, 64), 1, "kk", bf16), "f16 mm": ((64, 128, 64), 1, "mm", f16),
+          "bf16 kk cluster 2": ((64, 128, 64), 2, "kk", bf16), "f16 mk": ((64, 256, 64), 1, "mk", f16)}  # fmt: skip
+_KIND = {bf16: "bf16", f16: "f16"}
+
+KERNELS = [
+    # The reciprocal square root is approximate, and may move what is rounded afterwards to the next number.
+    *(Kernel(f"norm {name} o", Tolerance(_KIND[p[4]], 1), norm(*p, "o")) for name, p in _NORMS.items()),
+    *(Kernel(f"norm {name} amax", Tolerance("f32", 8), norm(*p, "amax")) for name, p in _NORMS.items()),
+    *(Kernel(f"gemm {name}", Tolerance(), product(*p, True)) for name, p in _GEMMS.items()),
+    # Sums of 192 products, in another order and width.
+    Kernel("gemm bf16 random", Tolerance("bf16", 1, 2.0**-12), product((64, 128, 64), 1, "kk", bf16, False)),
+]
+
+
+def main() -> None:
+    device = calibration.Device()
+    outputs = {}
+    for kernel in KERNELS:
+        outputs[kernel.id] = kernel.output("cuda")
+        print(kernel.id, outputs[kernel.id][0][:4])
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    about = {"name": device.name, "driver": device.driver_version, "arch": device.arch, "date": date}
+    calibration.save(Path(sys.argv[1]), calibration.Golden(about, calibration.collect("sm_90a", KERNELS, outputs)))
+
+
+if __name__ == "__main__":
+    main()

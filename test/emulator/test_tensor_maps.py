@@ -1,0 +1,138 @@
+"""Tensor maps edited on the device, their fences, and tensor reductions. The maps are encoded by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ptx_emulator
+from emulator.harness import run
+
+SHARED = """.shared .align 128 .b8 buffer[1024];
+  .shared .align 128 .b8 map[128];
+  .shared .align 8 .b64 bar;"""
+CODES = {"u32": 2, "s32": 3, "u64": 4, "s64": 5, "f16": 6, "f32": 7, "bf16": 10}
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    raw = np.zeros(array.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 128
+    view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def encode(tensor: np.ndarray, kind: str, box: tuple[int, int]) -> np.ndarray:
+    """The map of a matrix without swizzle: sizes and boxes innermost first."""
+    words = np.zeros(32, np.uint32)
+    words[:2] = np.array([tensor.ctypes.data], np.uint64).view(np.uint32)
+    words[2] = 1 << 4 | CODES[kind] << 7 | 1 << 18 | 2 << 21
+    words[3] = tensor.strides[0] >> 4
+    words[8], words[9] = tensor.shape[1] - 1, tensor.shape[0] - 1
+    raw = words.view(np.uint8)
+    raw[55], raw[56] = box[0] - 1, box[1] - 1
+    return aligned(words)
+
+
+START = """mov.u32 %r1, buffer; mov.u32 %r2, map; mov.u32 %r3, bar; setp.eq.s32 %p1, %r99, 0;
+  @%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 fence.mbarrier_init.release.cluster;
+  shl.b32 %r4, %r99, 2; cvt.u64.u32 %rd1, %r4; add.s64 %rd2, %rd90, %rd1; ld.global.b32 %r5, [%rd2];"""
+EDIT = """@%p1 tensormap.replace.tile.global_address.{space}.b1024.b64 [{map}], %rd92;
+  @%p1 tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 0, 8;
+  @%p1 tensormap.replace.tile.global_dim.{space}.b1024.b32 [{map}], 1, 3;
+  @%p1 tensormap.replace.tile.global_stride.{space}.b1024.b64 [{map}], 0, %rd5;
+  @%p1 tensormap.replace.tile.box_dim.{space}.b1024.b32 [{map}], 1, 4;"""
+LOAD = """@!%p1 bra W; mbarrier.arrive.expect_tx.shared.b64 %rd3, [%r3], 128;
+  cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd91, {0, 1}], [%r3];
+  W: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @!%p2 bra W;
+  add.s32 %r6, %r1, %r4; ld.shared.b32 %r7, [%r6]; add.s64 %rd4, %rd93, %rd1; st.global.b32 [%rd4], %r7;"""
+ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%rd91], 128;"
+RELEASE = "fence.proxy.tensormap::generic.release.gpu;"
+THROUGH_SHARED = f"""{START} add.s32 %r8, %r2, %r4; st.shared.b32 [%r8], %r5; bar.warp.sync -1; mov.b64 %rd5, 64;
+  {EDIT.format(space="shared::cta", map="%r2")}
+  tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd91], [%r2], 128;
+  {ACQUIRE} {LOAD}"""
+IN_GLOBAL = f"""{START} add.s64 %rd6, %rd91, %rd1; st.global.b32 [%rd6], %r5; bar.warp.sync -1; mov.b64 %rd5, 64;
+  {EDIT.format(space="global", map="%rd91")} {RELEASE} {ACQUIRE} {LOAD}"""
+
+
+def edited(code: str, **options: Any) -> None:
+    """The given map describes zeros; the edited one 3 x 8 words of a matrix with rows of 16, box 8 x 4."""
+    zeros, matrix = aligned(np.zeros((2, 8), np.uint32)), aligned(np.arange(1, 65, dtype=np.uint32).reshape(4, 16))
+    given, place, out = encode(zeros, "u32", (8, 2)), aligned(np.zeros(32, np.uint32)), np.zeros(32, np.uint32)
+    run(code, given, place, matrix, out, shared=SHARED, memory=[zeros], races=True, **options)
+    expected = np.zeros((4, 8), np.uint32)
+    expected[:2] = matrix[1:3, :8]  # row 3 is outside the tensor now
+    assert out.reshape(4, 8).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+@pytest.mark.parametrize("code", [THROUGH_SHARED, IN_GLOBAL], ids=["shared", "global"])
+def test_edits(code: str, scheduler: str) -> None:
+    edited(code, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("code", [THROUGH_SHARED, IN_GLOBAL], ids=["shared", "global"])
+def test_edits_need_their_fences(code: str) -> None:
+    with pytest.raises(
+        ptx_emulator.RaceError, match=r"read by the copy engine is not ordered after the write by warp 0"
+    ):
+        edited(code.replace(ACQUIRE, ""))
+    with pytest.raises(ptx_emulator.RaceError, match="read by the copy engine is not ordered"):
+        edited(code.replace(ACQUIRE, "fence.proxy.async;"))
+    if RELEASE in code:
+        with pytest.raises(ptx_emulator.RaceError, match=r"edited without fence\.proxy\.tensormap::generic\.release"):
+            edited(code.replace(RELEASE, ""))
+
+
+def test_fields_that_cannot_be_edited_are_named() -> None:
+    with pytest.raises(ptx_emulator.UnsupportedPTX, match=r"tensormap\.replace\.tile\.element_stride"):
+        edited(THROUGH_SHARED.replace("tile.box_dim", "tile.element_stride"))
+
+
+NUMPY = {"u32": np.uint32, "s32": np.int32, "u64": np.uint64, "f16": np.float16, "f32": np.float32,
+         "bf16": ml_dtypes.bfloat16}  # fmt: skip
+REDUCTIONS = [("add", "u32"), ("add", "f32"), ("add", "f16"), ("add", "bf16"), ("min", "s32"), ("max", "s32"),
+              ("max", "bf16"), ("min", "f16"), ("and", "u32"), ("or", "u32"), ("xor", "u32"), ("inc", "u32"),
+              ("dec", "u32"), ("add", "u64")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "kind"), REDUCTIONS, ids="-".join)
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "lazy"])
+def test_tensor_reductions(op: str, kind: str, scheduler: str) -> None:
+    dtype = NUMPY[kind]
+    columns, generator = 128 // np.dtype(dtype).itemsize // 4, np.random.default_rng(1)
+    low = -20 if kind[0] in "sfb" else 0
+    old, new = (generator.integers(low, 20, (4, columns)).astype(dtype) for _ in range(2))
+    target = aligned(old)
+    code = f"""{START.replace("ld.global.b32 %r5, [%rd2];", "")} add.s64 %rd2, %rd91, %rd1; ld.global.b32 %r5, [%rd2];
+      add.s32 %r6, %r1, %r4; st.shared.b32 [%r6], %r5; fence.proxy.async.shared::cta; bar.sync 0;
+      @!%p1 bra E; cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.tile.bulk_group [%rd90, {{0, 1}}], [%r1];
+      cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
+    run(code, encode(target, kind, (columns, 4)), new.copy(), shared=SHARED, memory=[target], races=True,
+        scheduler=scheduler)  # fmt: skip
+    a, b = old[1:], new[:3]
+    expected = {
+        "add": lambda: a + b, "min": lambda: np.minimum(a, b), "max": lambda: np.maximum(a, b), "and": lambda: a & b,
+        "or": lambda: a | b, "xor": lambda: a ^ b, "inc": lambda: np.where(a >= b, 0, a + 1),
+        "dec": lambda: np.where((a == 0) | (a > b), b, a - 1),
+    }[op]()  # fmt: skip
+    assert target[0].tolist() == old[0].tolist()  # the box starts at row 1 and is clipped at its end
+    assert target[1:].tolist() == expected.tolist()
+
+
+def test_unordered_reductions_are_no_race_but_a_store_is() -> None:
+    target = aligned(np.zeros((4, 8), np.float32))
+    code = f"""{START.replace("ld.global.b32 %r5, [%rd2];", "")} add.s32 %r6, %r1, %r4; st.shared.b32 [%r6], 0x3F800000;
+      fence.proxy.async.shared::cta; bar.sync 0; @!%p1 bra E;
+      cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd90, {{0, 0}}], [%r1];
+      cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
+    given = encode(target, "f32", (8, 4))
+    options: dict[str, Any] = {"grid": 2, "shared": SHARED, "memory": [target], "races": True}
+    run(code, given, **options)
+    assert (target == 2).all()
+    with pytest.raises(ptx_emulator.RaceError, match="global memory"):
+        run(code.replace("cp.reduce", "cp").replace(".add", ""), given, **options)

@@ -1,0 +1,667 @@
+"""What the dense fused GEMMs have in common, on CPU tensors: results, refusals, the wrappers' contract."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import launch
+from cudnn.gemm import base
+from support import gemms
+from support.gemm_families import BY_NAME, FAMILIES, Case, Family, case, check, options
+from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+
+NAMES = [family.name for family in FAMILIES]
+
+
+@pytest.fixture(params=FAMILIES, ids=NAMES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return request.param
+
+
+def operation(problem: Case, **more: Any) -> Any:
+    return problem.family.cls(**problem.samples(), **{**options(problem), **more})
+
+
+def supported(problem: Case, **more: Any) -> bool:
+    return operation(problem, arch="sm_90a", **more).check_support()
+
+
+def run(problem: Case, **more: Any) -> None:
+    operation(problem)(**problem.arguments(), **more)
+
+
+# Results on CPU tensors.
+
+PLAIN = [
+    {"dtype": BF16, "majors": "kkn"},
+    {"dtype": F16, "majors": "mnm", "l": 3},
+    {"dtype": F32, "majors": "knm"},
+    {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
+    {"dtype": E4M3, "majors": "mkn"},
+    {"dtype": E5M2, "majors": "knm", "l": 2},
+    {"dtype": BF16, "m": 1, "k": 8, "n": 64},
+    {"dtype": BF16, "m": 13 * 8, "k": 7 * 8, "n": 192, "majors": "mnm"},
+]
+BLOCK_SCALED = [
+    {"dtype": FP4, "scale": E8M0, "vector": 16},
+    {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
+    {"dtype": FP4, "scale": E4M3, "vector": 16},
+    {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
+    {"dtype": E5M2, "scale": E8M0, "majors": "mkn"},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("given", PLAIN + BLOCK_SCALED, ids=str)
+def test_results(name: str, given: dict[str, Any]) -> None:
+    problem = case(name, **given)
+    run(problem)
+    check(problem)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+@pytest.mark.parametrize("given", [{}, {"dtype": F16, "majors": "mnm", "l": 2}, {"m": 5, "n": 192}], ids=str)
+def test_quantised_results(name: str, out: Any, given: dict[str, Any]) -> None:
+    problem = case(name, out=out, amax=True, **given)
+    run(problem)
+    check(problem)
+
+
+@pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])
+def test_quantised_results_of_quantised_operands(name: str) -> None:
+    problem = case(name, dtype=E4M3, scale=E8M0, out=E4M3)
+    run(problem)
+    check(problem)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gemm_amax"])
+def test_alpha(name: str) -> None:
+    problem = case(name)
+    gemm = operation(problem, alpha=-0.5)
+    gemm(**problem.arguments())
+    check(problem, alpha=-0.5)
+    problem = case(name)
+    gemm(**problem.arguments(), alpha=0.25)
+    check(problem, alpha=0.25)
+
+
+def test_amax_is_raised_from_what_it_was(family: Family) -> None:
+    problem = case(family.name, amax=True, out=F32 if family.name != "gemm_swiglu" else BF16)
+    run(problem)
+    first = float(problem.tensors["amax"])
+    assert 0 < first < 1e6
+    problem.tensors["amax"].fill_(1e6)
+    run(problem)
+    assert float(problem.tensors["amax"]) == 1e6
+    problem.tensors["amax"] = torch.full((1, 1, 1), float("-inf"))
+    run(problem)
+    assert float(problem.tensors["amax"]) == first
+
+
+def test_one_object_serves_all_sizes(family: Family) -> None:
+    gemm = operation(case(family.name))
+    gemm.compile()
+    for m, n, k, batch in ((128, 256, 128, 1), (3, 128, 64, 2), (200, 192, 8, 3)):
+        problem = case(family.name, m, n, k, batch)
+        gemm.execute(**problem.arguments())
+        check(problem)
+    gemm.execute(**case(family.name, 0).arguments())
+
+
+def test_bytes_are_four_bit_elements(family: Family) -> None:
+    problem = case(family.name, dtype=FP4, scale=E8M0, vector=32)
+    for name in ("a", "b"):
+        problem.tensors[name] = problem.tensors[name].view(torch.uint8)
+    run(problem)
+    check(problem)
+
+
+# What is refused, with the words that say so.
+
+
+def change(problem: Case, **tensors: Any) -> Case:
+    problem.tensors.update(tensors)
+    return problem
+
+
+def meta(*shape: int, dtype: Any = BF16, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta") if stride else None
+    return torch.empty(shape, dtype=dtype, device="meta") if tensor is None else tensor
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    # changes of the problem, of tensors, of options; the error, its words
+    ({}, {"a": None}, {}, ValueError, "a tensor: got None; allowed: a tensor"),
+    ({}, {"a": meta(128, 128)}, {}, ValueError, r"a tensor: got the shape \(128, 128\); allowed: three dimensions, \(m"),
+    ({}, {"b": meta(256)}, {}, ValueError, r"b tensor: got the shape \(256,\); allowed: three dimensions, \(n, k, l\)"),
+    ({}, {"b": meta(256, 64, 1)}, {}, ValueError, r"b tensor shape mismatch: expected \(256, 128, 1\), got \(256, 64, 1\)"),
+    ({}, {"a": meta(128, 0, 1)}, {}, ValueError, "sizes: got n=256, k=0, l=1; allowed: at least 1"),
+    (
+        {}, {"a": meta(128, 128, 1)}, {}, ValueError,
+        r"a tensor stride mismatch: expected \(128, 1, 16384\) or \(1, 128, 16384\), got \(128, 1, 1\)",
+    ),
+    ({}, {"a": meta(128, 128, 1, dtype=torch.int32, stride=(128, 1, 16384))}, {}, ValueError, "a tensor dtype mismatch"),
+    (
+        {}, {"b": meta(256, 128, 1, dtype=F16, stride=(128, 1, 32768))}, {}, ValueError,
+        "b tensor dtype mismatch: expected torch.bfloat16, got torch.float16",
+    ),
+    ({}, {"amax": meta(2, dtype=F32)}, {}, ValueError, r"amax tensor shape mismatch: expected \(1,\), got \(2,\)"),
+    ({"amax": True}, {"amax": meta(1)}, {}, ValueError, "amax tensor dtype mismatch: expected torch.float32"),
+    ({"k": 124}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 124; allowed: multiples of 8"),
+    ({"dtype": E4M3, "k": 72}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 72; allowed: multiples of 16"),
+    ({"dtype": F32, "k": 6}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 6; allowed: multiples of 4"),
+    (
+        {"dtype": FP4, "scale": E8M0, "k": 80}, {}, {}, ValueError,
+        "a tensor, its contiguous dimension: got 80; allowed: multiples of 32",
+    ),
+    ({"m": 100, "majors": "mkn"}, {}, {}, ValueError, "a tensor, its contiguous dimension: got 100; allowed: multiples"),
+    ({"dtype": E4M3, "scale": E8M0}, {"sfb": None}, {}, ValueError, "sfa and sfb tensors: got one of them; allowed: both"),
+    ({"dtype": FP4}, {"sfa": None, "sfb": None}, {}, ValueError, "sfa and sfb tensors: got None; allowed: scale factors"),
+    (
+        {"dtype": BF16}, {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 1024)),
+                          "sfb": meta(32, 4, 2, 4, 2, 1, dtype=E8M0, stride=(16, 4, 1024, 1, 512, 2048))},
+        {"sf_vec_size": 16}, ValueError, "a tensor dtype, with scale factors: got bfloat16",
+    ),
+    (
+        {"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0)}, {}, ValueError,
+        r"sfa tensor shape mismatch: expected \(32, 4, 1, 4, 1, 1\), got \(32, 4, 1, 4, 2, 1\)",
+    ),
+    ({"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 1, 1, dtype=E8M0)}, {}, ValueError, "sfa tensor stride mism"),
+    (
+        {"dtype": FP4, "scale": E8M0},
+        {"sfb": meta(32, 4, 2, 4, 1, 1, dtype=E4M3, stride=(16, 4, 512, 1, 512, 1024))}, {}, ValueError,
+        "sfb tensor dtype mismatch: expected torch.float8_e8m0fnu, got torch.float8_e4m3fn",
+    ),
+    ({"dtype": FP4, "scale": E4M3, "vector": 32}, {}, {}, ValueError, "sf_vec_size: got 32; allowed: 16, for scale factors"),
+    (
+        {"dtype": E4M3, "scale": E4M3, "vector": 16}, {}, {}, ValueError,
+        "scale factors: got float8_e4m3fn for 16 elements; allowed: float8_e8m0fnu for 32, of float8_e4m3fn",
+    ),
+    (
+        {"dtype": E5M2, "scale": E8M0, "vector": 16}, {}, {}, ValueError,
+        "scale factors: got float8_e8m0fnu for 16 elements; allowed: float8_e8m0fnu for 32, of float8_e5m2",
+    ),
+    ({}, {}, {"sf_vec_size": 8}, ValueError, "sf_vec_size: got 8; allowed: 16 or 32"),
+    ({}, {}, {"acc_dtype": torch.bfloat16}, ValueError, "acc_dtype: got torch.bfloat16; allowed: torch.float32"),
+    ({}, {}, {"mma_tiler_mn": (64, 128)}, ValueError, r"mma_tiler_mn: got \(64, 128\); allowed: 128 or 256 rows"),
+    ({}, {}, {"mma_tiler_mn": (128, 48)}, ValueError, r"mma_tiler_mn: got \(128, 48\); allowed: .* columns"),
+    ({}, {}, {"cluster_shape_mn": (3, 1)}, ValueError, r"cluster_shape_mn: got \(3, 1\); allowed: powers of 2 up to"),
+    ({}, {}, {"cluster_shape_mn": (0, 1)}, ValueError, r"cluster_shape_mn: got \(0, 1\); allowed: powers of 2 up to"),
+    (
+        {}, {}, {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 1)}, ValueError,
+        "cluster_shape_mn: got .1, 1.; allowed: an even number of rows, for a tile of 256",
+    ),
+    ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got the devices"),
+    ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu. To mend it, pass arch="),
+    ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "tensors", "more", "error", "words"), REFUSED)
+def test_what_is_not_supported_is_refused(
+    family: Family, given: dict[str, Any], tensors: dict[str, Any], more: dict[str, Any], error: Any, words: str
+) -> None:
+    problem = change(case(family.name, **{"device": "meta", **given}), **tensors)
+    arguments = {"arch": "sm_90a", **options(problem), **more}
+    with pytest.raises(error, match=f"{family.cls.__name__}: {words}"):
+        family.cls(**problem.samples(), **arguments).check_support()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+@pytest.mark.parametrize(
+    ("missing", "more", "words"),
+    [
+        (["norm_const"], {}, "and norm_const tensors: got None; allowed: tensors, required for float8_e4m3fn"),
+        (["quantized"], {}, "and norm_const tensors: got None; allowed: tensors, required for float8_e4m3fn"),
+        ([], {"sf_vec_size": 16}, "tensor shape mismatch"),
+    ],
+)
+def test_quantised_results_need_scale_factors(name: str, missing: Any, more: dict[str, Any], words: str) -> None:
+    problem = case(name, out=E4M3, device="meta")
+    for key in missing:
+        problem.tensors[problem.family.quantized if key == "quantized" else key] = None
+    with pytest.raises(ValueError, match=words):
+        supported(problem, **more)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+def test_scale_factors_of_a_result_are_powers_of_two(name: str) -> None:
+    problem = case(name, out=E4M3, device="meta")
+    scales = problem.tensors[problem.family.quantized]
+    wrong = torch.empty_strided(scales.shape, scales.stride(), dtype=E4M3, device="meta")
+    with pytest.raises(ValueError, match="got float8_e4m3fn for 32 elements; allowed: float8_e8m0fnu for 32"):
+        supported(change(problem, **{problem.family.quantized: wrong}))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+def test_scale_factors_that_are_not_needed_stay_and_are_mentioned(name: str, caplog: Any) -> None:
+    problem, other = case(name), case(name, out=E4M3)
+    kept = {key: other.tensors[key] for key in (problem.family.quantized, "norm_const")}
+    change(problem, **kept)
+    before = kept[problem.family.quantized].view(torch.uint8).clone()
+    problem.vector = 32
+    run(problem)
+    assert torch.equal(kept[problem.family.quantized].view(torch.uint8), before)
+    for key in kept:
+        assert f"{key} is not used: the result has the type bfloat16" in caplog.messages
+
+
+@pytest.mark.parametrize("given", PLAIN[:6] + BLOCK_SCALED, ids=str)
+def test_support_for_a_chip_that_is_not_here(family: Family, given: dict[str, Any]) -> None:
+    problem = case(family.name, device="meta", **given)
+    gemm = operation(problem, arch="sm_90a")
+    assert not gemm._is_supported
+    assert gemm.check_support() is True
+    assert gemm._is_supported
+
+
+def test_workspace(family: Family) -> None:
+    """Operands that Hopper's tensor cores do not read are written anew: bytes, rounded up to 256 each."""
+    for given, size in (
+        ({"dtype": BF16, "majors": "mnn"}, 0),
+        ({"dtype": E4M3}, 0),
+        ({"dtype": E4M3, "majors": "mkn"}, 128 * 128),
+        ({"dtype": F32, "majors": "mnn"}, (128 + 256) * 128 * 4),
+        ({"dtype": E4M3, "scale": E8M0, "majors": "mnn"}, (128 + 256) * 128 * 2),
+        ({"dtype": FP4, "scale": E8M0, "l": 2}, (128 + 256) * 128 * 2 * 2),
+        ({"dtype": F32, "majors": "mkn", "m": 4, "k": 5 * 4}, 512),  # 4 rows of 80 bytes
+    ):
+        problem = case(family.name, device="meta", **given)
+        assert operation(problem, arch="sm_90a").workspace_size() == size
+    assert operation(case(family.name, dtype=FP4, scale=E8M0)).workspace_size() == 0  # on the CPU
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a": torch.empty(128, 64, 1).bfloat16()}, "tensor shape mismatch"),
+        (
+            {"a": gemms.plain(128, 128, dtype=F16).tensor},
+            "a tensor dtype mismatch: expected torch.bfloat16, got torch.f",
+        ),
+        (
+            {"a": gemms.plain(128, 128, major="mn").tensor},
+            "a tensor stride mismatch: expected k-major, got|expected k-major",
+        ),
+        ({"a": torch.empty(128, 256, 1).bfloat16()[:, ::2]}, "a tensor stride mismatch"),
+        ({"a": torch.empty(16384).bfloat16()}, "a tensor: got the shape"),
+        ({"sfa": torch.empty(1)}, "sfa tensor: got a tensor; allowed: None, as the sample"),
+        ({"b": None}, "b tensor: got None; allowed: a tensor, as the sample"),
+    ],
+)
+def test_other_tensors_than_the_samples_are_refused(family: Family, tensors: dict[str, Any], words: str) -> None:
+    problem = case(family.name)
+    gemm = operation(problem)
+    gemm.compile()
+    gemm.execute(**problem.arguments())
+    with pytest.raises(ValueError, match=f"{family.cls.__name__}: .*(?:{words})"):
+        gemm.execute(**change(problem, **tensors).arguments())
+
+
+def test_execute_before_compile_is_refused(family: Family) -> None:
+    problem = case(family.name)
+    with pytest.raises(
+        RuntimeError, match=rf"{family.cls.__name__}: the kernel is not compiled. To mend it, call comp"
+    ):
+        operation(problem).execute(**problem.arguments())
+
+
+def test_cluster_overlap_margin(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case(family.name, device="meta")
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "10")
+    gemm = operation(problem, arch="sm_90a")
+    plan = gemm._plan_for("sm_90a")
+    assert gemm._multiprocessors(plan, 132) == (132 // plan.cluster_size - 10) * plan.cluster_size
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "132")
+    assert gemm.check_support()  # read when the object is made
+    with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got 132; allowed: less than"):
+        supported(problem)
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "-1")
+    with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got '-1'; allowed: a number, 0 or more"):
+        operation(problem)
+
+
+# The wrappers.
+
+
+def call(problem: Case, **more: Any) -> Any:
+    family, tensors = problem.family, problem.tensors
+    given = {
+        "a_tensor": tensors["a"],
+        "b_tensor": tensors["b"],
+        "sfa_tensor": tensors["sfa"],
+        "sfb_tensor": tensors["sfb"],
+    }
+    given |= {f"{name}_tensor": tensors[name] for name in family.extra}
+    return family.wrapper(**given, **{**options(problem), **more})
+
+
+def results(family: Family, found: Any) -> list[str]:
+    assert list(found.keys()) == [f"{name}_tensor" for name in family.results]
+    return [name for name in family.results if found[f"{name}_tensor"] is not None]
+
+
+@pytest.mark.parametrize("major", ["m", "n"])
+def test_wrapper(family: Family, major: str) -> None:
+    problem = case(family.name, majors=f"kk{major}")
+    word = "d_major" if family.name == "gemm_dsrelu" else "c_major"
+    types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
+    found = call(problem, **{word: major}, **types.get(family.name, {}))
+    names = {
+        "gemm_amax": ["c", "amax"],
+        "gemm_swiglu": ["ab12", "c"],
+        "gemm_srelu": ["c", "d"],
+        "gemm_dsrelu": ["d", "dprob"],
+    }
+    assert results(family, found) == names[family.name]
+    for name in names[family.name]:
+        if problem.tensors[name] is not None:
+            assert found[f"{name}_tensor"].stride() == problem.tensors[name].stride()
+        problem.tensors[name] = found[f"{name}_tensor"]
+    check(problem)
+    with pytest.raises(ValueError, match=f"{family.name}_wrapper: {word}: got 'k'; allowed: 'm' or 'n'"):
+        call(problem, **{word: "k"})
+
+
+def test_wrapper_of_four_bit_operands(family: Family) -> None:
+    problem = case(family.name, dtype=FP4, scale=E4M3)
+    types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
+    found = call(problem, **types.get(family.name, {}))
+    assert "amax" in results(family, found)
+    for name in results(family, found):
+        problem.tensors[name] = found[f"{name}_tensor"]
+    check(problem)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+def test_wrapper_of_quantised_results(name: str) -> None:
+    problem = case(name, out=E4M3, majors="kkn")
+    types = {"gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": E4M3}}.get(name, {"d_dtype": E4M3})
+    found = call(problem, norm_const_tensor=problem.tensors["norm_const"], **types)
+    assert problem.family.quantized in results(problem.family, found)
+    for key in results(problem.family, found):
+        problem.tensors[key] = found[f"{key}_tensor"]
+    check(problem)
+    with pytest.raises(ValueError, match="norm_const tensors: got None"):
+        call(problem, **types)
+
+
+def test_the_wrapper_compiles_once(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with check, compile and execute replaced, as a test of a user may do; execute gets keywords only."""
+    calls: list[object] = []
+    monkeypatch.setattr(family.cls, "check_support", lambda self: calls.append("check") or True)
+    monkeypatch.setattr(family.cls, "compile", lambda self: calls.append("compile"))
+    monkeypatch.setattr(family.cls, "execute", lambda self, **tensors: calls.append("execute"))
+    for name in ("CUDNN_FE_GEMM_DYNAMIC_M", "CUDNN_FE_GEMM_DYNAMIC_MNKL"):
+        monkeypatch.delenv(name, raising=False)
+
+    def compiles(*shapes: tuple[int, int, int, int]) -> tuple[int, int]:
+        calls.clear()
+        family.cache.clear()
+        for shape in shapes:
+            call(case(family.name, *shape))
+        assert calls.count("execute") == len(shapes)
+        assert calls.count("check") == calls.count("compile")
+        return calls.count("compile"), len(family.cache)
+
+    first, taller, other = (256, 256, 512, 2), (384, 256, 512, 2), (384, 384, 640, 3)
+    assert compiles(first, first) == (1, 1)
+    assert compiles(first, taller) == (2, 2)
+    monkeypatch.setenv("CUDNN_FE_GEMM_DYNAMIC_M", "")
+    assert compiles(first, taller) == (1, 1)
+    assert compiles(first, other) == (2, 2)
+    monkeypatch.setenv("CUDNN_FE_GEMM_DYNAMIC_MNKL", "0")
+    assert compiles(first, taller, other) == (1, 1)
+    calls.clear()
+    family.cache.clear()
+    for given in ({"majors": "kkn"}, {"majors": "mkn"}, {"majors": "knn"}, {"dtype": F16}, {"dtype": F16}):
+        call(case(family.name, **given))
+    assert calls.count("compile") == len(family.cache) == 4
+    family.cache.clear()
+
+
+def test_the_wrapper_gives_cached_objects_other_sizes(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDNN_FE_GEMM_DYNAMIC_MNKL", "1")
+    family.cache.clear()
+    for shape in ((128, 256, 128, 1), (40, 128, 64, 2)):
+        problem = case(family.name, *shape, majors="kkn")
+        types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
+        found = call(problem, **types.get(family.name, {}))
+        for name in results(family, found):
+            problem.tensors[name] = found[f"{name}_tensor"]
+        check(problem)
+    assert len(family.cache) == 1
+    family.cache.clear()
+
+
+def test_public_names(family: Family) -> None:
+    api, name = family.module.api, family.cls.__name__
+    for space in (cudnn, family.module):
+        assert getattr(space, name) is getattr(space, f"{name}Sm100") is family.cls
+        assert getattr(space, f"{family.name}_wrapper") is getattr(space, f"{family.name}_wrapper_sm100")
+    assert getattr(api, f"_cache_of_{name}Sm100Objects") is family.cache
+
+
+SIGNATURES = {
+    "gemm_amax": (
+        "sample_a sample_b sample_sfa sample_sfb sample_c sample_amax acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size",
+        "a_tensor b_tensor sfa_tensor sfb_tensor c_tensor amax_tensor current_stream",
+        "a_tensor b_tensor sfa_tensor sfb_tensor c_major c_dtype acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size stream",
+    ),
+    "gemm_swiglu": (
+        "sample_a sample_b sample_ab12 sample_c alpha acc_dtype mma_tiler_mn cluster_shape_mn sample_sfa sample_sfb "
+        "sample_amax sample_sfc sample_norm_const sf_vec_size vector_f32 ab12_stages",
+        "a_tensor b_tensor ab12_tensor c_tensor sfa_tensor sfb_tensor amax_tensor sfc_tensor norm_const_tensor alpha "
+        "current_stream",
+        "a_tensor b_tensor alpha c_major ab12_dtype c_dtype acc_dtype mma_tiler_mn cluster_shape_mn sfa_tensor sfb_tensor "
+        "norm_const_tensor sf_vec_size vector_f32 ab12_stages stream",
+    ),
+    "gemm_srelu": (
+        "sample_a sample_b sample_c sample_d sample_sfa sample_sfb sample_prob sample_sfd sample_amax sample_norm_const "
+        "alpha acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32",
+        "a_tensor b_tensor c_tensor d_tensor sfa_tensor sfb_tensor prob_tensor sfd_tensor amax_tensor norm_const_tensor "
+        "alpha current_stream",
+        "a_tensor b_tensor sfa_tensor sfb_tensor prob_tensor alpha c_major c_dtype d_dtype acc_dtype mma_tiler_mn "
+        "cluster_shape_mn norm_const_tensor sf_vec_size vector_f32 stream",
+    ),
+    "gemm_dsrelu": (
+        "sample_a sample_b sample_c sample_d sample_dprob sample_sfa sample_sfb sample_prob sample_sfd sample_amax "
+        "sample_norm_const alpha acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32",
+        "a_tensor b_tensor c_tensor d_tensor dprob_tensor sfa_tensor sfb_tensor prob_tensor sfd_tensor amax_tensor "
+        "norm_const_tensor alpha current_stream",
+        "a_tensor b_tensor c_tensor sfa_tensor sfb_tensor prob_tensor alpha d_major d_dtype acc_dtype mma_tiler_mn "
+        "cluster_shape_mn norm_const_tensor sf_vec_size vector_f32 stream",
+    ),
+}
+
+
+def test_signatures(family: Family) -> None:
+    """Names and order of the arguments, as cuDNN's own; what this library adds comes last."""
+    for function, names, added in zip(
+        (family.cls, family.cls.execute, family.wrapper),
+        SIGNATURES[family.name],
+        (["arch"], ["workspace_tensor"], []),
+        strict=True,
+    ):
+        found = [name for name in inspect.signature(function).parameters if name != "self"]
+        assert found == names.split() + added
+    defaults = {n: p.default for n, p in inspect.signature(family.cls).parameters.items()}
+    big = family.name not in ("gemm_amax", "gemm_swiglu")
+    assert defaults["mma_tiler_mn"] == ((256, 256) if big else (128, 128))
+    assert defaults["acc_dtype"] == F32
+    assert defaults["sf_vec_size"] == (32 if family.name == "gemm_amax" else 16)
+
+
+# The call of a compiled kernel, with tensors that say they are on a GPU.
+
+
+class OnGpu:
+    """A CPU tensor that says it is on a GPU; a slice or view of it is an ordinary one."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def get_device(self) -> int:
+        return 0
+
+
+class Recorded:
+    """Kernels that only remember how they were called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.refusing = False
+        monkeypatch.setattr(launch, "kernel", self.load)
+        monkeypatch.setattr(launch, "raw_stream", lambda stream, index: 17 if stream is None else stream)
+        monkeypatch.setattr(base, "multiprocessors", lambda index: 78)
+
+    def load(self, source: str, configuration: Any, arch: str) -> Any:
+        def run(*arguments: Any) -> None:
+            if self.refusing:
+                raise ValueError("Mismatched Tensor on argument #0")
+            self.calls.append((source.rpartition(":")[2], arguments))
+
+        return run
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    return Recorded(monkeypatch)
+
+
+def on_gpu(problem: Case) -> dict[str, Any]:
+    return {name: None if tensor is None else OnGpu(tensor) for name, tensor in problem.arguments().items()}
+
+
+def compiled(problem: Case) -> Any:
+    gemm = operation(problem, arch="sm_90a")
+    gemm.compile()
+    return gemm
+
+
+ORDER = {
+    "gemm_amax": ["amax", "c"],
+    "gemm_swiglu": [0.5, "ab12", "amax", "sfc", "norm_const", "c"],
+    "gemm_srelu": [0.5, "c", "prob", "amax", "sfd", "norm_const", "d"],
+    "gemm_dsrelu": [0.5, "c", "dprob", "prob", "amax", "sfd", "norm_const", "d"],
+}
+
+
+def test_what_the_kernel_is_given(family: Family, kernels: Recorded) -> None:
+    problem = case(family.name, amax=True, out=E4M3 if family.quantized else BF16)
+    tensors = on_gpu(problem)
+    alpha = {} if family.name == "gemm_amax" else {"alpha": 0.5}
+    gemm = compiled(problem)
+    gemm.execute(**tensors, **alpha)
+    gemm.execute(**tensors, **alpha, current_stream=3)
+    expected = [
+        tensors[f"{name}_tensor"] if isinstance(name, str) else name for name in ["a", "b", *ORDER[family.name]]
+    ]
+    assert kernels.calls == [("Gemm", (*expected, 78, 17)), ("Gemm", (*expected, 78, 3))]
+
+
+def test_prepared_operands(family: Family, kernels: Recorded) -> None:
+    problem = case(family.name, dtype=E4M3, scale=E8M0, majors="mkn", l=2)
+    gemm = compiled(problem)
+    workspace = torch.zeros(gemm.workspace_size() + 100, dtype=torch.uint8)
+    results = []
+    for given in (workspace, workspace, None):
+        kernels.calls.clear()
+        gemm.execute(**on_gpu(problem), workspace_tensor=given)
+        (_, a), (_, b), (_, product) = kernels.calls
+        assert [name for name, _ in kernels.calls] == ["PrepareOperand", "PrepareOperand", "Gemm"]
+        for (source, scales, target, *rest), operand, name in ((a, problem.a, "a"), (b, problem.b, "b")):
+            assert source._tensor is operand.tensor
+            assert scales._tensor is operand.scales
+            assert rest == [78, 17]
+            assert (target.dtype, target.shape) == (BF16, operand.tensor.shape)
+            assert target.stride() == (operand.tensor.stride())
+            assert target is product["ab".index(name)]
+        results.append((a[2], b[2]))
+    assert results[0][0] is results[1][0]  # views of a workspace are made once
+    assert results[0][0].data_ptr() == workspace.data_ptr()
+    assert results[0][1].data_ptr() == workspace.data_ptr() + 128 * 128 * 2 * 2
+    assert results[2][0].data_ptr() != workspace.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("workspace", "words"),
+    [
+        (torch.empty(8, dtype=torch.uint8), r"got 8 bytes at .* allowed: at least 98304 bytes.* workspace_size\(\)"),
+        (torch.empty(98304), r"got torch.float32 of the shape \(98304,\); allowed: torch.uint8 of one dimension"),
+        (torch.empty(98304 * 2, dtype=torch.uint8)[::2], "allowed: torch.uint8 of one dimension, contiguous"),
+        (torch.empty(98304, dtype=torch.uint8, device="meta"), "on meta; allowed: .* on cpu"),
+        (torch.empty(98305, dtype=torch.uint8)[1:], "allowed: at least 98304 bytes, aligned to 16"),
+    ],
+)
+def test_workspaces_that_do_not_fit(family: Family, kernels: Recorded, workspace: torch.Tensor, words: str) -> None:
+    problem = case(family.name, dtype=E4M3, scale=E8M0)
+    gemm = compiled(problem)
+    with pytest.raises(ValueError, match=f"workspace_tensor: .*{words}"):
+        gemm.execute(**on_gpu(problem), workspace_tensor=workspace)
+    assert kernels.calls == []
+
+
+def test_scale_factors_of_another_size_never_reach_the_kernel(family: Family, kernels: Recorded) -> None:
+    problem, smaller = (case(family.name, m, dtype=FP4, scale=E8M0) for m in (256, 128))
+    gemm = compiled(problem)
+    gemm.execute(**on_gpu(problem))
+    kernels.calls.clear()
+    with pytest.raises(ValueError, match="sfa tensor shape mismatch: expected"):
+        gemm.execute(**{**on_gpu(problem), "sfa_tensor": OnGpu(smaller.tensors["sfa"])})
+    with pytest.raises(ValueError, match="a tensor shape mismatch|tensor shape mismatch: expected"):
+        gemm.execute(**{**on_gpu(problem), "a_tensor": OnGpu(smaller.tensors["a"])})
+    assert kernels.calls == []
+
+
+def test_what_the_kernel_refuses_is_worded_anew(family: Family, kernels: Recorded) -> None:
+    problem = case(family.name)
+    gemm = compiled(problem)
+    kernels.refusing = True
+    with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
+        gemm.execute(**on_gpu(problem))
+    with pytest.raises(ValueError, match=f"{family.cls.__name__}: a tensor dtype mismatch: expected torch.bfloat16"):
+        gemm.execute(**{**on_gpu(problem), "a_tensor": OnGpu(problem.tensors["a"].half())})
+    with pytest.raises(ValueError, match=f"{family.cls.__name__}: sfa tensor: got a tensor; allowed: None"):
+        gemm.execute(**{**on_gpu(problem), "sfa_tensor": OnGpu(torch.empty(1))})
+
+
+def test_no_rows_start_no_kernel(family: Family, kernels: Recorded) -> None:
+    gemm = compiled(case(family.name))
+    gemm.execute(**on_gpu(case(family.name, 0)))
+    assert kernels.calls == []
+
+
+def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Recorded) -> None:
+    problem = case(family.name)
+    gemm = operation(problem)
+    gemm.compile()
+    with pytest.raises(
+        RuntimeError, match="got CUDA tensors; allowed: CPU tensors, as the samples. To mend it, compile"
+    ):
+        gemm.execute(**on_gpu(problem))
+
+
+def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
+    from cudnn.gemm.hopper import say_dequantised
+
+    say_dequantised.cache_clear()
+    for _ in range(2):
+        compiled(case(family.name, dtype=FP4, scale=E8M0))
+    compiled(case(family.name))
+    said = [message for message in caplog.messages if "dequantised to bfloat16 on sm_90a" in message]
+    assert said == [
+        f"{family.cls.__name__}: block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no "
+        "block scales"
+    ]

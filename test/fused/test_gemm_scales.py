@@ -1,0 +1,170 @@
+"""Block scales in PyTorch against layouts and formats worked out index by index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cudnn.gemm import (
+    dequantize,
+    empty_scales,
+    pack_float4,
+    pack_scales,
+    quantize_rows,
+    round_scales,
+    round_to,
+    scale_shape,
+    scale_values,
+    unpack_float4,
+    unpack_scales,
+)
+from support import gemms
+from support.gemms import E4M3, E5M2, E8M0, FP4
+
+SIZES = st.tuples(st.integers(1, 300), st.integers(1, 20), st.integers(1, 3))
+
+
+@given(SIZES)
+def test_atoms(size: tuple[int, int, int]) -> None:
+    mn, blocks, l = size  # noqa: E741
+    factors = torch.randint(0, 255, size).to(torch.uint8)
+    packed = pack_scales(factors.view(E8M0))
+    assert packed.dtype == E8M0
+    assert packed.shape == scale_shape(mn, blocks * 32, l, 32) == (32, 4, -(-mn // 128), 4, -(-blocks // 4), l)
+    rk, rm = packed.shape[4], packed.shape[2]
+    assert packed.stride() == (16, 4, 512 * rk, 1, 512, 512 * rk * rm)
+    assert torch.equal(packed.view(torch.uint8), gemms.in_atoms(factors))
+    assert torch.equal(unpack_scales(packed, mn, blocks).view(torch.uint8), factors)
+    # The offset in bytes, as the layout's definition has it.
+    r, j, i = mn - 1, blocks - 1, l - 1
+    offset = ((i * rm + r // 128) * rk + j // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + j % 4
+    assert packed.view(torch.uint8).permute(5, 2, 4, 0, 1, 3).flatten()[offset] == factors[r, j, i]
+
+
+def test_empty_scales_are_zero_bytes() -> None:
+    scales = empty_scales(130, 96, 2, 32, E8M0)
+    assert scales.shape == (32, 4, 2, 4, 1, 2)
+    assert not scales.view(torch.uint8).any()
+
+
+def test_four_bit_values() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[::2] + 16 * codes[1::2]).view(1, 8, 1)
+    assert unpack_float4(packed).flatten().tolist() == gemms.fp4_values(codes).tolist()
+    assert unpack_float4(packed.view(FP4)).shape == (1, 16, 1)
+
+
+@given(st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=40).filter(lambda values: len(values) % 2 == 0))
+def test_rounding_to_four_bits(values: list[float]) -> None:
+    """To the nearest of all 16 values; of two that are equally near, to the one with an even code."""
+    x = torch.tensor(values, dtype=torch.float32).view(1, -1, 1)
+    found = unpack_float4(pack_float4(x)).flatten()
+    table = gemms.fp4_values(torch.arange(8, dtype=torch.uint8))
+    distance = (x.double().abs().view(-1, 1) - table).abs()
+    nearest = [
+        min(range(8), key=lambda code: (float(row[code]), code % 2))  # noqa: B023
+        for row in distance
+    ]
+    assert torch.equal(found.abs().double(), table[nearest])
+    assert torch.equal(torch.signbit(found), torch.signbit(x.flatten()))
+
+
+def test_packed_layout_is_k_major_whatever_the_source() -> None:
+    x = torch.randn(2, 8, 6).permute(2, 1, 0)
+    packed = pack_float4(x)
+    assert (packed.shape, packed.stride()) == ((6, 4, 2), (4, 1, 24))
+    assert torch.equal(unpack_float4(packed), unpack_float4(pack_float4(x.contiguous())))
+
+
+@given(st.floats(0, 2.0**127, width=32))
+def test_e8m0_rounds_up(value: float) -> None:
+    x = torch.tensor([value])
+    assert torch.equal(round_scales(x, E8M0).view(torch.uint8), gemms.e8m0_code_above(x.double()))
+
+
+@pytest.mark.parametrize(
+    ("value", "byte"),
+    [
+        (0.0, 0),
+        (2.0**-149, 0),
+        (2.0**-127, 0),
+        (2.0**-127 * 1.0000002, 1),
+        (2.0**-126, 1),
+        (2.0**-126 * 1.0000002, 2),
+        (1.0, 127),
+        (1.5, 128),
+        (2.0**127, 254),
+        (3e38, 254),
+        (float("inf"), 254),
+        (float("nan"), 255),
+    ],
+)
+def test_e8m0_at_its_ends(value: float, byte: int) -> None:
+    assert int(round_scales(torch.tensor([value]), E8M0).view(torch.uint8)) == byte
+
+
+def test_e4m3_scales_saturate() -> None:
+    assert round_scales(torch.tensor([1e6, 0.0, 1.0625]), E4M3).float().tolist() == [448.0, 0.0, 1.0]
+
+
+def test_scale_values() -> None:
+    codes = torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8)
+    for scales in (codes.view(E8M0), codes.view(torch.int8)):
+        assert scale_values(scales)[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+        assert scale_values(scales)[4].isnan()
+    assert scale_values(torch.tensor([1.5]).to(E4M3)).tolist() == [1.5]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rounding_saturates(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([1e9, -1e9, float("inf"), largest, 1.0])
+    assert round_to(x, dtype).float().tolist() == [largest, -largest, largest, largest, 1.0]
+    assert round_to(torch.tensor([float("nan")]), dtype).float().isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "scale", "vector"),
+    [(E4M3, 448.0, E8M0, 32), (E5M2, 128.0, E8M0, 32), (FP4, 6.0, E8M0, 32), (FP4, 6.0, E8M0, 16), (FP4, 6.0, E4M3, 16)],
+)  # fmt: skip
+@pytest.mark.parametrize("norm", [1.0, 0.01])
+def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vector: int, norm: float) -> None:
+    m, n, l = 5, 80, 2  # noqa: E741
+    x = torch.randn(m, n, l)
+    x[0] *= 100
+    x[1, :vector] = 0
+    q, factors = quantize_rows(x, dtype, scale, vector, torch.tensor([norm]))
+    blocks = -(-n // vector)
+    codes = gemms.from_atoms(factors, m, blocks)
+    for row in range(m):
+        for block in range(blocks):
+            part = x[row, block * vector : (block + 1) * vector].double()
+            largest = part.abs().amax(0) * norm / limit
+            code = codes[row, block]
+            value = gemms.e8m0_values(code) if scale == E8M0 else code.view(E4M3).double()
+            if scale == E8M0:
+                assert bool(((value >= largest * (1 - 1e-6)) & (value < 2 * largest + 2.0**-126)).all())
+            else:
+                assert bool(((value - largest).abs() <= torch.maximum(largest / 16, torch.tensor(2.0**-10))).all())
+    back = dequantize(q, factors, vector).double() / norm
+    step = {E4M3: 1 / 8, E5M2: 1 / 4, FP4: 1 / 2}[dtype]  # twice the relative spacing, for scales that were rounded
+    block_max = torch.nn.functional.pad(x, (0, 0, 0, -n % vector)).unflatten(1, (-1, vector)).abs().amax(2)
+    bound = (step * block_max.repeat_interleave(vector, 1)[:, :n]).double()
+    coarse = scale == E4M3 and norm < 1  # factors this small have few bits left
+    assert coarse or bool(((back - x.double()).abs() <= bound + 1e-30).all())
+    assert not dequantize(q, factors, vector)[1, :vector].any()
+    assert not gemms.in_atoms(codes).ne(factors.view(torch.uint8)).any()  # padding is 0
+
+
+def test_dequantize_is_the_inverse_of_the_formats() -> None:
+    for a in (
+        gemms.scaled(40, 64, 2, FP4, E8M0, 16),
+        gemms.scaled(40, 64, 2, FP4, E4M3, 16),
+        gemms.scaled(33, 96, 1, E4M3, E8M0, 32),
+        gemms.scaled(33, 96, 1, E5M2, E8M0, 32, major="mn"),
+    ):
+        assert a.scales is not None
+        vector = 32 if a.tensor.dtype in (E4M3, E5M2) else 16
+        assert torch.equal(dequantize(a.tensor, a.scales, vector).double(), a.values)

@@ -1,0 +1,204 @@
+"""GEMM + SwiGLU: its own rules, the activation, and the operator with its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.gemm_swiglu import GemmSwiglu, gemm_swiglu_wrapper
+from cudnn.gemm_swiglu.reference import swiglu, swiglu_backward
+from support import gemms
+from support.gemm_families import case, check, options
+from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+
+
+def operation(problem: Any, **more: Any) -> GemmSwiglu:
+    return GemmSwiglu(**problem.samples(), **{"arch": "sm_90a", **options(problem), **more})
+
+
+def test_the_first_of_a_pair_is_multiplied_by_silu_of_the_second() -> None:
+    z = torch.zeros(1, 128, 1)
+    z[0, :32], z[0, 32:64] = 3.0, 2.0
+    z[0, 64:96], z[0, 96:] = -1.0, 5.0
+    silu = [x / (1 + torch.exp(torch.tensor(-x))) for x in (2.0, 5.0)]
+    expected = torch.cat([3 * silu[0].expand(32), -silu[1].expand(32)])
+    torch.testing.assert_close(swiglu(z).flatten(), expected)
+
+
+def test_activation_and_its_gradient() -> None:
+    z = torch.randn(5, 192, 2, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(swiglu(z), gemms.swiglu(z))
+    gradient = torch.randn(5, 96, 2, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(gemms.swiglu(z), z, gradient)
+    torch.testing.assert_close(swiglu_backward(z.detach(), gradient), expected)
+
+
+def test_ab12_need_not_be_stored() -> None:
+    problem = case("gemm_swiglu", side=None)
+    operation(problem, arch=None)(**problem.arguments())
+    check(problem)
+    found = gemm_swiglu_wrapper(problem.a.tensor, problem.b.tensor, ab12_dtype=None, c_dtype=BF16)
+    assert found["ab12_tensor"] is None
+    assert torch.equal(found["c_tensor"], problem.tensors["c"])
+
+
+def test_without_ab12_c_is_still_half_as_wide_as_the_product() -> None:
+    problem, wider = case("gemm_swiglu", side=None), case("gemm_swiglu", 128, 512, side=None)
+    gemm = operation(problem, arch=None)
+    gemm.compile()
+    with pytest.raises(ValueError, match=r"c tensor shape mismatch: expected \(128, 128, 1\), got \(128, 256, 1\)"):
+        gemm.execute(**{**problem.arguments(), "c_tensor": wider.tensors["c"]})
+
+
+SUPPORTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"out": F16, "side": F32}, {}),
+    ({"dtype": F16, "side": F16, "out": F16}, {"acc_dtype": F16}),
+    ({"dtype": E4M3, "side": BF16}, {"acc_dtype": F16, "mma_tiler_mn": (128, 96)}),
+    ({"m": 256}, {"mma_tiler_mn": (256, 256)}),
+    ({"m": 256}, {"mma_tiler_mn": (256, 32), "cluster_shape_mn": (4, 4)}),
+    ({"amax": True, "out": F32}, {"cluster_shape_mn": (2, 2)}),
+    ({"amax": True, "side": E5M2}, {}),
+    ({"out": E5M2, "side": E4M3}, {}),
+    ({"dtype": FP4, "scale": E8M0, "side": E4M3, "out": F16}, {}),
+    ({"dtype": FP4, "scale": E8M0, "out": F16, "side": F32}, {"vector_f32": True, "ab12_stages": 2}),
+    ({"dtype": E4M3, "scale": E8M0, "out": F32, "majors": "mnm"}, {}),
+    ({"dtype": E4M3, "out": E4M3, "majors": "mnm"}, {}),
+]
+
+
+@pytest.mark.parametrize(("given", "more"), SUPPORTED, ids=str)
+def test_supported(given: dict[str, Any], more: dict[str, Any]) -> None:
+    assert operation(case("gemm_swiglu", device="meta", **given), **more).check_support()
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64, pairs of 32"),
+    ({"side": E4M3}, {}, NotImplementedError, "ab12 tensor dtype: got float8_e4m3fn; allowed: float32, float16, bfloat16"),
+    ({"out": F32}, {}, ValueError, "c tensor dtype: got float32; allowed: float16, bfloat16, without scale factors"),
+    ({}, {"cluster_shape_mn": (2, 2)}, ValueError, r"cluster_shape_mn: got \(2, 2\); allowed: \(1, 1\), for a tile of 128"),
+    ({"m": 256}, {"mma_tiler_mn": (256, 64), "cluster_shape_mn": (8, 4)}, ValueError, "allowed: at most 16 CTAs"),
+    ({}, {"mma_tiler_mn": (128, 288)}, ValueError, "mma_tiler_mn: got .128, 288.; allowed: 32, 64, 96"),
+    ({"dtype": BF16}, {"acc_dtype": F16}, ValueError, "acc_dtype: got torch.float16; allowed: torch.float32, for operands"),
+    ({"dtype": F16, "side": F32}, {"acc_dtype": F16}, ValueError, "acc_dtype: got torch.float16; allowed: torch.float32, f"),
+    ({"dtype": F16, "side": F16, "amax": True}, {"acc_dtype": F16}, ValueError, "acc_dtype: got torch.float16; allowed: t"),
+    ({"amax": True, "out": F32, "side": F32}, {}, NotImplementedError, "c tensor dtype: got float32; allowed: float16"),
+    ({"dtype": E4M3, "amax": True, "side": F32}, {}, ValueError, "ab12 tensor dtype: got float32; allowed: float16, bfl"),
+    ({"dtype": E4M3, "scale": E8M0, "side": E4M3}, {}, ValueError, "ab12 tensor dtype: got float8_e4m3fn; allowed: floa"),
+    ({"dtype": E4M3, "scale": E8M0, "out": E4M3}, {}, ValueError, "c tensor dtype: got float8_e4m3fn; allowed: float32, f"),
+    ({"dtype": FP4, "scale": E8M0, "vector": 32, "out": E4M3}, {}, ValueError, "c tensor dtype: got float8_e4m3fn; allow"),
+    ({"dtype": FP4, "scale": E8M0, "majors": "kkm"}, {}, ValueError, "c tensor major: got m; allowed: n, for operands"),
+    ({"dtype": FP4, "scale": E8M0}, {"mma_tiler_mn": (128, 96)}, ValueError, "allowed: multiples of 64 columns, for oper"),
+    ({"dtype": FP4, "scale": E8M0, "amax": False}, {}, ValueError, "amax tensor: got None; allowed: a tensor, for operands"),
+    ({"dtype": FP4, "scale": E8M0, "m": 100}, {}, ValueError, "m: got 100; allowed: multiples of 128, the tile, with scale"),
+    ({"dtype": E4M3, "scale": E8M0, "n": 192}, {}, ValueError, "n: got 192; allowed: multiples of 128, the tile"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
+def test_refused(given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+    with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
+        operation(case("gemm_swiglu", device="meta", **given), **more).check_support()
+
+
+def test_ab12_and_c_have_one_major() -> None:
+    problem = case("gemm_swiglu", device="meta")
+    problem.tensors["ab12"] = case("gemm_swiglu", majors="kkm", device="meta").tensors["ab12"]
+    with pytest.raises(ValueError, match="c tensor major mismatch: expected m, that of ab12, got n"):
+        operation(problem).check_support()
+
+
+# The operator.
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(0.5, "m", BF16, BF16), (1.0, "n", None, F16), (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32)],
+    ids=["plain", "no ab12", "quantised"],
+)
+def test_operator(arguments: tuple[Any, ...]) -> None:
+    from cudnn.ops import gemm_swiglu
+
+    a, b = gemms.plain(40, 64, 2).tensor, gemms.plain(64, 64, 2).tensor
+    found = torch.ops.cudnn.gemm_swiglu(a, b, *arguments)
+    names = (
+        "alpha",
+        "c_major",
+        "ab12_dtype",
+        "c_dtype",
+        "sfa_tensor",
+        "sfb_tensor",
+        "norm_const_tensor",
+        "sf_vec_size",
+    )
+    expected = gemm_swiglu_wrapper(a, b, **dict(zip(names, arguments, strict=False)))
+    for tensor, other in zip(found, expected, strict=True):
+        assert torch.equal(tensor.float(), other.float()) if other is not None else tensor.numel() == 0
+    results = torch.library.opcheck(gemm_swiglu, (a, b, *arguments))
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_operator_in_a_compiled_function(backend: str) -> None:
+    from cudnn.ops import gemm_swiglu
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return gemm_swiglu(x * 2, w, 1.0, "n", BF16, BF16)[1] + 1
+
+    a, b = gemms.plain(40, 64, 2).tensor, gemms.plain(64, 64, 2).tensor
+    assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(a, b), layer(a, b))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients(compiled: bool) -> None:
+    """Those of PyTorch for the definition, in float64; of both results and of one."""
+    from cudnn.ops import gemm_swiglu
+
+    def loss(a: torch.Tensor, b: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        ab12, c, *_ = gemm_swiglu(a, b, 0.5, "n", F32, F16)
+        return (ab12 * weights[0]).sum() + (c.float() * weights[1]).sum()
+
+    function = torch.compile(loss, backend="aot_eager") if compiled else loss
+    a, b = (gemms.plain(size, 32, 2, F32).tensor.requires_grad_() for size in (24, 128))
+    for scales in ((1.0, 1.0), (0.0, 1.0)):
+        weights = (scales[0] * torch.randn(24, 128, 2), scales[1] * torch.randn(24, 64, 2).half().float())
+        found = torch.autograd.grad(function(a, b, weights), (a, b))
+        wide = [x.detach().double().requires_grad_() for x in (a, b)]
+        z = 0.5 * torch.einsum("mkl,nkl->mnl", *wide)
+        expected = torch.autograd.grad((z * weights[0]).sum() + (gemms.swiglu(z) * weights[1]).sum(), wide)
+        for gradient, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_16_bits_and_of_one_operand() -> None:
+    from cudnn.ops import gemm_swiglu
+
+    a, b = gemms.plain(24, 32).tensor.requires_grad_(), gemms.plain(128, 32).tensor
+    gemm_swiglu(a, b, 1.0, "n", BF16, BF16)[1].float().square().sum().backward()
+    wide = a.detach().double().requires_grad_()
+    gemms.swiglu(torch.einsum("mkl,nkl->mnl", wide, b.double())).square().sum().backward()
+    assert a.grad is not None
+    assert wide.grad is not None
+    assert a.grad.dtype == BF16
+    error = (a.grad.double() - wide.grad).norm() / wide.grad.norm()
+    assert float(error) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((1.0, "n", None, BF16), "got ab12_dtype=None; allowed: a stored ab12"),
+        (
+            (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32),
+            "got operands of torch.bfloat16 and c of torch.float8_e4m3",
+        ),
+    ],
+)
+def test_no_gradients(arguments: tuple[Any, ...], words: str) -> None:
+    from cudnn.ops import gemm_swiglu
+
+    a, b = gemms.plain(24, 32).tensor.requires_grad_(), gemms.plain(128, 32).tensor
+    ab12, c, *_ = gemm_swiglu(a, b, *arguments)
+    with pytest.raises(RuntimeError, match=f"cudnn::gemm_swiglu: gradient: {words}"):
+        (c if ab12.numel() == 0 else ab12).float().sum().backward()

@@ -1,0 +1,39 @@
+"""The GPU's own results against those kept of an H200: other chips of the architecture must do the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from emulator.golden.kernels import FILE, KERNELS, Kernel
+from ptx_emulator import calibration
+from ptx_emulator.calibration import Case
+
+pytestmark = pytest.mark.gpu
+ARCH = "sm_90a"
+CASES = calibration.cases(ARCH)
+Results = tuple[dict[str, list[np.ndarray]], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """Of all cases, run in processes of their own."""
+    if calibration.Device().arch != ARCH:
+        pytest.skip(f"results are kept for {ARCH} only")
+    outputs, errors, _ = calibration.run_all(CASES, ARCH)
+    return outputs, errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_the_chip_does_what_it_did(case: Case, results: Results) -> None:
+    outputs, errors = results
+    assert case.id not in errors, errors[case.id]
+    _, kept = calibration.load(calibration.path(ARCH)).outputs[case.id]
+    found = calibration.compare(case, kept, outputs[case.id])
+    assert not found.unequal, str(found)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
+def test_kernels_do_what_they_did(kernel: Kernel, results: Results) -> None:
+    _, kept = calibration.load(FILE).outputs[kernel.id]
+    assert not calibration.compare(kernel, kept, kernel.output("cuda")).unequal

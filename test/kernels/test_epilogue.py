@@ -1,0 +1,330 @@
+"""Epilogues of the Hopper GEMM in the emulator, with race detection, against their reference and literal formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ptx_emulator")
+
+from cudnn_kernels import epilogue as declared
+from cudnn_kernels.epilogue import (
+    AddRow,
+    Amax,
+    LoadTile,
+    MultiplyColumn,
+    QuantizeColumns,
+    QuantizeRows,
+    Scale,
+    SquaredRelu,
+    SquaredReluBackward,
+    StoreTile,
+    SumRow,
+    Swiglu,
+    reference,
+)
+from support import gemm
+
+FP4, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+FLOAT32_LARGEST = torch.finfo(torch.float32).max
+
+
+def assert_same(epilogue: Sequence[Any], given: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Bit for bit, except for sums, whose order is not fixed."""
+    places = iter(zip(given, expected, strict=True))
+    for o in epilogue:
+        for _ in range(COUNTS[type(o)]):
+            got, wanted = next(places)
+            if isinstance(o, SumRow):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)
+            elif isinstance(got, torch.Tensor):
+                different = gemm.bits(got) != gemm.bits(wanted)
+                assert not different.any(), (o, int(different.sum()), different.nonzero()[:5].tolist())
+
+
+COUNTS = {Scale: 1, LoadTile: 1, StoreTile: 1, MultiplyColumn: 1, AddRow: 1, Swiglu: 0, SquaredRelu: 0,
+          SquaredReluBackward: 0, Amax: 1, SumRow: 1, QuantizeRows: 2, QuantizeColumns: 2}  # fmt: skip
+
+
+def check(epilogue: Sequence[Any], m: int, n: int, batch: int = 1, change: Any = None, **options: Any) -> list[Any]:
+    """Runs an epilogue on exact products; what the kernel left in the arguments."""
+    c = gemm.configuration(epilogue, **options)
+    given, expected, _ = gemm.run(c, m, n, 72, batch, change=change)
+    if not any(isinstance(o, Swiglu) for o in epilogue):
+        assert_same(epilogue, given, expected)
+        return given
+    # Its values are within a few ulps; what follows starts from those that the kernel stored next.
+    place = next(i for i, o in enumerate(epilogue) if isinstance(o, Swiglu)) + 1
+    count = sum(COUNTS[type(o)] for o in epilogue[:place])
+    assert_same(epilogue[:place], given[:count], expected[:count])
+    torch.testing.assert_close(given[count], expected[count], rtol=1e-6, atol=1e-9)
+    rest = gemm.arguments(epilogue, m, n, batch)[count:]
+    owners = [o for o in epilogue[place:] for _ in range(COUNTS[type(o)])]
+    for index, owner in enumerate(owners):
+        if isinstance(owner, (AddRow, MultiplyColumn, LoadTile)):
+            rest[index] = given[count + index]
+    reference.evaluate(epilogue[place:], given[count], rest)
+    assert_same(epilogue[place:], given[count:], rest)
+    return given
+
+
+def test_every_declaration_has_a_reference_and_an_operation() -> None:
+    from cudnn_kernels.epilogue.table import OPERATIONS
+
+    classes = {x for x in vars(declared).values() if isinstance(x, type) and x.__module__ == declared.__name__}
+    assert classes == set(reference.REFERENCES) == set(OPERATIONS) == set(COUNTS)
+    assert {declaration: operation.count for declaration, operation in OPERATIONS.items()} == COUNTS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", E4M3, E5M2, FP4])
+@pytest.mark.parametrize("major", ["n", "m"])
+def test_stores(dtype: str, major: str) -> None:
+    """All values, and more than the type holds."""
+    if dtype == FP4 and major == "m":
+        with pytest.raises(ValueError, match="d: float4_e2m1fn_x2 is packed along n, so major must be n"):
+            check((StoreTile("d", FP4, "m"),), 32, 32)
+        return
+
+    def grow(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+        a[::3] *= 512
+        if dtype == E5M2:
+            a[::6] *= 128
+
+    given = check((StoreTile("d", dtype, major),), 208, 160, 2, grow)
+    if dtype in (E4M3, E5M2):
+        assert given[0].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "m", "n", "options"),
+    [
+        ((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
+        ((AddRow("bias", "bfloat16"), StoreTile("d", "float32", "m")), 132, 37, {"b_major": "k"}),
+        ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
+        ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
+        ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
+        ((LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
+          StoreTile("d", "bfloat16")), 257, 200, {"staged": 2, "part": 32}),
+        ((LoadTile("c", "float32", "m"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), Amax(),
+          StoreTile("d", "float32", "m")), 68, 300, {"pingpong": True, "tile": (64, 128, 64)}),
+        ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
+        ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
+        ((Swiglu(), StoreTile("y", "float32"), StoreTile("c", "bfloat16")), 65, 192, {}),
+        ((Scale(), StoreTile("ab", "bfloat16", "m"), Swiglu(gate_first=True), StoreTile("y", "float32", "m"), Amax(),
+          MultiplyColumn(), StoreTile("c", "bfloat16", "m")), 136, 320, {"pingpong": True}),
+        ((Swiglu(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
+          QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3)), 200, 320, {"part": 128, "tile": (128, 256, 64)}),
+        ((Swiglu(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
+        ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
+        ((QuantizeRows("s", E5M2, E8M0, 32), StoreTile("d", E5M2)), 1, 48, {}),
+        ((QuantizeRows("s", FP4, E8M0, 16), StoreTile("d", FP4)), 130, 160, {"pingpong": True}),
+        ((QuantizeRows("s", "bfloat16", E8M0, 16), StoreTile("d", "bfloat16")), 70, 72, {"part": 32}),
+        ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), StoreTile("x", "bfloat16")),
+         177, 144, {}),
+        ((AddRow("bias", "float32"), QuantizeColumns("s", E5M2, E4M3), StoreTile("d", "float32", value="columns"),
+          QuantizeRows("r", FP4, E4M3, 16), StoreTile("e", FP4)), 33, 224,
+         {"pingpong": True, "tile": (64, 128, 64), "part": 32}),
+        ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), QuantizeRows("r", E4M3, E8M0, 32),
+          StoreTile("e", E4M3)), 300, 160, {"pingpong": True, "part": 128}),
+    ],
+)  # fmt: skip
+def test_operations(epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
+    check(epilogue, m, n, batch=2, **options)
+
+
+def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Some of all operations, and a configuration with room for them."""
+    draw = random.Random(seed)
+    epilogue: list[Any] = []
+
+    def maybe(*operations: Any) -> None:
+        if draw.random() < 0.5:
+            epilogue.extend(operations)
+
+    def tile(name: str, value: str = "x") -> StoreTile:
+        dtype = draw.choice(["bfloat16", "float16", E4M3, E5M2, FP4])
+        return StoreTile(name, dtype, "n" if dtype == FP4 else draw.choice("nm"), value)
+
+    maybe(Scale())
+    maybe(AddRow("bias", draw.choice(["float32", "bfloat16", "float16"])))
+    maybe(tile("c"))
+    if draw.random() < 0.5:
+        epilogue += [LoadTile("g", draw.choice(["bfloat16", "float32", E4M3]), draw.choice("nm")),
+                     SquaredReluBackward()]  # fmt: skip
+        maybe(SumRow("sums", "prob_gradient"))
+    else:
+        maybe(SquaredRelu())
+    maybe(MultiplyColumn())
+    maybe(Amax("amax", draw.random() < 0.5))
+    maybe(QuantizeColumns("columns_scale", E4M3, draw.choice([E4M3, E8M0])), tile("columns", "columns"))
+    maybe(QuantizeRows("rows_scale", draw.choice([E4M3, E5M2, FP4]), draw.choice([E4M3, E8M0]), draw.choice([16, 32])))
+    epilogue.append(tile("d"))
+    rows = draw.choice([64, 128])
+    pingpong = rows == 64 or draw.random() < 0.5  # warpgroups that share a tile need 64 rows each
+    options = {"pingpong": pingpong, "tile": (rows, 128, 64), "part": draw.choice([32, 64]),
+               "cluster": draw.choice([(1, 1), (2, 1)]), "staged": draw.choice([1, 2])}  # fmt: skip
+    return tuple(epilogue), options
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_epilogues(seed: int) -> None:
+    epilogue, options = random_epilogue(seed)
+    torch.manual_seed(seed)
+    check(epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
+
+
+def bias_run(epilogue: Sequence[Any], bias: torch.Tensor) -> list[Any]:
+    """What an epilogue makes of a row of any float32 values: those of a row vector added to 0."""
+
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+        a.zero_()
+        arguments[0].copy_(bias[:, None])
+        for x in arguments[1:]:
+            if isinstance(x, torch.Tensor) and x.shape == (1,) and x.isfinite().all():
+                x.fill_(1.0)
+
+    c = gemm.configuration((AddRow("bias", "float32"), *epilogue))
+    given, _, _ = gemm.run(c, 2, len(bias), 8, change=change)
+    return given[1:]
+
+
+def neighbours(values: Sequence[float]) -> torch.Tensor:
+    """float32 values, those next to them, and all negated."""
+    x = torch.tensor(values, dtype=torch.float32)
+    x = torch.cat([x, torch.nextafter(x, torch.tensor(torch.inf)), torch.nextafter(x, torch.tensor(-torch.inf))])
+    return torch.cat([x, -x])
+
+
+def test_fp4_rounding() -> None:
+    """To nearest, even at midpoints; saturates; what a negative value leaves of 0 is -0; NaN becomes the largest."""
+    grid = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    points = [*grid, *((a + b) / 2 for a, b in itertools.pairwise(grid)), 0.3, 1.9, 5.5, 7, 1e38, 1e-40, math.inf]
+    x = torch.cat([neighbours(points), torch.randn(256) * 3])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 32))
+    (stored,) = bias_run((StoreTile("d", FP4),), x)
+    codes = torch.stack([stored[0, :, 0] & 15, stored[0, :, 0] >> 4], 1).flatten()
+    for value, code in zip((x + 0.0).tolist(), codes.tolist(), strict=True):
+        distances = [abs(min(abs(value), 6) - g) for g in grid]
+        nearest = [i for i, d in enumerate(distances) if d == min(distances)]
+        wanted = next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)
+        assert code == wanted + 8 * (math.copysign(1, value) < 0), value
+    (stored,) = bias_run((StoreTile("d", FP4),), torch.full((32,), torch.nan))
+    assert set((stored & 0x77).flatten().tolist()) == {0x77}
+
+
+def test_e8m0_factors() -> None:
+    """Up to a power of two, from 2^-127 to 2^127; NaN for NaN. No type's limit: factor and magnitude are the same."""
+    powers = [2.0**e for e in (-149, -140, -127, -126, -125, -64, -1, 0, 1, 5, 100, 126, 127)]
+    largest = neighbours(powers)
+    largest = [*largest[largest >= 0].tolist(), 3.0, 0.0, FLOAT32_LARGEST, math.inf, math.nan]
+    values = torch.zeros(len(largest), 16)
+    values[:, 3], values[:, 5] = torch.tensor(largest), torch.tensor(largest) * -0.75
+    factors, _, stored = bias_run((QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten())
+    codes = factors.view(torch.uint8)[0, 0, 0, :, :, 0].t().flatten()
+    for index, value in enumerate(largest):
+        if value != value:
+            wanted = 255
+        else:
+            fits = (e for e in range(-127, 128) if e == 127 or value <= 2.0**e)
+            wanted = next(fits) + 127
+            multiplier = min(2.0 ** (127 - wanted), FLOAT32_LARGEST)
+            expected = values[index] * torch.tensor(multiplier, dtype=torch.float32)
+            assert torch.equal(stored[0, index * 16 : index * 16 + 16, 0], expected)
+        assert codes[index] == wanted, value
+
+
+def test_e4m3_factors() -> None:
+    """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    largest = torch.cat([exact * 6, torch.rand(200) * 100, torch.tensor([1e-3, 1e-30, 5000.0, torch.inf, torch.nan])])
+    values = torch.rand(len(largest), 16) - 0.5
+    values = torch.cat([values * largest[:, None], torch.zeros((-len(largest)) % 2, 16)])
+    values[: len(largest), 7] = largest
+    factors, _, stored = bias_run((QuantizeRows("s", FP4, E4M3, 16), StoreTile("d", "float32")), values.flatten())
+    factors = factors[0, 0, 0, :, :, 0].t().flatten()[: len(largest)].float()
+    wanted = (values.abs().amax(1) * (torch.tensor(1.0) / 6)).clamp(max=448.0)[: len(largest)]
+    wanted = wanted.to(torch.float8_e4m3fn).float()
+    assert torch.equal(factors.nan_to_num(-1), wanted.nan_to_num(-1))
+    stored = stored[0, :, 0].reshape(-1, 16)[: len(largest)]
+    expected = torch.where(wanted[:, None] == 0, 0.0, values[: len(largest)] * (1 / wanted)[:, None])
+    assert torch.equal(stored.nan_to_num(-1), expected.nan_to_num(-1))
+    assert all(case.any() for case in (wanted == 0, wanted == 448, wanted.isnan()))
+
+
+def test_factors_have_the_128_by_4_layout() -> None:
+    """Byte ((l rm + r // 128) rk + j // 4) 512 + r % 32 16 + r // 32 % 4 4 + j % 4 for row r and group j."""
+    epilogue = (
+        QuantizeColumns("c", "float32", E8M0),
+        QuantizeRows("r", "float32", E8M0, 32),
+        StoreTile("d", "bfloat16"),
+    )
+    m, n, batch = 160, 288, 2
+
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+        a.copy_(torch.randn(a.shape).sign() * 2.0 ** torch.randint(-20, 20, (m, 1, batch)))
+        b.copy_(torch.randn(b.shape).sign() * 2.0 ** torch.randint(-20, 20, (n, 1, batch)))
+
+    torch.manual_seed(1)
+    c = gemm.configuration(epilogue, "float32", tile=(128, 128, 32))
+    columns, _, rows, norm, _ = gemm.run(c, m, n, 4, batch, change=change)[0]
+    x = torch.zeros(m, n, batch)
+    operands: list[torch.Tensor] = []
+    torch.manual_seed(1)
+    gemm.run(c, m, n, 4, batch, change=lambda a, b, _: (change(a, b, []), operands.extend([a, b])))
+    x = gemm.product(*operands)
+    for factors, y in ((rows, x), (columns, x.transpose(0, 1))):
+        height, width, _ = y.shape
+        rm, rk = -(-height // 128), -(-width // 128)
+        memory = factors.view(torch.uint8).permute(5, 2, 4, 0, 1, 3).flatten()
+        assert len(memory) == batch * rm * rk * 512
+        for _ in range(300):
+            r, j, l = random.randrange(height), random.randrange(width // 32), random.randrange(batch)  # noqa: E741
+            byte = ((l * rm + r // 128) * rk + j // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + j % 4
+            largest = float(y[r, j * 32 : j * 32 + 32, l].abs().max() * norm)
+            assert int(memory[byte]) == math.ceil(math.log2(largest)) + 127
+
+
+@pytest.mark.parametrize("pingpong", [False, True])
+def test_infinity_and_nan(pingpong: bool) -> None:
+    """The largest magnitude is infinity or NaN exactly where a value is, also in tiles that it does not fill."""
+    epilogue = (Amax(by_expert=True), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3))
+
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+        a.fill_(1.0)
+        b.fill_(0.5)
+        a[5, 3, 0], b[7, 2, 1], a[6, 0, 2], b[40, 1, 3] = torch.inf, -torch.inf, torch.nan, torch.nan
+
+    c = gemm.configuration(epilogue, pingpong=pingpong)
+    given, expected, _ = gemm.run(c, 70, 48, 8, 5, change=change)
+    assert given[0].tolist()[:2] == [torch.inf, torch.inf]
+    assert given[0][2:4].isnan().all()
+    assert given[0][4] == 4.0
+    assert_same(epilogue, given, expected)
+
+
+def test_amax_keeps_what_was_larger() -> None:
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+        arguments[0].copy_(torch.tensor([1e6, 0.0]))
+
+    given = check((Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
+    assert given[0][0] == 1e6
+    assert 0 < given[0][1] < 1e6
+
+
+def test_shapes_that_cannot_be_quantised() -> None:
+    with pytest.raises(ValueError, match="parts of 16 columns cannot share factors by 32"):
+        check((Swiglu(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
+
+
+def test_shared_memory_without_conflicts() -> None:
+    """Of 16-bit and packed tiles, and of 8-bit ones in both orders."""
+    for store in (StoreTile("d", "bfloat16"), StoreTile("d", "bfloat16", "m"), StoreTile("d", E4M3),
+                  StoreTile("d", E4M3, "m"), StoreTile("d", FP4), StoreTile("d", "float32", "m")):  # fmt: skip
+        _, _, report = gemm.run(gemm.configuration((store,)), 128, 128, 64)
+        assert report.launches[0].bank_conflicts == 0, store

@@ -1,0 +1,199 @@
+"""The dense fused GEMMs side by side: samples, definitions, names, for tests that run over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cudnn import gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu
+from support import gemms
+from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
+
+
+@dataclass(frozen=True)
+class Family:
+    """A fused GEMM. ``results`` by name, as the wrapper returns them; ``result`` is the last of the epilogue."""
+
+    name: str
+    cls: Any
+    wrapper: Callable[..., Any]
+    module: Any
+    results: tuple[str, ...]
+    result: str
+    extra: tuple[str, ...] = ()  # names of inputs beside the operands
+    quantized: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        return getattr(self.module.api, f"_cache_of_{self.cls.__name__}Objects")
+
+    @property
+    def columns(self) -> int:
+        return 2 if self.name == "gemm_swiglu" else 1
+
+
+FAMILIES = (
+    Family("gemm_amax", gemm_amax.GemmAmax, gemm_amax.gemm_amax_wrapper, gemm_amax, ("c", "amax"), "c"),
+    Family(
+        "gemm_swiglu", gemm_swiglu.GemmSwiglu, gemm_swiglu.gemm_swiglu_wrapper, gemm_swiglu,
+        ("ab12", "c", "sfc", "amax"), "c", quantized="sfc",
+    ),
+    Family(
+        "gemm_srelu", gemm_srelu.GemmSrelu, gemm_srelu.gemm_srelu_wrapper, gemm_srelu,
+        ("c", "d", "amax", "sfd"), "d", ("prob",), "sfd",
+    ),
+    Family(
+        "gemm_dsrelu", gemm_dsrelu.GemmDsrelu, gemm_dsrelu.gemm_dsrelu_wrapper, gemm_dsrelu,
+        ("d", "dprob", "amax", "sfd"), "d", ("c", "prob"), "sfd",
+    ),
+)  # fmt: skip
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+@dataclass
+class Case:
+    """Tensors by argument's name, and the operands behind them."""
+
+    family: Family
+    a: Operand
+    b: Operand
+    tensors: dict[str, Any]
+    vector: int
+
+    def samples(self) -> dict[str, Any]:
+        return {f"sample_{name}": tensor for name, tensor in self.tensors.items()}
+
+    def arguments(self) -> dict[str, Any]:
+        return {f"{name}_tensor": tensor for name, tensor in self.tensors.items()}
+
+
+def result(rows: int, columns: int, l: int, dtype: Any, major: str, device: str) -> torch.Tensor:  # noqa: E741
+    """A dense result, NaN in it where its type has one."""
+    shape, stride = (rows, columns, l), (1, rows, rows * columns) if major == "m" else (columns, 1, rows * columns)
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return tensor if device == "meta" else tensor.fill_(float("nan"))
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def case(
+    name: str,
+    m: int = 128,
+    n: int = 256,
+    k: int = 128,
+    l: int = 1,  # noqa: E741
+    *,
+    dtype: Any = BF16,
+    majors: str = "kkn",
+    out: Any = BF16,
+    side: Any = BF16,
+    scale: Any = None,
+    vector: int = 0,
+    amax: bool | None = None,
+    device: str = "cpu",
+) -> Case:
+    """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors`` of a, b, out."""
+    family = BY_NAME[name]
+    vector = vector or (32 if scale == E8M0 or out in (E4M3, E5M2) else 16)
+    memory = "cpu" if device == "meta" else device
+    directions = ["k" if major == "k" else "mn" for major in majors[:2]]
+    if scale is not None or dtype == FP4:
+        a, b = (
+            gemms.scaled(rows, k, l, dtype, scale or E8M0, vector, major, memory)
+            for rows, major in zip((m, n), directions, strict=True)
+        )
+    else:
+        a, b = (gemms.plain(rows, k, l, dtype, major, memory) for rows, major in zip((m, n), directions, strict=True))
+    columns = n // family.columns
+    tensors: dict[str, Any] = {"a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales}
+    tensors[family.result] = result(m, columns, l, out, majors[2], memory)
+    if name == "gemm_swiglu":
+        tensors["ab12"] = None if side is None else result(m, n, l, side, majors[2], memory)
+    elif name == "gemm_srelu":
+        tensors["c"] = result(m, n, l, side, majors[2], memory)
+    elif name == "gemm_dsrelu":
+        major = "mn" if majors[2] == "m" else "k"
+        tensors["c"] = gemms.strided(torch.randn(m, n, l, device=memory).to(side), major)
+        tensors["dprob"] = torch.zeros(m, 1, l, device=memory)
+    if "prob" in family.extra:
+        tensors["prob"] = torch.randn(m, 1, l, device=memory)
+    if amax is None:
+        amax = name == "gemm_amax" or (dtype == FP4 and out == BF16)
+    tensors["amax"] = torch.full((1,), float("-inf"), device=memory) if amax else None
+    if family.quantized:
+        quantized = out in (E4M3, E5M2)
+        codes = torch.full((m, -(-columns // vector), l), 77, dtype=torch.uint8, device=memory)
+        tensors[family.quantized] = gemms.in_atoms(codes).view(E8M0) if quantized else None
+        tensors["norm_const"] = torch.tensor([0.01], device=memory) if quantized else None
+    if device == "meta":
+        tensors = {key: None if tensor is None else without_data(tensor) for key, tensor in tensors.items()}
+    return Case(family, a, b, tensors, vector)
+
+
+def options(problem: Case) -> dict[str, Any]:
+    """Options that the problem needs: a tile that divides it, the number of elements that share a factor."""
+    chosen: dict[str, Any] = {"sf_vec_size": problem.vector}
+    if problem.family.name not in ("gemm_amax", "gemm_swiglu"):
+        chosen["mma_tiler_mn"] = (128, 128)
+    return chosen
+
+
+def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
+    """The results of an executed problem, against their definitions in float64."""
+    tensors, name = problem.tensors, problem.family.name
+    z = alpha * gemms.matmul(problem.a, problem.b)
+    if name == "gemm_swiglu":
+        if tensors["ab12"] is not None:
+            gemms.assert_rounded(tensors["ab12"], z, slack)
+        values = gemms.swiglu(z)
+    elif name == "gemm_srelu":
+        gemms.assert_rounded(tensors["c"], z, slack)
+        values = gemms.srelu(z, tensors["prob"])
+    elif name == "gemm_dsrelu":
+        values, dprob = gemms.dsrelu(z, tensors["c"], tensors["prob"])
+        gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
+    else:
+        values = z
+    slack *= 4 if name != "gemm_amax" else 1  # products of sums
+    if tensors["amax"] is not None:
+        torch.testing.assert_close(
+            tensors["amax"].double().reshape(()), values.abs().max(), rtol=4 * slack, atol=0, check_dtype=False
+        )
+    found = tensors[problem.family.result]
+    scales = tensors.get(problem.family.quantized)
+    if scales is None:
+        gemms.assert_rounded(found, values, slack)
+    else:
+        check_quantized(found, scales, values, float(tensors["norm_const"]), slack)
+
+
+def check_quantized(found: Any, scales: Any, values: torch.Tensor, norm: float, slack: float) -> None:
+    """Scale factors exact but where the largest value lies within ``slack`` of a power of two; elements rounded once."""
+    m, n, _ = values.shape
+    blocks = -(-n // 32)
+    codes = gemms.from_atoms(scales, m, blocks)
+    limit = {E4M3: 448.0, E5M2: 128.0}[found.dtype]
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -n % 32)).unflatten(1, (-1, 32))
+    largest = padded.abs().amax(2) / limit * norm
+    error = slack * values.abs().max() / limit * norm
+    low, high = (gemms.e8m0_code_above((largest + sign * error).clamp(min=0)) for sign in (-1, 1))
+    assert bool(((codes >= low) & (codes <= high)).all())
+    assert float((low == high).double().mean()) > 0.9
+    factor = norm / gemms.e8m0_values(codes).repeat_interleave(32, 1)[:, :n]
+    step = torch.finfo(found.dtype).eps * (values * factor).abs().clamp(
+        min=2.0**-6 if found.dtype == E4M3 else 2.0**-14
+    )
+    allowed = 0.505 * step + slack * values.abs().max() * factor
+    assert bool(((found.double() - (values * factor).clamp(-2 * limit, 2 * limit)).abs() <= allowed).all())
+    outside = scales.view(torch.uint8).clone()
+    outside[gemms.scale_index(m, blocks, values.shape[2], outside.device)] = 0
+    assert not outside.any()  # what pads the atoms
+
+
+__all__ = ["BY_NAME", "FAMILIES", "F32", "Case", "Family", "case", "check", "options"]

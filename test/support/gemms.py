@@ -1,0 +1,135 @@
+"""Fused GEMMs for tests: random operands whose values are known in float64, and the definitions of the results.
+
+Nothing here uses the library: layouts and formats are worked out anew, index by index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, E8M0, FP4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
+
+
+@dataclass
+class Operand:
+    """A tensor (mn, k, l), its scale factors in atoms if it has some, and its values in float64."""
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
+    values: torch.Tensor
+
+
+def strided(x: torch.Tensor, major: str) -> torch.Tensor:
+    """(rows, columns, l) with stride 1 in the first (``major="mn"``) or the second dimension, dense."""
+    rows, columns, _ = x.shape
+    stride = (1, rows, rows * columns) if major == "mn" else (columns, 1, rows * columns)
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def plain(mn: int, k: int, l: int = 1, dtype: Any = BF16, major: str = "k", device: str = "cpu") -> Operand:  # noqa: E741
+    x = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
+    return Operand(x, None, x.double())
+
+
+def scale_index(mn: int, blocks: int, l: int, device: Any) -> tuple[torch.Tensor, ...]:  # noqa: E741
+    """Where the scale factor of row r, block j, matrix i stands, for all of them."""
+    r, j, i = torch.meshgrid(*(torch.arange(size, device=device) for size in (mn, blocks, l)), indexing="ij")
+    return r % 32, r // 32 % 4, r // 128, j % 4, j // 4, i
+
+
+def in_atoms(factors: torch.Tensor) -> torch.Tensor:
+    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, zero beyond them."""
+    mn, blocks, l = factors.shape  # noqa: E741
+    memory = torch.zeros(l, -(-mn // 128), -(-blocks // 4), 32, 4, 4, dtype=torch.uint8, device=factors.device)
+    atoms = memory.permute(3, 4, 1, 5, 2, 0)
+    atoms[scale_index(mn, blocks, l, factors.device)] = factors
+    return atoms
+
+
+def from_atoms(scales: torch.Tensor, mn: int, blocks: int) -> torch.Tensor:
+    """Bytes (mn, blocks, l) of scale factors in atoms."""
+    raw = scales.view(torch.uint8)
+    return raw[scale_index(mn, blocks, scales.shape[5], scales.device)]
+
+
+def e8m0_values(codes: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones_like(codes, dtype=torch.float64), codes.int() - 127)
+
+
+def fp4_values(codes: torch.Tensor) -> torch.Tensor:
+    """Sign, two bits of exponent, one of mantissa."""
+    exponent, mantissa = codes.int() >> 1 & 3, codes.int() & 1
+    magnitude = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1)).double()
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def scaled(
+    mn: int, k: int, l: int = 1, dtype: Any = FP4, scale: Any = E8M0, vector: int = 16, major: str = "k", device: str = "cpu"  # noqa: E741, E501
+) -> Operand:  # fmt: skip
+    """Block-scaled, every scale factor another power of two or e4m3 number."""
+    blocks = -(-k // vector)
+    if scale == E8M0:
+        codes = torch.randint(125, 130, (mn, blocks, l), device=device).to(torch.uint8)
+        factors = e8m0_values(codes)
+    else:
+        codes = (torch.rand(mn, blocks, l, device=device) * 3 + 0.05).to(E4M3).view(torch.uint8)
+        factors = codes.view(E4M3).double()
+    if dtype == FP4:
+        nibbles = torch.randint(0, 16, (l, mn, k), device=device).to(torch.uint8)
+        tensor = strided((nibbles[..., ::2] + 16 * nibbles[..., 1::2]).permute(1, 2, 0), "k").view(FP4)
+        values = fp4_values(nibbles).permute(1, 2, 0)
+    else:
+        tensor = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
+        values = tensor.double()
+    return Operand(tensor, in_atoms(codes).view(scale), values * factors.repeat_interleave(vector, 1)[:, :k])
+
+
+def matmul(a: Operand, b: Operand) -> torch.Tensor:
+    """(m, n, l) in float64."""
+    return torch.stack([a.values[..., i] @ b.values[..., i].T for i in range(a.values.shape[2])], dim=2)
+
+
+def swiglu(z: torch.Tensor) -> torch.Tensor:
+    """(m, n, l) to (m, n / 2, l), in float64: column p * 32 + i comes of columns p * 64 + i (up) and + 32 (gate)."""
+    columns = torch.arange(z.shape[1] // 2, device=z.device)
+    up = columns // 32 * 64 + columns % 32
+    gate = z[:, up + 32]
+    return z[:, up] * gate / (1 + torch.exp(-gate))
+
+
+def srelu(z: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+    return torch.where(z > 0, z * z, 0.0) * prob.double()
+
+
+def dsrelu(z: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """d and dprob."""
+    positive = torch.where(z > 0, z, 0.0)
+    return 2 * positive * c.double() * prob.double(), (positive * positive * c.double()).sum(1, keepdim=True)
+
+
+def e8m0_code_above(x: torch.Tensor) -> torch.Tensor:
+    """The byte of the least power of two from 2^-127 to 2^127 that is not below x, float64 and not negative."""
+    mantissa, exponent = torch.frexp(x)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # x = mantissa 2^exponent, mantissa in [1/2, 1)
+    return torch.where(x == 0, 0, (exponent + 127).clamp(0, 254)).to(torch.uint8)
+
+
+def assert_rounded(found: torch.Tensor, expected: torch.Tensor, slack: float) -> None:
+    """``found`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude."""
+    if found.dtype == F32:
+        spacing = torch.zeros_like(expected)
+    else:
+        info = torch.finfo(found.dtype)
+        largest = 448.0 if found.dtype == E4M3 else info.max
+        expected = expected.clamp(-largest, largest) if found.dtype in (E4M3, E5M2) else expected
+        least = {E4M3: 2.0**-6, E5M2: 2.0**-14, F16: 2.0**-14}.get(found.dtype, 2.0**-126)
+        spacing = info.eps * 2.0 ** torch.floor(torch.log2(expected.abs().clamp(min=least)))
+        # A binade's first value may come of the one below, with half the distance; found may lie a binade above.
+    allowed = 0.505 * spacing + slack * float(expected.abs().max().clamp(min=1e-30))
+    error = (found.double() - expected).abs()
+    worst = (error - allowed).flatten().argmax()
+    assert bool((error <= allowed).all()), f"error {error.flatten()[worst]}, allowed {allowed.flatten()[worst]}"
