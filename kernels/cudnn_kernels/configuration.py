@@ -36,6 +36,7 @@ class GemmConfiguration:
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
     multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
     cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time, held by ``staged`` buffers.
+    ``dynamic``: whoever is done takes the next tile.
     """
 
     a: str
@@ -52,6 +53,7 @@ class GemmConfiguration:
     promote: int = 0
     part: int = 64
     staged: int = 1
+    dynamic: bool = False
 
 
 @dataclass(frozen=True)

@@ -131,14 +131,15 @@ class WarpMatrices:
         place = accumulator_index(len(lanes), len(d), per)
         C = np.zeros((len(A), len(B)), dtype)
         if add:
-            C[place] = np.stack([x[lanes] for x in c]).view(dtype).reshape(place[0].shape)
+            here = slice(int(lanes[0]), int(lanes[-1]) + 1)
+            C[place] = np.stack([x[here] for x in c]).view(dtype).reshape(place[0].shape)
         if to == "s32":
             D = (A @ B.T).astype(np.int32) + C
         else:
             with np.errstate(over="ignore"):
                 D = tensorcore.multiply_add(A, B, C, kind, len(lanes) == 128).astype(dtype)
         for register, values in zip(d, np.ascontiguousarray(D[place]).reshape(len(d), -1).view(u32), strict=True):
-            register[lanes] = values
+            register[int(lanes[0]) : int(lanes[-1]) + 1] = values
 
     # -- wgmma
     def _groups(self, m: Any, what: str, site: int) -> Array:

@@ -53,8 +53,20 @@ def _sum(a: Array, b: Array, c: Array, bits: int) -> Array:
     return total * _power(top - bits)
 
 
+def _loses_nothing(a: Array, b: Array, c: Array, bits: int) -> bool:
+    """Whether operands are so small multiples of 1 or of 1/8 that no product and no sum has bits to be cut off."""
+    largest = np.abs(a).max(initial=0) * np.abs(b).max(initial=0) * a.shape[1] + np.abs(c).max(initial=0)
+    return any(
+        largest * scale * scale < 2.0 ** min(bits, 24)
+        and all((x == np.rint(x)).all() for x in (a * scale, b * scale, c * (scale * scale)))
+        for scale in (1.0, 8.0)
+    )
+
+
 def aligned_sum(a: Array, b: Array, c: Array, bits: int) -> Array:
     """a (m, k) times b (n, k) transposed plus c (m, n): float64, before the cut to the result's format."""
+    if _loses_nothing(a, b, c, bits):
+        return a @ b.T + c
     if all(np.isfinite(x).all() for x in (a, b, c)):
         return _sum(a, b, c, bits)
     with np.errstate(invalid="ignore", over="ignore"):

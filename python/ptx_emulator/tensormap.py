@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.element
 
+    @cached_property
     def tile_offsets(self) -> Array:
         """Where the 16-byte pieces of a box lie in its tile, before the swizzle: a row takes the whole of its span."""
         row = self.box[0] * self.element

@@ -60,7 +60,7 @@ class TMA:
             raise Misaligned(f"tensor copy at shared +{place & 0xFFFFFF:#x}: not 128-byte aligned", [lane], site)
         if where[0] * tensor.element % 16:  # an illegal instruction on the chip
             raise Misaligned(f"innermost coordinate {where[0]}: its bytes are not a multiple of 16", [lane], site)
-        bytes_ = (place & 0xFFFFFF) + tensor.tile_offsets()
+        bytes_ = (place & 0xFFFFFF) + tensor.tile_offsets
         return tensor, tuple(where), tensormap.swizzle(bytes_, tensor.swizzle) >> 4
 
     def _box(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,22 @@ import pytest
 
 import cudnn
 from emulator.golden.kernels import FILE, KERNELS, Kernel
-from ptx_emulator import UnsupportedPTX, calibration
+from ptx_emulator import Misaligned, UnsupportedPTX, calibration
 from ptx_emulator.calibration import Case, Difference, Golden, Tolerance
-from ptx_emulator.calibration.maps import Map, encode
+from ptx_emulator.calibration.__main__ import write
+from ptx_emulator.calibration.cases import tensors
+from ptx_emulator.calibration.maps import Map
 
 ARCH = "sm_90a"
 CASES = calibration.cases(ARCH)
+# Cases that no GPU has run as they are now.
+PENDING = (
+    "registers/*", "functions/sin.*", "functions/cos.*", "tma.load/*.swizzle[1-9]*", "tma.load/rank[145]",
+    "tma.load/type.tf32.ties", "tma.load/nan_fill.*", "tma.load/element_strides", "tma.store/narrow*",
+    "tma.store/rank3", "tma.reduce/*", "tma.edit/[!i]*", "wgmma/e?m?.f16 random 4", "wgmma/*subnormal",
+)  # fmt: skip
+WAITING = [case for case in CASES if any(fnmatch(case.id, pattern) for pattern in PENDING)]
+DONE = [case for case in CASES if case not in WAITING]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +52,7 @@ def kept(golden: Golden, case: Case | Kernel) -> list[calibration.Kept]:
     return outputs
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", DONE, ids=lambda c: c.id)
 def test_the_emulator_does_what_the_chip_did(case: Case, golden: Golden) -> None:
     chip = kept(golden, case)
     if case.refused:
@@ -61,8 +73,23 @@ def test_the_files_name_their_gpu_and_hold_nothing_else(golden: Golden) -> None:
     for about in (golden.about, calibration.load(FILE).about):
         assert set(about) == {"name", "driver", "arch", "date"}
         assert about["arch"] == ARCH
-    assert set(golden.outputs) == {case.id for case in CASES}
+    assert set(golden.outputs) == {case.id for case in DONE}
     assert calibration.path(ARCH).stat().st_size < 1 << 20
+
+
+@pytest.mark.parametrize("case", WAITING, ids=lambda c: c.id)
+def test_cases_without_a_result_run(case: Case, golden: Golden) -> None:
+    assert case.id not in golden.outputs
+    if case.refused:
+        with pytest.raises(UnsupportedPTX):
+            calibration.run_emulated(case, ARCH)
+    else:
+        calibration.run_emulated(case, ARCH)
+
+
+def test_every_pattern_of_waiting_cases_is_needed() -> None:
+    for pattern in PENDING:
+        assert any(fnmatch(case.id, pattern) for case in CASES), pattern
 
 
 def test_names_are_unique() -> None:
@@ -84,8 +111,10 @@ def test_one_bit_is_a_difference() -> None:
 
 
 def test_units_in_the_last_place_across_zero_and_nan() -> None:
-    a = np.float32([1.0, 2.0, 0.0, np.nan, np.inf, -1e-45]).view(np.uint32)
-    b = np.float32([np.nextafter(np.float32(1), np.float32(2)), 2.0, -0.0, np.nan, np.inf, 1e-45]).view(np.uint32)
+    a = np.array([1.0, 2.0, 0.0, np.nan, np.inf, -1e-45], np.float32).view(np.uint32)
+    b = np.array([np.nextafter(np.float32(1), np.float32(2)), 2.0, -0.0, np.nan, np.inf, 1e-45], np.float32).view(
+        np.uint32
+    )
     b[3] ^= 1
     one = found(a, b, Tolerance("f32", 1))
     assert (one.unequal, one.wrong, one.ulps, one.nan) == (3, 1, 2, 1)
@@ -118,6 +147,17 @@ def test_outputs_of_several_dimensions(tmp_path: Path) -> None:
     assert [k.values.tolist() for k in chip] == [x.reshape(-1).tolist() for x in outputs]
 
 
+def test_results_are_added_to_those_a_file_has(tmp_path: Path) -> None:
+    file, value = tmp_path / "g.xz", np.arange(3, dtype=np.uint32)
+    for number, add in ((1, 0), (0, 0), (1, 5)):
+        case = CASES[number]
+        write(file, Golden({"name": str(add)}, calibration.collect(ARCH, [case], {case.id: [value + add]})), ARCH)
+    read = calibration.load(file)
+    assert read.about == {"name": "5"}
+    assert list(read.outputs) == [CASES[0].id, CASES[1].id]
+    assert [kept[0].values[0] for _, kept in read.outputs.values()] == [0, 5]
+
+
 def test_large_outputs_are_kept_as_a_sample_and_a_hash(tmp_path: Path) -> None:
     case = replace(CASES[0], outputs=(np.zeros(65536, np.uint32),))
     output = np.arange(65536, dtype=np.uint32)
@@ -147,11 +187,22 @@ def test_a_fingerprint_changes_with_what_the_gpu_would_see() -> None:
     assert len(marks | {case.fingerprint(ARCH)}) == 5
 
 
-def test_what_the_encoder_does_not_know() -> None:
-    for change in ({"nan_fill": True}, {"steps": (1, 2)}, {"strides": (1 << 37,)}):
-        m = replace(Map(0, "f16", (64, 64), (128,), (16, 16)), **change)  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="element strides, NaN fill or strides from 2\\^36 bytes on"):
-            encode(m, 0)
+# -- what the chip refuses, and what the emulator does not know of tensor maps
+@pytest.mark.parametrize("place", [(4, 0), (-4, 1), (1, 0)])
+def test_an_innermost_coordinate_that_is_not_a_multiple_of_16_bytes(place: tuple[int, int]) -> None:
+    source = np.zeros(1024, np.uint32)
+    m = Map(1, "u16", (32, 20), (64,), (16, 8))
+    with pytest.raises(Misaligned, match=f"innermost coordinate {place[0]}: its bytes are not a multiple of 16"):
+        calibration.run_emulated(tensors.loads("x", m, [place], source), ARCH)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"nan_fill": True}, "unknown bits 0x8000"), ({"steps": (1, 2)}, "tensor map with element strides"),
+])  # fmt: skip
+def test_tensor_maps_that_are_refused(change: dict[str, object], message: str) -> None:
+    m = replace(Map(1, "f16", (64, 64), (128,), (16, 16)), **change)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedPTX, match=re.escape(message)):
+        calibration.run_emulated(tensors.loads("x", m, [(0, 0)], np.zeros(2048, np.uint32)), ARCH)
 
 
 # -- the command
@@ -161,13 +212,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
-    done = command("--only", "registers/*")
+    done = command("--only", "copies/bulk.load", "barrier/*")
     assert done.returncode == 0, done.stderr
-    assert "registers" in done.stdout
-    found = json.loads(command("--only", "registers/*", "--json").stdout)
-    assert found["families"]["registers"]["equal"] == 1
+    assert "copies" in done.stdout
+    found = json.loads(command("--only", "copies/bulk.load", "--json").stdout)
+    assert found["families"]["copies"]["equal"] == 1
+    missing = command("--only", "copies/*", "--missing")
+    assert (missing.returncode, "copies" in missing.stdout) == (0, False)
     empty = tmp_path / "empty.xz"
     calibration.save(empty, Golden({}, {}))
-    failed = command("--only", "registers/*", "--golden", str(empty))
+    failed = command("--only", "copies/bulk.load", "--golden", str(empty))
     assert failed.returncode == 1
-    assert "registers/all: no result of a GPU" in failed.stdout
+    assert "copies/bulk.load: no result of a GPU" in failed.stdout

@@ -40,9 +40,7 @@ def test_types(side: Any, out: Any) -> None:
 def test_c_has_no_8_bits() -> None:
     problem = case("gemm_dsrelu", side=BF16)
     problem.tensors["c"] = gemms.strided(torch.randn(128, 256, 1).to(E4M3), "k")
-    with pytest.raises(
-        ValueError, match="c tensor dtype mismatch: expected torch.float16 or torch.bfloat16 or torch.fl"
-    ):
+    with pytest.raises(ValueError, match="c tensor dtype mismatch: expected torch"):
         operation(problem).check_support()
 
 

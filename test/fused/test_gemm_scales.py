@@ -63,10 +63,7 @@ def test_rounding_to_four_bits(values: list[float]) -> None:
     found = unpack_float4(pack_float4(x)).flatten()
     table = gemms.fp4_values(torch.arange(8, dtype=torch.uint8))
     distance = (x.double().abs().view(-1, 1) - table).abs()
-    nearest = [
-        min(range(8), key=lambda code: (float(row[code]), code % 2))  # noqa: B023
-        for row in distance
-    ]
+    nearest = [min(range(8), key=lambda code: (float(row[code]), code % 2)) for row in distance]
     assert torch.equal(found.abs().double(), table[nearest])
     assert torch.equal(torch.signbit(found), torch.signbit(x.flatten()))
 
@@ -127,8 +124,14 @@ def test_rounding_saturates(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "limit", "scale", "vector"),
-    [(E4M3, 448.0, E8M0, 32), (E5M2, 128.0, E8M0, 32), (FP4, 6.0, E8M0, 32), (FP4, 6.0, E8M0, 16), (FP4, 6.0, E4M3, 16)],
-)  # fmt: skip
+    [
+        (E4M3, 448.0, E8M0, 32),
+        (E5M2, 128.0, E8M0, 32),
+        (FP4, 6.0, E8M0, 32),
+        (FP4, 6.0, E8M0, 16),
+        (FP4, 6.0, E4M3, 16),
+    ],
+)
 @pytest.mark.parametrize("norm", [1.0, 0.01])
 def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vector: int, norm: float) -> None:
     m, n, l = 5, 80, 2  # noqa: E741

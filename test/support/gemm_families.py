@@ -10,7 +10,7 @@ import torch
 
 from cudnn import gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu
 from support import gemms
-from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
+from support.gemms import BF16, E4M3, E5M2, E8M0, FP4, Operand
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def case(
     amax: bool | None = None,
     device: str = "cpu",
 ) -> Case:
-    """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors`` of a, b, out."""
+    """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors``: a, b, out."""
     family = BY_NAME[name]
     vector = vector or (32 if scale == E8M0 or out in (E4M3, E5M2) else 16)
     memory = "cpu" if device == "meta" else device
@@ -174,7 +174,7 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
 
 
 def check_quantized(found: Any, scales: Any, values: torch.Tensor, norm: float, slack: float) -> None:
-    """Scale factors exact but where the largest value lies within ``slack`` of a power of two; elements rounded once."""
+    """Scale factors exact, but where the largest value lies within ``slack`` of a power of two; elements rounded."""
     m, n, _ = values.shape
     blocks = -(-n // 32)
     codes = gemms.from_atoms(scales, m, blocks)
@@ -194,6 +194,3 @@ def check_quantized(found: Any, scales: Any, values: torch.Tensor, norm: float, 
     outside = scales.view(torch.uint8).clone()
     outside[gemms.scale_index(m, blocks, values.shape[2], outside.device)] = 0
     assert not outside.any()  # what pads the atoms
-
-
-__all__ = ["BY_NAME", "FAMILIES", "F32", "Case", "Family", "case", "check", "options"]

@@ -33,10 +33,11 @@ from cudnn_kernels.call import stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.sm100.turns import Turns
 from cudnn_kernels.types import DTYPES
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
-MMA_WARP, LOAD_WARP, WARPS = 4, 5, 6
+MMA_WARP, LOAD_WARP, FETCH_WARP = 4, 5, 6
 SHARED_MEMORY = 227 * 1024
 TENSOR_MEMORY = 512  # columns
 POINTER_BARRIER, GROUP_BARRIER = 1, 2  # named barriers
@@ -67,6 +68,7 @@ class Gemm:
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         self.accumulators = min(2, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
+        self.warps = FETCH_WARP + 1 if c.dynamic else FETCH_WARP
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
@@ -82,11 +84,13 @@ class Gemm:
         tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], c.tile[1] * cn))
         scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *rest[: c.schedule.count])
         parameters = self.epilogue.prepare(rest[c.schedule.count :])
-        clusters = cutlass.min(c.schedule.limit(scheduled), multiprocessors // (cm * cn))
+        clusters = c.schedule.limit(scheduled)
+        if const_expr(not c.dynamic):
+            clusters = cutlass.min(clusters, multiprocessors // (cm * cn))
         atoms, tensors = self.descriptors(operands)
         self.kernel(self.tiled_mma(), self.tiled_mma_of_factors(), atoms, tensors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
-            block=[32 * WARPS, 1, 1],
+            block=[32 * self.warps, 1, 1],
             cluster=[cm, cn, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -172,6 +176,13 @@ class Gemm:
         factors = (ROWS + n) * k // self.c.vector if self.c.scale else 0
         return (m * self.types[0].width + n * self.types[1].width) // self.pair * k // 8 + factors
 
+    def readers(self) -> int:
+        """Warps of a cluster that read which tile is next: of every CTA those that load and finish, one for each pair
+        that multiplies, and the one that asks.
+        """
+        ctas = self.c.cluster[0] * self.c.cluster[1]
+        return ctas * (1 + ROWS // 32) + ctas // self.pair + 1
+
     def factor_columns(self) -> int:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
         c = self.c
@@ -228,6 +239,7 @@ class Gemm:
             self.epilogue.ready()
             for i in cutlass.range_constexpr(len(atoms)):
                 cpasync.prefetch_descriptor(atoms[i])
+        self.turns = Turns(self.c.dynamic, self.c.schedule.total(scheduled), self.readers(), cluster, smem)
         one = CooperativeGroup(Agent.Thread)
         sharers = self.c.cluster[0] // self.pair + self.c.cluster[1] - 1
         memory = TmemAllocator(
@@ -253,6 +265,9 @@ class Gemm:
             cta_layout_vmnk=cluster,
         )
 
+        if const_expr(self.c.dynamic):
+            if warp == FETCH_WARP and rank == 0:
+                self.turns.fetch()
         if warp == LOAD_WARP:
             self.load(mma, factors_mma, atoms, tensors, shared, operands.make_producer(), scheduled, rank)
         if warp <= MMA_WARP:
@@ -265,7 +280,7 @@ class Gemm:
             if warp == MMA_WARP:
                 if place[0] == 0:
                     self.multiply(
-                        mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), scheduled, k_tiles
+                        mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), k_tiles
                     )
             else:
                 self.finish(acc, tensors, accumulated.make_consumer(), scheduled, thread)
@@ -275,12 +290,6 @@ class Gemm:
         if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def tiles(self, scheduled: Any) -> tuple[Int32, Int32, Int32]:
-        """First, end and step of this cluster's tiles in the schedule."""
-        _, _, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        return cluster, self.c.schedule.total(scheduled), clusters
 
     def buffers(self, smem: Any, layouts: list[Any]) -> list[cute.Tensor]:
         """The operands' rings; those of factors are not swizzled."""
@@ -310,8 +319,8 @@ class Gemm:
         several = const_expr(c.cluster[0] * c.cluster[1] > 1)
         bm, bn, _ = cute.arch.block_idx()
         k_tiles = cute.size(sources[0], mode=[2])
-        first, end, step = self.tiles(scheduled)
-        for index in cutlass.range(first, end, step):
+        reader, index = self.turns.reader(), self.turns.first
+        while index < self.turns.end:
             work = c.schedule.find(scheduled, index)
             row = work.m * (c.cluster[0] // self.pair) + bm // self.pair
             column = work.n * c.cluster[1] + bn
@@ -326,6 +335,7 @@ class Gemm:
                         tma_bar_ptr=free.barrier,
                         mcast_mask=masks[i] if several else None,
                     )
+            index, reader = self.turns.next(index, reader)
         ring.tail()
 
     def partition(
@@ -362,15 +372,14 @@ class Gemm:
         shared: list,
         ring: Any,
         accumulators: Any,
-        scheduled: Any,
         k_tiles: Int32,
     ) -> None:
         """One warp, of a pair's first CTA: the products of all tiles, one accumulator after the other."""
         c = self.c
         tCrA, tCrB = mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1])
         factors, copies = self.factors(mma, acc, shared)
-        first, end, step = self.tiles(scheduled)
-        for _ in cutlass.range(first, end, step):
+        reader, index = self.turns.reader(), self.turns.first
+        while index < self.turns.end:
             free = accumulators.acquire_and_advance()
             target = acc[None, None, None, free.index]
             mma.set(tcgen05.Field.ACCUMULATE, False)
@@ -388,6 +397,7 @@ class Gemm:
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 full.release()
             free.commit()
+            index, reader = self.turns.next(index, reader)
         accumulators.tail()
 
     def factors(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list) -> tuple[list[cute.Tensor], list[Any]]:
@@ -423,8 +433,8 @@ class Gemm:
         copy = tcgen05.make_tmem_copy(atom, parts[None, (0, 0, 0, 0)])
         source = copy.get_slice(thread).partition_S(parts)
         count = Int32(0)
-        first, end, step = self.tiles(scheduled)
-        for index in cutlass.range(first, end, step):
+        reader, index = self.turns.reader(), self.turns.first
+        while index < self.turns.end:
             work = c.schedule.find(scheduled, index)
             tile = Tile(
                 row=work.m * cm + bm,
@@ -448,6 +458,7 @@ class Gemm:
                 self.epilogue.run(tile, part, Fragment(values, plan.width, plan.layout))
             self.epilogue.end(tile)
             count += 1
+            index, reader = self.turns.next(index, reader)
         self.epilogue.drain(thread)
 
     def take(self, copy: Any, source: cute.Tensor, part: int, accumulator: Int32, values: cute.Tensor) -> None:

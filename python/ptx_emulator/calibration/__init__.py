@@ -9,7 +9,18 @@ It depends on nothing but numpy.
 from ptx_emulator.calibration.case import Case, Tolerance
 from ptx_emulator.calibration.cases import cases
 from ptx_emulator.calibration.emulated import run_emulated
-from ptx_emulator.calibration.golden import Difference, Golden, Kept, collect, compare, difference, keep, load, path, save
+from ptx_emulator.calibration.golden import (
+    Difference,
+    Golden,
+    Kept,
+    collect,
+    compare,
+    difference,
+    keep,
+    load,
+    path,
+    save,
+)
 from ptx_emulator.calibration.gpu import Device, GPUError, run_all, run_on_gpu
 
 __all__ = [

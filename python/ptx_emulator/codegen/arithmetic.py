@@ -176,9 +176,8 @@ def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     op, kind = i.opcode, mods.last()
     width, signed = bits_of(kind), kind[0] == "s"
     wide = {"bfind": 2, "bfe": 2, "bfi": 3, "popc": 2, "clz": 2, "brev": 2}.get(op, 0)  # operands as wide as the type
-    values = [e.value(x, "u", width if n < wide else 32) for n, x in enumerate(i.operands)]
-    if op in ("popc", "clz", "bfind"):  # a result of 32 bits
-        values[0] = e.raw(i.operands[0])
+    narrow = op in ("popc", "clz", "bfind")  # a result of 32 bits
+    values = [e.value(x, "u", width if narrow <= n < wide else 32) for n, x in enumerate(i.operands)]
     call = {
         "shf": ("funnel", lambda: (mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap")),
         "prmt": ("permute", tuple), "lop3": ("lop3", tuple), "popc": ("count_ones", tuple),

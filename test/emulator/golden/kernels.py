@@ -35,7 +35,7 @@ class Kernel:
     run: Callable[[str], torch.Tensor]
 
     def fingerprint(self, arch: str) -> str:
-        return hashlib.sha256(f"{self.id} {self.tolerance}".encode()).hexdigest()[:16]
+        return hashlib.sha256(self.id.encode()).hexdigest()[:16]
 
     def output(self, device: str) -> list[Any]:
         """The result's bits, as `calibration.save` and `calibration.compare` want them."""
@@ -48,7 +48,7 @@ class Kernel:
 def normal(name: str, *shape: int) -> torch.Tensor:
     """float32, about normal: the sum of four uniform numbers."""
     parts = [raw(f"{name} {i}", int(np.prod(shape))).astype(np.float64) / 2**32 - 0.5 for i in range(4)]
-    return torch.from_numpy((sum(parts) * 1.7).astype(np.float32)).reshape(shape)
+    return torch.from_numpy((np.sum(parts, axis=0) * 1.7).astype(np.float32)).reshape(shape)
 
 
 def norm(m: int, n: int, rows: int, threads: int, dtype: torch.dtype, which: str) -> Callable[[str], torch.Tensor]:
@@ -100,10 +100,9 @@ _KIND = {bf16: "bf16", f16: "f16"}
 KERNELS = [
     # The reciprocal square root is approximate, and may move what is rounded afterwards to the next number.
     *(Kernel(f"norm {name} o", Tolerance(_KIND[p[4]], 1), norm(*p, "o")) for name, p in _NORMS.items()),
-    *(Kernel(f"norm {name} amax", Tolerance("f32", 8), norm(*p, "amax")) for name, p in _NORMS.items()),
+    *(Kernel(f"norm {name} amax", Tolerance("f32", 1), norm(*p, "amax")) for name, p in _NORMS.items()),
     *(Kernel(f"gemm {name}", Tolerance(), product(*p, True)) for name, p in _GEMMS.items()),
-    # Sums of 192 products, in another order and width.
-    Kernel("gemm bf16 random", Tolerance("bf16", 1, 2.0**-12), product((64, 128, 64), 1, "kk", bf16, False)),
+    Kernel("gemm bf16 random", Tolerance(), product((64, 128, 64), 1, "kk", bf16, False)),
 ]
 
 

@@ -81,8 +81,9 @@ def ranks() -> list[Case]:
         size = TYPES[kind][2]
         m = Map(1, kind, (64 // size, 30), (64,), (64 // size, 16))
         made.append(loads(f"type.{kind}", m, [(0, 0), (-32 // size, 20)], values_))
-    halves = np.array([0x3F800000, 0xC0000000, 0x7F7FE000, 0x7F7FC000, 0x00800000, 0, 0x80000000, 0x3FFFE000], np.uint32)
-    ties = (halves[:, None] + np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000], np.uint32)).reshape(-1)
+    starts = [0x3F800000, 0xC0000000, 0x7F7FE000, 0x7F7FC000, 0x00800000, 0, 0x80000000, 0x3FFFE000]
+    steps = np.array([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000], np.uint32)
+    ties = (np.array(starts, np.uint32)[:, None] + steps).reshape(-1)
     ties[:8] = [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7FF000]
     m = Map(1, "tf32", (16, 4), (64,), (16, 4))
     made.append(loads("type.tf32.ties", m, [(0, 0)], ties))
