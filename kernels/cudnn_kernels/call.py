@@ -29,3 +29,14 @@ def stand_ins(configuration: GemmConfiguration, epilogue: Epilogue) -> tuple[Any
         Int32(0),
         make_fake_stream(),
     )
+
+
+def ring_stages(free: int, stage: int) -> int:
+    """Buffers of ``stage`` bytes that fit into ``free`` bytes, at most eight.
+
+    Raises:
+        ValueError: not even two do, and a mainloop holds one while it waits for the next.
+    """
+    if free < 2 * stage:
+        raise ValueError(f"{free} bytes beside the epilogue's have no room for two k tiles of {stage}: take smaller parts")
+    return min(8, free // stage)

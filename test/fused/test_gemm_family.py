@@ -261,6 +261,18 @@ def test_support_for_a_chip_that_is_not_here(family: Family, given: dict[str, An
     assert gemm._is_supported
 
 
+def test_compilation_for_a_chip_that_is_not_here(family: Family) -> None:
+    """In earnest, for a GPU; the compiled function refuses CPU tensors before it starts anything."""
+    problem = case(family.name, device="meta")
+    gemm = operation(problem, arch="sm_90a")
+    gemm.compile()
+    kernel = gemm._compiled_kernel
+    gemm.compile()
+    assert gemm._compiled_kernel is kernel
+    with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
+        kernel({**case(family.name).tensors, "alpha": 1.0}, 132, 0, None)
+
+
 def test_workspace(family: Family) -> None:
     """Operands that Hopper's tensor cores do not read are written anew: bytes, rounded up to 256 each."""
     for given, size in (
@@ -292,6 +304,7 @@ def test_workspace(family: Family) -> None:
         ({"a": torch.empty(128, 256, 1).bfloat16()[:, ::2]}, "a tensor stride mismatch"),
         ({"a": torch.empty(16384).bfloat16()}, "a tensor: got the shape"),
         ({"sfa": torch.empty(1)}, "sfa tensor: got a tensor; allowed: None, as the sample"),
+        ({"a": None}, "a tensor: got None; allowed: a tensor, as the sample"),
         ({"b": None}, "b tensor: got None; allowed: a tensor, as the sample"),
     ],
 )

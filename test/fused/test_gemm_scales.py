@@ -68,6 +68,17 @@ def test_rounding_to_four_bits(values: list[float]) -> None:
     assert torch.equal(torch.signbit(found), torch.signbit(x.flatten()))
 
 
+@pytest.mark.parametrize("size", [(5, 64, 1), (1, 64, 2), (5, 64, 3), (1, 32, 1)])
+@pytest.mark.parametrize("dtype", [E4M3, FP4])
+def test_quantised_operands_are_k_major_with_exact_strides(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """In dimensions of size 1 too: the fused GEMMs compare them."""
+    m, n, l = size  # noqa: E741
+    for x in (torch.randn(size), torch.randn(l, n, m).permute(2, 1, 0), torch.randn(l, m, n).permute(1, 2, 0)):
+        q, _ = quantize_rows(x, dtype, E8M0, 32)
+        columns = n // 2 if dtype == FP4 else n
+        assert (q.shape, q.stride()) == ((m, columns, l), (columns, 1, m * columns))
+
+
 def test_packed_layout_is_k_major_whatever_the_source() -> None:
     x = torch.randn(2, 8, 6).permute(2, 1, 0)
     packed = pack_float4(x)

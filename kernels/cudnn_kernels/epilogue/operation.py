@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass
 class Tile:
-    """A group's tile, in the kernel. ``row`` counts tiles of the group's rows, ``column`` those of the CTA's columns."""
+    """A group's tile, in the kernel. ``row`` counts tiles of its rows, ``column`` tiles of the CTA's columns."""
 
     row: Int32
     column: Int32

@@ -120,6 +120,11 @@ class LoadTile(_StagedTile):
 
     engine = cpasync.CopyBulkTensorTileG2SOp
 
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        if self.packed:
+            raise ValueError(f"{declaration.tensor}: {declaration.dtype} can be stored, not loaded")
+
     def bytes(self) -> int:
         return super().bytes() + self.plan.groups * self.plan.stages * 8
 

@@ -29,7 +29,7 @@ from cutlass.pipeline import (
     PipelineUmmaAsync,
 )
 
-from cudnn_kernels.call import stand_ins
+from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
@@ -190,7 +190,7 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return min(8, (SHARED_MEMORY - self.epilogue.bytes() - 2048) // self.stage_bytes())
+        return ring_stages(SHARED_MEMORY - self.epilogue.bytes() - 2048, self.stage_bytes())
 
     def plan(self) -> Plan:
         """What the epilogue must know."""
@@ -455,7 +455,9 @@ class Gemm:
                 self.take(copy, source, part, full.index, values)
                 if const_expr(part == plan.parts - 1):
                     full.release()
-                self.epilogue.run(tile, part, Fragment(values, plan.width, plan.layout))
+                fragment = Fragment(values, plan.width, plan.layout)
+                self.epilogue.clear(tile, part * plan.width, fragment)
+                self.epilogue.run(tile, part, fragment)
             self.epilogue.end(tile)
             count += 1
             index, reader = self.turns.next(index, reader)

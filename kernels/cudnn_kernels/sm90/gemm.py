@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.call import stand_ins
+from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
@@ -130,8 +130,7 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        free = SHARED_MEMORY - self.epilogue.bytes() - 2048
-        return min(8, free // self.stage_bytes())
+        return ring_stages(SHARED_MEMORY - self.epilogue.bytes() - 2048, self.stage_bytes())
 
     def stage_bytes(self) -> int:
         """Bytes of a tile of A and a tile of B."""

@@ -65,8 +65,8 @@ class FusedGemm(APIBase):
         self._arch = arch
         self._plan: HopperGemm | None = None
         self._emulated: dict[str, LoadedHopperGemm] = {}
-        self._seen: list[Any] = []
-        self._workspace: Callable[[], Any] = lambda: None  # the one of the last call, if it still is
+        # Of the last call: the shapes and the workspace. One value, for threads that share the object.
+        self._checked: tuple[list[Any], Callable[[], Any]] = ([], _none)
 
     @classmethod
     def argument(cls, name: str) -> Argument:
@@ -374,16 +374,25 @@ class FusedGemm(APIBase):
     # Execution.
 
     def run(self, tensors: dict[str, Any], alpha: float | None, stream: Any, workspace: Any) -> None:
-        """Runs the compiled kernels on a call's tensors by name.
+        """Runs the compiled kernels on a call's tensors by name: what ``execute`` does.
 
-        The compiled function itself checks types, strides and the shapes that share sizes, and raises before it starts
-        anything; what it says is then worded anew.
+        The kernels follow what is queued on ``stream``, which may be an int, a ``CUstream`` or a ``torch.cuda.Stream``;
+        None: PyTorch's current stream, which is the legacy default stream where no other was set. ``workspace`` has at
+        least ``workspace_size()`` bytes, for the sizes of the call; None: PyTorch's allocator is asked. Nothing else
+        is allocated and nothing waits, so a call can be captured in a CUDA graph. Several threads may use an object.
+
+        The compiled function itself checks types, strides and the shapes that share sizes, and raises before anything
+        is written but the workspace; what it says is then worded anew.
+
+        Raises:
+            RuntimeError: not compiled yet.
+            ValueError, TypeError: a tensor is not like its sample; sizes may differ.
         """
         kernel = self._compiled_kernel
         if kernel is None:
             raise self._not_compiled()
         a = tensors["a"]
-        if not a.is_cuda:
+        if a is None or not a.is_cuda:
             self._run_on_cpu(tensors, self.alpha if alpha is None else alpha)
             return
         if kernel is _compiled_from_cpu_samples:
@@ -395,14 +404,16 @@ class FusedGemm(APIBase):
             if self._absent(tensors) != self._nothing:
                 self._check_like_samples(tensors)
             seen = [tensor.shape for tensor in self._linked(tensors)]
-            if seen != self._seen or (workspace is not None and workspace is not self._workspace()):
+            shapes, known = self._checked
+            if seen != shapes or (workspace is not None and workspace is not known()):
                 if a.shape[0] == 0:
                     return
                 self._check_like_samples(tensors, shapes_only=True)
+                known = _none
                 if workspace is not None:
                     self._check_workspace(tensors, workspace)
-                    self._workspace = weakref.ref(workspace)
-                self._seen = seen
+                    known = weakref.ref(workspace)
+                self._checked = (seen, known)
             tensors["alpha"] = self.alpha if alpha is None else alpha
             index = a.get_device()
             limit = self._limits.get(index) or self._limit(index)
@@ -470,6 +481,10 @@ class FusedGemm(APIBase):
             self._emulated[arch] = self._plan_for(arch).load(load, type(self).__name__)
         kernel = self._emulated[arch]
         kernel(tensors, self._multiprocessors(kernel.plan, _MULTIPROCESSORS[arch]), 0, None)
+
+
+def _none() -> None:
+    """Stands for a reference to a workspace that there is not."""
 
 
 def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

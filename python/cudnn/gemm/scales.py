@@ -70,7 +70,7 @@ def pack_float4(x: Any) -> Any:
     below, above = (torch.bucketize(magnitude, between, right=right) for right in (False, True))
     code = torch.where(below % 2 == 0, below, above)  # they differ where two values are equally near: the even one
     code = (code + 8 * (torch.signbit(x) & ~x.isnan())).to(torch.uint8)
-    return (code[..., ::2] | code[..., 1::2] << 4).permute(1, 2, 0).view(torch.float4_e2m1fn_x2)
+    return _row_major(code[..., ::2] | code[..., 1::2] << 4).view(torch.float4_e2m1fn_x2)
 
 
 def unpack_float4(x: Any) -> Any:
@@ -79,6 +79,13 @@ def unpack_float4(x: Any) -> Any:
     code = x.view(torch.uint8).permute(2, 0, 1)
     code = torch.stack([code & 15, code >> 4], dim=-1).flatten(2)
     return grid[code.long()].permute(1, 2, 0)
+
+
+def _row_major(x: Any) -> Any:
+    """Matrices (l, rows, columns) as (rows, columns, l), strides exact where a dimension has the size 1 too."""
+    batch, rows, columns = x.shape
+    shape, stride = (rows, columns, batch), (columns, 1, rows * columns)
+    return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x.permute(1, 2, 0))
 
 
 def round_to(x: Any, dtype: Any) -> Any:
@@ -127,8 +134,12 @@ def quantize_rows(x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const:
     scales = round_scales(blocks.abs().amax(-1) * reciprocal * norm, scale_dtype)
     decoded = scale_values(scales)
     factor = torch.where(decoded == 0, 0.0, (norm / decoded).clamp(max=_LARGEST_FLOAT32))
-    scaled = (blocks * factor.unsqueeze(-1)).flatten(2)[..., :n].contiguous()
-    return round_to(scaled.permute(1, 2, 0), dtype), pack_scales(scales.permute(1, 2, 0).contiguous())
+    scaled = (blocks * factor.unsqueeze(-1)).flatten(2)[..., :n]
+    if name_of(dtype) == FLOAT4:
+        elements = pack_float4(scaled.permute(1, 2, 0)).view(dtype)
+    else:
+        elements = _row_major(round_to(scaled, dtype))
+    return elements, pack_scales(scales.permute(1, 2, 0).contiguous())
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:

@@ -38,12 +38,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Program:
-    """A fused API. ``make(shape, device)`` draws the tensors; ``shape``, the default, is small enough to emulate."""
+    """A fused API. ``make(shape, device)`` draws the tensors; ``shape``, the default, is small enough to emulate.
+
+    ``architectures`` are those that it has kernels for.
+    """
 
     title: str
     dimensions: tuple[str, ...]
     shape: tuple[int, ...]
     make: Callable[[tuple[int, ...], str], Problem]
+    architectures: tuple[str, ...] = ("sm_90a", "sm_100a")
 
 
 def find(name: str) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
+from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
 from cudnn.gemm_amax import gemm_amax_wrapper
 from cudnn.lazy import torch
 
@@ -23,4 +23,4 @@ def _make(shape: tuple[int, ...], device: str) -> Problem:
     return Problem(lambda: gemm_amax_wrapper(a, b, c_dtype=torch.bfloat16), compared)
 
 
-PROGRAM = Program("GEMM + amax", DIMENSIONS, SHAPE, _make)
+PROGRAM = Program("GEMM + amax", DIMENSIONS, SHAPE, _make, ARCHITECTURES)

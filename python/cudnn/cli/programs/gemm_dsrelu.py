@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import DIMENSIONS, ROUNDED, SHAPE, operands
+from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, operands
 from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper
 from cudnn.gemm_srelu.reference import squared_relu_backward
 from cudnn.lazy import torch
@@ -26,4 +26,4 @@ def _make(shape: tuple[int, ...], device: str) -> Problem:
     return Problem(lambda: gemm_dsrelu_wrapper(a, b, c, None, None, prob), compared)
 
 
-PROGRAM = Program("GEMM + dsReLU", DIMENSIONS, SHAPE, _make)
+PROGRAM = Program("GEMM + dsReLU", DIMENSIONS, SHAPE, _make, ARCHITECTURES)

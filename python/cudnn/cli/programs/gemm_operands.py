@@ -7,6 +7,7 @@ from typing import Any
 from cudnn.lazy import torch
 
 DIMENSIONS, SHAPE = ("m", "n", "k"), (128, 128, 64)
+ARCHITECTURES = ("sm_90a",)
 ROUNDED = 0.51 / 128  # of bfloat16, relative: half a unit in the last place
 SUMMED = 1e-4  # of float32 sums, absolute
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
+from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
 from cudnn.gemm_srelu import gemm_srelu_wrapper
 from cudnn.gemm_srelu.reference import squared_relu
 from cudnn.lazy import torch
@@ -25,4 +25,4 @@ def _make(shape: tuple[int, ...], device: str) -> Problem:
     return Problem(lambda: gemm_srelu_wrapper(a, b, None, None, prob), compared)
 
 
-PROGRAM = Program("GEMM + squared ReLU", DIMENSIONS, SHAPE, _make)
+PROGRAM = Program("GEMM + squared ReLU", DIMENSIONS, SHAPE, _make, ARCHITECTURES)

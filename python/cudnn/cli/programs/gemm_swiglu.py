@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
+from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
 from cudnn.gemm_swiglu import gemm_swiglu_wrapper
 from cudnn.gemm_swiglu.reference import swiglu
 from cudnn.lazy import torch
@@ -24,4 +24,4 @@ def _make(shape: tuple[int, ...], device: str) -> Problem:
     return Problem(lambda: gemm_swiglu_wrapper(a, b, **call), compared)
 
 
-PROGRAM = Program("GEMM + SwiGLU", DIMENSIONS, SHAPE, _make)
+PROGRAM = Program("GEMM + SwiGLU", DIMENSIONS, SHAPE, _make, ARCHITECTURES)
