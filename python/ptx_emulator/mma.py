@@ -121,10 +121,10 @@ class WarpMatrices:
             for number, register in enumerate(b):
                 values = to_f32(np.ascontiguousarray(register[warp]).view(UNSIGNED[4 // per]).reshape(-1, per), right)
                 B[(lane // 4)[:, None], (number * 4 * per + lane % 4 * per)[:, None] + np.arange(per)] = values
-            self._accumulate(A, B, to, left, d, [lanes_of(x, self.machine.count) for x in c], warp, True)
+            self._accumulate(A, B, to, (left, right), d, [lanes_of(x, self.machine.count) for x in c], warp, True)
 
     def _accumulate(
-        self, A: Array, B: Array, to: str, kind: str, d: list[Array], c: list[Array], lanes: Array, add: bool
+        self, A: Array, B: Array, to: str, kinds: tuple[str, str], d: list[Array], c: list[Array], lanes: Array, add: bool
     ) -> None:
         """D = A B^T + C, or A B^T, of fragments in registers."""
         dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
@@ -136,8 +136,7 @@ class WarpMatrices:
         if to == "s32":
             D = (A @ B.T).astype(np.int32) + C
         else:
-            with np.errstate(over="ignore"):
-                D = tensorcore.multiply_add(A, B, C, kind, len(lanes) == 128).astype(dtype)
+            D = tensorcore.multiply_add(A, B, C, kinds, len(lanes) == 128)
         for register, values in zip(d, np.ascontiguousarray(D[place]).reshape(len(d), -1).view(u32), strict=True):
             register[int(lanes[0]) : int(lanes[-1]) + 1] = values
 
@@ -217,7 +216,7 @@ class WarpMatrices:
                 else:
                     A, used = matrix.read(machine.memory, block, descriptor_a, 64, k, left, a_k_major, site)
                     self._reads(site, used, issue, group, epoch)
-                self._accumulate(A if sign == 1 else -A, B, to, left, d, d, lanes, add)
+                self._accumulate(A if sign == 1 else -A, B, to, (left, right), d, d, lanes, add)
 
             operation = partial(run, lanes, group, block, descriptor_b, values, descriptor_a, issue, epoch, add)
             if machine.queues.lazy:

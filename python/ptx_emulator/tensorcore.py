@@ -1,8 +1,8 @@
 """Sums as Hopper's tensor cores form them. An H200 gives the same bits in every case of `calibration`.
 
 All products of an instruction and the addend are exact, are cut toward zero to a number of bits below the largest
-exponent among them, and are added without error; the sum is cut to the format of the result. A product's exponent is
-the sum of its operands', whatever the significands give.
+exponent among them, and are added without error; the sum is cut to float32 or rounded to f16. A product's exponent is
+the sum of its operands', whatever the significands give; a subnormal operand has that of the smallest normal number.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from ptx_emulator.numerics import Array, f32, u64
 f64 = np.float64
 FP8 = ("e4m3", "e5m2")
 ALIGNED, ALIGNED_FP8 = 25, 13  # bits kept below the largest exponent
+LOWEST = {"f16": -14, "bf16": -126, "tf32": -126, "e4m3": -6, "e5m2": -14}  # exponents of the smallest normal numbers
+_ANY = -1022, -1022
 _NOTHING = -5000  # exponent of zero, below that of any product
 
 
-def _exponents(x: Array) -> Array:
-    return np.where(x == 0, np.int16(_NOTHING), ((x.view(np.int64) >> 52 & 0x7FF) - 1023).astype(np.int16))
+def _exponents(x: Array, lowest: int) -> Array:
+    """int16, at least `lowest` but for zeros."""
+    exponents = np.maximum((x.view(np.int64) >> 52 & 0x7FF) - 1023, lowest).astype(np.int16)
+    return np.where(x == 0, np.int16(_NOTHING), exponents)
 
 
 def _power(exponents: Array) -> Array:
@@ -31,8 +35,8 @@ def cut(x: Array, bits: int) -> Array:
     return (x.view(u64) >> u64(52 - bits) << u64(52 - bits)).view(f64)
 
 
-def _sum(a: Array, b: Array, c: Array, bits: int) -> Array:
-    ea, eb, top = _exponents(a.T), _exponents(b.T), _exponents(c)
+def _sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int] = _ANY) -> Array:
+    ea, eb, top = _exponents(a.T, lowest[0]), _exponents(b.T, lowest[1]), _exponents(c, _ANY[0])
     for row, column in zip(ea, eb, strict=True):
         np.maximum(top, row[:, None] + column, out=top)
     top = np.maximum(top, -900)
@@ -63,29 +67,33 @@ def _loses_nothing(a: Array, b: Array, c: Array, bits: int) -> bool:
     )
 
 
-def aligned_sum(a: Array, b: Array, c: Array, bits: int) -> Array:
-    """a (m, k) times b (n, k) transposed plus c (m, n): float64, before the cut to the result's format."""
+def aligned_sum(a: Array, b: Array, c: Array, bits: int, lowest: tuple[int, int] = _ANY) -> Array:
+    """a (m, k) times b (n, k) transposed plus c (m, n): float64, before it takes the result's format. `lowest`: the
+    least exponents of elements of a and of b."""
     if _loses_nothing(a, b, c, bits):
         return a @ b.T + c
     if all(np.isfinite(x).all() for x in (a, b, c)):
-        return _sum(a, b, c, bits)
+        return _sum(a, b, c, bits, lowest)
     with np.errstate(invalid="ignore", over="ignore"):
         x, y, z = (np.where(np.isfinite(v), v, 0.0) for v in (a, b, c))
         plain = np.einsum("mk,nk->mn", a, b) + c
-        return np.where(np.isfinite(plain), _sum(x, y, z, bits), plain)
+        return np.where(np.isfinite(plain), _sum(x, y, z, bits, lowest), plain)
 
 
-def multiply_add(a: Array, b: Array, c: Array, kind: str, warpgroup: bool) -> Array:
-    """float32 of a (m, k) b (n, k)^T + c (m, n) for operands of type `kind`, by wgmma or by mma.sync."""
+def multiply_add(a: Array, b: Array, c: Array, kinds: tuple[str, str], warpgroup: bool) -> Array:
+    """a (m, k) b (n, k)^T + c (m, n), of c's type, float32 or f16; a and b hold values of types `kinds`. By wgmma or by
+    mma.sync."""
+    to = c.dtype
     a, b, c = (np.ascontiguousarray(x, f64) for x in (a, b, c))
     with np.errstate(over="ignore"):
-        if kind not in FP8:
-            return cut(aligned_sum(a, b, c, ALIGNED), 23).astype(f32)
-        if warpgroup:
-            return cut(aligned_sum(a, b, c, ALIGNED_FP8), ALIGNED_FP8).astype(f32)
+        if kinds[0] not in FP8 or warpgroup:
+            bits, fraction = (ALIGNED_FP8, ALIGNED_FP8) if kinds[0] in FP8 else (ALIGNED, 23)
+            total = aligned_sum(a, b, c, bits, (LOWEST[kinds[0]], LOWEST[kinds[1]]))
+            return (cut(total, fraction) if to == f32 else total).astype(to)
         # Two products of f16 in a row; the addend is added to their result by ordinary arithmetic.
         total = np.zeros_like(c)
         for half in (0, 2):
             chosen = np.flatnonzero(np.arange(a.shape[1]) & 2 == half)
-            total = cut(aligned_sum(a[:, chosen], b[:, chosen], total, ALIGNED), 23)
-        return total.astype(f32) + c.astype(f32)
+            lowest = (LOWEST["f16"], LOWEST["f16"])
+            total = cut(aligned_sum(a[:, chosen], b[:, chosen], total, ALIGNED, lowest), 23)
+        return (total.astype(f32) + c.astype(f32)).astype(to)

@@ -1,131 +1,242 @@
-"""The Hopper GEMM in the emulator, with race detection: exact products over types, majors, clusters, tiles, sizes."""
+"""The GEMMs of both architectures in the emulator, with race detection: exact products over types, majors, clusters,
+tiles, sizes and schedules.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile, SumRow  # noqa: E402
+from cudnn_kernels.epilogue import StoreTile  # noqa: E402
 from cudnn_kernels.schedule import GroupedRows  # noqa: E402
-from emulator.mutation import mutants  # noqa: E402
 from support import gemm  # noqa: E402
+from support.gemm import ARCHES, BITS, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 
-STORE = (StoreTile("d", "float32"),)
-K_TILE = {"bfloat16": 64, "float16": 64, "float32": 32, "float8_e4m3fn": 128, "float8_e5m2": 128}
+Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
+
+PLAIN: list[Types] = [
+    *((t, t, "", 0) for t in ("bfloat16", "float16", "float32")),
+    *((a, b, "", 0) for a in (E4M3, E5M2) for b in (E4M3, E5M2)),
+]
+SCALED: list[Types] = [
+    *((a, b, E8M0, 32) for a in (E4M3, E5M2) for b in (E4M3, E5M2)),
+    (PACKED, PACKED, E8M0, 32),
+    (PACKED, PACKED, E8M0, 16),
+    (PACKED, PACKED, E4M3, 16),
+]
+TYPES = {HOPPER: PLAIN, BLACKWELL: PLAIN + SCALED}
 
 
-def check(a: str, m: int, n: int, k: int, batch: int = 1, b: str = "", tile: Any = (128, 128), **options: Any) -> Any:
-    c = gemm.configuration(STORE, a, b, tile=(*tile, K_TILE[a]), promote=int("float8" in a), **options)
-    given, expected, report = gemm.run(c, m, n, k, batch)
+def majors(arch: str, types: Types) -> list[str]:
+    """What the tensor cores take."""
+    only_k = types[0] == PACKED or (arch == HOPPER and BITS[types[0]] != 16)
+    return ["kk"] if only_k else ["kk", "kn", "mk", "mn"]
+
+
+def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **options: Any) -> Any:
+    a, b, scale, vector = types
+    c = gemm.configuration((StoreTile("d", "float32", out),), a, b, a_major=major[0], b_major=major[1], scale=scale,
+                           vector=vector, part=min(64, options.get("tile", (0, 64))[1]), **options)  # fmt: skip
+    return gemm.fitted(c, arch)
+
+
+def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **options: Any) -> Any:
+    c = configured(arch, types, **options)
+    given, expected, report = gemm.run(arch, c, m, n, k, batch)
     assert torch.equal(given[0], expected[0])
-    return report
+    return report.launches[0]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "majors"),
-    [
-        *(("bfloat16", "bfloat16", majors) for majors in ("kk", "kn", "mk", "mn")),
-        ("float16", "float16", "kk"),
-        ("float16", "float16", "mn"),
-        ("float8_e4m3fn", "float8_e4m3fn", "kk"),
-        ("float8_e4m3fn", "float8_e5m2", "kk"),
-        ("float8_e5m2", "float8_e4m3fn", "kk"),
-        ("float8_e5m2", "float8_e5m2", "kk"),
-        ("float32", "float32", "kk"),
-    ],
-)
-def test_types_and_majors(a: str, b: str, majors: str) -> None:
+def typed() -> Iterator[tuple[str, Types, str]]:
+    """Every type with its first and its last majors, and all majors of two types."""
+    for arch in ARCHES:
+        for types in TYPES[arch]:
+            found = majors(arch, types)
+            for major in found if types in (PLAIN[0], SCALED[0]) else dict.fromkeys((found[0], found[-1])):
+                yield arch, types, major
+
+
+@pytest.mark.parametrize(("arch", "types", "major"), typed())
+def test_types_and_majors(arch: str, types: Types, major: str) -> None:
     """Two batches, partial tiles in every dimension."""
-    check(a, 144, 160, 208, 2, b, a_major=majors[0], b_major=majors[1])
+    check(arch, types, 144, 160, 288 if types[2] else 208, 2, major=major)
 
 
-@pytest.mark.parametrize("pingpong", [False, True])
-@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_clusters(cluster: tuple[int, int], pingpong: bool) -> None:
-    """More tiles than CTAs, and clusters that reach beyond the product."""
-    majors: dict[str, Any] = {"a_major": "m", "b_major": "n"} if cluster == (1, 2) else {}
-    report = check("bfloat16", 648, 136, 136, 1, tile=(64 if pingpong else 128, 64), cluster=cluster,
-                   pingpong=pingpong, **majors)  # fmt: skip
-    tiles = -(-648 // (64 if pingpong else 128)) * -(-136 // 64)
-    assert report.launches[0].grid[2] * cluster[0] * cluster[1] == 4 < tiles
-
-
-@pytest.mark.parametrize("tile", [(64, 256), (128, 192), (128, 256), (256, 128)])
-def test_tiles(tile: tuple[int, int]) -> None:
-    check("bfloat16", 264, 264, 64, tile=tile, pingpong=tile[0] == 64)
-
-
-@pytest.mark.parametrize(("m", "n", "k", "batch"), [(1, 1, 8, 1), (1, 129, 8, 3), (127, 3, 72, 1), (131, 67, 520, 2)])
-def test_odd_sizes(m: int, n: int, k: int, batch: int) -> None:
-    """M and N are free where K is contiguous; the output is column after column, or row after row."""
-    for major in "nm":
-        c = gemm.configuration((StoreTile("d", "float32", major),))
-        rows, columns = (m, -(-n // 4) * 4) if major == "n" else (-(-m // 4) * 4, n)
-        given, expected, _ = gemm.run(c, rows, columns, k, batch)
-        assert torch.equal(given[0], expected[0])
-
-
-@pytest.mark.parametrize("pingpong", [False, True])
-def test_rows_of_experts(pingpong: bool) -> None:
-    """Experts with no rows, and rows of no expert, which stay as they were."""
-    c = gemm.configuration(STORE, schedule=GroupedRows(), pingpong=pingpong)
-    m, n, k, ends = 768, 136, 72, [128, 128, 512, 640]
-    a, b = gemm.operand(m, k, 1, c.a, "k"), gemm.operand(n, k, len(ends), c.b, "k")
-    d = gemm.matrix(m, n, 1, "float32")
-    kernel = gemm.compiled(c)
-    with ptx_emulator.emulate(gemm.ARCH, races=True):
-        kernel(a, b, torch.tensor(ends, dtype=torch.int32), d, 4, 0)
-    start = 0
-    for expert, end in enumerate(ends):
-        assert torch.equal(d[start:end, :, 0], a[start:end, :, 0].float() @ b[:, :, expert].float().T)
-        start = end
-    assert d[start:].isnan().all()
-
-
-def launcher(c: Any, m: int, n: int, k: int) -> Any:
-    torch.manual_seed(0)
-    a, b = gemm.operand(m, k, 1, c.a, c.a_major), gemm.operand(n, k, 1, c.b, c.b_major)
-    given = gemm.arguments(c.epilogue, m, n, 1)
-    expected = [x.clone() for x in given]
-    gemm.reference.evaluate(c.epilogue, gemm.product(a, b), expected)
-    kernel = gemm.compiled(c)
-    fresh = [x.clone() for x in given]
-
-    def run(scheduler: str, seed: int) -> bool:
-        for x, y in zip(given, fresh, strict=True):
-            x.copy_(y)
-        with ptx_emulator.emulate(gemm.ARCH, races=True, scheduler=scheduler, seed=seed):
-            kernel(a, b, *given, 2, 0)
-        return all(torch.allclose(x.float(), y.float(), rtol=1e-5, atol=1e-4)
-                   for x, y in zip(given, expected, strict=True))  # fmt: skip
-
-    return run
-
-
-EPILOGUE = (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("s", "prob_gradient"), Amax(),
-            StoreTile("d", "bfloat16"))  # fmt: skip
-PLANTED = {  # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
-    "cooperative": (gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)),
-    "ping-pong": (gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
+CLUSTERS = {
+    HOPPER: [(1, 1), (2, 1), (1, 2), (2, 2)],
+    BLACKWELL: [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2)],
+}
+TILES = {  # those of ping-pong have 64 rows
+    HOPPER: [(128, 64), (128, 128), (128, 192), (128, 256), (256, 128), (64, 128), (64, 256)],
+    BLACKWELL: [(rows, columns) for rows in (128, 256) for columns in (64, 128, 192, 256)],
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_no_false_alarm_over_twenty_seeds(name: str) -> None:
-    run = launcher(PLANTED[name][0], 512, 64, 192)
-    for seed in range(20):
-        assert run("random" if seed % 2 else "lazy", seed)
+def shapes(arch: str, types: Types) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Tiles and clusters: 256 rows on Blackwell are those of a pair."""
+    for tile, cluster in itertools.product(TILES[arch], CLUSTERS[arch]):
+        if arch == HOPPER:
+            if BITS[types[0]] == 8 and tile[0] * tile[1] > 128 * 192:
+                continue  # two sets of accumulators need too many registers
+        elif cluster[0] % (tile[0] // 128) or (types[2] and tile[1] % 128):
+            continue
+        yield tile, cluster
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_each_synchronisation_is_missed(name: str) -> None:
-    """Barriers, fences, arrivals, commits and waits, dropped one at a time."""
-    configuration, sizes = PLANTED[name]
-    attempts = [("lowest-pc", 0), *((scheduler, seed) for seed in range(3) for scheduler in ("random", "lazy"))]
-    results = mutants(launcher(configuration, *sizes), attempts)
-    assert len(results) > 30
-    assert not [mutant for mutant in results if mutant.outcome == "survived"]
+def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[str, Any]:
+    return {"tile": tile, "cluster": cluster, "pingpong": arch == HOPPER and tile[0] == 64}
+
+
+@pytest.mark.parametrize(
+    ("arch", "tile", "cluster"),
+    [
+        *((HOPPER, (rows, 64), cluster) for cluster in CLUSTERS[HOPPER] for rows in (64, 128)),
+        *((BLACKWELL, (128, 64), cluster) for cluster in CLUSTERS[BLACKWELL]),
+        *((BLACKWELL, (256, 64), cluster) for cluster in ((2, 1), (2, 2), (4, 1), (4, 2))),
+    ],
+)
+def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
+    """More tiles than CTAs, and clusters that reach beyond the product."""
+    size = cluster[0] * cluster[1]
+    launch = check(arch, PLAIN[0], 648, 264, 136, 2, major="mn" if cluster == (1, 2) else "kk",
+                   **options(arch, tile, cluster))  # fmt: skip
+    assert launch.grid == (*cluster, max(1, 4 // size))
+
+
+@pytest.mark.parametrize(
+    ("arch", "types", "tile"),
+    [
+        *((HOPPER, PLAIN[0], tile) for tile in ((64, 256), (128, 192), (128, 256), (256, 128))),
+        *((BLACKWELL, PLAIN[0], tile) for tile in ((128, 192), (128, 256), (256, 128), (256, 192), (256, 256))),
+        *((BLACKWELL, types, tile) for types in SCALED[::3] for tile in ((128, 256), (256, 128), (256, 256))),
+    ],
+)
+def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
+    pair = arch == BLACKWELL and tile[0] == 256
+    check(arch, types, 264, 264, 1056 // BITS[types[0]] * 8, **options(arch, tile, (2, 1) if pair else (1, 1)))
+
+
+DYNAMIC: list[tuple[Types, tuple[int, int], tuple[int, int]]] = [
+    (PLAIN[0], (128, 64), (1, 1)),
+    (PLAIN[0], (128, 64), (2, 2)),
+    (PLAIN[3], (256, 64), (2, 1)),
+    (PLAIN[0], (256, 64), (4, 2)),
+    (SCALED[0], (128, 128), (1, 1)),
+    (SCALED[-1], (256, 128), (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("types", "tile", "cluster"), DYNAMIC)
+def test_tiles_by_cluster_launch_control(types: Types, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
+    """Every tile that is not a resident cluster's first one is handed over, and whoever is done takes it."""
+    m, n = 128 * cluster[0] * 3 - 40, tile[1] * cluster[1] * 2 - 8
+    launch = check(BLACKWELL, types, m, n, 288, 2, tile=tile, cluster=cluster, dynamic=True)
+    resident = max(1, 4 // (cluster[0] * cluster[1]))
+    assert launch.grid == (*cluster, 12)
+    assert launch.operations["clusters handed out"] == 12 - resident
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(("m", "n", "k", "batch"), [(1, 1, 8, 1), (1, 129, 8, 3), (127, 3, 72, 1), (131, 67, 520, 2)])
+def test_odd_sizes(arch: str, m: int, n: int, k: int, batch: int) -> None:
+    """M and N are free where K is contiguous; the output is column after column, or row after row."""
+    for out in "nm":
+        rows, columns = (m, -(-n // 4) * 4) if out == "n" else (-(-m // 4) * 4, n)
+        check(arch, PLAIN[0], rows, columns, k, batch, out=out)
+
+
+@pytest.mark.parametrize(
+    ("arch", "types", "choice"),
+    [
+        (HOPPER, PLAIN[0], {}),
+        (HOPPER, PLAIN[0], {"pingpong": True}),
+        (BLACKWELL, PLAIN[0], {}),
+        (BLACKWELL, PLAIN[0], {"dynamic": True}),
+        (BLACKWELL, SCALED[0], {"tile": (256, 128), "cluster": (2, 1)}),
+        (BLACKWELL, SCALED[-1], {"dynamic": True}),
+    ],
+)
+def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> None:
+    """Experts with no rows, and rows of no expert, which stay as they were."""
+    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
+    m, n, k, ends = 1536, 136, 96, [256, 256, 1024, 1280]
+    made = gemm.operands(c, m, n, k, 1, len(ends))
+    a, b = (gemm.decoded(made[i], made[i + 2] if c.scale else None, c.vector) for i in range(2))
+    d = gemm.matrix(m, n, 1, "float32")
+    kernel = gemm.compiled(arch, c)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
+        kernel(*made, torch.tensor(ends, dtype=torch.int32), d, 4, 0)
+    start = 0
+    for expert, end in enumerate(ends):
+        assert torch.equal(d[start:end, :, 0], (a[start:end, :, 0] @ b[:, :, expert].T).float())
+        start = end
+    assert d[start:].isnan().all()
+    assert (report.launches[0].operations["clusters handed out"] > 0) == c.dynamic
+
+
+def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:
+    """The rest of a problem: majors, sizes that the copy engine can take, schedule."""
+    major, out = draw.choice(majors(arch, types)), draw.choice("nm")
+    step = 128 // BITS[types[0]]  # elements in 16 bytes
+
+    def size(most: int, whole: int) -> int:
+        return -(-draw.randint(1, most) // whole) * whole
+
+    height, width = tile[0] * cluster[0], tile[1] * cluster[1]
+    if arch == BLACKWELL:
+        height = 128 * cluster[0]
+    dynamic = arch == BLACKWELL and draw.random() < 0.5
+    return {
+        "m": size(height * 3 // 2, max(step if major[0] != "k" else 1, 4 if out == "m" else 1)),
+        "n": size(width * 3 // 2, max(step if major[1] != "k" else 1, 4 if out == "n" else 1)),
+        "k": size(2600 // BITS[types[0]] * 2, step),
+        "batch": draw.randint(1, 2),
+        "major": major,
+        "out": out,
+        **options(arch, tile, cluster),
+        **({"dynamic": True} if dynamic else {}),
+    }
+
+
+MATRIX = [(arch, types, *shape) for arch in ARCHES for types in TYPES[arch] for shape in shapes(arch, types)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("arch", "types", "tile", "cluster"), MATRIX)
+def test_the_whole_matrix(arch: str, types: Types, tile: Any, cluster: Any) -> None:
+    """All types with all tiles and clusters; majors, sizes and schedules drawn for each."""
+    check(arch, types, **problem(random.Random(str((arch, types, tile, cluster))), arch, types, tile, cluster))
+
+
+def random_problem(arch: str, data: Any) -> None:
+    types = data.draw(st.sampled_from(TYPES[arch]))
+    tile, cluster = data.draw(st.sampled_from(list(shapes(arch, types))))
+    check(arch, types, **problem(data.draw(st.randoms(use_true_random=False)), arch, types, tile, cluster))
+
+
+BRIEFLY: dict[str, Any] = {"derandomize": True, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@settings(max_examples=4, **BRIEFLY)
+@given(data=st.data())
+def test_random_problems(arch: str, data: Any) -> None:
+    random_problem(arch, data)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", ARCHES)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+@given(data=st.data())
+def test_many_random_problems(arch: str, data: Any) -> None:
+    random_problem(arch, data)

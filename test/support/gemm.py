@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,23 +17,39 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import reference
 from cudnn_kernels.schedule import Dense
 
-ARCH = "sm_90a"
-PACKED = "float4_e2m1fn_x2"
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+ARCHES = (HOPPER, BLACKWELL)
+MODULES = {HOPPER: "cudnn_kernels.sm90.gemm", BLACKWELL: "cudnn_kernels.sm100.gemm"}
+PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+BITS = {"bfloat16": 16, "float16": 16, "float32": 32, E4M3: 8, E5M2: 8, PACKED: 4}
+FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def configuration(epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", **options: Any) -> GemmConfiguration:
-    """Small tiles, unless ``options`` say otherwise."""
-    defaults: dict[str, Any] = {"tile": (128, 128, 64), "cluster": (1, 1), "schedule": Dense()}
-    return GemmConfiguration(a=a, b=b or a, epilogue=tuple(epilogue), **(defaults | options))
+    """Small tiles, and 128 bytes along k, unless ``options`` say otherwise."""
+    defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
+    given = {**defaults, **options}
+    given["tile"] = (*given["tile"], 1024 // BITS[a])[:3]
+    return GemmConfiguration(a=a, b=b or a, epilogue=tuple(epilogue), **given)
+
+
+def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
+    """The same for an architecture: Hopper promotes sums of fp8 products, and what two warpgroups have there on their
+    own, a CTA of a pair has on Blackwell.
+    """
+    if arch == HOPPER:
+        return replace(c, promote=int(BITS[c.a] == 8))
+    rows = 256 if c.pingpong else max(c.tile[0], 128)
+    return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
+                   if c.pingpong else c.cluster)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4)
-def compiled(c: GemmConfiguration) -> Callable[..., None]:
+def compiled(arch: str, c: GemmConfiguration) -> Callable[..., None]:
     """The kernel as the emulator runs it."""
-    from cudnn_kernels.sm90 import gemm
-
-    with ptx_emulator.emulate(ARCH):
-        return compiler.compile_for(ARCH, gemm.Gemm(c), *gemm.arguments(c))
+    module = importlib.import_module(MODULES[arch])
+    with ptx_emulator.emulate(arch):
+        return compiler.compile_for(arch, module.Gemm(c), *module.arguments(c))
 
 
 def matrix(rows: int, columns: int, batch: int, dtype: str, column_major: bool = False) -> torch.Tensor:
@@ -42,8 +60,10 @@ def matrix(rows: int, columns: int, batch: int, dtype: str, column_major: bool =
     return x.permute(2, 1, 0) if column_major else x.permute(1, 2, 0)
 
 
-def operand(rows: int, k: int, batch: int, dtype: str, major: str) -> torch.Tensor:
-    """Small integers over 8: sums of their products are exact in float32."""
+def operand(rows: int, k: int, batch: int, dtype: str, major: str = "k") -> torch.Tensor:
+    """Small integers over 8, or any fp4: sums of their products are exact in float32."""
+    if dtype == PACKED:
+        return torch.randint(0, 256, (batch, rows, k // 2), dtype=torch.uint8).permute(1, 2, 0)
     x = matrix(rows, k, batch, dtype, major != "k")
     return x.copy_(torch.randint(-3, 4, x.shape) / 8)
 
@@ -52,6 +72,46 @@ def scales(rows: int, groups: int, batch: int, dtype: str) -> torch.Tensor:
     """Factors in atoms of 128 rows and 4 groups, all 0."""
     atoms = torch.zeros(batch, -(-rows // 128), -(-groups // 4), 32, 4, 4, dtype=torch.uint8)
     return atoms.view(getattr(torch, dtype)).permute(3, 4, 1, 5, 2, 0)
+
+
+def factors(rows: int, k: int, batch: int, dtype: str, vector: int) -> torch.Tensor:
+    """Factors of an operand: 1/2, 1 or 2, or 1 to 3; those of no row and no group as well."""
+    x = scales(rows, -(-k // vector), batch, dtype)
+    first = 126 if dtype == E8M0 else 0
+    codes = first + torch.randint(0, 3, x.shape, dtype=torch.uint8)
+    x.view(torch.uint8).copy_(codes if dtype == E8M0 else (codes + 1).to(torch.float8_e4m3fn).view(torch.uint8))
+    return x
+
+
+def decoded(x: torch.Tensor, factors: torch.Tensor | None = None, vector: int = 0) -> torch.Tensor:
+    """An operand's values (mn, k, l), in float64."""
+    values = x.double()
+    if x.dtype == torch.uint8:
+        values = FP4_VALUES[torch.stack([x & 15, x >> 4], 2).flatten(1, 2).int()].double()
+    if factors is None:
+        return values
+    by_row = factors.view(torch.uint8).permute(2, 1, 0, 4, 3, 5).flatten(0, 2).flatten(1, 2)
+    if factors.dtype == torch.float8_e8m0fnu:
+        sizes = torch.exp2(by_row.double() - 127)
+    else:
+        sizes = by_row.contiguous().view(factors.dtype).double()
+    rows, k, _ = values.shape
+    return values * sizes[:rows].repeat_interleave(vector, 1)[:, :k]
+
+
+def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: int = 0) -> list[torch.Tensor]:
+    """A, B and their factors, if there are some."""
+    sizes = [(m, c.a, c.a_major, batch), (n, c.b, c.b_major, experts or batch)]
+    made = [operand(rows, k, count, dtype, major) for rows, dtype, major, count in sizes]
+    if c.scale:
+        made += [factors(rows, k, count, c.scale, c.vector) for rows, _, _, count in sizes]
+    return made
+
+
+def product(c: GemmConfiguration, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A B^T, (m, n, l), in float64, rounded once."""
+    a, b = (decoded(given[i], given[i + 2] if c.scale else None, c.vector) for i in range(2))
+    return torch.einsum("mkl,nkl->mnl", a, b).float()
 
 
 def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> list[Any]:
@@ -85,28 +145,22 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> list[Any]:
     return made
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A B^T, (m, n, l), in float64, rounded once."""
-    return torch.einsum("mkl,nkl->mnl", a.double(), b.double()).float()
-
-
 def run(
-    c: GemmConfiguration, m: int, n: int, k: int, batch: int = 1, *, change: Callable[..., None] | None = None,
-    multiprocessors: int = 4, **options: Any,
+    arch: str, c: GemmConfiguration, m: int, n: int, k: int, batch: int = 1, *,
+    change: Callable[..., None] | None = None, multiprocessors: int = 4, **options: Any,
 ) -> tuple[list[Any], list[Any], ptx_emulator.Report]:  # fmt: skip
     """The epilogue's arguments as the kernel left them, as the reference does, and the emulator's report.
 
-    ``change`` edits operands and arguments before.
+    ``change`` edits operands and arguments before. There are at least as many multiprocessors as a cluster needs.
     """
-    a, b = operand(m, k, batch, c.a, c.a_major), operand(n, k, batch, c.b, c.b_major)
-    given = arguments(c.epilogue, m, n, batch)
+    made, given = operands(c, m, n, k, batch), arguments(c.epilogue, m, n, batch)
     if change is not None:
-        change(a, b, given)
+        change(*made[:2], given)
     expected = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
-    reference.evaluate(c.epilogue, product(a, b), expected)
-    kernel = compiled(c)
-    with ptx_emulator.emulate(ARCH, races=True, **options) as report:
-        kernel(a, b, *given, multiprocessors, 0)
+    reference.evaluate(c.epilogue, product(c, made), expected)
+    kernel, count = compiled(arch, c), max(multiprocessors, c.cluster[0] * c.cluster[1])
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=count, **options) as report:
+        kernel(*made, *given, count, 0)
     return given, expected, report
 
 

@@ -14,14 +14,13 @@ from cudnn.api_base import APIBase, TensorDesc, TupleDict, is_power_of_2, unpad
 from cudnn.errors import refusal
 from cudnn.gemm.arguments import Argument, BlockScales, Matrix
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, dtypes, name_of
-from cudnn.gemm.hopper import HopperGemm, LoadedHopperGemm, Operand
+from cudnn.gemm.plans import PLANS, LoadedGemm, Operand, Plan, Request
 from cudnn.gemm.reference import raise_amax, store, store_quantized
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.schedule import Dense
 
-_PLANS: Mapping[str, type[HopperGemm]] = {"sm_90a": HopperGemm}
-_MULTIPROCESSORS: Mapping[str, int] = {"sm_90a": 132}  # where the device is not here
+_MULTIPROCESSORS: Mapping[str, int] = {"sm_90a": 132, "sm_100a": 148}  # where the device is not here
 _ALIGNMENT = 16  # bytes, of contiguous extents
 
 
@@ -63,8 +62,8 @@ class FusedGemm(APIBase):
         self.sf_vec_size = sf_vec_size
         self._margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._arch = arch
-        self._plan: HopperGemm | None = None
-        self._emulated: dict[str, LoadedHopperGemm] = {}
+        self._plan: Plan | None = None
+        self._emulated: dict[str, LoadedGemm] = {}
         # Of the last call: the shapes and the workspace. One value, for threads that share the object.
         self._checked: tuple[list[Any], Callable[[], Any]] = ([], _none)
 
@@ -309,7 +308,7 @@ class FusedGemm(APIBase):
                 raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available"))
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
-            launch.pick({name: plan.__name__ for name, plan in _PLANS.items()}, arch, where)
+            launch.pick({name: plan.__name__ for name, plan in PLANS.items()}, arch, where)
         elif device.type != "cpu":
             raise RuntimeError(refusal(where, "device", device, "cuda or cpu", 'pass arch="sm_90a"'))
         return arch
@@ -318,12 +317,22 @@ class FusedGemm(APIBase):
         scales = self.kind(f"sf{name}") if self.scaled else None
         return Operand(name, self.kind(name), self.major(name), scales, self.sf_vec_size)
 
-    def _plan_for(self, arch: str) -> HopperGemm:
+    def _plan_for(self, arch: str) -> Plan:
         sizes = self.sizes(self.descs)
         operands = (self._operand("a"), self._operand("b"))
-        return _PLANS[arch](operands, self.operations(), self.schedule, sizes["n"], sizes["k"])
+        return PLANS[arch](
+            Request(
+                operands,
+                tuple(self.operations()),
+                self.schedule,
+                sizes["n"],
+                sizes["k"],
+                self.mma_tiler_mn,
+                self.cluster_shape_mn,
+            )
+        )
 
-    def _multiprocessors(self, plan: HopperGemm, count: int) -> int:
+    def _multiprocessors(self, plan: Plan, count: int) -> int:
         """How many of so many multiprocessors the kernels may use: the margin leaves some clusters to others."""
         clusters = count // plan.cluster_size - self._margin
         if clusters <= 0:
@@ -476,7 +485,7 @@ class FusedGemm(APIBase):
             self.reference(tensors)
             return
         if arch not in self._emulated:
-            launch.pick({name: plan.__name__ for name, plan in _PLANS.items()}, arch, type(self).__name__)
+            launch.pick({name: plan.__name__ for name, plan in PLANS.items()}, arch, type(self).__name__)
             load = functools.partial(_emulated, arch)
             self._emulated[arch] = self._plan_for(arch).load(load, type(self).__name__)
         kernel = self._emulated[arch]

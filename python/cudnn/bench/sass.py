@@ -1,0 +1,290 @@
+"""What a GEMM kernel's machine code says: its tensor core instructions, and what its epilogue takes. Needs no GPU.
+
+``nvdisasm`` turns a cubin into text; here that text becomes instructions, basic blocks and loops, and those become
+:class:`Facts`. The place of the scoreboard mask in an instruction is not documented by NVIDIA; it is that of Jia et al.,
+"Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", arXiv:1804.06826, section 2.1.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from cudnn.errors import refusal
+
+MMA = re.compile(r"(HGMMA|QGMMA|IGMMA|UTC[A-Z]*MMA)\b")
+_WAIT = re.compile(r"(SYNCS\.PHASECHK|WARPGROUP\.DEPBAR|DEPBAR|BAR\.SYNC|UCGABAR_WAIT|NANOSLEEP|WARPSYNC|UTCBAR)\b")
+_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
+_LABEL = re.compile(r"([.$]\S+):\s*$")
+_WORD = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+_REGISTER = re.compile(r"(?<![A-Za-z])R(\d+)(?:\.(64|128))?")
+_MASK = 41 + 11  # of scoreboards that an instruction waits for: 6 bits of its second word
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``opcode`` with its suffixes; ``target`` of a branch is the place in the program, ``mask`` the scoreboards."""
+
+    predicate: str
+    opcode: str
+    operands: str
+    target: int | None = None
+    mask: int = 0
+
+    @property
+    def name(self) -> str:
+        """The opcode without suffixes."""
+        return self.opcode.split(".")[0]
+
+    @property
+    def branches(self) -> bool:
+        """Whether it ends a basic block."""
+        return self.target is not None or self.name in ("EXIT", "RET", "BRX")
+
+    @property
+    def continues(self) -> bool:
+        """Whether what follows may run next."""
+        only_target = _TARGET.sub("", self.operands).strip() == ""
+        unconditional = not self.predicate and (self.name in ("EXIT", "RET", "BRX") or only_target)
+        return not (self.branches and unconditional)
+
+    @property
+    def bytes(self) -> int:
+        """Of one thread, for an instruction that reads or writes shared memory."""
+        if self.name in ("STSM", "LDSM"):
+            return 4 * int(self.opcode[-1]) if self.opcode[-1].isdecimal() else 4
+        sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+        return next((sizes[part] for part in self.opcode.split(".") if part in sizes), 4)
+
+    @property
+    def registers(self) -> int:
+        """One more than the highest register that it names or, for accumulators, fills."""
+        wide = 1
+        if shape := re.search(r"GMMA\.64x(\d+)x", self.opcode):
+            wide = int(shape[1]) // 2
+        elif self.name == "LDTM":
+            wide = self.columns
+        elif ".128" in self.opcode or ".64" in self.opcode:
+            wide = 4 if ".128" in self.opcode else 2
+        found = [int(number) + (int(bits) // 32 if bits else 1) for number, bits in _REGISTER.findall(self.operands)]
+        first = _REGISTER.match(self.operands)
+        return max([*found, int(first[1]) + wide if first else 0])
+
+    @property
+    def columns(self) -> int:
+        """Of tensor memory, that LDTM reads: one 32-bit register each."""
+        found = re.search(r"\.x(\d+)", self.opcode)
+        return int(found[1]) if found else 1
+
+
+class Program:
+    """A kernel: instructions, and the loops among them.
+
+    Raises:
+        ValueError: the text holds no kernel, or more than one.
+    """
+
+    def __init__(self, text: str) -> None:
+        lines, labels = [], {}
+        for line in text.splitlines():
+            if found := _LABEL.match(line):
+                labels[found[1]] = len(lines)
+            elif found := _LINE.match(line):
+                lines.append([found, 0])
+            elif lines and (word := _WORD.search(line)):
+                lines[-1][1] = int(word[1], 16) >> _MASK & 0x3F
+        addresses = [int(found[1], 16) for found, _ in lines]
+        if not addresses or addresses != sorted(set(addresses)):
+            raise ValueError(refusal("Program", "instructions", f"{len(addresses)}", "those of one kernel"))
+        self.instructions = [self._instruction(found, mask, labels) for found, mask in lines]
+        self.labels = frozenset(labels.values())
+
+    @staticmethod
+    def _instruction(found: re.Match[str], mask: int, labels: dict[str, int]) -> Instruction:
+        _, predicate, opcode, operands = found.groups()
+        to = _TARGET.search(operands) if opcode.startswith("BRA") else None
+        return Instruction(predicate or "", opcode, operands, labels[to[1]] if to else None, mask)
+
+    @cached_property
+    def _blocks(self) -> dict[int, list[int]]:
+        """The basic blocks that are reached: where each one begins, and where the ones begin that follow it."""
+        code, size = self.instructions, len(self.instructions)
+        targets = {i.target for i in code if i.target is not None}
+        starts = sorted({0, *targets, *(n + 1 for n, i in enumerate(code) if i.branches and n + 1 < size)})
+        ends = dict(zip(starts, [*starts[1:], size], strict=True))
+        found: dict[int, list[int]] = {}
+        todo = [0]
+        while todo:
+            start = todo.pop()
+            if start in found:
+                continue
+            last = code[ends[start] - 1]
+            following = [last.target] if last.target is not None else []
+            if last.continues and ends[start] < size:
+                following.append(ends[start])
+            found[start] = following
+            todo += following
+        self._ends = ends
+        return found
+
+    @cached_property
+    def _dominators(self) -> dict[int, frozenset[int]]:
+        """Of every block, those on each way to it."""
+        before: dict[int, list[int]] = {block: [] for block in self._blocks}
+        for block, following in self._blocks.items():
+            for other in following:
+                before[other].append(block)
+        self._before = before
+        every = frozenset(self._blocks)
+        found = {block: every for block in self._blocks} | {0: frozenset([0])}
+        changed = True
+        while changed:
+            changed = False
+            for block in sorted(every - {0}):
+                ways = [found[other] for other in before[block]]
+                now = frozenset.intersection(*ways) | {block}
+                changed |= now != found[block]
+                found[block] = now
+        return found
+
+    @cached_property
+    def loops(self) -> list[frozenset[int]]:
+        """The instructions of every loop, by their place in the program, from small loops to large ones."""
+        dominators = self._dominators
+        bodies: dict[int, set[int]] = {}
+        for block, following in self._blocks.items():
+            for head in following:
+                if head in dominators[block]:
+                    body = bodies.setdefault(head, {head})
+                    todo = [block]
+                    while todo:
+                        inner = todo.pop()
+                        if inner not in body:
+                            body.add(inner)
+                            todo += self._before[inner]
+        loops = [frozenset(n for start in body for n in range(start, self._ends[start])) for body in bodies.values()]
+        return sorted(loops, key=len)
+
+    def loops_around(self, places: Sequence[int]) -> list[frozenset[int]]:
+        """The loops that all of these instructions are in, from the innermost one outwards."""
+        return [loop for loop in self.loops if loop.issuperset(places)]
+
+    def places(self, name: str) -> list[int]:
+        """Where instructions of a name are."""
+        return [n for n, i in enumerate(self.instructions) if i.name == name]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a thread does for a tile, besides the products, with every branch of it taken once: an upper bound.
+
+    ``special``: results of the special function units. ``shared``: bytes to and from shared memory. ``tensor``: 32-bit
+    reads of tensor memory.
+    """
+
+    instructions: int
+    special: int
+    shared: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A GEMM kernel's machine code.
+
+    ``mma`` is the opcode of its products, which come in runs of ``run`` with no branch, barrier or wait among them;
+    ``waits`` of their instructions after a run's first product wait for a scoreboard. ``copies`` of scale factors into
+    tensor memory come with a k tile, whose loop has ``loop`` instructions. ``local`` instructions use local memory.
+    """
+
+    mma: str
+    run: int
+    waits: int
+    copies: int
+    loop: int
+    local: int
+    registers: int
+    epilogue: Epilogue
+
+
+def facts(text: str) -> Facts:
+    """What the text of a GEMM kernel says.
+
+    Raises:
+        ValueError: not one kind of product, in one loop.
+    """
+    program = Program(text)
+    code = program.instructions
+    products = [n for n, i in enumerate(code) if MMA.match(i.opcode)]
+    kinds = sorted({code[n].opcode for n in products})
+    around = program.loops_around(products)
+    if len(kinds) != 1 or len(around) < 2:
+        raise ValueError(
+            refusal("facts", "products", f"{kinds} in {len(around)} loops", "one kind, in a loop over k in one over tiles")
+        )
+    over_k, over_tiles = around[:2]
+    reads = program.places("LDTM")
+    own = program.loops_around(reads)[0] if reads else over_tiles - over_k
+    body = [code[n] for n in own]
+    run, waits = _runs(program, products)
+    return Facts(
+        mma=kinds[0],
+        run=run,
+        waits=waits,
+        copies=sum(code[n].name == "UTCCP" for n in over_k),
+        loop=len(over_k),
+        local=sum(i.name in ("LDL", "STL") for i in code),
+        registers=max(i.registers for i in code),
+        epilogue=Epilogue(
+            instructions=len(body),
+            special=sum(i.name == "MUFU" for i in body),
+            shared=sum(i.bytes for i in body if i.name in ("LDS", "STS", "LDSM", "STSM")),
+            tensor=sum(i.columns for i in body if i.name == "LDTM"),
+        ),
+    )
+
+
+def _runs(program: Program, products: Sequence[int]) -> tuple[int, int]:
+    """The shortest run of products, and how many instructions in all runs wait for a scoreboard."""
+    code = program.instructions
+    runs = [[products[0]]]
+    for before, now in zip(products, products[1:], strict=False):
+        between = range(before + 1, now)
+        cut = any(code[n].branches or _WAIT.match(code[n].opcode) or n in program.labels for n in (*between, now))
+        runs.append([now]) if cut else runs[-1].append(now)
+    waits = sum(bool(code[n].mask) for run in runs for n in range(run[0] + 1, run[-1] + 1))
+    return min(map(len, runs)), waits
+
+
+def disassembler() -> str | None:
+    """Where ``nvdisasm`` is, from a CUDA toolkit or the package nvidia-cuda-nvdisasm."""
+    from cuda import pathfinder  # pyright: ignore[reportMissingTypeStubs]
+
+    return pathfinder.find_nvidia_binary_utility("nvdisasm")
+
+
+def disassemble(cubin: bytes) -> str:
+    """The text of a cubin, with encodings.
+
+    Raises:
+        FileNotFoundError: there is no ``nvdisasm``.
+        RuntimeError: it refuses the cubin.
+    """
+    tool = disassembler()
+    if tool is None:
+        raise FileNotFoundError(
+            refusal("disassemble", "nvdisasm", "None", "a program on this machine", "pip install nvidia-cuda-nvdisasm")
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run([tool, "-c", "-hex", "-ndf", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(refusal("disassemble", "cubin", done.stderr.strip(), "a cubin that nvdisasm knows"))
+    return done.stdout
