@@ -38,5 +38,5 @@ def ring_stages(free: int, stage: int) -> int:
         ValueError: not even two do, and a mainloop holds one while it waits for the next.
     """
     if free < 2 * stage:
-        raise ValueError(f"{free} bytes beside the epilogue's have no room for two k tiles of {stage}: take smaller parts")
+        raise ValueError(f"two k tiles of {stage} bytes do not fit into {free} beside the epilogue: take smaller parts")
     return min(8, free // stage)

@@ -35,8 +35,8 @@ class GemmConfiguration:
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
     multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
-    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time, held by ``staged`` buffers.
-    ``dynamic``: whoever is done takes the next tile.
+    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time; ``staged`` buffers hold
+    them. ``dynamic``: whoever is done takes the next tile.
     """
 
     a: str

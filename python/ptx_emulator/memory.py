@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,8 @@ class Memory:
         self.granule = machine.program.granule
         self.set_ranges(ranges)
         blocks, self.shared_end = machine.blocks, machine.shared_end
-        self.shared = np.zeros(blocks * SHARED_STRIDE, u8)
+        # Zero pages as they are touched: the C library's allocator would clear all the bytes of memory it reuses.
+        self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
         self.chunks = self.shared.view(np.complex128)  # 16 bytes each
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
         for block in range(blocks):  # NaN in every format: a read of what nobody wrote shows

@@ -124,8 +124,9 @@ class WarpMatrices:
             self._accumulate(A, B, to, (left, right), d, [lanes_of(x, self.machine.count) for x in c], warp, True)
 
     def _accumulate(
-        self, A: Array, B: Array, to: str, kinds: tuple[str, str], d: list[Array], c: list[Array], lanes: Array, add: bool
-    ) -> None:
+        self, A: Array, B: Array, to: str, kinds: tuple[str, str], d: list[Array], c: list[Array], lanes: Array,
+        add: bool,
+    ) -> None:  # fmt: skip
         """D = A B^T + C, or A B^T, of fragments in registers."""
         dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
         place = accumulator_index(len(lanes), len(d), per)

@@ -1,4 +1,4 @@
-"""Epilogues of the Hopper GEMM in the emulator, with race detection, against their reference and literal formulas."""
+"""Epilogues of both GEMMs in the emulator, with race detection, against their reference and literal formulas."""
 
 from __future__ import annotations
 
@@ -30,9 +30,15 @@ from cudnn_kernels.epilogue import (
     reference,
 )
 from support import gemm
+from support.gemm import E4M3, E5M2, E8M0
+from support.gemm import PACKED as FP4
 
-FP4, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 FLOAT32_LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.fixture(params=gemm.ARCHES)
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def assert_same(epilogue: Sequence[Any], given: Sequence[Any], expected: Sequence[Any]) -> None:
@@ -52,10 +58,12 @@ COUNTS = {Scale: 1, LoadTile: 1, StoreTile: 1, MultiplyColumn: 1, AddRow: 1, Swi
           SquaredReluBackward: 0, Amax: 1, SumRow: 1, QuantizeRows: 2, QuantizeColumns: 2}  # fmt: skip
 
 
-def check(epilogue: Sequence[Any], m: int, n: int, batch: int = 1, change: Any = None, **options: Any) -> list[Any]:
+def check(
+    arch: str, epilogue: Sequence[Any], m: int, n: int, batch: int = 1, change: Any = None, **options: Any
+) -> list[Any]:
     """Runs an epilogue on exact products; what the kernel left in the arguments."""
-    c = gemm.configuration(epilogue, **options)
-    given, expected, _ = gemm.run(c, m, n, 72, batch, change=change)
+    c = gemm.fitted(gemm.configuration(epilogue, **options), arch)
+    given, expected, _ = gemm.run(arch, c, m, n, 72, batch, change=change)
     if not any(isinstance(o, Swiglu) for o in epilogue):
         assert_same(epilogue, given, expected)
         return given
@@ -84,11 +92,11 @@ def test_every_declaration_has_a_reference_and_an_operation() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", E4M3, E5M2, FP4])
 @pytest.mark.parametrize("major", ["n", "m"])
-def test_stores(dtype: str, major: str) -> None:
+def test_stores(arch: str, dtype: str, major: str) -> None:
     """All values, and more than the type holds."""
     if dtype == FP4 and major == "m":
         with pytest.raises(ValueError, match="d: float4_e2m1fn_x2 is packed along n, so major must be n"):
-            check((StoreTile("d", FP4, "m"),), 32, 32)
+            check(arch, (StoreTile("d", FP4, "m"),), 32, 32)
         return
 
     def grow(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
@@ -96,7 +104,7 @@ def test_stores(dtype: str, major: str) -> None:
         if dtype == E5M2:
             a[::6] *= 128
 
-    given = check((StoreTile("d", dtype, major),), 208, 160, 2, grow)
+    given = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
     if dtype in (E4M3, E5M2):
         assert given[0].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
 
@@ -134,8 +142,8 @@ def test_stores(dtype: str, major: str) -> None:
           StoreTile("e", E4M3)), 300, 160, {"pingpong": True, "part": 128}),
     ],
 )  # fmt: skip
-def test_operations(epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
-    check(epilogue, m, n, batch=2, **options)
+def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
+    check(arch, epilogue, m, n, batch=2, **options)
 
 
 def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -173,13 +181,13 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_epilogues(seed: int) -> None:
+def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     torch.manual_seed(seed)
-    check(epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
+    check(arch, epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
 
 
-def bias_run(epilogue: Sequence[Any], bias: torch.Tensor) -> list[Any]:
+def bias_run(arch: str, epilogue: Sequence[Any], bias: torch.Tensor) -> list[Any]:
     """What an epilogue makes of a row of any float32 values: those of a row vector added to 0."""
 
     def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
@@ -190,7 +198,7 @@ def bias_run(epilogue: Sequence[Any], bias: torch.Tensor) -> list[Any]:
                 x.fill_(1.0)
 
     c = gemm.configuration((AddRow("bias", "float32"), *epilogue))
-    given, _, _ = gemm.run(c, 2, len(bias), 8, change=change)
+    given, _, _ = gemm.run(arch, c, 2, len(bias), 8, change=change)
     return given[1:]
 
 
@@ -201,31 +209,31 @@ def neighbours(values: Sequence[float]) -> torch.Tensor:
     return torch.cat([x, -x])
 
 
-def test_fp4_rounding() -> None:
+def test_fp4_rounding(arch: str) -> None:
     """To nearest, even at midpoints; saturates; what a negative value leaves of 0 is -0; NaN becomes the largest."""
     grid = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     points = [*grid, *((a + b) / 2 for a, b in itertools.pairwise(grid)), 0.3, 1.9, 5.5, 7, 1e38, 1e-40, math.inf]
     x = torch.cat([neighbours(points), torch.randn(256) * 3])
     x = torch.nn.functional.pad(x, (0, -len(x) % 32))
-    (stored,) = bias_run((StoreTile("d", FP4),), x)
+    (stored,) = bias_run(arch, (StoreTile("d", FP4),), x)
     codes = torch.stack([stored[0, :, 0] & 15, stored[0, :, 0] >> 4], 1).flatten()
     for value, code in zip((x + 0.0).tolist(), codes.tolist(), strict=True):
         distances = [abs(min(abs(value), 6) - g) for g in grid]
         nearest = [i for i, d in enumerate(distances) if d == min(distances)]
         wanted = next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)
         assert code == wanted + 8 * (math.copysign(1, value) < 0), value
-    (stored,) = bias_run((StoreTile("d", FP4),), torch.full((32,), torch.nan))
+    (stored,) = bias_run(arch, (StoreTile("d", FP4),), torch.full((32,), torch.nan))
     assert set((stored & 0x77).flatten().tolist()) == {0x77}
 
 
-def test_e8m0_factors() -> None:
+def test_e8m0_factors(arch: str) -> None:
     """Up to a power of two, from 2^-127 to 2^127; NaN for NaN. No type's limit: factor and magnitude are the same."""
     powers = [2.0**e for e in (-149, -140, -127, -126, -125, -64, -1, 0, 1, 5, 100, 126, 127)]
     largest = neighbours(powers)
     largest = [*largest[largest >= 0].tolist(), 3.0, 0.0, FLOAT32_LARGEST, math.inf, math.nan]
     values = torch.zeros(len(largest), 16)
     values[:, 3], values[:, 5] = torch.tensor(largest), torch.tensor(largest) * -0.75
-    factors, _, stored = bias_run((QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten())
+    factors, _, stored = bias_run(arch, (QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten())
     codes = factors.view(torch.uint8)[0, 0, 0, :, :, 0].t().flatten()
     for index, value in enumerate(largest):
         if value != value:
@@ -239,14 +247,14 @@ def test_e8m0_factors() -> None:
         assert codes[index] == wanted, value
 
 
-def test_e4m3_factors() -> None:
+def test_e4m3_factors(arch: str) -> None:
     """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     largest = torch.cat([exact * 6, torch.rand(200) * 100, torch.tensor([1e-3, 1e-30, 5000.0, torch.inf, torch.nan])])
     values = torch.rand(len(largest), 16) - 0.5
     values = torch.cat([values * largest[:, None], torch.zeros((-len(largest)) % 2, 16)])
     values[: len(largest), 7] = largest
-    factors, _, stored = bias_run((QuantizeRows("s", FP4, E4M3, 16), StoreTile("d", "float32")), values.flatten())
+    factors, _, stored = bias_run(arch, (QuantizeRows("s", FP4, E4M3, 16), StoreTile("d", "float32")), values.flatten())
     factors = factors[0, 0, 0, :, :, 0].t().flatten()[: len(largest)].float()
     wanted = (values.abs().amax(1) * (torch.tensor(1.0) / 6)).clamp(max=448.0)[: len(largest)]
     wanted = wanted.to(torch.float8_e4m3fn).float()
@@ -257,7 +265,7 @@ def test_e4m3_factors() -> None:
     assert all(case.any() for case in (wanted == 0, wanted == 448, wanted.isnan()))
 
 
-def test_factors_have_the_128_by_4_layout() -> None:
+def test_factors_have_the_128_by_4_layout(arch: str) -> None:
     """Byte ((l rm + r // 128) rk + j // 4) 512 + r % 32 16 + r // 32 % 4 4 + j % 4 for row r and group j."""
     epilogue = (
         QuantizeColumns("c", "float32", E8M0),
@@ -273,8 +281,8 @@ def test_factors_have_the_128_by_4_layout() -> None:
         operands.extend([a, b])
 
     c = gemm.configuration(epilogue, "float32", tile=(128, 128, 32))
-    columns, _, rows, norm, _ = gemm.run(c, m, n, 4, batch, change=change)[0]
-    x = gemm.product(*operands)
+    columns, _, rows, norm, _ = gemm.run(arch, c, m, n, 4, batch, change=change)[0]
+    x = gemm.product(c, operands)
     for factors, y in ((rows, x), (columns, x.transpose(0, 1))):
         height, width, _ = y.shape
         rm, rk = -(-height // 128), -(-width // 128)
@@ -288,7 +296,7 @@ def test_factors_have_the_128_by_4_layout() -> None:
 
 
 @pytest.mark.parametrize("pingpong", [False, True])
-def test_infinity_and_nan(pingpong: bool) -> None:
+def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
     """The largest magnitude is infinity or NaN exactly where a value is, also in tiles that it does not fill."""
     epilogue = (Amax(by_expert=True), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3))
 
@@ -297,33 +305,33 @@ def test_infinity_and_nan(pingpong: bool) -> None:
         b.fill_(0.5)
         a[5, 3, 0], b[7, 2, 1], a[6, 0, 2], b[40, 1, 3] = torch.inf, -torch.inf, torch.nan, torch.nan
 
-    c = gemm.configuration(epilogue, pingpong=pingpong)
-    given, expected, _ = gemm.run(c, 70, 48, 8, 5, change=change)
+    c = gemm.fitted(gemm.configuration(epilogue, pingpong=pingpong), arch)
+    given, expected, _ = gemm.run(arch, c, 70, 48, 8, 5, change=change)
     assert given[0].tolist()[:2] == [torch.inf, torch.inf]
     assert given[0][2:4].isnan().all()
     assert given[0][4] == 4.0
     assert_same(epilogue, given, expected)
 
 
-def test_amax_keeps_what_was_larger() -> None:
+def test_amax_keeps_what_was_larger(arch: str) -> None:
     def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
         arguments[0].copy_(torch.tensor([1e6, 0.0]))
 
-    given = check((Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
+    given = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
     assert given[0][0] == 1e6
     assert 0 < given[0][1] < 1e6
 
 
-def test_what_cannot_be_configured() -> None:
+def test_what_cannot_be_configured(arch: str) -> None:
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
-        gemm.compiled(gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
+        gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
     with pytest.raises(ValueError, match="parts of 16 columns cannot share factors by 32"):
-        check((Swiglu(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
+        check(arch, (Swiglu(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
 
 
-def test_shared_memory_without_conflicts() -> None:
+def test_shared_memory_without_conflicts(arch: str) -> None:
     """Of 16-bit and packed tiles, and of 8-bit ones in both orders."""
     for store in (StoreTile("d", "bfloat16"), StoreTile("d", "bfloat16", "m"), StoreTile("d", E4M3),
                   StoreTile("d", E4M3, "m"), StoreTile("d", FP4), StoreTile("d", "float32", "m")):  # fmt: skip
-        _, _, report = gemm.run(gemm.configuration((store,)), 128, 128, 64)
+        _, _, report = gemm.run(arch, gemm.configuration((store,)), 128, 128, 64)
         assert report.launches[0].bank_conflicts == 0, store

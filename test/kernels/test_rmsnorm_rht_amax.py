@@ -22,13 +22,15 @@ def test_no_local_memory_and_wide_accesses(arch: str, columns: int) -> None:
     from cudnn_kernels.norm import rmsnorm_rht_amax as module
 
     configuration = configure_rmsnorm_rht_amax("bfloat16", columns)
-    compiled = compile_kernel(arch, module.RmsNormRhtAmax(configuration), *module.arguments(configuration))
+    kernel = {"sm_90a": module.RmsNormRhtAmax, "sm_100a": module.BlackwellRmsNormRhtAmax}[arch]
+    compiled = compile_kernel(arch, kernel(configuration), *module.arguments(configuration))
     assert compiled.stack == 0
     assert compiled.registers * configuration.threads * configuration.teams <= 64 * 1024
     accesses = re.findall(r"(?:ld|st)\.(?:global|shared)\.(?:v\d\.)?b\d+", compiled.ptx)
     vectors = [access for access in accesses if access.endswith(".v4.b32")]
     pieces = -(-columns // (16 * configuration.threads))
     assert len(vectors) >= 8 * pieces, accesses  # of each block: sum of squares, x, w, result, two halves each
+    assert ("mul.rn.f32x2" in compiled.ptx) == (arch == "sm_100a")
     assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
     assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
 

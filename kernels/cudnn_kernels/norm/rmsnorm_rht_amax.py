@@ -32,8 +32,39 @@ AMAX_BARRIER = 8  # first of the named barriers of teams that share a group; tho
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
+class Pairs:
+    """Arithmetic on two float32 values at once: two instructions."""
+
+    @staticmethod
+    def add(a: tuple, b: tuple) -> tuple:
+        return a[0] + b[0], a[1] + b[1]
+
+    @staticmethod
+    def subtract(a: tuple, b: tuple) -> tuple:
+        return a[0] - b[0], a[1] - b[1]
+
+    @staticmethod
+    def multiply(a: tuple, b: tuple) -> tuple:
+        return a[0] * b[0], a[1] * b[1]
+
+    @staticmethod
+    def add_product(a: tuple, b: tuple, c: tuple) -> tuple:
+        return c[0] + a[0] * b[0], c[1] + a[1] * b[1]
+
+
+class PackedPairs(Pairs):
+    """One instruction, on Blackwell."""
+
+    add = staticmethod(cute.arch.add_packed_f32x2)
+    subtract = staticmethod(cute.arch.sub_packed_f32x2)
+    multiply = staticmethod(cute.arch.mul_packed_f32x2)
+    add_product = staticmethod(cute.arch.fma_packed_f32x2)
+
+
 class RmsNormRhtAmax:
-    """The kernel for one :class:`Configuration`."""
+    """The kernel for one :class:`Configuration`, on Hopper."""
+
+    pairs: type[Pairs] = Pairs
 
     def __init__(self, configuration: Configuration) -> None:
         self.c = configuration
@@ -198,13 +229,15 @@ class RmsNormRhtAmax:
         self, sRow: cute.Tensor, sPartial: cute.Tensor, eps: Float32, team: Int32, thread: Int32
     ) -> Float32:
         """1 / sqrt(mean(x^2) + eps) of the row, divided by the 4 that normalises H16."""
-        sums = [Float32(0.0)] * 4  # independent chains of FMA
+        sums = [(Float32(0.0), Float32(0.0))] * 4  # independent chains
         for j in cutlass.range_constexpr(2 * self.blocks_per_thread):
             if self.mine(thread, j, 2 * self.blocks):
                 start = cute.assume((j * self.c.threads + thread) * HALF, HALF)
                 v = cute.make_tensor((sRow.iterator + start).align(16), cute.make_layout(HALF)).load().to(Float32)
-                sums = [sums[i] + v[i] * v[i] + v[i + 4] * v[i + 4] for i in range(4)]
-        total = cute.arch.warp_reduction_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
+                pairs = [(v[i], v[i + 4]) for i in range(4)]
+                sums = [self.pairs.add_product(pair, pair, total) for pair, total in zip(pairs, sums, strict=True)]
+        first, second = self.pairs.add(self.pairs.add(sums[0], sums[1]), self.pairs.add(sums[2], sums[3]))
+        total = cute.arch.warp_reduction_sum(first + second)
         if const_expr(self.warps > 1):
             if thread % WARP == 0:
                 sPartial[thread // WARP] = total
@@ -222,13 +255,14 @@ class RmsNormRhtAmax:
             if self.mine(thread, j, self.blocks):
                 first, second = self.halves(sRow, thread, j)
                 x0, x1 = first.load().to(Float32), second.load().to(Float32)
-                y0 = hadamard([x0[i] * scale * rW[i, 0, j] for i in range(HALF)])
-                y1 = hadamard([x1[i] * scale * rW[i, 1, j] for i in range(HALF)])
+                scaled = [self.pairs.multiply((x0[i], x1[i]), (scale, scale)) for i in range(HALF)]
+                weights = [(rW[i, 0, j], rW[i, 1, j]) for i in range(HALF)]
+                y = hadamard([self.pairs.multiply(a, b) for a, b in zip(scaled, weights, strict=True)], self.pairs)
                 r0 = cute.make_rmem_tensor((HALF,), Float32)
                 r1 = cute.make_rmem_tensor((HALF,), Float32)
                 for i in cutlass.range_constexpr(HALF):
-                    r0[i] = y0[i] + y1[i]
-                    r1[i] = (y0[i] - y1[i]) * sign
+                    r0[i] = y[i][0] + y[i][1]
+                    r1[i] = (y[i][0] - y[i][1]) * sign
                     largest = maximum(maximum(largest, absolute(r0[i])), absolute(r1[i]))
                 first.store(r0.load().to(sRow.element_type))
                 second.store(r1.load().to(sRow.element_type))
@@ -260,6 +294,12 @@ class RmsNormRhtAmax:
             amax[group] = largest
 
 
+class BlackwellRmsNormRhtAmax(RmsNormRhtAmax):
+    """The same on Blackwell. Fewer instructions: memory is faster there, SMs are not."""
+
+    pairs = PackedPairs
+
+
 def maximum(a: Float32, b: Float32) -> Float32:
     """The larger, NaN if one of them is."""
     return cute.arch.fmax(a, b, nan=True)
@@ -270,11 +310,18 @@ def absolute(a: Float32) -> Float32:
     return cute.math.absf(a)
 
 
-def hadamard(y: list) -> list:
-    """y @ H for Sylvester's Hadamard matrix, by len(y) * log2(len(y)) additions."""
+def hadamard(y: list, pairs: type[Pairs]) -> list:
+    """y @ H for Sylvester's Hadamard matrix and each half of the pairs in y, by len(y) * log2(len(y)) additions.
+
+    The last stage goes value by value: packed, it made ptxas spill.
+    """
     distance = 1
     while distance < len(y):
-        y = [y[i - distance] - y[i] if i & distance else y[i] + y[i + distance] for i in range(len(y))]
+        pairs = pairs if 2 * distance < len(y) else Pairs
+        y = [
+            pairs.subtract(y[i - distance], y[i]) if i & distance else pairs.add(y[i], y[i + distance])
+            for i in range(len(y))
+        ]
         distance *= 2
     return y
 

@@ -1,4 +1,4 @@
-"""A GEMM on operands that Hopper's tensor cores cannot read: prepared into a workspace, then multiplied, in one call."""
+"""A GEMM on operands that Hopper's tensor cores cannot read: first prepared in a workspace, all in one call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PreparedGemm:
 
     @cute.jit
     def __call__(self, a: cute.Tensor, b: cute.Tensor, *rest: Any) -> None:
-        """``rest``: the factors of A and of B where they have some, the workspace, bytes, and what :class:`Gemm` takes."""
+        """``rest``: the factors of A and of B, where there are some, the workspace, and what :class:`Gemm` takes."""
         operands, (workspace, *others) = self.factors((a, b), rest)
         *_, multiprocessors, stream = others
         ready, offset = [], Int64(0)
@@ -73,7 +73,8 @@ def arguments(configuration: Configuration) -> tuple[Any, ...]:
     operands, scales = [], []
     for i, (mn, step) in enumerate(((m, c.a), (n, c.b))):
         if step is None:
-            operands.append(fake_operand(*((c.gemm.a, c.gemm.b)[i],), mn, k, batch, (c.gemm.a_major, c.gemm.b_major)[i]))
+            dtype, major = ((c.gemm.a, c.gemm.a_major), (c.gemm.b, c.gemm.b_major))[i]
+            operands.append(fake_operand(dtype, mn, k, batch, major))
         else:
             operands.append(fake_operand(step.dtype, mn, k, batch, step.major))
             if step.scale_dtype:

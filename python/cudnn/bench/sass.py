@@ -1,12 +1,13 @@
 """What a GEMM kernel's machine code says: its tensor core instructions, and what its epilogue takes. Needs no GPU.
 
 ``nvdisasm`` turns a cubin into text; here that text becomes instructions, basic blocks and loops, and those become
-:class:`Facts`. The place of the scoreboard mask in an instruction is not documented by NVIDIA; it is that of Jia et al.,
-"Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", arXiv:1804.06826, section 2.1.
+:class:`Facts`. NVIDIA does not document where an instruction has the mask of scoreboards that it waits for; here it is
+that of Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", arXiv:1804.06826.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -142,7 +143,7 @@ class Program:
                 before[other].append(block)
         self._before = before
         every = frozenset(self._blocks)
-        found = {block: every for block in self._blocks} | {0: frozenset([0])}
+        found = dict.fromkeys(self._blocks, every) | {0: frozenset([0])}
         changed = True
         while changed:
             changed = False
@@ -225,9 +226,8 @@ def facts(text: str) -> Facts:
     kinds = sorted({code[n].opcode for n in products})
     around = program.loops_around(products)
     if len(kinds) != 1 or len(around) < 2:
-        raise ValueError(
-            refusal("facts", "products", f"{kinds} in {len(around)} loops", "one kind, in a loop over k in one over tiles")
-        )
+        allowed = "one kind, in a loop over k in one over tiles"
+        raise ValueError(refusal("facts", "products", f"{kinds} in {len(around)} loops", allowed))
     over_k, over_tiles = around[:2]
     reads = program.places("LDTM")
     own = program.loops_around(reads)[0] if reads else over_tiles - over_k
@@ -254,7 +254,7 @@ def _runs(program: Program, products: Sequence[int]) -> tuple[int, int]:
     """The shortest run of products, and how many instructions in all runs wait for a scoreboard."""
     code = program.instructions
     runs = [[products[0]]]
-    for before, now in zip(products, products[1:], strict=False):
+    for before, now in itertools.pairwise(products):
         between = range(before + 1, now)
         cut = any(code[n].branches or _WAIT.match(code[n].opcode) or n in program.labels for n in (*between, now))
         runs.append([now]) if cut else runs[-1].append(now)

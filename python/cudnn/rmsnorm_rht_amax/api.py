@@ -19,9 +19,11 @@ from cudnn_kernels.norm.heuristics import (
     pick_rows_per_cta,
 )
 
-_KERNEL = "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax"
-_KERNELS: Mapping[str, str] = {"sm_90a": _KERNEL, "sm_100a": _KERNEL}
-"""The kernel by architecture: one source serves both."""
+_KERNELS: Mapping[str, str] = {
+    "sm_90a": "cudnn_kernels.norm.rmsnorm_rht_amax:RmsNormRhtAmax",
+    "sm_100a": "cudnn_kernels.norm.rmsnorm_rht_amax:BlackwellRmsNormRhtAmax",
+}
+"""The kernel by architecture."""
 
 
 class RmsNormRhtAmax(APIBase):

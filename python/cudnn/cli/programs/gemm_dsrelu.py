@@ -1,29 +1,49 @@
-"""GEMM + backward pass of the squared ReLU on bfloat16."""
+"""GEMM + backward pass of the squared ReLU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, operands
+from cudnn.cli.programs import Comparison, Problem, Program
+from cudnn.cli.programs.gemm_matrix import Variant
+from cudnn.cli.programs.gemm_operands import (
+    DIMENSIONS,
+    SHAPE,
+    judge,
+    judge_result,
+    matrix,
+    operands,
+    options,
+    plain,
+    quantizer,
+)
 from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper
 from cudnn.gemm_srelu.reference import squared_relu_backward
 from cudnn.lazy import torch
 
 
-def _make(shape: tuple[int, ...], device: str) -> Problem:
-    a, b, product = operands(shape, device)
-    c = torch.randn(1, *shape[:2], device=device).bfloat16().permute(1, 2, 0)
-    prob = torch.rand(shape[0], 1, 1, device=device)
+def make(v: Variant, device: str) -> Problem:
+    """The API on random tensors of a variant."""
+    x = operands(v, device)
+    norm_const = quantizer(v, device)
+    m, n, _, batch = v.shape
+    c = matrix(m, n, batch, v.side, v.majors[2] == "n", device)
+    prob = torch.rand(m, 1, batch).to(device)
+
+    def call() -> Any:
+        types = {"d_dtype": getattr(torch, v.out), "d_major": v.majors[2]}
+        return gemm_dsrelu_wrapper(
+            x.a, x.b, c, x.sfa, x.sfb, prob, 0.5, norm_const_tensor=norm_const, **types, **options(v)
+        )
 
     def compared(results: Any) -> list[Comparison]:
-        d, dprob = squared_relu_backward(product, c.double(), prob.double())
+        d, dprob = squared_relu_backward(0.5 * x.product, c.double(), prob.double())
         return [
-            compare("d", results["d_tensor"], d, ROUNDED, 1e-3),
-            compare("dprob", results["dprob_tensor"], dprob, 1e-5, 1e-2),  # sums of squares, terms of either sign
+            judge("dprob", results["dprob_tensor"], dprob, 10 * x.slack),  # sums of squares, terms of either sign
+            *judge_result(v, ("d", "sfd"), results, d, 4 * x.slack),
         ]
 
-    return Problem(lambda: gemm_dsrelu_wrapper(a, b, c, None, None, prob), compared)
+    return Problem(call, compared)
 
 
-PROGRAM = Program("GEMM + dsReLU", DIMENSIONS, SHAPE, _make, ARCHITECTURES)
+PROGRAM = Program("GEMM + dsReLU", DIMENSIONS, SHAPE, lambda shape, device: make(plain("gemm_dsrelu", shape), device))

@@ -1,19 +1,115 @@
-"""What the programs of the fused GEMMs share: their shape, operands, and what is allowed for one rounding."""
+"""What the programs of the fused GEMMs share: shapes, operands, how results are judged."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from cudnn.api_base import ceil_div
+from cudnn.cli.programs import Comparison, compare
+from cudnn.cli.programs.gemm_matrix import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
+from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unpack_scales
+from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, name_of
 from cudnn.lazy import torch
 
 DIMENSIONS, SHAPE = ("m", "n", "k"), (128, 128, 64)
-ARCHITECTURES = ("sm_90a",)
-ROUNDED = 0.51 / 128  # of bfloat16, relative: half a unit in the last place
-SUMMED = 1e-4  # of float32 sums, absolute
+NORM_CONST = 0.01
+
+_ROUNDED = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3, FP4: 0.25}
+"""Half a unit in the last place, relative to the least number that has it."""
+_LEAST = {F16: 2.0**-25, E4M3: 2.0**-10, E5M2: 2.0**-17, FP4: 0.25}
+"""Half the distance of the smallest numbers."""
+_SUMMED = {F32: 3e-3, E4M3: 1e-3, E5M2: 1e-3}
+"""Error of a product relative to the largest: TF32 has 10 bits of mantissa; sums of 8-bit products have few on Hopper."""
 
 
-def operands(shape: tuple[int, ...], device: str) -> tuple[Any, Any, Any]:
-    """A (m, k, 1) and B (n, k, 1) of bfloat16, and their product in float64."""
+@dataclass(frozen=True)
+class Operands:
+    """A, B, their scale factors where they have some, and their product in float64, which may be off by ``slack``."""
+
+    a: Any
+    b: Any
+    sfa: Any
+    sfb: Any
+    product: Any
+    slack: float
+
+
+def plain(api: str, shape: tuple[int, ...]) -> Variant:
+    """bfloat16 of one matrix (m, n, k)."""
     m, n, k = shape
-    a, b = (torch.randn(1, size, k, device=device).bfloat16().permute(1, 2, 0) for size in (m, n))
-    return a, b, torch.einsum("mkl,nkl->mnl", a.double(), b.double())
+    return Variant(api, (m, n, k, 1))
+
+
+def operands(v: Variant, device: str) -> Operands:
+    """Random ones, the same on every device."""
+    m, n, k, batch = v.shape
+    (a, sfa, x), (b, sfb, y) = (_operand(v, mn, k, batch, major) for mn, major in zip((m, n), v.majors, strict=False))
+    product = torch.einsum("mkl,nkl->mnl", x.double(), y.double())
+    moved = (None if tensor is None else tensor.to(device) for tensor in (a, b, sfa, sfb, product))
+    return Operands(*moved, slack=2e-5 if v.scale else _SUMMED.get(v.dtype, 2e-5))
+
+
+def matrix(rows: int, columns: int, batch: int, dtype: str, row_major: bool, device: str = "cpu") -> Any:
+    """Random numbers (rows, columns, l), dense."""
+    shape = (batch, rows, columns) if row_major else (batch, columns, rows)
+    values = torch.randn(shape).to(getattr(torch, dtype)).to(device)
+    return values.permute(1, 2, 0) if row_major else values.permute(2, 1, 0)
+
+
+def options(v: Variant) -> dict[str, Any]:
+    """Those of every wrapper."""
+    return {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
+
+
+def quantizer(v: Variant, device: str) -> Any:
+    """The constant that a quantised result needs; None for other results."""
+    return torch.tensor([NORM_CONST], device=device) if v.out in QUANTIZED_LIMIT else None
+
+
+def judge(name: str, found: Any, expected: Any, slack: float) -> Comparison:
+    """A result that is rounded once, after an error of ``slack`` times the largest magnitude."""
+    kind = name_of(found.dtype)
+    limit = LARGEST.get(kind, float("inf"))
+    values = unpack_float4(found) if kind == FP4 else found
+    absolute = 1.01 * _LEAST.get(kind, 0.0) + slack * float(expected.abs().max())
+    return compare(name, values, expected.clamp(-limit, limit), 1.01 * _ROUNDED[kind], absolute)
+
+
+def judge_result(v: Variant, names: tuple[str, str], results: Any, expected: Any, slack: float) -> list[Comparison]:
+    """The last result of an epilogue, with its scale factors and amax where there are some."""
+    name, scales = names
+    found = results[f"{name}_tensor"]
+    amax = results["amax_tensor"]
+    judged = [] if amax is None else [compare("amax", amax, expected.abs().max().reshape(1), 4 * slack)]
+    if results.get(f"{scales}_tensor") is None:
+        return [judge(name, found, expected, slack), *judged]
+    rows, columns, _ = expected.shape
+    factors = scale_values(unpack_scales(results[f"{scales}_tensor"], rows, ceil_div(columns, v.vector)))
+    blocks = torch.nn.functional.pad(expected, (0, 0, 0, -columns % v.vector)).unflatten(1, (-1, v.vector))
+    least = blocks.abs().amax(2) * NORM_CONST / QUANTIZED_LIMIT[v.out]  # the next power of two is less than twice that
+    loose = slack * float(least.max())
+    back = found.double() * factors.repeat_interleave(v.vector, 1)[:, :columns] / NORM_CONST
+    distance = 1.01 * _LEAST[v.out] * float(factors.max()) / NORM_CONST
+    largest = float(expected.abs().max())
+    return [
+        compare(name, back, expected, 1.01 * _ROUNDED[v.out], distance + slack * largest),
+        compare(scales, factors, 1.5 * least, 1 / 3, loose),
+        *judged,
+    ]
+
+
+def _operand(v: Variant, mn: int, k: int, batch: int, major: str) -> tuple[Any, Any, Any]:
+    """The tensor, its scale factors, its values."""
+    if not v.scale:
+        tensor = matrix(mn, k, batch, v.dtype, major == "k")
+        return tensor, None, tensor
+    exponents = torch.randint(-2, 3, (mn, ceil_div(k, v.vector), batch)).float()
+    factors = torch.exp2(exponents) * (1 if v.scale != E4M3 else 1 + torch.randint(0, 8, exponents.shape) / 8)
+    scales = pack_scales(factors.to(getattr(torch, v.scale)))
+    if v.dtype in (FP4, BYTES):
+        tensor = torch.randint(0, 256, (batch, mn, k // 2), dtype=torch.uint8).permute(1, 2, 0)
+        tensor = tensor.view(getattr(torch, v.dtype))
+    else:
+        tensor = matrix(mn, k, batch, v.dtype, major == "k")
+    return tensor, scales, dequantize(tensor, scales, v.vector)

@@ -1,28 +1,49 @@
-"""GEMM + squared ReLU on bfloat16."""
+"""GEMM + squared ReLU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cudnn.cli.programs import Comparison, Problem, Program, compare
-from cudnn.cli.programs.gemm_operands import ARCHITECTURES, DIMENSIONS, ROUNDED, SHAPE, SUMMED, operands
+from cudnn.cli.programs import Comparison, Problem, Program
+from cudnn.cli.programs.gemm_matrix import Variant
+from cudnn.cli.programs.gemm_operands import (
+    DIMENSIONS,
+    SHAPE,
+    judge,
+    judge_result,
+    operands,
+    options,
+    plain,
+    quantizer,
+)
 from cudnn.gemm_srelu import gemm_srelu_wrapper
 from cudnn.gemm_srelu.reference import squared_relu
 from cudnn.lazy import torch
 
 
-def _make(shape: tuple[int, ...], device: str) -> Problem:
-    a, b, product = operands(shape, device)
-    prob = torch.rand(shape[0], 1, 1, device=device)
+def make(v: Variant, device: str) -> Problem:
+    """The API on random tensors of a variant."""
+    x = operands(v, device)
+    norm_const = quantizer(v, device)
+    m, _, _, batch = v.shape
+    prob = torch.rand(m, 1, batch).to(device)
+
+    def call() -> Any:
+        types = {"c_dtype": getattr(torch, v.side), "d_dtype": getattr(torch, v.out), "c_major": v.majors[2]}
+        return gemm_srelu_wrapper(
+            x.a, x.b, x.sfa, x.sfb, prob, 0.5, norm_const_tensor=norm_const, **types, **options(v)
+        )
 
     def compared(results: Any) -> list[Comparison]:
-        d = squared_relu(product, prob.double())
+        z = 0.5 * x.product
         return [
-            compare("c", results["c_tensor"], product, ROUNDED, SUMMED),
-            compare("d", results["d_tensor"], d, ROUNDED, 1e-3),
+            judge("c", results["c_tensor"], z, x.slack),
+            *judge_result(v, ("d", "sfd"), results, squared_relu(z, prob.double()), 4 * x.slack),
         ]
 
-    return Problem(lambda: gemm_srelu_wrapper(a, b, None, None, prob), compared)
+    return Problem(call, compared)
 
 
-PROGRAM = Program("GEMM + squared ReLU", DIMENSIONS, SHAPE, _make, ARCHITECTURES)
+PROGRAM = Program(
+    "GEMM + squared ReLU", DIMENSIONS, SHAPE, lambda shape, device: make(plain("gemm_srelu", shape), device)
+)

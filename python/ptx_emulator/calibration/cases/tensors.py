@@ -135,7 +135,7 @@ def stores() -> list[Case]:
         if swizzle:
             m = Map(1, "u16", (48, 28), (128,), (swizzle // 4, 16), swizzle)
             made.append(_store(f"narrow.swizzle{swizzle}", m, [(8, 2)], "", raw("tile", 1024), raw("under", 1024)))
-    made.append(_store("rank3", Map(1, "u16", (14, 7, 5), (32, 256), (16, 4, 3)), [(8, 4, 3), (-8, -1, -1)], "",
+    made.append(_store("rank3", Map(1, "u16", (24, 7, 5), (64, 512), (16, 4, 3)), [(16, 5, 4), (0, 2, 1)], "",
                        raw("tile", 1024), raw("under", 1024)))  # fmt: skip
     for kind, operations in REDUCTIONS.items():
         size = TYPES[kind][2]

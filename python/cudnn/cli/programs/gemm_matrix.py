@@ -1,0 +1,118 @@
+"""The combinations in which the dense fused GEMMs are tried, on any architecture. Plain data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+BF16, F16, F32 = "bfloat16", "float16", "float32"
+E4M3, E5M2, E8M0, FP4, BYTES = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint8"
+
+Tiling = tuple[tuple[int, int], tuple[int, int]]
+_ONE: Tiling = ((128, 128), (1, 1))
+_PAIRS: Tiling = ((256, 256), (2, 2))
+_TILINGS: Sequence[Tiling] = (
+    *(((128, columns), cluster) for columns in (128, 256) for cluster in ((1, 1), (2, 1), (2, 2))),
+    ((256, 256), (2, 1)),
+    _PAIRS,
+)
+_SCALES = ((E8M0, 16), (E8M0, 32), (E4M3, 16))
+_MAJORS = tuple("".join(majors) for majors in itertools.product("mk", "nk", "mn"))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One combination. Types are PyTorch's names; ``uint8`` holds packed pairs of four-bit elements.
+
+    ``shape`` is (m, n, k, l), ``majors`` those of A, B and the results; ``out`` is the type of the last result, ``side``
+    that of ab12 or c, ``scale`` that of the operands' scale factors, ``""`` for none; ``vector`` elements share one.
+    """
+
+    api: str
+    shape: tuple[int, int, int, int]
+    dtype: str = BF16
+    majors: str = "kkn"
+    out: str = BF16
+    side: str = BF16
+    scale: str = ""
+    vector: int = 16
+    tile: tuple[int, int] = (128, 128)
+    cluster: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        scale = f" x {self.scale} of {self.vector}" if self.scale else ""
+        tile, cluster = ("x".join(map(str, sizes)) for sizes in (self.tile, self.cluster))
+        results = self.out if self.api == "gemm_amax" else f"{self.side}, {self.out}"
+        return f"{self.api} {self.dtype}{scale} to {results}, {self.majors}, tile {tile}, cluster {cluster}"
+
+
+def variants(arch: str = "sm_100a") -> list[Variant]:
+    """All of them. On sm_90a tile and cluster choose nothing: one of those that differ in nothing else."""
+    found = [*_amax(), *_swiglu(), *_squared_relu("gemm_srelu"), *_squared_relu("gemm_dsrelu")]
+    if arch != "sm_90a":
+        return found
+    first: dict[Variant, Variant] = {}
+    for variant in found:
+        first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
+    return list(first.values())
+
+
+def sample(arch: str, count: int) -> list[Variant]:
+    """About ``count`` of them, always the same, evenly spread."""
+    every = variants(arch)
+    return every[3 :: max(1, len(every) // count)]
+
+
+def _variant(api: str, tiling: Tiling, dtype: str, *, k: int = 0, **given: object) -> Variant:
+    """On what one cluster computes at a time, but four tiles where that is one, with some k tiles."""
+    (rows, columns), (across, down) = tile, cluster = tiling
+    batch = 2 if cluster == (1, 1) else 1
+    deep = {FP4: 512, BYTES: 512, E4M3: 256, E5M2: 256, F32: 96}.get(dtype, 160)
+    shape = (128 * across, columns * down, k or deep, batch)
+    assert shape[0] % rows == 0
+    return Variant(api, shape, dtype, tile=tile, cluster=cluster, **given)  # type: ignore[arg-type]
+
+
+def _amax() -> Iterator[Variant]:
+    api = "gemm_amax"
+    results = [(out, major) for out in (F32, BF16, E4M3) for major in "mn"]
+    for (scale, vector), (out, major), cluster in itertools.product(_SCALES, [*results, (FP4, "n")], [(1, 1), (2, 2)]):
+        yield _variant(api, ((128, 128), cluster), FP4, out=out, majors=f"kk{major}", scale=scale, vector=vector)
+    for cluster, out in itertools.product([(1, 1), (2, 1), (2, 2)], (F32, BF16)):
+        yield _variant(api, ((128, 256), cluster), FP4, out=out, scale=E8M0, vector=32)
+    for scale, vector in _SCALES:
+        yield _variant(api, _ONE, BYTES, out=BF16, scale=scale, vector=vector)
+    for majors, out, columns in itertools.product(_MAJORS, (F32, BF16), (128, 256)):
+        yield _variant(api, ((128, columns), (1, 1)), E5M2, out=out, majors=majors, scale=E8M0, vector=32)
+    for dtype, out, cluster in itertools.product((BF16, F16, F32, E4M3, E5M2), (F32, BF16), [(1, 1), (2, 1)]):
+        yield _variant(api, ((128, 128), cluster), dtype, out=out)
+
+
+def _swiglu() -> Iterator[Variant]:
+    api = "gemm_swiglu"
+    both: Sequence[Tiling] = (_ONE, _PAIRS)
+    for dtype, side, majors, tiling in itertools.product((BF16, F32, E4M3), (BF16, F32), _MAJORS, both):
+        yield _variant(api, tiling, dtype, side=side, majors=majors)
+    stored = [(F32, BF16), (BF16, F32), (BF16, BF16), (E4M3, F32), (E4M3, BF16)]
+    for (scale, vector), (side, out), tiling in itertools.product(_SCALES, stored, both):
+        yield _variant(api, tiling, FP4, side=side, out=out, scale=scale, vector=vector)
+    for scale, vector in _SCALES:
+        yield _variant(api, _ONE, BYTES, scale=scale, vector=vector)
+    for majors, out, tiling in itertools.product(_MAJORS, (F32, BF16), both):
+        yield _variant(api, tiling, E4M3, majors=majors, out=out, scale=E8M0, vector=32)
+    for dtype, out, tiling in itertools.product((BF16, F32), (E4M3, E5M2), both):
+        yield _variant(api, tiling, dtype, out=out, vector=32)
+
+
+def _squared_relu(api: str) -> Iterator[Variant]:
+    for (scale, vector), out, tiling in itertools.product(_SCALES, (BF16, F32), _TILINGS):
+        yield _variant(api, tiling, FP4, out=out, scale=scale, vector=vector)
+    for scale, vector in _SCALES:
+        yield _variant(api, _ONE, BYTES, scale=scale, vector=vector)
+    for dtype, out, tiling in itertools.product((E4M3, E5M2), (E4M3, BF16, F32), _TILINGS):
+        yield _variant(api, tiling, dtype, out=out, scale=E8M0, vector=32)
+    for out, tiling in itertools.product((BF16, E5M2), _TILINGS):
+        yield _variant(api, tiling, BF16, out=out, vector=32)
+    for majors in _MAJORS:
+        yield _variant(api, _ONE, E4M3, majors=majors, out=E5M2, scale=E8M0, vector=32)
