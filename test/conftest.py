@@ -20,7 +20,18 @@ from cudnn.backend.device import DeviceProperties  # noqa: E402
 from cudnn.errors import CudnnLibraryError  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="kernels in every configuration; takes about half an hour")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: only with --full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if not handle.gpu_available():
         skip = pytest.mark.skip(reason="no NVIDIA GPU: the CUDA driver is missing or sees no device")
         for item in items:

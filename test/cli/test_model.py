@@ -78,7 +78,9 @@ def test_a_problem_by_hand() -> None:
     assert found.bound == "products, then epilogue"
     assert found.microseconds == pytest.approx(4 * (64 * 1024 + 2048) / 1830)
     assert found.busy == pytest.approx(256 / 264 * 65536 / (65536 + 2048))
-    alternating = model.predict(H200, configuration(tile=(128, 256, 64), pingpong=True), Kernel(FACTS, 4), 4096, 4096, 4096)
+    alternating = model.predict(
+        H200, configuration(tile=(128, 256, 64), pingpong=True), Kernel(FACTS, 4), 4096, 4096, 4096
+    )
     assert alternating.bound == "tensor cores"
     assert alternating.microseconds == pytest.approx((4 * 65536 + 1024) / 1830)  # the last epilogue shows
 
@@ -126,7 +128,10 @@ def test_more_work_never_takes_less_time(m: int, n: int, k: int, name: str, fact
 
 
 def test_results_of_swiglu_are_half_as_wide() -> None:
-    assert model.result_bytes((Scale(), StoreTile("ab12", "float32"), Swiglu(), StoreTile("c", "float8_e4m3fn")), 64) == 288
+    assert (
+        model.result_bytes((Scale(), StoreTile("ab12", "float32"), Swiglu(), StoreTile("c", "float8_e4m3fn")), 64)
+        == 288
+    )
 
 
 @pytest.mark.parametrize(("size", "clusters"), [((0, 64, 64), (2, 1)), ((64, 64, 64), (16, 16))])

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,6 @@ from ptx_emulator.calibration.maps import Map
 
 ARCH = "sm_90a"
 CASES = calibration.cases(ARCH)
-# Cases that no GPU has run as they are now.
-PENDING = ("tma.store/rank3",)
-WAITING = [case for case in CASES if any(fnmatch(case.id, pattern) for pattern in PENDING)]
-DONE = [case for case in CASES if case not in WAITING]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def kept(golden: Golden, case: Case | Kernel) -> list[calibration.Kept]:
     return outputs
 
 
-@pytest.mark.parametrize("case", DONE, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_the_emulator_does_what_the_chip_did(case: Case, golden: Golden) -> None:
     chip = kept(golden, case)
     if case.refused:
@@ -69,23 +64,8 @@ def test_the_files_name_their_gpu_and_hold_nothing_else(golden: Golden) -> None:
     for about in (golden.about, calibration.load(FILE).about):
         assert set(about) == {"name", "driver", "arch", "date"}
         assert about["arch"] == ARCH
-    assert set(golden.outputs) == {case.id for case in DONE}
+    assert set(golden.outputs) == {case.id for case in CASES}
     assert calibration.path(ARCH).stat().st_size < 1 << 20
-
-
-@pytest.mark.parametrize("case", WAITING, ids=lambda c: c.id)
-def test_cases_without_a_result_run(case: Case, golden: Golden) -> None:
-    assert case.id not in golden.outputs
-    if case.refused:
-        with pytest.raises(UnsupportedPTX):
-            calibration.run_emulated(case, ARCH)
-    else:
-        calibration.run_emulated(case, ARCH)
-
-
-def test_every_pattern_of_waiting_cases_is_needed() -> None:
-    for pattern in PENDING:
-        assert any(fnmatch(case.id, pattern) for case in CASES), pattern
 
 
 def test_names_are_unique() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cudnn.gemm_amax import GemmAmax, gemm_amax_wrapper
 from support import gemms
-from support.gemm_families import case, check, options
+from support.gemm_families import ARCHITECTURES, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 
 
@@ -66,41 +66,25 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
-def test_refused(given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmAmax: .*{words}"):
-        operation(case("gemm_amax", device="meta", **given), arch="sm_90a", **more).check_support()
+        operation(case("gemm_amax", device="meta", **given), arch=arch, **more).check_support()
 
 
-def packed_result(problem: Any, major: str = "n") -> None:
-    m, n, l = problem.tensors["c"].shape  # noqa: E741
-    shape, stride = (
-        ((m, n // 2, l), (n // 2, 1, m * n // 2)) if major == "n" else ((m // 2, n, l), (1, m // 2, m * n // 2))
-    )
-    problem.tensors["c"] = torch.empty_strided(shape, stride, dtype=torch.uint8, device="meta").view(FP4)
-
-
-def test_four_bit_results_are_of_four_bit_operands() -> None:
-    problem = case("gemm_amax", device="meta")
-    packed_result(problem)
-    with pytest.raises(
-        ValueError, match="c tensor dtype: got float4_e2m1fn_x2; allowed: other types, for operands of bf"
-    ):
-        operation(problem, arch="sm_90a").check_support()
-
-
-@pytest.mark.parametrize(
-    ("major", "error", "words"),
-    [
-        ("m", ValueError, "c tensor, packed: got m-major; allowed: n-major"),
-        ("n", NotImplementedError, "sm_90a: c tensor dtype: got float4_e2m1fn_x2; allowed: types of 8 bits and more"),
-    ],
-)
-def test_four_bit_results_on_hopper(major: str, error: Any, words: str) -> None:
-    problem = case("gemm_amax", dtype=FP4, scale=E8M0, vector=32, device="meta")
-    packed_result(problem, major)
-    with pytest.raises(error, match=words):
-        operation(problem, arch="sm_90a").check_support()
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_four_bit_results_are_of_four_bit_operands_and_n_major(arch: str) -> None:
+    given = {"scale": E8M0, "vector": 32, "device": "meta"}
+    assert operation(case("gemm_amax", dtype=FP4, out=FP4, **given), arch=arch).check_support()
+    problem = case("gemm_amax", out=FP4, device="meta")
+    words = "c tensor dtype: got float4_e2m1fn_x2; allowed: other types, for operands of bfloat16"
+    with pytest.raises(ValueError, match=words):
+        operation(problem, arch=arch).check_support()
+    problem = case("gemm_amax", dtype=FP4, **given)
+    problem.tensors["c"] = torch.empty_strided((64, 256, 1), (1, 64, 16384), dtype=torch.uint8, device="meta").view(FP4)
+    with pytest.raises(ValueError, match="c tensor, packed: got m-major; allowed: n-major"):
+        operation(problem, arch=arch).check_support()
 
 
 def test_packed_operands_are_k_major() -> None:

@@ -12,7 +12,7 @@ import cudnn
 from cudnn import launch
 from cudnn.gemm import base
 from support import gemms
-from support.gemm_families import BY_NAME, FAMILIES, Case, Family, case, check, options
+from support.gemm_families import ARCHITECTURES, BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 
 NAMES = [family.name for family in FAMILIES]
@@ -27,50 +27,20 @@ def operation(problem: Case, **more: Any) -> Any:
     return problem.family.cls(**problem.samples(), **{**options(problem), **more})
 
 
-def supported(problem: Case, **more: Any) -> bool:
-    return operation(problem, arch="sm_90a", **more).check_support()
+@pytest.fixture(params=ARCHITECTURES)
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def supported(problem: Case, arch: str, **more: Any) -> bool:
+    return operation(problem, arch=arch, **more).check_support()
 
 
 def run(problem: Case, **more: Any) -> None:
     operation(problem)(**problem.arguments(), **more)
 
 
-# Results on CPU tensors.
-
-PLAIN = [
-    {"dtype": BF16, "majors": "kkn"},
-    {"dtype": F16, "majors": "mnm", "l": 3},
-    {"dtype": F32, "majors": "knm"},
-    {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
-    {"dtype": E4M3, "majors": "mkn"},
-    {"dtype": E5M2, "majors": "knm", "l": 2},
-    {"dtype": BF16, "m": 1, "k": 8, "n": 64},
-    {"dtype": BF16, "m": 13 * 8, "k": 7 * 8, "n": 192, "majors": "mnm"},
-]
-BLOCK_SCALED = [
-    {"dtype": FP4, "scale": E8M0, "vector": 16},
-    {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
-    {"dtype": FP4, "scale": E4M3, "vector": 16},
-    {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
-    {"dtype": E5M2, "scale": E8M0, "majors": "mkn"},
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", PLAIN + BLOCK_SCALED, ids=str)
-def test_results(name: str, given: dict[str, Any]) -> None:
-    problem = case(name, **given)
-    run(problem)
-    check(problem)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
-@pytest.mark.parametrize("out", [E4M3, E5M2])
-@pytest.mark.parametrize("given", [{}, {"dtype": F16, "majors": "mnm", "l": 2}, {"m": 5, "n": 192}], ids=str)
-def test_quantised_results(name: str, out: Any, given: dict[str, Any]) -> None:
-    problem = case(name, out=out, amax=True, **given)
-    run(problem)
-    check(problem)
+# Results on CPU tensors; test_gemm_results.py has more.
 
 
 @pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])
@@ -199,16 +169,22 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ),
     ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got the"),
     ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu. To mend it, pass arch="),
-    ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a"),
+    ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "tensors", "more", "error", "words"), REFUSED)
 def test_what_is_not_supported_is_refused(
-    family: Family, given: dict[str, Any], tensors: dict[str, Any], more: dict[str, Any], error: Any, words: str
+    family: Family,
+    arch: str,
+    given: dict[str, Any],
+    tensors: dict[str, Any],
+    more: dict[str, Any],
+    error: Any,
+    words: str,
 ) -> None:
     problem = change(case(family.name, **{"device": "meta", **given}), **tensors)
-    arguments = {"arch": "sm_90a", **options(problem), **more}
+    arguments = {"arch": arch, **options(problem), **more}
     with pytest.raises(error, match=f"{family.cls.__name__}: {words}"):
         family.cls(**problem.samples(), **arguments).check_support()
 
@@ -222,21 +198,23 @@ def test_what_is_not_supported_is_refused(
         ([], {"sf_vec_size": 16}, "tensor shape mismatch"),
     ],
 )
-def test_quantised_results_need_scale_factors(name: str, missing: Any, more: dict[str, Any], words: str) -> None:
+def test_quantised_results_need_scale_factors(
+    name: str, arch: str, missing: Any, more: dict[str, Any], words: str
+) -> None:
     problem = case(name, out=E4M3, device="meta")
     for key in missing:
         problem.tensors[problem.family.quantized if key == "quantized" else key] = None
     with pytest.raises(ValueError, match=words):
-        supported(problem, **more)
+        supported(problem, arch, **more)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
-def test_scale_factors_of_a_result_are_powers_of_two(name: str) -> None:
+def test_scale_factors_of_a_result_are_powers_of_two(name: str, arch: str) -> None:
     problem = case(name, out=E4M3, device="meta")
     scales = problem.tensors[problem.family.quantized]
     wrong = torch.empty_strided(scales.shape, scales.stride(), dtype=E4M3, device="meta")
     with pytest.raises(ValueError, match="got float8_e4m3fn for 32 elements; allowed: float8_e8m0fnu for 32"):
-        supported(change(problem, **{problem.family.quantized: wrong}))
+        supported(change(problem, **{problem.family.quantized: wrong}), arch)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
@@ -252,19 +230,29 @@ def test_scale_factors_that_are_not_needed_stay_and_are_mentioned(name: str, cap
         assert f"{key} is not used: the result has the type bfloat16" in caplog.messages
 
 
-@pytest.mark.parametrize("given", PLAIN[:6] + BLOCK_SCALED, ids=str)
-def test_support_for_a_chip_that_is_not_here(family: Family, given: dict[str, Any]) -> None:
+KINDS = [
+    {"dtype": F16, "majors": "mnm", "l": 3},
+    {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
+    {"dtype": E5M2, "majors": "knm", "l": 2},
+    {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
+    {"dtype": FP4, "scale": E4M3, "vector": 16},
+    {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
+]
+
+
+@pytest.mark.parametrize("given", KINDS, ids=str)
+def test_support_for_a_chip_that_is_not_here(family: Family, arch: str, given: dict[str, Any]) -> None:
     problem = case(family.name, device="meta", **given)
-    gemm = operation(problem, arch="sm_90a")
+    gemm = operation(problem, arch=arch)
     assert not gemm._is_supported
     assert gemm.check_support() is True
     assert gemm._is_supported
 
 
-def test_compilation_for_a_chip_that_is_not_here(family: Family) -> None:
+def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> None:
     """In earnest, for a GPU; the compiled function refuses CPU tensors before it starts anything."""
     problem = case(family.name, device="meta")
-    gemm = operation(problem, arch="sm_90a")
+    gemm = operation(problem, arch=arch)
     gemm.compile()
     kernel = gemm._compiled_kernel
     gemm.compile()
@@ -286,6 +274,7 @@ def test_workspace(family: Family) -> None:
     ):
         problem = case(family.name, device="meta", **given)
         assert operation(problem, arch="sm_90a").workspace_size() == size
+        assert operation(problem, arch="sm_100a").workspace_size() == 0
     assert operation(case(family.name, dtype=FP4, scale=E8M0)).workspace_size() == 0  # on the CPU
 
 
@@ -325,16 +314,16 @@ def test_execute_before_compile_is_refused(family: Family) -> None:
         operation(problem).execute(**problem.arguments())
 
 
-def test_cluster_overlap_margin(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case(family.name, device="meta")
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "10")
-    gemm = operation(problem, arch="sm_90a")
-    plan = gemm._plan_for("sm_90a")
+    gemm = operation(problem, arch=arch)
+    plan = gemm._plan_for(arch)
     assert gemm._multiprocessors(plan, 132) == (132 // plan.cluster_size - 10) * plan.cluster_size
-    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "132")
+    monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "148")
     assert gemm.check_support()  # read when the object is made
-    with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got 132; allowed: less than"):
-        supported(problem)
+    with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got 148; allowed: less than"):
+        supported(problem, arch)
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "-1")
     with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got '-1'; allowed: a number, 0 or more"):
         operation(problem)
@@ -559,8 +548,8 @@ def on_gpu(problem: Case) -> dict[str, Any]:
     return {name: None if tensor is None else OnGpu(tensor) for name, tensor in problem.arguments().items()}
 
 
-def compiled(problem: Case) -> Any:
-    gemm = operation(problem, arch="sm_90a")
+def compiled(problem: Case, arch: str = "sm_90a") -> Any:
+    gemm = operation(problem, arch=arch)
     gemm.compile()
     return gemm
 
@@ -573,11 +562,11 @@ ORDER = {
 }
 
 
-def test_what_the_kernel_is_given(family: Family, kernels: Recorded) -> None:
+def test_what_the_kernel_is_given(family: Family, arch: str, kernels: Recorded) -> None:
     problem = case(family.name, amax=True, out=E4M3 if family.quantized else BF16)
     tensors = on_gpu(problem)
     alpha = {} if family.name == "gemm_amax" else {"alpha": 0.5}
-    gemm = compiled(problem)
+    gemm = compiled(problem, arch)
     gemm.execute(**tensors, **alpha)
     gemm.execute(**tensors, **alpha, current_stream=3)
     expected = [
@@ -586,28 +575,40 @@ def test_what_the_kernel_is_given(family: Family, kernels: Recorded) -> None:
     assert kernels.calls == [("Gemm", (*expected, 78, 17)), ("Gemm", (*expected, 78, 3))]
 
 
-def test_prepared_operands(family: Family, kernels: Recorded) -> None:
+def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> None:
+    """Hopper's kernel prepares them in a workspace, the caller's or one of the call; Blackwell's has none."""
     problem = case(family.name, dtype=E4M3, scale=E8M0, majors="mkn", l=2)
-    gemm = compiled(problem)
-    workspace = torch.zeros(gemm.workspace_size() + 100, dtype=torch.uint8)
-    results = []
+    gemm = compiled(problem, arch)
+    tensors = on_gpu(problem)
+    size = gemm.workspace_size()
+    workspace = torch.empty(size + 100, dtype=torch.uint8)
     for given in (workspace, workspace, None):
         kernels.calls.clear()
-        gemm.execute(**on_gpu(problem), workspace_tensor=given)
-        (_, a), (_, b), (_, product) = kernels.calls
-        assert [name for name, _ in kernels.calls] == ["PrepareOperand", "PrepareOperand", "Gemm"]
-        for (source, scales, target, *rest), operand, name in ((a, problem.a, "a"), (b, problem.b, "b")):
-            assert source._tensor is operand.tensor
-            assert scales._tensor is operand.scales
-            assert rest == [78, 17]
-            assert (target.dtype, target.shape) == (BF16, operand.tensor.shape)
-            assert target.stride() == (operand.tensor.stride())
-            assert target is product["ab".index(name)]
-        results.append((a[2], b[2]))
-    assert results[0][0] is results[1][0]  # views of a workspace are made once
-    assert results[0][0].data_ptr() == workspace.data_ptr()
-    assert results[0][1].data_ptr() == workspace.data_ptr() + 128 * 128 * 2 * 2
-    assert results[2][0].data_ptr() != workspace.data_ptr()
+        gemm.execute(**tensors, workspace_tensor=given)
+        ((name, arguments),) = kernels.calls
+        assert arguments[:4] == tuple(tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
+        assert arguments[-2:] == (78, 17)
+        if arch == "sm_100a":
+            assert (name, size) == ("Gemm", 0)
+            continue
+        used = arguments[4]
+        assert (name, used.dtype) == ("PreparedGemm", torch.uint8)
+        assert used is given if given is not None else used.numel() == size
+
+
+def test_tile_and_cluster_are_followed_on_blackwell(family: Family) -> None:
+    """Columns are rounded up: to pairs of gates and others, or to atoms of scale factors."""
+    problem = case(family.name, 256, 512, 512, device="meta")
+    tile, cluster = ((128, 256), (1, 1)) if family.name in ("gemm_amax", "gemm_swiglu") else ((256, 192), (4, 2))
+    gemm = operation(problem, mma_tiler_mn=tile, cluster_shape_mn=cluster)
+    found = gemm._plan_for("sm_100a").gemm
+    assert (found.tile[:2], found.cluster) == (tile, cluster)
+    assert gemm._plan_for("sm_90a").gemm == operation(problem)._plan_for("sm_90a").gemm
+    if family.name == "gemm_swiglu":
+        assert operation(problem, mma_tiler_mn=(128, 96))._plan_for("sm_100a").gemm.tile[:2] == (128, 128)
+    if family.name in ("gemm_srelu", "gemm_dsrelu"):
+        problem = case(family.name, 256, 512, 512, dtype=FP4, scale=E8M0, device="meta")
+        assert operation(problem, mma_tiler_mn=(128, 192))._plan_for("sm_100a").gemm.tile[:2] == (128, 256)
 
 
 @pytest.mark.parametrize(
@@ -628,9 +629,9 @@ def test_workspaces_that_do_not_fit(family: Family, kernels: Recorded, workspace
     assert kernels.calls == []
 
 
-def test_scale_factors_of_another_size_never_reach_the_kernel(family: Family, kernels: Recorded) -> None:
+def test_scale_factors_of_another_size_never_reach_the_kernel(family: Family, arch: str, kernels: Recorded) -> None:
     problem, smaller = (case(family.name, m, dtype=FP4, scale=E8M0) for m in (256, 128))
-    gemm = compiled(problem)
+    gemm = compiled(problem, arch)
     gemm.execute(**on_gpu(problem))
     kernels.calls.clear()
     with pytest.raises(ValueError, match="sfa tensor shape mismatch: expected"):
@@ -667,12 +668,13 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.gemm.hopper import say_dequantised
+    from cudnn.gemm.plans import say_dequantised
 
     say_dequantised.cache_clear()
     for _ in range(2):
         compiled(case(family.name, dtype=FP4, scale=E8M0))
     compiled(case(family.name))
+    compiled(case(family.name, dtype=FP4, scale=E8M0), "sm_100a")
     said = [message for message in caplog.messages if "dequantised to bfloat16 on sm_90a" in message]
     assert said == [
         f"{family.cls.__name__}: block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know "

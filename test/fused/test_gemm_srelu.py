@@ -10,7 +10,7 @@ import torch
 from cudnn.gemm_srelu import GemmSrelu, gemm_srelu_wrapper
 from cudnn.gemm_srelu.reference import squared_relu
 from support import gemms
-from support.gemm_families import case, check, options
+from support.gemm_families import ARCHITECTURES, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 
 
@@ -60,12 +60,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])
 @pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
-def test_refused(name: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+def test_refused(arch: str, name: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     problem = case(name, device="meta", **given)
     with pytest.raises(error, match=f"{problem.family.cls.__name__}: .*{words}"):
-        problem.family.cls(**problem.samples(), **{"arch": "sm_90a", **options(problem), **more}).check_support()
+        problem.family.cls(**problem.samples(), **{"arch": arch, **options(problem), **more}).check_support()
 
 
 @pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])

@@ -10,7 +10,7 @@ import torch
 from cudnn.gemm_swiglu import GemmSwiglu, gemm_swiglu_wrapper
 from cudnn.gemm_swiglu.reference import swiglu, swiglu_backward
 from support import gemms
-from support.gemm_families import case, check, options
+from support.gemm_families import ARCHITECTURES, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 
 
@@ -68,9 +68,10 @@ SUPPORTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("given", "more"), SUPPORTED, ids=str)
-def test_supported(given: dict[str, Any], more: dict[str, Any]) -> None:
-    assert operation(case("gemm_swiglu", device="meta", **given), **more).check_support()
+def test_supported(arch: str, given: dict[str, Any], more: dict[str, Any]) -> None:
+    assert operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
@@ -96,10 +97,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
-def test_refused(given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
+def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
-        operation(case("gemm_swiglu", device="meta", **given), **more).check_support()
+        operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
 
 
 def test_ab12_and_c_have_one_major() -> None:

@@ -72,49 +72,54 @@ SIZES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_sizes(name: str, dtype: Any, size: tuple[int, ...]) -> None:
-    run(problem(name, *size, dtype=dtype, out=F16 if dtype == F16 else BF16, amax=True), **alpha(name))
+def test_sizes(name: str, dtype: Any) -> None:
+    """Most of them by one kernel."""
+    for size in SIZES:
+        run(problem(name, *size, dtype=dtype, out=F16 if dtype == F16 else BF16, amax=True), **alpha(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("majors", ["kkn", "mkn", "knn", "mnn", "kkm", "mkm", "knm", "mnm"])
+MAJORS = [
+    *(("gemm_amax", dtype, majors) for dtype in (BF16, F32, E4M3) for majors in ("mkn", "knn", "mnn", "kkm", "mnm")),
+    *((name, dtype, "mnm") for name in NAMES[1:] for dtype in (F16, F32, E5M2)),
+    *((name, BF16, majors) for name in NAMES[1:] for majors in ("mkn", "knm")),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "majors"), MAJORS, ids=str)
 def test_majors(name: str, dtype: Any, majors: str) -> None:
     run(problem(name, 16 * 21, 64 * 5, 16 * 9, 2, dtype=dtype, majors=majors), **alpha(name))
 
 
+PACKED = [(FP4, E8M0, 16, "kkn"), (FP4, E8M0, 32, "kkn"), (FP4, E4M3, 16, "kkn")]
 SCALED = [
-    (FP4, E8M0, 16, "kkn"),
-    (FP4, E8M0, 32, "kkn"),
-    (FP4, E4M3, 16, "kkn"),
-    *((dtype, E8M0, 32, majors) for dtype in (E4M3, E5M2) for majors in ("kkn", "mkn", "knm", "mnm")),
+    *(("gemm_dsrelu", *kind) for kind in PACKED),
+    *(("gemm_dsrelu", dtype, E8M0, 32, majors) for dtype in (E4M3, E5M2) for majors in ("kkn", "mkn", "knm", "mnm")),
+    *((name, *PACKED[2]) for name in NAMES[:-1]),
+    *((name, E4M3, E8M0, 32, "mnm") for name in NAMES[:-1]),
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dtype", "scale", "vector", "majors"), SCALED, ids=str)
-@pytest.mark.parametrize("size", [(256, 256, 512, 2), (128, 128, 32, 1), (1024, 640, 1056, 1)], ids=str)
-def test_block_scaled(name: str, dtype: Any, scale: Any, vector: int, majors: str, size: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "dtype", "scale", "vector", "majors"), SCALED, ids=str)
+def test_block_scaled(name: str, dtype: Any, scale: Any, vector: int, majors: str) -> None:
     given = {"dtype": dtype, "scale": scale, "vector": vector, "majors": majors}
-    run(problem(name, *size, **given, amax=True), **alpha(name))
+    for size in ((256, 256, 512, 2), (128, 128, 32, 1), (1024, 640, 1056, 1)):
+        run(problem(name, *size, **given, amax=True), **alpha(name))
 
 
 RESULTS = [
     *(("gemm_amax", out, BF16) for out in (F32, F16, BF16, E4M3, E5M2)),
-    *(("gemm_swiglu", out, side) for out in (F16, BF16, E4M3, E5M2) for side in (None, F32, F16, BF16)),
-    *(("gemm_swiglu", F32, side) for side in (None, F16, BF16, E4M3, E5M2)),
-    *(("gemm_srelu", out, side) for out in (F32, F16, BF16, E4M3, E5M2) for side in (F32, F16, BF16, E4M3, E5M2)),
-    *(("gemm_dsrelu", out, side) for out in (F32, F16, BF16, E4M3, E5M2) for side in (F32, F16, BF16)),
+    *(("gemm_swiglu", out, side) for out in (F16, BF16, E4M3, E5M2) for side in (None, F32, BF16)),
+    *(("gemm_swiglu", F32, side) for side in (F16, E4M3)),
+    *(("gemm_srelu", out, side) for out in (F32, BF16, E4M3, E5M2) for side in (F32, F16, E5M2)),
+    *(("gemm_dsrelu", out, side) for out in (F32, F16, E4M3, E5M2) for side in (F32, BF16)),
 ]
 
 
-@pytest.mark.parametrize(("name", "out", "side"), RESULTS, ids=str)
-@pytest.mark.parametrize("major", ["n", "m"])
-def test_result_types(name: str, out: Any, side: Any, major: str) -> None:
-    """Amax and scale factors too."""
+@pytest.mark.parametrize(("number", "name", "out", "side"), [(i, *kinds) for i, kinds in enumerate(RESULTS)], ids=str)
+def test_result_types(number: int, name: str, out: Any, side: Any) -> None:
+    """Amax and scale factors too; majors take turns."""
     sizes = (16 * 17, 64 * 5, 80, 2)
-    run(problem(name, *sizes, out=out, side=side, majors=f"kk{major}", amax=True), **alpha(name))
+    run(problem(name, *sizes, out=out, side=side, majors=f"kk{'nm'[number % 2]}", amax=True), **alpha(name))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
@@ -160,12 +165,19 @@ def test_error_is_at_most_twice_that_of_pytorch(name: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3])
-def test_long_sums(dtype: Any) -> None:
+def test_long_sums_lose_no_more_than_those_of_cublas(dtype: Any) -> None:
+    """At most one and a half times the error of float32 results that cuBLAS adds up in float32."""
     of = problem("gemm_amax", 256, 256, 16384, dtype=dtype, out=F32)
     compiled(of)(**of.arguments())
-    z = gemms.matmul(of.a, of.b)
-    error = (of.tensors["c"].double() - z).norm() / z.norm()
-    assert float(error) < (1e-5 if dtype == BF16 else 1e-4)
+    z = gemms.matmul(of.a, of.b)[..., 0]
+    a, b = of.tensors["a"][..., 0], of.tensors["b"][..., 0].T
+    if dtype == BF16:
+        other = torch.mm(a, b, out_dtype=F32)
+    else:
+        one = torch.ones((), device="cuda")
+        other = torch._scaled_mm(a, b, one, one, out_dtype=F32, use_fast_accum=False)
+    ours, theirs = (float((x.double() - z).norm()) for x in (of.tensors["c"][..., 0], other))
+    assert 0 < ours <= 1.5 * theirs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
+import cudnn
 from cudnn import gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu
+from cudnn.cli.programs.gemm_matrix import Variant
 from support import gemms
-from support.gemms import BF16, E4M3, E5M2, E8M0, FP4, Operand
+from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+WHERE = ("reference", *ARCHITECTURES, pytest.param("gpu", marks=pytest.mark.gpu))
+"""Where a problem is executed: PyTorch on CPU tensors, the kernels in the emulator, the kernels on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,11 @@ class Case:
 
 def result(rows: int, columns: int, l: int, dtype: Any, major: str, device: str) -> torch.Tensor:  # noqa: E741
     """A dense result, NaN in it where its type has one."""
+    if dtype == FP4:
+        packed = torch.empty_strided(
+            (rows, columns // 2, l), (columns // 2, 1, rows * columns // 2), dtype=torch.uint8, device=device
+        )
+        return (packed if device == "meta" else packed.fill_(0x5A)).view(FP4)
     shape, stride = (rows, columns, l), (1, rows, rows * columns) if major == "m" else (columns, 1, rows * columns)
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     return tensor if device == "meta" else tensor.fill_(float("nan"))
@@ -142,6 +155,36 @@ def options(problem: Case) -> dict[str, Any]:
     if problem.family.name not in ("gemm_amax", "gemm_swiglu"):
         chosen["mma_tiler_mn"] = (128, 128)
     return chosen
+
+
+def of_variant(v: Variant, device: str = "cpu") -> Case:
+    """The problem of a variant, on tensors of its own."""
+    types = {name: getattr(torch, getattr(v, name)) for name in ("out", "side")}
+    dtype = FP4 if v.dtype == "uint8" else getattr(torch, v.dtype)
+    scale = getattr(torch, v.scale) if v.scale else None
+    problem = case(
+        v.api, *v.shape, **types, dtype=dtype, majors=v.majors, scale=scale, vector=v.vector, device=device
+    )  # fmt: skip
+    if v.dtype == "uint8":
+        for name in ("a", "b"):
+            problem.tensors[name] = problem.tensors[name].view(torch.uint8)
+    return problem
+
+
+def execute(problem: Case, where: str, alpha: float | None = None, **more: Any) -> Any:
+    """Executes a problem there, without races in the emulator, whose report it returns; ``more`` are options."""
+    gemm = problem.family.cls(**problem.samples(), **{**options(problem), **more})
+    emulated = where in ARCHITECTURES
+    with cudnn.emulation(where, races=True) if emulated else contextlib.nullcontext() as report:
+        gemm(**problem.arguments(), **({} if alpha is None else {"alpha": alpha}))
+    return report
+
+
+def slack(problem: Case) -> float:
+    """Error of the products, relative to the largest: TF32 has 10 bits, 8-bit products are added up with few."""
+    if problem.tensors["sfa"] is not None:
+        return 2e-5
+    return {F32: 3e-3, E4M3: 1e-3, E5M2: 1e-3}.get(problem.tensors["a"].dtype, 2e-5)
 
 
 def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:

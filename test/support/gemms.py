@@ -118,9 +118,20 @@ def e8m0_code_above(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x == 0, 0, (exponent + 127).clamp(0, 254)).to(torch.uint8)
 
 
+def unpacked(bytes_: torch.Tensor) -> torch.Tensor:
+    """The float4 values (rows, columns, l) of bytes (rows, columns / 2, l), the even columns in the low bits."""
+    codes = bytes_.view(torch.uint8).permute(0, 2, 1)
+    return fp4_values(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(2)).permute(0, 2, 1)
+
+
 def assert_rounded(found: torch.Tensor, expected: torch.Tensor, slack: float) -> None:
     """``found`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude."""
-    if found.dtype == F32:
+    if found.dtype in (FP4, torch.uint8):
+        found, expected = unpacked(found), expected.clamp(-6, 6)
+        magnitude = expected.abs().unsqueeze(-1)
+        grid = fp4_values(torch.arange(8, dtype=torch.uint8, device=found.device))
+        spacing = 2 * (magnitude - grid).abs().amin(-1)
+    elif found.dtype == F32:
         spacing = torch.zeros_like(expected)
     else:
         info = torch.finfo(found.dtype)

@@ -102,13 +102,19 @@ class StoreTile(_StagedTile):
         cute.copy(atom, copy.retile(rounded), copy.partition_D(self.buffer(tile, part)))
 
     def store_pairs(self, fragment: Fragment, buffer: cute.Tensor, thread: Int32) -> None:
-        """Two columns a byte, the left one in the low half."""
+        """Two columns a byte, the left one in the low half; neighbouring columns of a thread at once."""
         rows = fragment.rows
+        size = min(16, rows.run // 2)  # bytes
+        pairs = cute.make_rmem_tensor(size, Uint8)
+        atom = cute.make_copy_atom(CopyUniversalOp(), Uint8, num_bits_per_copy=8 * size)
         for slot in range(rows.slots):
             values = fragment.row_values(slot)
-            for position in range(0, len(values), 2):
-                byte = e2m1(values[position]) | e2m1(values[position + 1]) << 4
-                buffer[rows.row(thread, slot), rows.column(thread, position) // 2] = Uint8(byte)
+            for first in range(0, len(values), 2 * size):
+                for i in range(size):
+                    left, right = values[first + 2 * i : first + 2 * i + 2]
+                    pairs[i] = Uint8(e2m1(left) | e2m1(right) << 4)
+                place = (rows.row(thread, slot), rows.column(thread, first) // (2 * size))
+                cute.copy(atom, pairs, cute.local_tile(buffer, (1, size), place)[0, None])
 
     def commit(self, tile: Tile, part: int) -> None:
         source, target = self.ends(tile, part)

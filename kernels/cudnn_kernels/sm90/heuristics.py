@@ -16,8 +16,8 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     """The best of the configurations measured on an H200, by type, width and what the epilogue stages.
 
     16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
-    each has 128 x 192 of its own, which is 2 to 5 per cent faster; a quantiser's registers would not fit then. 8 bits: a
-    second set of accumulators leaves room for 192 columns. Clusters of two CTAs share B.
+    each has 128 x 192 of its own, which is 2 to 5 per cent faster; a quantiser would not find registers then. 8 bits:
+    a second set of accumulators leaves room for 192 columns. Clusters of two CTAs share B.
     """
     bits = BITS[problem.a]
     staged = [operation for operation in problem.epilogue if isinstance(operation, (StoreTile, LoadTile))]

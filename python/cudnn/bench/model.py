@@ -162,6 +162,10 @@ def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: 
 # What a kernel's machine code says.
 
 
+class UnknownKernelError(LookupError):
+    """Nothing here tells the machine code of a configuration."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A compiled configuration: ``buffers`` for operands, ``accumulators`` in ``columns`` of tensor memory."""
@@ -212,13 +216,13 @@ def kernel(arch: str, configuration: GemmConfiguration) -> Kernel:
     """From the machine code where there is a disassembler, else from the table.
 
     Raises:
-        LookupError: neither.
+        UnknownKernelError: neither.
     """
     if disassembler() is not None:
         return examine(arch, configuration)
     name = key(arch, configuration)
     if name not in table():
-        raise LookupError(
+        raise UnknownKernelError(
             refusal("cudnn bench --model", "configuration", name, "one in the table of machine code",
                     "pip install nvidia-cuda-nvdisasm")
         )  # fmt: skip

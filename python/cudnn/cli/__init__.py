@@ -108,6 +108,28 @@ def _emulate(
     raise typer.Exit(emulate.run(target, arguments or (), options, sizes, json, ptx))
 
 
+@app.command("selftest")
+def _selftest(
+    arch: Annotated[str, typer.Option(help="sm_90a (Hopper) or sm_100a (Blackwell).")],
+    emulate: Annotated[bool, typer.Option("--emulate", help="In the emulator, with no GPU.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every variant of the GEMMs, not a sample.")] = False,
+    json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON.")] = "",
+) -> None:
+    """Try microkernels and fused GEMMs on this GPU and print a report to send. Exit code 1 if anything is wrong."""
+    from cudnn.cli import selftest
+    from cudnn.launch import device_architecture
+    from cudnn.launch.warm import architectures
+    from cudnn.lazy import torch
+
+    if arch not in architectures():
+        raise typer.BadParameter(f"got {arch!r}; allowed: {', '.join(architectures())}.", param_hint="--arch")
+    if not emulate:
+        here = device_architecture(0) if torch.cuda.is_available() else "no GPU"
+        if here != arch:
+            raise typer.BadParameter(f"got {arch!r}; here: {here}. To mend it, add --emulate.", param_hint="--arch")
+    raise typer.Exit(selftest.run(arch, emulate, full, json))
+
+
 def _sizes(text: str, dimensions: tuple[str, ...]) -> tuple[int, ...]:
     sizes = tuple(int(size) if size.isdigit() else 0 for size in text.split("x"))
     if len(sizes) != len(dimensions) or min(sizes) < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +65,7 @@ def main(
     if model and (csv is not None or plot is not None):
         raise typer.BadParameter("got --csv or --plot; allowed: neither, nothing is measured.", param_hint="--model")
     if from_csv is not None:
-        raise typer.Exit(_compare(from_csv) if model else _show(from_csv, plot))
+        raise typer.Exit(_modelled(lambda: _compare(from_csv)) if model else _show(from_csv, plot))
     if name not in bench.BENCHMARKS:
         raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
     benchmark = bench.find(name)
@@ -79,7 +79,9 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
     options = bench.Options(dtype, wanted, every, no_ab12)
-    raise typer.Exit(_model(name, options, clock) if model else run(benchmark, options, csv, plot))
+    if model:
+        raise typer.Exit(_modelled(lambda: _model(name, options, clock)))
+    raise typer.Exit(run(benchmark, options, csv, plot))
 
 
 def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:
@@ -127,7 +129,17 @@ def _show(path: Path, plot: Path | None) -> int:
     return 0
 
 
-def _model(name: str, options: bench.Options, clock: float) -> int:
+def _modelled(show: Callable[[], None]) -> int:
+    """Shows a model; the exit code."""
+    try:
+        show()
+    except models.UnknownKernelError as error:
+        typer.echo(str(error))
+        return 1
+    return 0
+
+
+def _model(name: str, options: bench.Options, clock: float) -> None:
     """Prints the model of every configuration for every shape."""
     try:
         models.epilogues(name, options.dtype)
@@ -151,7 +163,6 @@ def _model(name: str, options: bench.Options, clock: float) -> int:
             kernel = models.kernel(arch, c)
             for line in predicted(c, kernel, models.predict(machine, c, kernel, m, n, k, extra), 2.0 * m * n * k):
                 typer.echo(f"    {models.LABEL}: {line}")
-    return 0
 
 
 def predicted(c: Any, kernel: models.Kernel, p: models.Prediction, flops: float) -> list[str]:
@@ -173,7 +184,7 @@ def predicted(c: Any, kernel: models.Kernel, p: models.Prediction, flops: float)
     ]
 
 
-def _compare(path: Path) -> int:
+def _compare(path: Path) -> None:
     """Prints the model beside what was measured."""
     try:
         found = models.compare(reports.read_csv(path))
@@ -185,7 +196,6 @@ def _compare(path: Path) -> int:
             f"{row.problem}, {row.name}: measured {row.microseconds:.1f} us at {one.megahertz:.0f} MHz; "
             f"{models.LABEL}: {p.microseconds:.1f} us, {p.microseconds / row.microseconds:.2f} of it, bound: {p.bound}"
         )
-    return 0
 
 
 def table(report: reports.Report) -> Group:

@@ -47,10 +47,11 @@ class GemmSwiglu(FusedGemm):
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get. ``sample_ab12=None``: not stored.
         alpha: where ``execute`` is given none.
         acc_dtype: float32, or float16 where the result would bear it. It is float32 in any case.
-        mma_tiler_mn, cluster_shape_mn: checked; on sm_90a hints only, since the library chooses tiles by itself.
+        mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 64, or of 128
+            for operands with scale factors; on sm_90a the library chooses tiles by itself.
         sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16 or 32.
         vector_f32, ab12_stages: hints of other architectures.
-        arch: ``"sm_90a"``, to check and compile for a chip that is not here; default: that of the tensors' device. On
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the tensors' device. On
             CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
     """
 

@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,27 @@ def normal(name: str, *shape: int) -> torch.Tensor:
     return torch.from_numpy((np.sum(parts, axis=0) * 1.7).astype(np.float32)).reshape(shape)
 
 
-def norm(m: int, n: int, rows: int, threads: int, dtype: torch.dtype, which: str) -> Callable[[str], torch.Tensor]:
-    """RMSNorm + Hadamard + amax: its `o` or its `amax`."""
+@lru_cache(maxsize=1)
+def norm(device: str, m: int, n: int, rows: int, threads: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`o` and `amax` of RMSNorm + Hadamard + amax."""
+    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax
 
-    def run(device: str) -> torch.Tensor:
-        from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax
+    x = normal("x", m, n).to(dtype).to(device)
+    w = (normal("w", n).abs() + 0.5).to(dtype).to(device)
+    o, amax = torch.full_like(x, float("nan")), torch.full((m // rows,), float("nan"), device=device)
+    kernel = RmsNormRhtAmax(x, w, o, amax, EPS, threads, rows)
+    kernel(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
+    return {"o": o, "amax": amax}
 
-        x = normal("x", m, n).to(dtype).to(device)
-        w = (normal("w", n).abs() + 0.5).to(dtype).to(device)
-        o, amax = torch.full_like(x, float("nan")), torch.full((m // rows,), float("nan"), device=device)
-        kernel = RmsNormRhtAmax(x, w, o, amax, EPS, threads, rows)
-        kernel(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
-        return {"o": o, "amax": amax}[which]
 
-    return run
+def norms() -> list[Kernel]:
+    """The reciprocal square root is approximate: two units of float32, which may move what is rounded afterwards."""
+    made = []
+    for name, shape in _NORMS.items():
+        for result, tolerance in (("o", Tolerance(_KIND[shape[-1]], 1)), ("amax", Tolerance("f32", 2))):
+            run = partial(lambda device, shape, result: norm(device, *shape)[result], shape=shape, result=result)
+            made.append(Kernel(f"norm {name} {result}", tolerance, run))
+    return made
 
 
 def product(tile: Any, cluster: int, majors: str, dtype: torch.dtype, exact: bool) -> Callable[[str], torch.Tensor]:
@@ -98,9 +106,7 @@ _GEMMS = {"bf16 kk": ((64, 128, 64), 1, "kk", bf16), "f16 mm": ((64, 128, 64), 1
 _KIND = {bf16: "bf16", f16: "f16"}
 
 KERNELS = [
-    # The reciprocal square root is approximate, and may move what is rounded afterwards to the next number.
-    *(Kernel(f"norm {name} o", Tolerance(_KIND[p[4]], 1), norm(*p, "o")) for name, p in _NORMS.items()),
-    *(Kernel(f"norm {name} amax", Tolerance("f32", 1), norm(*p, "amax")) for name, p in _NORMS.items()),
+    *norms(),
     *(Kernel(f"gemm {name}", Tolerance(), product(*p, True)) for name, p in _GEMMS.items()),
     Kernel("gemm bf16 random", Tolerance(), product((64, 128, 64), 1, "kk", bf16, False)),
 ]

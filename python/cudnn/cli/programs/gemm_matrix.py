@@ -25,8 +25,9 @@ _MAJORS = tuple("".join(majors) for majors in itertools.product("mk", "nk", "mn"
 class Variant:
     """One combination. Types are PyTorch's names; ``uint8`` holds packed pairs of four-bit elements.
 
-    ``shape`` is (m, n, k, l), ``majors`` those of A, B and the results; ``out`` is the type of the last result, ``side``
-    that of ab12 or c, ``scale`` that of the operands' scale factors, ``""`` for none; ``vector`` elements share one.
+    ``shape`` is (m, n, k, l), ``majors`` those of A, B and the results. ``out`` is the type of the last result,
+    ``side`` that of ab12 or c. ``scale`` is that of the operands' scale factors, ``""`` for none; ``vector`` elements
+    share one.
     """
 
     api: str

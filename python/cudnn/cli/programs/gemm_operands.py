@@ -20,7 +20,7 @@ _ROUNDED = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.
 _LEAST = {F16: 2.0**-25, E4M3: 2.0**-10, E5M2: 2.0**-17, FP4: 0.25}
 """Half the distance of the smallest numbers."""
 _SUMMED = {F32: 3e-3, E4M3: 1e-3, E5M2: 1e-3}
-"""Error of a product relative to the largest: TF32 has 10 bits of mantissa; sums of 8-bit products have few on Hopper."""
+"""Error of a product, relative to the largest: TF32 has 10 bits; Hopper adds up 8-bit products with few."""
 
 
 @dataclass(frozen=True)

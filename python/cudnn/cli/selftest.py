@@ -1,0 +1,186 @@
+"""``cudnn selftest``: microkernels and the dense fused GEMMs on a chip, held against what is known of them.
+
+On a GPU the GEMMs run in a child process, which is replaced after a fault or a hang, as that of the microkernels is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import cudnn
+from cudnn.cli.programs import Problem
+from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from cudnn.lazy import torch
+
+USUAL = 60  # variants of the matrix that are tried without --full
+LIMIT = 180.0  # seconds for one of them on a GPU, its compilation and the start of a process included
+_SHOWN = 40  # failures that are printed; the JSON has all
+_PACKAGES = ("cudnn-fused", "torch", "nvidia-cutlass-dsl", "numpy", "cuda-bindings")
+
+AGREES, FAILED, UNKNOWN = "agrees", "failed", "nothing to compare with"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a microkernel or a variant; ``detail`` says more of a failure."""
+
+    group: str
+    name: str
+    verdict: str
+    detail: str = ""
+
+
+def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
+    """Tries everything, prints the report and writes it as JSON where asked to. The exit code: 1 after a failure."""
+    console = Console(highlight=False)
+    chosen = variants(arch) if full else sample(arch, USUAL)
+    with console.status("microkernels") as status:
+        findings, device = microkernels(arch, emulate)
+        for number, found in enumerate(_emulated(chosen, arch) if emulate else _on_gpu(chosen), start=1):
+            status.update(f"GEMM {number} of {len(chosen)}")
+            findings.append(found)
+    about = {"where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(), "arch": arch, **device,
+             "date": datetime.date.today().isoformat(), "python": platform.python_version(), **_versions()}  # fmt: skip
+    _show(console, about, findings)
+    if json_file:
+        Path(json_file).write_text(
+            json.dumps({"about": about, "findings": [asdict(f) for f in findings]}, indent=1) + "\n"
+        )
+    return int(any(finding.verdict == FAILED for finding in findings))
+
+
+# Microkernels.
+
+
+def microkernels(arch: str, emulate: bool) -> tuple[list[Finding], dict[str, str]]:
+    """Against the results of a chip where some are kept, else against the emulator; and what the GPU is called."""
+    from ptx_emulator import EmulatorError, calibration
+
+    cases = calibration.cases(arch)
+    file = calibration.path(arch)
+    golden = calibration.load(file).outputs if file.exists() else {}
+    outputs: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    device: dict[str, str] = {}
+    if not emulate:
+        outputs, errors, device = calibration.run_all(cases, arch)
+
+    def judge(case: Any) -> Finding:
+        group, name = f"microkernels: {case.family}", case.name
+        if case.id in errors:
+            return Finding(group, name, FAILED, errors[case.id])
+        fingerprint, kept = golden.get(case.id, ("", []))
+        known = fingerprint == case.fingerprint(arch)
+        try:
+            found = calibration.run_emulated(case, arch) if emulate else outputs[case.id]
+            if not known and not emulate:
+                kept = [calibration.keep(output) for output in calibration.run_emulated(case, arch)]
+        except (EmulatorError, NotImplementedError) as error:
+            return Finding(group, name, UNKNOWN if case.refused else FAILED, f"{type(error).__name__}: {error}")
+        if not known and emulate:
+            return Finding(group, name, UNKNOWN)
+        difference = calibration.compare(case, kept, found)
+        return Finding(group, name, FAILED, str(difference)) if difference.wrong else Finding(group, name, AGREES)
+
+    return [judge(case) for case in cases], device
+
+
+# Fused GEMMs.
+
+
+def try_variant(variant: Variant, device: str) -> Finding:
+    """Runs a fused GEMM where the caller has chosen and holds it against its definition in float64."""
+    torch.manual_seed(0)
+    problem: Problem = importlib.import_module(f"cudnn.cli.programs.{variant.api}").make(variant, device)
+    wrong = [each for each in problem.compare(problem.call()) if not each.passed]
+    detail = "; ".join(f"{each.name}: error {each.error:.2e}, allowed {each.allowed:.2e}" for each in wrong)
+    return Finding(variant.api, str(variant), FAILED if wrong else AGREES, detail)
+
+
+def _failure(variant: Variant, why: str) -> Finding:
+    return Finding(variant.api, str(variant), FAILED, why)
+
+
+def _emulated(chosen: Sequence[Variant], arch: str) -> Iterator[Finding]:
+    for variant in chosen:
+        try:
+            with cudnn.emulation(arch, races=True):
+                found = try_variant(variant, "cpu")
+        except Exception as error:  # whatever goes wrong is what the report is for
+            found = _failure(variant, f"{type(error).__name__}: {error}")
+        yield found
+
+
+def _on_gpu(chosen: Sequence[Variant]) -> Iterator[Finding]:
+    processes = multiprocessing.get_context("spawn")
+    left = list(chosen)
+    while left:
+        ours, theirs = processes.Pipe(duplex=False)
+        child = processes.Process(target=_serve, args=(tuple(left), theirs), daemon=True)
+        child.start()
+        theirs.close()
+        sound = True
+        while left and sound:
+            variant = left.pop(0)
+            try:
+                found, sound = ours.recv() if ours.poll(LIMIT) else (_failure(variant, f"no end in {LIMIT:g} s"), False)
+            except EOFError:
+                found, sound = _failure(variant, "the process ended"), False
+            yield found
+        child.kill()
+        child.join()
+
+
+def _serve(chosen: Sequence[Variant], pipe: Any) -> None:
+    """The child: sends a finding for each variant, and whether it goes on; an error may have cost it the GPU."""
+    for variant in chosen:
+        try:
+            found, sound = try_variant(variant, "cuda"), True
+        except Exception as error:  # whatever goes wrong is what the report is for
+            found, sound = _failure(variant, f"{type(error).__name__}: {error}"), False
+        pipe.send((found, sound))
+        if not sound:
+            return
+
+
+# The report.
+
+
+def _versions() -> dict[str, str]:
+    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    return {name: installed.get(name, "not installed") for name in _PACKAGES}
+
+
+def _show(console: Console, about: dict[str, str], findings: Sequence[Finding]) -> None:
+    for name, text in about.items():
+        console.print(f"{name:20}{text}", markup=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("")
+    for heading in ("tried", AGREES, FAILED, UNKNOWN):
+        table.add_column(heading, justify="right")
+    for group in dict.fromkeys(finding.group for finding in findings):
+        verdicts = Counter(finding.verdict for finding in findings if finding.group == group)
+        counts = (verdicts.total(), *(verdicts[each] for each in (AGREES, FAILED, UNKNOWN)))
+        table.add_row(group, *(str(count or "") for count in counts))
+    console.print(table)
+    failures = [finding for finding in findings if finding.verdict == FAILED]
+    for failure in failures[:_SHOWN]:
+        first = next(iter(failure.detail.splitlines()), "")
+        console.print(f"{failure.group}, {failure.name}: {first}", markup=False, soft_wrap=True)
+    if len(failures) > _SHOWN:
+        console.print(f"and {len(failures) - _SHOWN} more")
+    console.print(f"{len(failures)} of {len(findings)} failed.")

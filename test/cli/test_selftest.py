@@ -1,0 +1,146 @@
+"""``cudnn selftest``: what it tries, what it calls wrong, what it says; on the GPU in processes of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from cudnn import launch
+from cudnn.cli import app, programs, selftest
+from cudnn.cli.programs import gemm_operands
+from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from ptx_emulator import calibration
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+SMALL = Variant("gemm_amax", (128, 128, 64, 1))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["selftest", *arguments])
+
+
+def words(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """Two variants, and the microkernels of two families."""
+    chosen = [SMALL, Variant("gemm_srelu", (128, 128, 256, 1), "float8_e4m3fn", scale="float8_e8m0fnu", vector=32)]
+    cases = calibration.cases
+    monkeypatch.setattr(selftest, "sample", lambda arch, count: chosen)
+    monkeypatch.setattr(calibration, "cases", lambda arch: [c for c in cases(arch) if c.family in ("f64", "mbarrier")])
+    return chosen
+
+
+def test_matrix() -> None:
+    """Every variant of sm_90a is one of sm_100a, which differ in nothing but tile and cluster from the others."""
+    hopper, blackwell = (variants(arch) for arch in ARCHITECTURES)
+    assert len(set(blackwell)) == len(blackwell) > len(set(hopper)) == len(hopper)
+    assert set(hopper) < set(blackwell)
+    assert {v.api for v in hopper} == {name for name in programs.PROGRAMS if name.startswith("gemm_")}
+    tilings = {(v.tile, v.cluster) for v in blackwell if v.api == "gemm_srelu" and v.scale}
+    assert {((128, 128), (1, 1)), ((128, 256), (2, 1)), ((256, 256), (2, 2))} < tilings
+    for arch in ARCHITECTURES:
+        for count in (8, 60):
+            chosen = sample(arch, count)
+            assert count <= len(chosen) < 2 * count
+            assert {v.api for v in chosen} == {v.api for v in hopper}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_in_the_emulator(arch: str, few: list[Variant], tmp_path: Path) -> None:
+    result = run("--arch", arch, "--emulate", "--json", str(tmp_path / "report.json"))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["about"]["where"] == f"emulated {arch}"
+    assert report["about"]["torch"] == torch.__version__
+    gemms = [f for f in report["findings"] if not f["group"].startswith("microkernels")]
+    assert [(f["name"], f["verdict"]) for f in gemms] == [(str(variant), selftest.AGREES) for variant in few]
+    small = {f["verdict"] for f in report["findings"] if f["group"].startswith("microkernels")}
+    # A chip's results are kept for sm_90a; two microkernels hold what the emulator refuses.
+    assert small == ({selftest.AGREES, selftest.UNKNOWN} if arch == "sm_90a" else {selftest.UNKNOWN})
+    assert f"0 of {len(report['findings'])} failed." in words(result)
+
+
+def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GEMM with another definition, one that is refused, a microkernel with other results."""
+    few[1] = Variant("gemm_srelu", (128, 128, 256, 1), scale="float8_e8m0fnu")
+    compare, operands, seen = calibration.compare, gemm_operands.operands, []
+
+    def doubled(variant: Variant, device: str) -> Any:
+        found = operands(variant, device)
+        found.product.mul_(2)
+        return found
+
+    def first_is_wrong(case: Any, *arguments: Any) -> Any:
+        difference = compare(case, *arguments)
+        difference.wrong = 0 if seen else 1
+        seen.append(case)
+        return difference
+
+    monkeypatch.setattr("cudnn.cli.programs.gemm_amax.operands", doubled)
+    monkeypatch.setattr(calibration, "compare", first_is_wrong)
+    result = run("--arch", "sm_90a", "--emulate")
+    assert result.exit_code == 1
+    assert f"gemm_amax, {SMALL}: c: error" in words(result)
+    assert "GemmSrelu: a tensor dtype, with scale factors: got bfloat16" in words(result)
+    assert f"microkernels: {seen[0].family}, {seen[0].name}: 1 of" in words(result)
+    assert "3 of" in result.output.splitlines()[-1]
+
+
+def test_without_results_of_a_chip_the_emulator_is_what_a_chip_is_compared_with(
+    few: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chip that does as the emulator does, but for one kernel that it refuses and one with another result."""
+    known = [case for case in calibration.cases("sm_100a") if not case.refused]
+
+    def on_chip(cases: Any, arch: str) -> Any:
+        outputs = {case.id: calibration.run_emulated(case, arch) for case in known}
+        outputs[known[1].id] = [output + 1 for output in outputs[known[1].id]]
+        del outputs[known[0].id]
+        return outputs, {known[0].id: "cuModuleLoadDataEx: no"}, {"driver": "13.0"}
+
+    monkeypatch.setattr(calibration, "cases", lambda arch: known)
+    monkeypatch.setattr(calibration, "run_all", on_chip)
+    findings, about = selftest.microkernels("sm_100a", emulate=False)
+    assert about == {"driver": "13.0"}
+    assert [finding.verdict for finding in findings[:2]] == [selftest.FAILED] * 2
+    assert findings[0].detail == "cuModuleLoadDataEx: no"
+    assert {finding.verdict for finding in findings[2:]} == {selftest.AGREES}
+
+
+def test_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here every variant fails in its process, for want of a GPU or of such a shape; each has a finding."""
+    chosen = [Variant("gemm_amax", (128, 128, 60, 1)), Variant("gemm_srelu", (128, 128, 60, 1))]
+    findings = list(selftest._on_gpu(chosen))
+    assert [(f.group, f.verdict) for f in findings] == [(v.api, selftest.FAILED) for v in chosen]
+    assert all("Error" in finding.detail for finding in findings)
+    monkeypatch.setattr(selftest, "LIMIT", 0.01)
+    assert [f.detail for f in selftest._on_gpu(chosen)] == ["no end in 0.01 s"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "sm_80", "--emulate"], "got 'sm_80'; allowed: sm_90a, sm_100a."),
+        (["--arch", "sm_100a"], "got 'sm_100a'; here: sm_90a. To mend it, add --emulate."),
+    ],
+)
+def test_what_it_cannot_do_is_refused(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "device_architecture", lambda index: "sm_90a")
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in words(result).replace("│ ", "").replace(" │", "")
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(few: list[Variant]) -> None:
+    result = run("--arch", launch.device_architecture(0))
+    assert result.exit_code == 0, result.output

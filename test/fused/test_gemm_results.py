@@ -1,0 +1,154 @@
+"""Results of the dense fused GEMMs, the same problems everywhere: reference, emulated architectures, GPU.
+
+The matrix is that of ``cudnn selftest``, its tensors and definitions are those of the tests. Without ``--full`` the
+emulators run a fixed sample of it; the whole takes about half an hour:
+
+    pytest -n auto test/fused/test_gemm_results.py --full
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import launch
+from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
+from cudnn.gemm import base
+from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, of_variant, slack
+from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+
+pytest.importorskip("ptx_emulator")
+
+NAMES = list(BY_NAME)
+PLAIN = [
+    {"dtype": BF16, "majors": "kkn"},
+    {"dtype": F16, "majors": "mnm", "l": 3},
+    {"dtype": F32, "majors": "knm"},
+    {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
+    {"dtype": E4M3, "majors": "mkn"},
+    {"dtype": E5M2, "majors": "knm", "l": 2},
+    {"dtype": BF16, "m": 1, "k": 8, "n": 64},
+    {"dtype": BF16, "m": 13 * 8, "k": 7 * 8, "n": 192, "majors": "mnm"},
+]
+BLOCK_SCALED = [
+    {"dtype": FP4, "scale": E8M0, "vector": 16},
+    {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
+    {"dtype": FP4, "scale": E4M3, "vector": 16},
+    {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
+    {"dtype": E5M2, "scale": E8M0, "majors": "mkn"},
+]
+
+SMALL = {"m": 72, "n": 128, "k": 64}
+EDGES: list[tuple[str, dict[str, Any]]] = [
+    ("gemm_swiglu", {"majors": "knm", "l": 2}),
+    ("gemm_swiglu", {"dtype": F16, "side": None, "out": F16, "majors": "mkn"}),
+    ("gemm_swiglu", {"dtype": E5M2, "k": 144, "side": F32, "out": BF16}),
+    ("gemm_swiglu", {"m": 128, "dtype": FP4, "scale": E4M3, "side": E4M3}),
+    ("gemm_swiglu", {"out": E4M3, "side": BF16, "amax": True}),
+    ("gemm_amax", {"m": 1, "n": 64, "k": 8, "out": F32}),
+    ("gemm_amax", {"dtype": E4M3, "majors": "mnm", "m": 80, "k": 112}),
+    ("gemm_amax", {"dtype": F32, "majors": "mnn", "k": 36, "out": F16}),
+    ("gemm_amax", {"dtype": E4M3, "scale": E8M0, "majors": "mkn", "m": 80, "l": 2}),
+    ("gemm_amax", {"dtype": FP4, "scale": E8M0, "vector": 32, "out": FP4}),
+    ("gemm_srelu", {"out": E5M2, "amax": True, "l": 2}),
+    ("gemm_srelu", {"dtype": FP4, "scale": E8M0, "vector": 32, "side": E5M2}),
+    ("gemm_srelu", {"dtype": E4M3, "majors": "kkm", "m": 80, "out": F32, "side": F16}),
+    ("gemm_dsrelu", {"l": 2, "amax": True}),
+    ("gemm_dsrelu", {"dtype": E5M2, "scale": E8M0, "out": E4M3, "amax": True}),
+    ("gemm_dsrelu", {"dtype": F16, "majors": "nnm", "side": F32, "out": F32}),
+]
+
+
+def run(where: str, name: str, given: dict[str, Any]) -> Any:
+    problem = case(name, **given, device="cuda" if where == "gpu" else "cpu")
+    alpha = None if name == "gemm_amax" else 0.5
+    report = execute(problem, where, alpha)
+    check(problem, alpha or 1.0, slack(problem))
+    return report
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("name", "given"), EDGES, ids=str)
+def test_partial_tiles(where: str, name: str, given: dict[str, Any]) -> None:
+    report = run(where, name, {**SMALL, **given})
+    if where == "sm_90a":
+        prepared = 2 if "scale" in given else sum(m != "k" for m in given.get("majors", "kk")[:2])
+        assert len(report.launches) == 1 + (0 if given.get("dtype", BF16) in (BF16, F16) else prepared)
+    elif where == "sm_100a":
+        assert len(report.launches) == 1
+
+
+SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("given", PLAIN + BLOCK_SCALED, ids=str)
+def test_types_and_majors(where: str, name: str, given: dict[str, Any]) -> None:
+    run(where, name, given)
+
+
+@pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
+@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+@pytest.mark.parametrize("given", [{}, {"dtype": F16, "majors": "mnm", "l": 2}, {"m": 5, "n": 192}], ids=str)
+def test_quantised_results(where: str, name: str, out: Any, given: dict[str, Any]) -> None:
+    run(where, name, {"out": out, "amax": True, **given})
+
+
+def matrix() -> list[Any]:
+    """Places and variants; those that only ``--full`` runs are marked."""
+    gpu = launch.device_architecture(0) if torch.cuda.is_available() else "sm_90a"
+    found = []
+    for where, arch, count in (("reference", "sm_90a", 40), ("sm_90a", "sm_90a", 8), ("sm_100a", "sm_100a", 12)):
+        usual = set(sample(arch, count))
+        found += [(where, v, [] if v in usual else [pytest.mark.full]) for v in variants(arch)]
+    usual = set(sample(gpu, 40))
+    found += [("gpu", v, [pytest.mark.gpu, *([] if v in usual else [pytest.mark.full])]) for v in variants(gpu)]
+    return [pytest.param(where, v, marks=marks, id=f"{where}: {v}") for where, v, marks in found]
+
+
+@pytest.mark.parametrize(("where", "variant"), matrix())
+def test_matrix(where: str, variant: Variant) -> None:
+    problem = of_variant(variant, "cuda" if where == "gpu" else "cpu")
+    execute(problem, where, mma_tiler_mn=variant.tile, cluster_shape_mn=variant.cluster)
+    check(problem, slack=slack(problem))
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "tile", "cluster"),
+    [
+        ("sm_90a", "gemm_swiglu", (128, 128), (1, 1)),
+        ("sm_90a", "gemm_dsrelu", (128, 128), (1, 1)),
+        ("sm_100a", "gemm_swiglu", (128, 96), (1, 1)),
+        ("sm_100a", "gemm_dsrelu", (256, 64), (2, 1)),
+    ],
+)
+def test_one_cluster_takes_many_tiles(
+    arch: str, name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
+    size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
+    monkeypatch.setattr(base, "_MULTIPROCESSORS", {arch: size})
+    problem = case(name, 264, 192, 72, 2, out=F16, side=F16, dtype=F16, amax=name == "gemm_dsrelu")
+    report = execute(problem, arch, mma_tiler_mn=tile, cluster_shape_mn=cluster)
+    check(problem)
+    (launched,) = report.launches
+    assert torch.Size(launched.grid).numel() == size
+
+
+def test_architectures_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = case("gemm_amax", **SMALL)
+    with pytest.raises(ValueError, match=r"cudnn.emulation: arch: got 'sm_80'; allowed: sm_90a, sm_100a"):
+        execute_on(problem, "sm_80")
+    monkeypatch.setattr(launch, "emulated_architecture", lambda: "sm_120a")
+    with pytest.raises(RuntimeError, match="GemmAmax: architecture: got sm_120a; allowed: sm_90a, sm_100a"):
+        execute(problem, "reference")
+
+
+def execute_on(problem: Any, arch: str) -> None:
+    with cudnn.emulation(arch):
+        execute(problem, "reference")

@@ -1,0 +1,55 @@
+"""The GEMMs' barriers, fences, arrivals, commits and waits: dropped one at a time, and kept under random schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+ptx_emulator = pytest.importorskip("ptx_emulator")
+
+from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile, SumRow  # noqa: E402
+from emulator.mutation import mutants  # noqa: E402
+from support import gemm  # noqa: E402
+from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER, PACKED  # noqa: E402
+
+EPILOGUE = (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("s", "prob_gradient"), Amax(),
+            StoreTile("d", "bfloat16"))  # fmt: skip
+STORE = (StoreTile("d", "bfloat16"),)
+CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
+    # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
+    "cooperative": (
+        HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)
+    ),
+    "ping-pong": (HOPPER, gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
+    "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), part=32), (1024, 64, 320)),
+    "pair": (
+        BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)
+    ),
+    "block-scaled": (
+        BLACKWELL, gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)), (512, 128, 1088)
+    ),
+    "dynamic": (
+        BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), dynamic=True), (1280, 64, 320)
+    ),
+}  # fmt: skip
+
+
+def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], bool]:
+    torch.manual_seed(0)
+    made, given = gemm.operands(c, m, n, k, 1), gemm.arguments(c.epilogue, m, n, 1)
+    fresh, expected = ([x.clone() for x in given] for _ in range(2))
+    gemm.reference.evaluate(c.epilogue, gemm.product(c, made), expected)
+    kernel, count = gemm.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
+
+    def run(scheduler: str, seed: int) -> bool:
+        for x, y in zip(given, fresh, strict=True):
+            x.copy_(y)
+        with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
+            kernel(*made, *given, count, 0)
+        return all(torch.allclose(x.float(), y.float(), rtol=1e-5, atol=1e-4)
+                   for x, y in zip(given, expected, strict=True))  # fmt: skip
+
+    return run
