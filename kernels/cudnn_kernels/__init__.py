@@ -1,6 +1,7 @@
 """CuTe DSL kernels behind the fused APIs of ``cudnn``.
 
-``norm`` holds RMSNorm + Hadamard transform + amax; the others come with their APIs. This package knows tiles,
-pipelines and architectures; it imports neither PyTorch nor ``cudnn``, so that a kernel can be read, compiled and tested
-by itself.
+A fused GEMM is three things: a mainloop, one for each architecture (``sm90``, ``sm100``); a ``schedule``, which says
+which tile is next and where its operands lie; an ``epilogue``, a tuple of small operations over the accumulator. ``norm``
+holds RMSNorm + Hadamard transform + amax. This package imports neither PyTorch nor ``cudnn``, so that a kernel can be
+read, compiled and tested by itself.
 """
