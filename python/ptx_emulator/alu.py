@@ -29,19 +29,14 @@ def low(x: Array, bits: int) -> Array:
 
 
 # -- integers
-def mad_lo(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
-    put(m, d, a * b + c)
-
-
 def wide(a: Array, b: Array, dtype: Any) -> Array:
     return np.multiply(np.asarray(a).astype(dtype), np.asarray(b).astype(dtype))
 
 
-def mul_hi(m: Any, d: Array, a: Array, b: Array, signed: bool, bits: int) -> None:
+def mul_hi(a: Array, b: Array, signed: bool, bits: int) -> Array:
     if bits <= 32:
         product = wide(a, b, i64 if signed else u64)
-        put(m, d, product >> product.dtype.type(bits))
-        return
+        return product >> product.dtype.type(bits)
     a64, b64 = np.asarray(a).view(u64), np.asarray(b).view(u64)
     ml = u64(0xFFFFFFFF)
     a0, a1, b0, b1 = a64 & ml, a64 >> u64(32), b64 & ml, b64 >> u64(32)
@@ -50,90 +45,86 @@ def mul_hi(m: Any, d: Array, a: Array, b: Array, signed: bool, bits: int) -> Non
     high = a1 * b1 + (middle >> u64(32)) + (other >> u64(32))
     if signed:
         high = high - np.where(a64.view(i64) < 0, b64, u64(0)) - np.where(b64.view(i64) < 0, a64, u64(0))
-    put(m, d.view(u64), high)
+    return high
 
 
-def div(m: Any, d: Array, a: Array, b: Array) -> None:
+def div(a: Array, b: Array) -> Array:
     """Truncating division. Division by zero gives all ones, as NVIDIA GPUs do (PTX leaves it open)."""
     a, b = np.broadcast_arrays(a, b)
     safe = np.where(b == 0, b.dtype.type(1), b)
     quotient = a // safe
     if a.dtype.kind == "i":
         quotient = quotient + ((quotient * safe != a) & (quotient < 0))
-    put(m, d, np.where(b == 0, np.array(-1).astype(a.dtype), quotient))
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient)
 
 
-def rem(m: Any, d: Array, a: Array, b: Array) -> None:
+def rem(a: Array, b: Array) -> Array:
     """Remainder of `div`; by zero it gives all ones too."""
     a, b = np.broadcast_arrays(a, b)
-    put(m, d, np.where(b == 0, np.array(-1).astype(a.dtype), np.fmod(a, np.where(b == 0, b.dtype.type(1), b))))
+    return np.where(b == 0, np.array(-1).astype(a.dtype), np.fmod(a, np.where(b == 0, b.dtype.type(1), b)))
 
 
-def saturating(m: Any, d: Array, a: Array, b: Array, sign: int) -> None:
+def saturating(a: Array, b: Array, sign: int) -> Array:
     """add.sat.s32 and sub.sat.s32."""
     exact = np.asarray(a).astype(i64) + sign * np.asarray(b).astype(i64)
-    put(m, d, np.clip(exact, -(1 << 31), (1 << 31) - 1))
+    return np.clip(exact, -(1 << 31), (1 << 31) - 1)
 
 
-def shift_left(m: Any, d: Array, x: Array, n: Array, bits: int) -> None:
+def shift_left(x: Array, n: Array, bits: int) -> Array:
     n = np.asarray(n)
-    put(m, d, np.where(n >= bits, x.dtype.type(0), x << np.minimum(n, bits - 1).astype(x.dtype)))
+    return np.where(n >= bits, x.dtype.type(0), x << np.minimum(n, bits - 1).astype(x.dtype))
 
 
-def shift_right(m: Any, d: Array, x: Array, n: Array, bits: int) -> None:
+def shift_right(x: Array, n: Array, bits: int) -> Array:
     n = np.asarray(n)
     shifted = x >> np.minimum(n, bits - 1).astype(x.dtype)
-    put(m, d, shifted if x.dtype.kind == "i" else np.where(n >= bits, x.dtype.type(0), shifted))
+    return shifted if x.dtype.kind == "i" else np.where(n >= bits, x.dtype.type(0), shifted)
 
 
-def funnel(m: Any, d: Array, lo: Array, hi: Array, n: Array, left: bool, wrap: bool) -> None:
+def funnel(lo: Array, hi: Array, n: Array, left: bool, wrap: bool) -> Array:
     pair = (np.asarray(hi).astype(u64) << u64(32)) | np.asarray(lo).astype(u64)
     n = np.asarray(n)
     count = (n & u32(31) if wrap else np.minimum(n, u32(32))).astype(u64)
-    put(m, d, ((pair << count) >> u64(32) if left else pair >> count) & u64(0xFFFFFFFF))
+    return ((pair << count) >> u64(32) if left else pair >> count) & u64(0xFFFFFFFF)
 
 
-def permute(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
+def permute(a: Array, b: Array, c: Array) -> Array:
     pair = (np.asarray(b).astype(u64) << u64(32)) | np.asarray(a).astype(u64)
     c = np.asarray(c)
-    result = u64(0)
+    result: Any = u64(0)
     for index in range(4):
         selector = (c >> u32(4 * index)) & u32(15)
         byte = (pair >> ((selector & u32(7)).astype(u64) * u64(8))) & u64(255)
         sign = np.where(byte & u64(0x80), u64(255), u64(0))
         result = result | (np.where((selector & u32(8)) != 0, sign, byte) << u64(8 * index))
-    put(m, d, result)
+    return result
 
 
-def lop3(m: Any, d: Array, a: Array, b: Array, c: Array, table: Any) -> None:
-    result, table = u32(0), int(table)
+def lop3(a: Array, b: Array, c: Array, table: Any) -> Array:
+    result: Any = u32(0)
     for index in range(8):
-        if table >> index & 1:
+        if int(table) >> index & 1:
             result = result | ((a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c))
-    put(m, d, result)
+    return result
 
 
-def bit_extract(m: Any, d: Array, a: Array, position: Array, length: Array, signed: bool, bits: int) -> None:
+def bit_extract(a: Array, position: Array, length: Array, signed: bool, bits: int) -> Array:
     """bfe: beyond the top the field goes on with the sign, or with zeros."""
     a, p, n = np.broadcast_arrays(a, np.asarray(position) & u32(255), np.asarray(length) & u32(255))
     value = a.view(SIGNED[bits // 8]).astype(i64) if signed else a.astype(u64)
     shifted = np.where((p > 63) & (not signed), 0, value >> np.minimum(p, 63).astype(value.dtype)).astype(value.dtype)
     rest = np.clip(64 - n.astype(i64), 0, 63).astype(value.dtype)
-    put(m, d, np.where(n == 0, 0, shifted << rest >> rest))
+    return np.where(n == 0, 0, shifted << rest >> rest)
 
 
-def bit_insert(m: Any, d: Array, a: Array, b: Array, position: Array, length: Array, bits: int) -> None:
+def bit_insert(a: Array, b: Array, position: Array, length: Array, bits: int) -> Array:
     a, b, p, n = np.broadcast_arrays(a, b, np.asarray(position) & u32(255), np.asarray(length) & u32(255))
     p, n = np.minimum(p, bits).astype(u64), n.astype(u64)
     width = np.minimum(n, u64(bits) - p)
     ones = np.where(width >= 64, u64(0xFFFFFFFFFFFFFFFF), (u64(1) << np.minimum(width, u64(63))) - u64(1))
     place = np.minimum(p, u64(63))
     field = np.where(width == 0, u64(0), ones << place)
-    put(m, d, (b.astype(u64) & ~field) | ((a.astype(u64) << place) & field))
-
-
-def count_ones(m: Any, d: Array, a: Array) -> None:
-    put(m, d, np.bitwise_count(a))
+    return (b.astype(u64) & ~field) | ((a.astype(u64) << place) & field)
 
 
 def leading_zeros(value: Array, bits: int) -> Array:
@@ -143,48 +134,36 @@ def leading_zeros(value: Array, bits: int) -> Array:
     return bits - np.bitwise_count(value).astype(i64)
 
 
-def count_leading_zeros(m: Any, d: Array, a: Array, bits: int) -> None:
-    put(m, d, leading_zeros(np.asarray(a), bits))
-
-
-def bit_reverse(m: Any, d: Array, a: Array, bits: int) -> None:
+def bit_reverse(a: Array, bits: int) -> Array:
     value = np.asarray(a).astype(u64)
-    result = u64(0)
+    result: Any = u64(0)
     for index in range(bits):
         result = result | (((value >> u64(index)) & u64(1)) << u64(bits - 1 - index))
-    put(m, d, result)
+    return result
 
 
-def find_msb(m: Any, d: Array, a: Array, signed: bool, bits: int, shift: bool) -> None:
+def find_msb(a: Array, signed: bool, bits: int, shift: bool) -> Array:
     """bfind: position of the highest bit that differs from the sign; all ones if there is none."""
     value = np.atleast_1d(np.asarray(a))
     if signed:
         value = np.where(value.view(SIGNED[value.dtype.itemsize]) < 0, ~value, value)
     leading = leading_zeros(value, bits)
     position = bits - 1 - leading
-    put(m, d, np.where(position < 0, 0xFFFFFFFF, leading if shift else position))
+    return np.where(position < 0, 0xFFFFFFFF, leading if shift else position)
 
 
-def dot4(m: Any, d: Array, a: Array, b: Array, c: Array, a_signed: bool, b_signed: bool) -> None:
-    shape = np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(d))
+def dot4(a: Array, b: Array, c: Array, a_signed: bool, b_signed: bool) -> Array:
+    shape = np.broadcast_shapes(np.shape(a), np.shape(b), np.shape(c))
 
     def split(x: Array, signed: bool) -> Array:
         return (
             np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.int8 if signed else u8).reshape(-1, 4).astype(i32)
         )
 
-    put(m, d, (split(a, a_signed) * split(b, b_signed)).sum(1).astype(i32).view(u32) + np.asarray(c).view(u32))
+    return (split(a, a_signed) * split(b, b_signed)).sum(1).astype(i32).view(u32) + np.asarray(c).view(u32)
 
 
 # -- floats
-def fma(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
-    put(m, d, N.fma_f32(a, b, c))
-
-
-def fma64(m: Any, d: Array, a: Array, b: Array, c: Array) -> None:
-    put(m, d, N.fma_f64(a, b, c).astype(f64))
-
-
 def div_approx(a: Array, b: Array) -> Array:
     """a times the reciprocal of b, which is zero for |b| above 2^126."""
     a, b = np.asarray(a), np.asarray(b)
@@ -224,6 +203,20 @@ def compare(op: str, x: Array, y: Array) -> Array:
 
 def lanes_of(x: Any, count: int) -> Array:
     return np.ascontiguousarray(np.broadcast_to(x, count))
+
+
+def at(x: Any, lanes: Array) -> Array:
+    """A register or a constant in some lanes; of an address (base, offset) their sum as int64."""
+    if isinstance(x, tuple):
+        return at(x[0], lanes).astype(i64) + x[1]
+    x = np.asarray(x)
+    return x[lanes] if x.ndim else np.broadcast_to(x, lanes.shape)
+
+
+def one(x: Any, lane: int) -> int:
+    """The same in one lane."""
+    base, offset = x if isinstance(x, tuple) else (x, 0)
+    return int(base[lane] if np.ndim(base) else base) + offset
 
 
 def halves(x: Any, kind: str, count: int) -> Array:
@@ -267,14 +260,11 @@ def half_op(
     put(where, d.view(u16).reshape(count, -1), bits)
 
 
-def mixed(m: Any, op: str, kinds: list[str], d: Array, *sources: Any) -> None:
+def mixed(op: str, kinds: list[str], count: int, *sources: Any) -> Array:
     """add/sub/fma.rn.f32.{bf16,f16}: the narrow sources widen exactly, one rounding at the end."""
-    v = [np.asarray(x).view(f32) if k == "f32" else halves(x, k, d.shape[0])[:, 0]
+    v = [np.asarray(x).view(f32) if k == "f32" else halves(x, k, count)[:, 0]
          for x, k in zip(sources, kinds, strict=True)]  # fmt: skip
-    if op == "fma":
-        put(m, d, N.fma_f32(v[0], v[1], v[2]))
-    else:
-        put(m, d, v[0] + v[1] if op == "add" else v[0] - v[1])
+    return {"fma": N.fma_f32, "add": np.add, "sub": np.subtract}[op](*v)
 
 
 # -- moves

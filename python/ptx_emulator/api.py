@@ -123,9 +123,10 @@ def emulate(
     session = Session(arch, options, ranges)
     HOOK.install()
     with dsl_settings(arch, multiprocessors):
+        HOOK.raise_pending()  # of a call outside
         HOOK.session = session
         try:
             yield session.report
+            HOOK.raise_pending()
         finally:
-            HOOK.session = None
-    session.raise_pending()
+            HOOK.session = HOOK.error = None

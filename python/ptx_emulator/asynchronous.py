@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator.alu import UINT, lanes_of
+from ptx_emulator.alu import UINT, at
 from ptx_emulator.errors import Fault, Misaligned
 from ptx_emulator.memory import Place, combine
 from ptx_emulator.numerics import Array
@@ -54,11 +55,13 @@ class Queues:
             pass
 
 
+@dataclass
 class Group:
     """One pending operation of a commit group: lanes, the group number of each, and how to run a part of them."""
 
-    def __init__(self, lanes: Array, numbers: Array, run: Callable[[Array], None]) -> None:
-        self.lanes, self.numbers, self.run = lanes, numbers, run
+    lanes: Array
+    numbers: Array
+    run: Callable[[Array], None]
 
 
 class AsyncCopies:
@@ -157,10 +160,10 @@ class AsyncCopies:
         machine, memory, race = self.machine, self.machine.memory, self.machine.race
         lanes = machine.lanes(m)
         to = memory.physical(lanes, target, size, site)
-        origin = lanes_of(source[0], machine.count)[lanes].astype(np.int64) + source[1]
+        origin = at(source, lanes)
         if (to % size).any() or (origin % size).any():
             raise Misaligned(f"cp.async of {size} bytes", lanes, site)
-        amount = np.full(len(lanes), size) if valid is None else lanes_of(valid, machine.count)[lanes].astype(np.int64)
+        amount = np.full(len(lanes), size) if valid is None else at(valid, lanes).astype(np.int64)
         some = amount > 0
         if some.any():
             memory.check_global(origin[some], int(amount[some].max()), lanes[some], site, "cp.async")
@@ -169,8 +172,7 @@ class AsyncCopies:
             mine = lanes >> 5 == warp
             lane = int(lanes[mine][0])
             component, epoch = (self.component("cp.async", "write", lane), self.epoch("cp.async", lane))
-            granules = memory.shared_granules(to[mine], size)
-            race.by_agent(site, memory.shared_shadow, granules, race.issue(lanes[mine]), component, epoch, True, 0)
+            memory.touched_by_agent(site, to[mine], size, race.issue(lanes[mine]), component, epoch, True, 0)
         unit = min(size, 8)
         shared = memory.views[unit]
         global_memory, first = memory.array("global", unit)
@@ -201,13 +203,12 @@ class AsyncCopies:
             raise Misaligned(
                 f"{total} bytes to a misaligned address or to another block than their mbarrier", lanes, site
             )
-        data = np.stack([lanes_of(v, machine.count)[lanes].astype(UINT[8 * size]) for v in values], 1)
+        data = np.stack([at(v, lanes).astype(UINT[8 * size]) for v in values], 1)
 
         def run(place: int, signal: int, new: Array, issue: Issue | None) -> None:
             if issue is not None:
-                granules = memory.shared_granules(np.array([place]), total)
-                race.by_agent(site, memory.shared_shadow, granules, issue, machine.sync.component(signal),
-                              machine.sync.next_phase(signal, site), True, ATOMIC if op else 0)  # fmt: skip
+                completion, flags = machine.sync.completion(signal, site), ATOMIC if op else 0
+                memory.touched_by_agent(site, np.array([place]), total, issue, *completion, True, flags)
             view = memory.views[size][place // size : place // size + len(values)]
             view[:] = combine(op, kind, view.copy(), new) if op else new
             machine.sync.complete(signal, total, site, issue)

@@ -18,7 +18,8 @@ _PAIR_OF = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2"
             "e2m1x2": "e2m1", "ue8m0x2": "ue8m0"}  # fmt: skip
 
 
-LARGEST_TF32 = np.array(0x7F7FE000, u32).view(f32)
+_LARGEST = {"bf16": np.array(0x7F7F0000, u32).view(f32), "f16": f32(65504),
+            "tf32": np.array(0x7F7FE000, u32).view(f32)}  # fmt: skip
 
 
 def _integer(raw: Array, kind: str) -> Array:
@@ -27,13 +28,9 @@ def _integer(raw: Array, kind: str) -> Array:
 
 
 def _float_source(raw: Array, kind: str) -> Array:
-    if kind == "f32":
-        return np.asarray(raw).view(f32)
-    if kind == "f64":
-        return np.asarray(raw).view(np.float64)
-    if kind == "bf16":
-        return N.bf16_to_f32(raw)
-    return N.f16_to_f32(raw)
+    if kind in ("f32", "f64"):
+        return np.asarray(raw).view(f32 if kind == "f32" else np.float64)
+    return (N.bf16_to_f32 if kind == "bf16" else N.f16_to_f32)(raw)
 
 
 def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) -> Array:
@@ -45,30 +42,25 @@ def _narrow(value: Array, kind: str, rounding: str, relu: bool, saturate: bool) 
     value = np.ascontiguousarray(value, dtype=f32)
     if relu:
         value = np.where(np.isnan(value) | (value > 0), value, f32(0))
-    if kind == "bf16":
-        if saturate:
-            value = np.where(np.isnan(value), value, np.clip(value, -3.3895314e38, 3.3895314e38)).astype(f32)
-        return N.f32_to_bf16(value, rounding)
-    if kind == "f16":
-        if saturate:
-            value = np.where(np.isnan(value), value, np.clip(value, -65504, 65504)).astype(f32)
-        return N.f32_to_f16(value, rounding)
-    if kind == "tf32":
-        if saturate:
-            value = np.where(np.isnan(value), value, np.clip(value, -LARGEST_TF32, LARGEST_TF32))
-        return N.f32_to_tf32(value, rounding)
-    if kind == "ue8m0":
-        return N.f32_to_ue8m0(value, rounding)
+    if saturate and kind in _LARGEST:
+        value = np.where(np.isnan(value), value, np.clip(value, -_LARGEST[kind], _LARGEST[kind]))
+    to = {"bf16": N.f32_to_bf16, "f16": N.f32_to_f16, "tf32": N.f32_to_tf32, "ue8m0": N.f32_to_ue8m0}.get(kind)
+    if to is not None:
+        return to(value, rounding)
     if rounding != "rn" or not saturate:
         raise UnsupportedPTX(f"cvt to {kind} without .rn.satfinite")
     return N.f32_to_small(value, kind)
 
 
+def _limits(kind: str) -> tuple[int, int]:
+    bits = int(kind[1:])
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+
+
 def _to_integer(value: Array, kind: str, rounding: str, source: str) -> Array:
     """Out of range clamps. NaN gives 0, but the highest bit alone if either type has 64 bits."""
     rounded = _ROUND_TO_INTEGER[rounding](np.asarray(value, np.float64))
-    bits = int(kind[1:])
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
+    bits, (low, high) = int(kind[1:]), _limits(kind)
     clamped = np.clip(np.nan_to_num(rounded, nan=0.0, posinf=float(high), neginf=float(low)), low, high)
     if bits == 64 or source == "f64":
         clamped = np.where(np.isnan(rounded), low or 1 << (bits - 1), clamped)
@@ -80,9 +72,8 @@ def _to_integer(value: Array, kind: str, rounding: str, source: str) -> Array:
 
 
 def _integer_to_integer(source: Array, to: str, saturate: bool) -> Array:
-    bits = int(to[1:])
     if saturate:
-        low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
+        low, high = _limits(to)
         kind = np.iinfo(source.dtype)
         source = np.clip(source, max(low, int(kind.min)), min(high, int(kind.max)))
     return source.astype(np.int64).view(u64) if source.dtype.kind == "i" else source.astype(u64)

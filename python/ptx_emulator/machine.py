@@ -21,6 +21,7 @@ from ptx_emulator import alu
 from ptx_emulator.asynchronous import AsyncCopies, Queues
 from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
+from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
 from ptx_emulator.errors import Deadlock, EmulatorError, Fault
 from ptx_emulator.memory import Memory
 from ptx_emulator.mma import WarpMatrices
@@ -71,16 +72,20 @@ class Machine:
         self.all_lanes = np.arange(self.count)
         self.block_of = self.all_lanes // self.lane_stride
         self.thread = self.all_lanes % self.lane_stride
-        self._special_registers(grid, block, cluster)
+        self.rank = self.block_of % self.cluster_size
+        self.cluster = self.clusters[self.block_of // self.cluster_size]
+        self.clusters_of_grid = [g // c for g, c in zip(grid, cluster, strict=True)]
+        values = {name: alu.lanes_of(SPECIAL_REGISTERS[name](self), self.count) for name in program.special}
+        self.special = {name: value.astype(u64 if name in WIDE else u32) for name, value in values.items()}
+        self.where = np.stack([block_coordinate(self, axis) for axis in range(3)], 1)[:: self.lane_stride].tolist()
         self._registers()
         kernel = program.kernel
         alignment = max([16, *kernel.dynamic_shared.values()])
-        dynamic = RESERVED_SHARED + -(-kernel.shared_bytes // alignment) * alignment
-        self.shared_end = dynamic + launch.shared_bytes - kernel.shared_bytes
-        rank = self.block_of % self.cluster_size
-        self.shared_window = (rank << 24).astype(u32)
+        dynamic = RESERVED_SHARED + -(-kernel.shared.bytes // alignment) * alignment
+        self.shared_end = dynamic + launch.shared_bytes - kernel.shared.bytes
+        self.shared_window = (self.rank << 24).astype(u32)
         self.dynamic_shared = self.shared_window + u32(dynamic)
-        self.cluster_base = (self.block_of - rank).astype(np.int64) << 24
+        self.cluster_base = (self.block_of - self.rank).astype(np.int64) << 24
         self.parameters = bytes(parameters)
         self.parameter_base = ctypes.addressof(parameters)
         ranges = ranges | {(self.parameter_base, self.parameter_base + len(self.parameters))}
@@ -98,56 +103,14 @@ class Machine:
         self.blocked: dict[int, tuple[int, Array]] = {}
         self.executed = np.zeros(len(program.blocks), np.int64)
 
-    def _special_registers(self, grid: Dim3, block: Dim3, cluster: Dim3) -> None:
-        size = self.cluster_size
-        rank, cluster_number = (self.block_of % size, self.clusters[self.block_of // size])
-        clusters = [g // c for g, c in zip(grid, cluster, strict=True)]
-        where, inside, thread = (split(cluster_number, clusters), split(rank, cluster), split(self.thread, block))
-        values: dict[str, Any] = {
-            "cluster_ctarank": rank,
-            "cluster_nctarank": size,
-            "laneid": self.thread % 32,
-            "warpid": self.thread // 32,
-            "nwarpid": self.rounded_block // 32,
-            "smid": self.block_of,
-            "nsmid": grid[0] * grid[1] * grid[2],
-            "clock": 0,
-            "clock_hi": 0,
-            "globaltimer_lo": 0,
-            "gridid": 0,
-            "dynamic_smem_size": 0,
-            "total_smem_size": 0,
-        }
-        for index, axis in enumerate("xyz"):
-            values |= {
-                f"tid.{axis}": thread[index], f"ntid.{axis}": block[index], f"nctaid.{axis}": grid[index],
-                f"ctaid.{axis}": where[index] * cluster[index] + inside[index], f"cluster_ctaid.{axis}": inside[index],
-                f"cluster_nctaid.{axis}": cluster[index], f"clusterid.{axis}": where[index],
-                f"nclusterid.{axis}": clusters[index],
-            }  # fmt: skip
-        lane = (self.thread % 32).astype(u64)
-        below, own = (u64(1) << lane) - u64(1), u64(1) << lane
-        values |= {
-            "lanemask_lt": below,
-            "lanemask_eq": own,
-            "lanemask_le": below | own,
-            "lanemask_gt": ~(below | own) & u64(0xFFFFFFFF),
-            "lanemask_ge": ~below & u64(0xFFFFFFFF),
-        }
-        self.special: dict[str, Array] = {
-            name: np.ascontiguousarray(np.broadcast_to(v, self.count)).astype(u32) for name, v in values.items()
-        }
-        for name in ("clock64", "globaltimer"):
-            self.special[name] = np.zeros(self.count, u64)
-
     def hand_out(self) -> tuple[int, int, int] | None:
         """Cluster launch control: the first block of a cluster that has not started and now never will."""
         if not self.waiting:
             return None
         self.waiting.rotate(0 if self.scheduler == "lowest-pc" else self.random.randrange(len(self.waiting)))
-        grid, cluster = self.report.grid, self.report.cluster
-        where = split(self.waiting.popleft(), [g // c for g, c in zip(grid, cluster, strict=True)])
-        return tuple(w * c for w, c in zip(where, cluster, strict=True))  # type: ignore[return-value]
+        number, size = self.waiting.popleft(), self.report.cluster
+        x, y, z = (coordinate(number, self.clusters_of_grid, axis) * size[axis] for axis in range(3))
+        return x, y, z
 
     def _registers(self) -> None:
         self.r: list[Array] = []
@@ -184,8 +147,7 @@ class Machine:
 
     # -- names for messages
     def block_name(self, block: int) -> str:
-        lane = block * self.lane_stride
-        x, y, z = (int(self.special[f"ctaid.{a}"][lane]) for a in "xyz")
+        x, y, z = self.where[block]
         return f"block ({x}, {y}, {z})"
 
     def warp_name(self, warp: int) -> str:
@@ -224,6 +186,8 @@ class Machine:
 
     # -- scheduling
     def schedule(self, block: int, mask: Array) -> None:
+        if not mask.any():
+            return
         if block >= len(self.program.blocks):
             self.leave(mask)
             return
@@ -337,30 +301,18 @@ class Machine:
             self.schedule(following, mask)
             return
         what = result[0]
-        if what == "go":
-            _, target, taken = result
-            if taken is not None:
-                stay = mask & ~taken
-                if stay.any():
-                    self.schedule(following, stay)
-                mask = mask & taken
-                if not mask.any():
-                    return
-            self.leave(mask) if target < 0 else self.schedule(target, mask)
-            return
         inner = mask if result[1] is True else result[1] & mask
-        outside = mask & ~inner
-        if outside.any():
-            self.schedule(following, outside)
-        if what == "bar":
+        self.schedule(following, mask & ~inner)
+        if what == "go":
+            self.schedule(result[2], inner)
+        elif what == "bar":
             first = self.program.blocks[block].first
             self.report.waits["bar.sync"] += 1
             self.sync.named_wait(first, inner, result[2], result[3], following, result[4])
         elif what == "wait":
             ready = result[2] & inner
             self.hold(block, inner, ready)
-            if ready.any():
-                self.schedule(following, ready)
+            self.schedule(following, ready)
         elif what == "try":
             self.poll(block, inner, result[2] & inner, result[3])
         else:
@@ -379,8 +331,7 @@ class Machine:
     def poll(self, block: int, mask: Array, ready: Array, predicate: Array) -> None:
         """A bare try_wait: it may come back with false, so it holds its lanes only while there is other work."""
         predicate[ready] = True
-        if ready.any():
-            self.schedule(block + 1, ready)
+        self.schedule(block + 1, ready)
         waiting = mask & ~ready
         if not waiting.any():
             return
@@ -411,18 +362,13 @@ class Machine:
                         self.report.instructions[name] += int(self.executed[number])
 
     def deadlock(self, why: str) -> str:
+        first = [block.first for block in self.program.blocks]
+        waiting = [(first[block], np.flatnonzero(mask)) for block, mask in sorted(self.groups.items())]
+        # Lanes at a named barrier have left their block and will go on at the next one.
+        waiting += [(first[block] - 1, lanes) for b in self.sync.named.values() for block, lanes, _ in b.waiting]
         lines = [f"deadlock: {why}"]
-        for block, mask in sorted(self.groups.items()):
-            lanes = np.flatnonzero(mask)
-            site = self.program.blocks[block].first
+        for site, lanes in waiting:
             lines.append(f"  {len(lanes)} threads at {self.describe_site(site)}{self.describe_lanes(lanes.tolist())}")
-        for barrier in self.sync.named.values():
-            for block, mask in barrier.waiting:
-                lanes = np.flatnonzero(mask)
-                site = self.program.blocks[block].first - 1
-                lines.append(
-                    f"  {len(lanes)} threads in {self.describe_site(site)}{self.describe_lanes(lanes.tolist())}"
-                )
         return "\n".join(lines + self.sync.describe())
 
     def locate(self, fault: Fault, block: int) -> None:
@@ -442,22 +388,17 @@ class Machine:
         fault.where = f"  at {self.describe_site(site)}{self.describe_lanes(fault.lanes)}\n  {text}"
 
 
-def split(value: Any, shape: Sequence[int]) -> list[Any]:
-    """The coordinates x, y, z of a number."""
-    return [value % shape[0], value // shape[0] % shape[1], value // (shape[0] * shape[1])]
-
-
 def parameter_buffer(program: Program, values: Sequence[bytes]) -> tuple[Any, Any]:
     """(the parameters, 64-byte aligned; the object that keeps them alive)."""
     kernel = program.kernel
-    size = max(kernel.parameter_bytes, 1)
+    size = max(kernel.parameters.bytes, 1)
     raw = (ctypes.c_uint8 * (size + 127))()
     view = (ctypes.c_uint8 * size).from_buffer(raw, -ctypes.addressof(raw) % 128)
     if len(values) != len(kernel.parameters):
         raise EmulatorError(f"{kernel.name} takes {len(kernel.parameters)} parameters, got {len(values)}")
-    for parameter, value in zip(kernel.parameters.values(), values, strict=True):
+    for number, (parameter, value) in enumerate(zip(kernel.parameters.values(), values, strict=True)):
         if len(value) != parameter.size:
-            raise EmulatorError(f"parameter {parameter.index} has {parameter.size} bytes, got {len(value)}")
+            raise EmulatorError(f"parameter {number} has {parameter.size} bytes, got {len(value)}")
         ctypes.memmove(ctypes.addressof(view) + parameter.offset, value, parameter.size)
     return view, raw
 
@@ -473,7 +414,7 @@ def execute(
     program = load(text, entry)
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise EmulatorError(f"grid {grid} is not a multiple of the cluster {cluster}")
-    launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared_bytes)
+    launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
     launch.warnings = program.warnings()
     report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +12,8 @@ from ptx_emulator.errors import OutOfBounds, UnsupportedPTX
 from ptx_emulator.memory import Memory
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, to_f32
 from ptx_emulator.tensormap import NONE, SW32, SW64, SW128, SW128_ATOM32, swizzle
+
+Touch = Callable[[Array], None]  # tells the race detector the addresses of 16-byte chunks
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,6 @@ def chunk_offsets(rows: int, chunks: int, k_major: bool, mode: int, leading: int
     return (chunk % per) * 16 + (chunk // per) * leading + (row % repeat) * width + (row // repeat) * stride
 
 
-def _unpack(chunks: Array, bits: int) -> Array:
-    """16-byte chunks to codes. Four-bit: 32 elements."""
-    raw = chunks.view(np.uint8)
-    return np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1) if bits == 4 else raw
-
-
 def unpack_padded(chunks: Array, bits: int) -> Array:
     """kind::f8f6f4: 16 elements of 4 or 6 bits in the first bytes of each 16-byte chunk."""
     raw = chunks.view(np.uint8).reshape(-1, 16)
@@ -80,33 +77,37 @@ def unpack_padded(chunks: Array, bits: int) -> Array:
 
 
 def read_rows(
-    memory: Memory, block: int, descriptor: Descriptor, rows: int, chunks: int, site: int, k_major: bool = True
-) -> tuple[Array, Array]:
-    """(rows, chunks of 16 bytes), and the indices of the chunks in shared memory."""
+    memory: Memory, block: int, descriptor: Descriptor, rows: int, chunks: int, site: int, touch: Touch,
+    k_major: bool = True,
+) -> Array:  # fmt: skip
+    """(rows, chunks of 16 bytes); `touch` gets their addresses."""
     offsets = chunk_offsets(rows, chunks, k_major, descriptor.mode, descriptor.leading, descriptor.stride)
     place = swizzle(descriptor.start + offsets, descriptor.mode)
     if int(place.max()) + 16 > memory.shared_end:
         raise OutOfBounds(
             f"matrix operand reaches shared +{int(place.max()) + 16:#x} of {memory.shared_end:#x}", [], site
         )
-    index = (place + (block << 24)) >> 4
-    return np.ascontiguousarray(memory.chunks[index]), index
+    place = place + (block << 24)
+    touch(place.reshape(-1))
+    return np.ascontiguousarray(memory.chunks[place >> 4])
 
 
 def read(
     memory: Memory, block: int, descriptor: Descriptor, rows: int, k: int, kind: str, k_major: bool, site: int,
-    packed_fp4: bool = False,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The (rows, k) operand as float32, and the indices of the chunks it was read from."""
+    touch: Touch, packed_fp4: bool = False,
+) -> Array:  # fmt: skip
+    """The (rows, k) operand as float32."""
     element = ELEMENT_BYTES[kind]
     rows, extent = (rows, k) if k_major else (k, rows)
     chunks = extent // 32 if packed_fp4 else extent * element // 16
-    data, index = read_rows(memory, block, descriptor, rows, chunks, site, k_major)
+    data = read_rows(memory, block, descriptor, rows, chunks, site, touch, k_major)
+    memory.report.count_bytes("shared matrix operands", data.nbytes)
     if packed_fp4:
-        codes = _unpack(data, 4)
+        raw = data.view(np.uint8)
+        codes = np.stack([raw & 15, raw >> 4], -1).reshape(len(data), -1)
     elif kind in ("e2m1", "e2m3", "e3m2"):
         codes = unpack_padded(data, 4 if kind == "e2m1" else 6)
     else:
         codes = data.view(UNSIGNED[element])
     values = to_f32(codes, kind)
-    return (values if k_major else values.T), index
+    return values if k_major else values.T

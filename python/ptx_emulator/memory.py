@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx_emulator import numerics as N
-from ptx_emulator.alu import SIGNED, UINT, lanes_of, maximum, minimum
+from ptx_emulator.alu import SIGNED, UINT, at, maximum, minimum
 from ptx_emulator.errors import Fault, Misaligned, OutOfBounds, UnsupportedPTX
 from ptx_emulator.numerics import Array, f32, u8, u16, u32, u64
-from ptx_emulator.race import ATOMIC, Shadow
+from ptx_emulator.race import ASYNC, ATOMIC, Issue, Shadow
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 Place = tuple[Any, int]  # an address operand: base register and byte offset
 SHARED_STRIDE = 1 << 24
-SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
+WINDOWS = {"shared": 1 << 60, "local": 1 << 61}  # generic addresses of other than global memory
 _FIRST_ADDRESS = 4096
 
 
@@ -51,7 +52,8 @@ def torch_storages() -> set[tuple[int, int]]:
     while new:
         new = [k for kind in new for k in kind.__subclasses__()]
         kinds.update(new)
-    for item in [x for x in gc.get_objects() if type(x) in kinds]:
+    objects = gc.get_objects()  # a million: no Python code for each
+    for item in list(itertools.compress(objects, map(kinds.__contains__, map(type, objects)))):
         if item.device.type == "cpu" and item.layout is torch.strided:
             try:
                 storage = item.untyped_storage()
@@ -60,6 +62,16 @@ def torch_storages() -> set[tuple[int, int]]:
                 continue
             if type(size) is int and size:  # a symbol while torch.compile traces
                 found.add((first, first + size))
+    return found
+
+
+def merged(ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, overlapping ones as one."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low < found[-1][1]:
+            low, high = found[-1][0], max(found.pop()[1], high)
+        found.append((low, high))
     return found
 
 
@@ -94,7 +106,7 @@ class Memory:
         self.machine = machine
         self.report = machine.report
         self.granule = machine.program.granule
-        self.set_ranges(ranges)
+        self.first, self.last = np.ascontiguousarray(np.array(merged(ranges), np.int64).reshape(-1, 2).T)
         blocks, self.shared_end = machine.blocks, machine.shared_end
         # Zero pages as they are touched: the C library's allocator would clear all the bytes of memory it reuses.
         self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
@@ -102,7 +114,7 @@ class Memory:
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
         for block in range(blocks):  # NaN in every format: a read of what nobody wrote shows
             self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
-        self.local_bytes = -(-machine.program.kernel.local_bytes // 16) * 16
+        self.local_bytes = -(-machine.program.kernel.local.bytes // 16) * 16
         self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)
         self.local_views: dict[int, Array] = {n: self.local.view(dtype) for n, dtype in N.UNSIGNED.items()}
         self.shared_shadow = Shadow("shared memory", 0, True)
@@ -112,26 +124,6 @@ class Memory:
             self.shared_shadow = Shadow("shared memory", blocks * self.shadow_stride, True, by_lane=True)
 
     # -- address spaces
-    def generic_shared(self, address: Array) -> Array:
-        return np.asarray(address).astype(u64) | u64(SHARED_WINDOW)
-
-    def generic_local(self, address: Array) -> Array:
-        return np.asarray(address).astype(u64) | u64(LOCAL_WINDOW)
-
-    def map_rank(self, address: Array, rank: Array) -> Array:
-        return (np.asarray(address) & u32(0xFFFFFF)) | (np.asarray(rank) << u32(24))
-
-    def set_ranges(self, ranges: set[tuple[int, int]]) -> None:
-        first: list[int] = []
-        last: list[int] = []
-        for low, high in sorted(ranges):
-            if first and low < last[-1]:
-                last[-1] = max(last[-1], high)
-            else:
-                first.append(low)
-                last.append(high)
-        self.first, self.last = np.array(first, np.int64), np.array(last, np.int64)
-
     def check_global(self, address: Array, size: int, lanes: Array, site: int, what: str = "global access") -> Array:
         """Index of the range that holds each access."""
         found = np.searchsorted(self.first, address, side="right") - 1
@@ -151,9 +143,8 @@ class Memory:
 
     def physical(self, lanes: Array, place: Place, size: int, site: int) -> Array:
         """Physical shared addresses of `lanes`, checked."""
-        base = np.asarray(place[0])
-        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + place[1]
-        return self._physical(lanes, address & 0xFFFFFFFF if base.dtype == u64 else address, size, site)
+        address = at(place, lanes)
+        return self._physical(lanes, address & 0xFFFFFFFF if np.asarray(place[0]).dtype == u64 else address, size, site)
 
     def _physical(self, lanes: Array, address: Array, size: int, site: int) -> Array:
         place, rank = address & 0xFFFFFF, address >> 24
@@ -178,14 +169,13 @@ class Memory:
             return []
         if space == "shared":
             return [(space, lanes, self.physical(lanes, place, size, site))]
-        base = np.asarray(place[0])
-        address = (base[lanes] if base.ndim else np.broadcast_to(base, len(lanes))).astype(np.int64) + place[1]
+        address = at(place, lanes)
         checks = {"shared": self._physical, "local": self._local, "global": self._global}
         if space != "generic":
             return [(space, lanes, checks[space](lanes, address, size, site))]
         parts = []
-        for name, window in (("shared", SHARED_WINDOW), ("local", LOCAL_WINDOW), ("global", 0)):
-            chosen = (address & (SHARED_WINDOW | LOCAL_WINDOW)) == window
+        for name, window in (WINDOWS | {"global": 0}).items():
+            chosen = (address & sum(WINDOWS.values())) == window
             if chosen.any():
                 some = address[chosen] & 0xFFFFFFFF if window else address[chosen]
                 parts.append((name, lanes[chosen], checks[name](lanes[chosen], some, size, site)))
@@ -249,49 +239,35 @@ class Memory:
         for where, lanes, address in self._access(site, m, "store", space, place, size * len(values), order):
             memory, first = self.array(where, min(size, 8))
             index = (address - first) // min(size, 8)
-            for number, value in enumerate(np.asarray(v) for v in values):
+            for number, value in enumerate(values):
                 if size == 16:
                     pair = value.view(u64)
                     memory[index + 2 * number], memory[index + 2 * number + 1] = (pair[lanes, 0], pair[lanes, 1])
                 else:
-                    memory[index + number] = (value[lanes] if value.ndim else value).astype(UINT[size * 8])
+                    memory[index + number] = at(value, lanes).astype(UINT[size * 8])
 
     def atomic(
-        self,
-        site: int,
-        m: Any,
-        space: str,
-        op: str,
-        kind: str,
-        target: Any,
-        place: Place,
-        values: list[Any],
+        self, site: int, m: Any, space: str, op: str, kind: str, target: Any, place: Place, values: list[Any],
         order: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
         if size == 16:
             raise UnsupportedPTX(f"atom.{op}.{kind}")
         for where, lanes, address in self._access(site, m, "atomic", space, place, size, order or "relaxed"):
             memory, first = self.array(where, size)
             index = (address - first) // size
-            sources = [lanes_of(v, self.machine.count)[lanes].astype(UINT[size * 8]) for v in values]
+            sources = [at(v, lanes).astype(UINT[size * 8]) for v in values]
             if target is None and kind[0] in "us" and op in ("add", "min", "max") and where != "global":
                 dtype = SIGNED[size] if kind[0] == "s" else UINT[size * 8]
                 ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}[op]
                 ufunc.at(memory.view(dtype), index, sources[0].view(dtype))
             else:
-                flush = where == "global" and kind == "f32"
-                self._one_by_one(op, "f32.ftz" if flush else kind, memory, index, sources, target, lanes)
-
-    @staticmethod
-    def _one_by_one(
-        op: str, kind: str, memory: Array, index: Array, sources: list[Array], target: Any, lanes: Array
-    ) -> None:
-        for number, lane in enumerate(lanes):
-            old = memory[index[number] : index[number] + 1].copy()
-            memory[index[number]] = combine(op, kind, old, *(s[number : number + 1] for s in sources))[0]
-            if target is not None:
-                target[lane] = old[0]
+                flushed = "f32.ftz" if where == "global" and kind == "f32" else kind
+                for number, lane in enumerate(lanes):
+                    old = memory[index[number] : index[number] + 1].copy()
+                    memory[index[number]] = combine(op, flushed, old, *(s[number : number + 1] for s in sources))[0]
+                    if target is not None:
+                        target[lane] = old[0]
 
     # -- bookkeeping
     def shared_granules(self, address: Array, size: int) -> Array:
@@ -310,6 +286,14 @@ class Memory:
         start = (address - self.first[number]) // self.granule
         return shadow, start[:, None] + np.arange(max(1, size // self.granule))
 
+    def touched_by_agent(
+        self, site: int, address: Array, size: int, issue: Issue, component: int, epoch: int, write: bool,
+        flags: int = ASYNC,
+    ) -> None:  # fmt: skip
+        """Asynchronous accesses of `size` bytes of shared memory."""
+        granules = self.shared_granules(address, size)
+        self.machine.race.by_agent(site, self.shared_shadow, granules, issue, component, epoch, write, flags)
+
     def touch(self, site: int, space: str, lanes: Array, address: Array, size: int, write: bool, order: str) -> None:
         race, flags = self.machine.race, ATOMIC if order else 0
         if order:
@@ -324,6 +308,10 @@ class Memory:
             race.by_lanes(site, shadow, index, lanes[chosen], write, flags, True)
 
 
+_COMBINE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add, "min": np.minimum,
+            "max": np.maximum}  # fmt: skip
+
+
 def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
     """One atomic or reduction step on arrays of raw values."""
     new = sources[0]
@@ -331,25 +319,18 @@ def combine(op: str, kind: str, old: Array, *sources: Array) -> Array:
         return new
     if op == "cas":
         return np.where(old == new, sources[1], old)
-    if op in ("and", "or", "xor"):
-        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](old, new)
     if op == "inc":
         return np.where(old >= new, 0, old + old.dtype.type(1)).astype(old.dtype)
     if op == "dec":
         return np.where((old == 0) | (old > new), new, old - old.dtype.type(1)).astype(old.dtype)
     if kind in ("f16", "bf16", "f16x2", "bf16x2"):
         widen, narrow = (N.bf16_to_f32, N.f32_to_bf16) if kind[0] == "b" else (N.f16_to_f32, N.f32_to_f16)
-        shape = old.shape
         a, b = (widen(np.ascontiguousarray(x).view(u16)) for x in (old, new))
         c = a + b if op == "add" else (minimum if op == "min" else maximum)(a, b, False)
-        return narrow(c).astype(u16).view(old.dtype).reshape(shape)
-    if kind == "f32.ftz" and op == "add":
-        a, b = (N.flush(np.ascontiguousarray(x).view(f32)) for x in (old, new))
-        return N.flush(a + b).view(u32)
-    dtype: Any = {"f32": f32, "f32.ftz": f32, "f64": np.float64}.get(kind)
-    if dtype is None:
-        dtype = SIGNED[old.dtype.itemsize] if kind[0] == "s" else old.dtype
+        return narrow(c).astype(u16).view(old.dtype).reshape(old.shape)
+    signed = SIGNED[old.dtype.itemsize] if kind[0] == "s" else old.dtype
+    dtype: Any = {"f32": f32, "f32.ftz": f32, "f64": np.float64}.get(kind, signed)
     a, b = np.ascontiguousarray(old).view(dtype), np.ascontiguousarray(new).view(dtype)
-    if op not in ("add", "min", "max"):
-        raise Fault(f"atomic operation .{op}")
-    return {"add": np.add, "min": np.minimum, "max": np.maximum}[op](a, b).view(old.dtype)
+    if kind == "f32.ftz" and op == "add":
+        return N.flush(N.flush(a) + N.flush(b)).view(u32)
+    return _COMBINE[op](a, b).view(old.dtype)

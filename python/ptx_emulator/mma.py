@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator import matrix, tensorcore
-from ptx_emulator.alu import lanes_of
+from ptx_emulator.alu import lanes_of, one
 from ptx_emulator.errors import Fault, Misaligned, UnsupportedPTX
 from ptx_emulator.memory import Place
 from ptx_emulator.numerics import ELEMENT_BYTES, UNSIGNED, Array, f32, to_f32, u16, u32
-from ptx_emulator.race import Issue
 from ptx_emulator.warp import whole_warps
 
 if TYPE_CHECKING:
@@ -28,27 +26,23 @@ def shape_of(name: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def fragment_a(registers: list[Array], rows: int, k: int, kind: str) -> Array:
+def elements(registers: list[Array], kind: str) -> Array:
+    """(registers, lanes, elements of a register) as float32."""
+    words = np.stack(registers)
+    return to_f32(words.view(UNSIGNED[ELEMENT_BYTES[kind]]), kind).reshape(*words.shape, -1)
+
+
+def fragment_a(registers: list[Array], kind: str) -> Array:
     """(rows, k) from A registers of 32 or 128 lanes: register i holds row lane/4 + 8 (i%2) of the warp's 16 rows."""
-    lanes = np.arange(len(registers[0]))
-    per = 4 // ELEMENT_BYTES[kind]
-    out = np.zeros((rows, k), f32)
-    base = lanes // 32 * 16 + lanes % 32 // 4
-    for number, register in enumerate(registers):
-        values = to_f32(np.ascontiguousarray(register).view(UNSIGNED[4 // per]).reshape(-1, per), kind)
-        column = (number // 2) * 4 * per + lanes % 4 * per
-        out[(base + 8 * (number % 2))[:, None], column[:, None] + np.arange(per)] = values
-    return out
+    values = elements(registers, kind)
+    lanes = values.shape[1]
+    parts = values.reshape(-1, 2, lanes // 32, 8, 4, values.shape[2])
+    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(lanes // 2, -1)
 
 
-@lru_cache(maxsize=64)
-def accumulator_index(lanes: int, registers: int, per: int = 1) -> tuple[Array, Array]:
-    """Rows and columns (registers, lanes, `per`) of accumulators, `per` to a register: m16n8 fragments side by side."""
-    lane, number = np.arange(lanes)[:, None], np.arange(registers)[:, None, None]
-    number, within = (number, np.arange(2)) if per == 2 else (number // 2, number % 2)
-    row = lane // 32 * 16 + lane % 32 // 4 + 8 * (number % 2)
-    row, column = np.broadcast_arrays(row, number // 2 * 8 + lane % 4 * 2 + within)
-    return row, column
+# Accumulators: axes of the matrix (warp, half and row of its 16 rows; 8 columns, pair and element of those) as they
+# follow each other in registers and lanes, for one and two elements in a register.
+ACCUMULATORS = {1: (3, 1, 5, 0, 2, 4), 2: (3, 1, 0, 2, 4, 5)}
 
 
 class WarpMatrices:
@@ -115,12 +109,8 @@ class WarpMatrices:
             raise UnsupportedPTX(f"mma.sync {shape} {'.'.join(kinds)}")
         warps = whole_warps(m, self.machine.count, "mma.sync", site)
         for warp in warps:
-            A = fragment_a([x[warp] for x in a], 16, k, left)
-            per = 4 // ELEMENT_BYTES[right]
-            B, lane = np.zeros((8, k), f32), np.arange(32)
-            for number, register in enumerate(b):
-                values = to_f32(np.ascontiguousarray(register[warp]).view(UNSIGNED[4 // per]).reshape(-1, per), right)
-                B[(lane // 4)[:, None], (number * 4 * per + lane % 4 * per)[:, None] + np.arange(per)] = values
+            A = fragment_a([x[warp] for x in a], left)
+            B = elements([x[warp] for x in b], right).reshape(len(b), 8, -1).swapaxes(0, 1).reshape(8, k)
             self._accumulate(A, B, to, (left, right), d, [lanes_of(x, self.machine.count) for x in c], warp, True)
 
     def _accumulate(
@@ -129,17 +119,19 @@ class WarpMatrices:
     ) -> None:  # fmt: skip
         """D = A B^T + C, or A B^T, of fragments in registers."""
         dtype, per = {"s32": (np.int32, 1), "f32": (f32, 1), "f16": (np.float16, 2)}[to]
-        place = accumulator_index(len(lanes), len(d), per)
+        here, order = slice(int(lanes[0]), int(lanes[-1]) + 1), ACCUMULATORS[per]
+        shape = (len(lanes) // 32, 2, 8, len(B) // 8, 4, 2)
         C = np.zeros((len(A), len(B)), dtype)
         if add:
-            here = slice(int(lanes[0]), int(lanes[-1]) + 1)
-            C[place] = np.stack([x[here] for x in c]).view(dtype).reshape(place[0].shape)
+            parts = np.stack([x[here] for x in c]).view(dtype).reshape([shape[axis] for axis in order])
+            C = parts.transpose(np.argsort(order)).reshape(C.shape)
         if to == "s32":
             D = (A @ B.T).astype(np.int32) + C
         else:
             D = tensorcore.multiply_add(A, B, C, kinds, len(lanes) == 128)
-        for register, values in zip(d, np.ascontiguousarray(D[place]).reshape(len(d), -1).view(u32), strict=True):
-            register[int(lanes[0]) : int(lanes[-1]) + 1] = values
+        words = np.ascontiguousarray(D.reshape(shape).transpose(order)).reshape(len(d), -1).view(u32)
+        for register, values in zip(d, words, strict=True):
+            register[here] = values
 
     # -- wgmma
     def _groups(self, m: Any, what: str, site: int) -> Array:
@@ -189,48 +181,37 @@ class WarpMatrices:
         to, left, right = kinds
         if to not in ("f32", "f16", "s32") or left not in _K or right not in _K or _K[left] != k:
             raise UnsupportedPTX(f"wgmma {shape}.{'.'.join(kinds)}")
-        in_registers = isinstance(a, list)
         sign = (rest[0] * rest[1]) if len(rest) >= 2 else 1
         transposed = rest[2:]
         b_k_major = not (transposed and transposed[-1])
         a_k_major = not (len(transposed) == 2 and transposed[0])
-        adds = lanes_of(scale_d, machine.count)
-        for lanes in self._groups(m, "wgmma.mma_async", site):
+
+        def start(lanes: Array) -> None:
             first, group = int(lanes[0]), int(lanes[0]) // 128
-            block = int(machine.block_of[first])
+            block, epoch, add = int(machine.block_of[first]), self.committed.get(group, 0), bool(one(scale_d, first))
             if self.unfenced[group, fragments].any():
                 raise Fault("wgmma.mma_async without a wgmma.fence since its registers were written", lanes, site)
-            descriptor_b = matrix.wgmma_descriptor(int(lanes_of(b, machine.count)[first]))
-            values = [x[lanes].copy() for x in a] if in_registers else None
-            descriptor_a = None if in_registers else matrix.wgmma_descriptor(int(lanes_of(a, machine.count)[first]))
+            descriptor_b = matrix.wgmma_descriptor(one(b, first))
+            values = [x[lanes] for x in a] if isinstance(a, list) else matrix.wgmma_descriptor(one(a, first))
             issue = machine.race.issue(lanes)
-            epoch, add = self.committed.get(group, 0), bool(adds[first])
 
-            def run(
-                lanes: Array, group: int, block: int, descriptor_b: Any, values: Any, descriptor_a: Any,
-                issue: Issue | None, epoch: int, add: bool,
-            ) -> None:  # fmt: skip
-                B, used = matrix.read(machine.memory, block, descriptor_b, n, k, right, b_k_major, site)
-                self._reads(site, used, issue, group, epoch)
-                if values is not None:
-                    A = fragment_a(values, 64, k, left)
+            def touch(address: Array) -> None:
+                if issue is not None:
+                    machine.memory.touched_by_agent(site, address, 16, issue, self.component(group), epoch + 1, False)
+
+            def run() -> None:
+                B = matrix.read(machine.memory, block, descriptor_b, n, k, right, b_k_major, site, touch)
+                if isinstance(values, list):
+                    A = fragment_a(values, left)
                 else:
-                    A, used = matrix.read(machine.memory, block, descriptor_a, 64, k, left, a_k_major, site)
-                    self._reads(site, used, issue, group, epoch)
+                    A = matrix.read(machine.memory, block, values, 64, k, left, a_k_major, site, touch)
                 self._accumulate(A if sign == 1 else -A, B, to, (left, right), d, d, lanes, add)
 
-            operation = partial(run, lanes, group, block, descriptor_b, values, descriptor_a, issue, epoch, add)
             if machine.queues.lazy:
-                self.pending.setdefault(group, []).append((epoch, operation))
+                self.pending.setdefault(group, []).append((epoch, run))
             else:
-                operation()
+                run()
             machine.report.operations["wgmma multiply-adds"] += 64 * n * k
 
-    def _reads(self, site: int, chunks: Array, issue: Issue | None, group: int, epoch: int) -> None:
-        memory = self.machine.memory
-        self.machine.report.count_bytes("shared matrix operands", 16 * chunks.size)
-        if issue is not None:
-            granules = memory.shared_granules(chunks.reshape(-1) << 4, 16)
-            self.machine.race.by_agent(
-                site, memory.shared_shadow, granules, issue, self.component(group), epoch + 1, False
-            )
+        for lanes in self._groups(m, "wgmma.mma_async", site):
+            start(lanes)

@@ -130,19 +130,15 @@ def f32_to_ue8m0(values: Array, rounding: str) -> Array:
 
 def to_f32(raw: Array, kind: str) -> Array:
     """Matrix operands of type `kind` (PTX name) as float32; tf32 drops the low 13 bits."""
-    if kind == "bf16":
-        return bf16_to_f32(raw)
-    if kind == "f16":
-        return raw.view(np.float16).astype(f32)
-    if kind == "tf32":
-        return (raw & u32(0xFFFFE000)).view(f32)
     if kind in TABLES:
         return TABLES[kind][raw]
-    if kind == "s8":
-        return raw.view(np.int8).astype(f32)
-    if kind == "u8":
-        return raw.astype(f32)
-    raise UnsupportedPTX(f"matrix element type {kind}")
+    if kind == "tf32":
+        return (raw & u32(0xFFFFE000)).view(f32)
+    if kind == "bf16":
+        return bf16_to_f32(raw)
+    if kind not in ("f16", "s8", "u8"):
+        raise UnsupportedPTX(f"matrix element type {kind}")
+    return raw.view({"f16": np.float16, "s8": np.int8, "u8": u8}[kind]).astype(f32)
 
 
 def flush(values: Array) -> Array:

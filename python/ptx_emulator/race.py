@@ -192,12 +192,7 @@ class Races:
         if alone:
             self._apart(site, shadow, flat, lane, self.turn[who], write, flags)
         epochs = self.clock[who, 0, who].astype(np.int64)
-        clock = self.clock
-
-        def known(plane: Any, component: Array) -> Array:
-            return clock[who, plane, component]
-
-        self._access(site, shadow, flat, who, epochs, known, write, flags)
+        self._access(site, shadow, flat, who, epochs, self.clock, who, write, flags)
 
     def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, turn: Any, write: bool, flags: int) -> None:
         """Two lanes of a warp must not meet within a turn, one of them writing."""
@@ -237,13 +232,8 @@ class Races:
         flat = index.reshape(-1)
         if shadow.by_lane and issue.lane >= 0:
             self._apart(site, shadow, flat, issue.lane, issue.turn, write, flags)
-        clock = self.fit(issue.clock)
-        who = np.int64(component)
-
-        def known(plane: Any, other: Array) -> Array:
-            return clock[plane, other]
-
-        self._access(site, shadow, flat, who, np.int64(epoch), known, write, flags)
+        clock = self.fit(issue.clock)[None]
+        self._access(site, shadow, flat, np.int64(component), np.int64(epoch), clock, np.int64(0), write, flags)
 
     def again(
         self, site: int, shadow: Shadow, rows: slice, columns: slice, width: int, component: int, epoch: int
@@ -257,8 +247,10 @@ class Races:
         return True
 
     def _access(
-        self, site: int, shadow: Shadow, index: Array, who: Any, epochs: Any, known: Any, write: bool, flags: int
-    ) -> None:
+        self, site: int, shadow: Shadow, index: Array, who: Any, epochs: Any, clock: Array, row: Any, write: bool,
+        flags: int,
+    ) -> None:  # fmt: skip
+        """By components `who` that know what rows `row` of `clock` say; both are a number or an array like `index`."""
         last = shadow.write_key[index]
         if not write and shadow.must_be_written and not last.all():
             missing = index[np.flatnonzero(last == 0)]
@@ -266,32 +258,36 @@ class Races:
                 f"read of {len(missing)} places in {shadow.name} that nobody wrote, first at "
                 f"{self.machine.place(shadow, int(missing[0]))}", [], site,
             )  # fmt: skip
-        component = (last >> 32) - 1
+
+        def unordered(keys: Array, who: Any, row: Any, plane: Any) -> Array:
+            other = (keys >> 32) - 1
+            known = clock[row, plane, np.maximum(other, 0)]
+            return (keys != 0) & (other != who) & (known < (keys & 0xFFFFFFFF))
+
+        def report(bad: Array, keys: Array, sites: Array, then: str) -> None:
+            where = tuple(int(x[0]) for x in np.nonzero(bad))
+            one = int(np.broadcast_to(who, index.shape)[where[0]])
+            raise RaceError(
+                f"race on {self.machine.place(shadow, int(index[where[0]]))}: {'write' if write else 'read'} by "
+                f"{self.name(one)} is not ordered after the {then} by {self.name(int(keys[where] >> 32) - 1)} at "
+                f"{self.machine.describe_site(int(sites[index][where]))}", [], site,
+            )  # fmt: skip
+
         earlier = shadow.write_flags[index]
         plane = ((earlier & ASYNC) == 0).astype(np.int64) if flags & ASYNC else 0
-        bad = (last != 0) & (component != who) & (known(plane, np.maximum(component, 0)) < (last & 0xFFFFFFFF))
-        if flags & ASYNC and component.size:  # own earlier generic writes need the fence as well
-            bad |= (last != 0) & (component == who) & (plane == 1)
+        bad = unordered(last, who, row, plane)
+        if flags & ASYNC:  # own earlier generic writes need the fence as well
+            bad |= (last >> 32 == who + 1) & (plane == 1)
         if flags & ATOMIC:
             bad &= (earlier & ATOMIC) == 0
         if bad.any():
-            where = int(np.flatnonzero(bad)[0])
-            self._report(site, shadow, int(index[where]), who, where, "write" if write else "read",
-                         int(last[where]), int(shadow.write_site[index[where]]), "write")  # fmt: skip
+            report(bad, last, shadow.write_site, "write")
         if write:
             reads = shadow.read_key[index]
             if reads.any():
-                reader = (reads >> 32) - 1
-                column = who if np.ndim(who) == 0 else who[:, None]
-                if np.ndim(who) == 0:
-                    seen = known(0, np.maximum(reader, 0))
-                else:
-                    seen = self.clock[who[:, None], 0, np.maximum(reader, 0)]
-                bad2 = (reads != 0) & (reader != column) & (seen < (reads & 0xFFFFFFFF))
-                if bad2.any():
-                    where, slot = (int(x[0]) for x in np.nonzero(bad2))
-                    self._report(site, shadow, int(index[where]), who, where, "write", int(reads[where, slot]),
-                                 int(shadow.read_site[index[where], slot]), "read")  # fmt: skip
+                bad = unordered(reads, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
+                if bad.any():
+                    report(bad, reads, shadow.read_site, "read")
                 shadow.read_key[index] = 0
             shadow.write_key[index] = ((np.int64(1) + who) << 32) | epochs
             shadow.write_site[index] = site
@@ -300,17 +296,6 @@ class Races:
             slot = np.broadcast_to(who, index.shape) % READ_SLOTS
             shadow.read_key[index, slot] = ((np.int64(1) + who) << 32) | epochs
             shadow.read_site[index, slot] = site
-
-    def _report(
-        self, site: int, shadow: Shadow, granule: int, who: Any, where: int, what: str, key: int, other: int, then: str
-    ) -> None:
-        one = int(who if np.ndim(who) == 0 else who[where])
-        raise RaceError(
-            f"race on {self.machine.place(shadow, granule)}: {what} by {self.name(one)} is not ordered after "
-            f"the {then} by {self.name((key >> 32) - 1)} at {self.machine.describe_site(other)}",
-            [],
-            site,
-        )
 
     # -- mbarriers: initialisation is a write that every use must be ordered after
     def init_by(self, lane: int) -> tuple[int, int, int, int]:

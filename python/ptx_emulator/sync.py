@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator.alu import lanes_of
+from ptx_emulator.alu import at, one
 from ptx_emulator.errors import BarrierError, Fault, Misaligned
 from ptx_emulator.memory import Place
 from ptx_emulator.numerics import Array, u32
@@ -36,16 +36,9 @@ class MBarrier:
 class NamedBarrier:
     expected: int
     arrived: int = 0
-    waiting: list[tuple[int, Array]] = field(default_factory=list)
-    warps: list[Array] = field(default_factory=list)
-    reductions: list[tuple[str, Array, Array, Array]] = field(default_factory=list)
+    # Where lanes go on, the lanes, and for bar.red the operation, its target and its predicate.
+    waiting: list[tuple[int, Array, tuple[str, Array, Any] | None]] = field(default_factory=list)
     incoming: Array | None = None
-
-    def reduce(self) -> None:
-        """bar.red: every thread gets the number of true predicates, or whether one or all are true."""
-        votes = np.concatenate([x[3] for x in self.reductions])
-        for op, target, lanes, _ in self.reductions:
-            target[lanes] = {"popc": votes.sum(), "and": votes.all(), "or": votes.any()}[op]
 
 
 class Sync:
@@ -81,10 +74,9 @@ class Sync:
 
     def init(self, site: int, m: Any, barrier: Place, count: Any) -> None:
         lanes, places = self.places(site, m, barrier)
-        counts = lanes_of(count, self.machine.count)
         race = self.machine.race
         for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
-            number = int(counts[lane])
+            number = one(count, lane)
             if not 0 < number <= TX_LIMIT:
                 raise BarrierError(f"mbarrier.init with count {number}", [lane], site)
             self.barriers[place] = MBarrier(number, number, race.init_by(lane))
@@ -113,9 +105,8 @@ class Sync:
             barrier.clock, barrier.incoming = race.join(barrier.clock, incoming), None
         self.machine.event += 1
 
-    def arrive(self, site: int, m: Any, at: Place, count: Any, bytes_: Any, relaxed: bool, state: Any) -> None:
-        lanes, places = self.places(site, m, at)
-        counts, expected = (lanes_of(count, self.machine.count), lanes_of(bytes_, self.machine.count))
+    def arrive(self, site: int, m: Any, target: Place, count: Any, bytes_: Any, relaxed: bool, state: Any) -> None:
+        lanes, places = self.places(site, m, target)
         race = self.machine.race
         if race.on:
             known: dict[int, Array] = {}
@@ -132,8 +123,8 @@ class Sync:
             barrier = self.get(place, site)
             if state is not None:
                 state[lane] = barrier.phase
-            barrier.tx += int(expected[lane])
-            barrier.pending -= int(counts[lane])
+            barrier.tx += one(bytes_, lane)
+            barrier.pending -= one(count, lane)
             self._flip(place, barrier, site)
 
     def complete(self, place: int, bytes_: int, site: int, issue: Issue | None) -> None:
@@ -157,16 +148,16 @@ class Sync:
         barrier.pending -= 1
         self._flip(place, barrier, site)
 
-    def next_phase(self, place: int, site: int) -> int:
-        """Epoch under which what completes on the barrier now becomes known."""
-        return self.get(place, site).phase + 1
+    def completion(self, place: int, site: int) -> tuple[int, int]:
+        """Component and epoch under which what completes on the barrier now becomes known."""
+        return self.component(place), self.get(place, site).phase + 1
 
-    def test(self, site: int, m: Any, at: Place, state: Any, parity: bool) -> Array:
+    def test(self, site: int, m: Any, target: Place, state: Any, parity: bool) -> Array:
         """Which lanes' phase is over."""
         machine = self.machine
         ready = np.zeros(machine.count, bool)
-        lanes, places = self.places(site, m, at)
-        states = lanes_of(state, machine.count)[lanes].astype(np.int64)
+        lanes, places = self.places(site, m, target)
+        states = at(state, lanes).astype(np.int64)
         keys = places * 2 + (states & 1) if parity else np.arange(len(lanes))
         for key in np.unique(keys):
             same = keys == key
@@ -183,22 +174,16 @@ class Sync:
         return ready
 
     # -- named barriers
-    def named_keys(self, lanes: Array, number: Any) -> Array:
-        return self.machine.block_of[lanes] * 16 + lanes_of(number, self.machine.count)[lanes].astype(np.int64)
-
-    def named_arrive(self, site: int, m: Any, number: Any, count: Any) -> None:
-        self.named_wait(site, m, number, count, None, None)
-
     def named_wait(self, site: int, m: Any, number: Any, count: Any, resume: int | None, reduction: Any) -> None:
-        """Lanes leave the scheduler until the barrier is full, then go on at block `resume`."""
+        """Lanes leave the scheduler until the barrier is full, then go on at block `resume`, if there is one."""
         machine, race = self.machine, self.machine.race
         lanes = machine.lanes(m)
-        keys, counts = self.named_keys(lanes, number), lanes_of(count, machine.count)
+        keys = machine.block_of[lanes] * 16 + at(number, lanes).astype(np.int64)
         for key in np.unique(keys).tolist():
             some = lanes[keys == key]
             if not 0 <= key - int(machine.block_of[some[0]]) * 16 < 16:
                 raise BarrierError(f"named barrier {key} is not in 0..15", some, site)
-            expected = int(counts[some[0]])
+            expected = one(count, some[0])
             if expected % 32 or expected <= 0:
                 raise BarrierError(f"named barrier for {expected} threads: not a multiple of 32", some, site)
             barrier = self.named.setdefault(key, NamedBarrier(expected))
@@ -212,27 +197,26 @@ class Sync:
             if race.on:
                 barrier.incoming = race.join(barrier.incoming, race.release(warps))
             if resume is not None:
-                mask = np.zeros(machine.count, bool)
-                mask[some] = True
-                barrier.waiting.append((resume, mask))
-                barrier.warps.append(warps)
-            if reduction is not None:
-                op, target, predicate = reduction
-                barrier.reductions.append((op, target, some, lanes_of(predicate, machine.count)[some]))
+                barrier.waiting.append((resume, some, reduction))
             if barrier.arrived > barrier.expected:
                 raise BarrierError(
                     f"named barrier {key % 16}: {barrier.arrived} arrivals for {barrier.expected}", some, site
                 )
             if barrier.arrived == barrier.expected:
-                if barrier.reductions:
-                    barrier.reduce()
-                for block, mask in barrier.waiting:
-                    machine.schedule(block, mask)
-                if race.on:
-                    for each in barrier.warps:
-                        race.acquire(each, barrier.incoming)
-                del self.named[key]
-                machine.event += 1
+                self._open(self.named.pop(key))
+
+    def _open(self, barrier: NamedBarrier) -> None:
+        machine = self.machine
+        votes = [at(reduction[2], lanes) for _, lanes, reduction in barrier.waiting if reduction]
+        for resume, lanes, reduction in barrier.waiting:
+            if reduction:  # the number of true predicates, or whether one or all are true
+                every = np.concatenate(votes)
+                reduction[1][lanes] = {"popc": every.sum(), "and": every.all(), "or": every.any()}[reduction[0]]
+            mask = np.zeros(machine.count, bool)
+            mask[lanes] = True
+            machine.schedule(resume, mask)
+            machine.race.acquire(np.unique(lanes >> 5), barrier.incoming)
+        machine.event += 1
 
     # -- cluster barrier
     def cluster_arrive(self, site: int, m: Any, relaxed: bool) -> None:
@@ -247,14 +231,10 @@ class Sync:
         if race.on:
             for number in np.unique(cluster).tolist():
                 warps = np.unique(lanes[cluster == number] >> 5)
-                if relaxed:  # only what an earlier fence released goes along
-                    for warp in warps.tolist():
-                        if warp in race.fenced:
-                            known = race.join(self.cluster_incoming.get(number), race.fenced[warp])
-                            self.cluster_incoming[number] = known
-                else:
-                    known = race.join(self.cluster_incoming.get(number), race.release(warps))
-                    self.cluster_incoming[number] = known
+                # Of relaxed arrivals only what an earlier fence released goes along.
+                fenced = [race.fenced[warp] for warp in warps.tolist() if warp in race.fenced]
+                for known in fenced if relaxed else [race.release(warps)]:
+                    self.cluster_incoming[number] = race.join(self.cluster_incoming.get(number), known)
         self.check_clusters()
 
     def check_clusters(self) -> None:

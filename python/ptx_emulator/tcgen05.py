@@ -11,7 +11,7 @@ import numpy as np
 
 from ptx_emulator import matrix
 from ptx_emulator import numerics as N
-from ptx_emulator.alu import lanes_of
+from ptx_emulator.alu import at, one
 from ptx_emulator.errors import CollectiveError, TensorMemoryError, UnsupportedPTX
 from ptx_emulator.memory import Place
 from ptx_emulator.numerics import Array, f32, u16, u32
@@ -104,7 +104,7 @@ class TensorMemory:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.alloc", site):
             lane = int(warp[0])
-            block, count = (int(machine.block_of[lane]), int(lanes_of(columns, machine.count)[lane]))
+            block, count = int(machine.block_of[lane]), one(columns, lane)
             if count < 32 or count > COLUMNS or count & (count - 1):
                 raise TensorMemoryError(f"tcgen05.alloc of {count} columns: a power of two from 32 to 512", warp, site)
             if self.relinquished[block]:
@@ -128,8 +128,7 @@ class TensorMemory:
         machine = self.machine
         for warp in whole_warps(m, machine.count, "tcgen05.dealloc", site):
             lane = int(warp[0])
-            block, start = (int(machine.block_of[lane]), int(lanes_of(address, machine.count)[lane]) & 0xFFFF)
-            count = int(lanes_of(columns, machine.count)[lane])
+            block, start, count = int(machine.block_of[lane]), one(address, lane) & 0xFFFF, one(columns, lane)
             part = self.allocated[block, start : start + count]
             number = int(part[0]) if len(part) else 0
             if not number or (part != number).any() or int((self.allocated[block] == number).sum()) != count:
@@ -172,12 +171,10 @@ class TensorMemory:
             self.machine.race.by_agent(site, self.shadow, granules, issue, self.component(lane),
                                        self.sequence.get(lane, 0) + 1, write, 0)  # fmt: skip
 
-    def read_shared(self, site: int, lane: int, issue: Issue | None, chunks: Array) -> None:
+    def read_shared(self, site: int, lane: int, issue: Issue | None, address: Array) -> None:
         if issue is not None:
-            memory = self.machine.memory
-            granules = memory.shared_granules(chunks.reshape(-1) << 4, 16)
-            self.machine.race.by_agent(site, memory.shared_shadow, granules, issue, self.component(lane),
-                                       self.sequence.get(lane, 0) + 1, False)  # fmt: skip
+            epoch = self.sequence.get(lane, 0) + 1
+            self.machine.memory.touched_by_agent(site, address, 16, issue, self.component(lane), epoch, False)
 
     def component(self, lane: int) -> int:
         return self.machine.race.component(("tcgen05", lane), f"tcgen05 of {self.machine.warp_name(lane >> 5)}")
@@ -189,7 +186,7 @@ class TensorMemory:
         machine = self.machine
         what = f"tcgen05.{action}.{shape}"
         warps = whole_warps(m, machine.count, what, site)
-        addresses = lanes_of(place[0], machine.count)[warps].astype(np.int64) + place[1]
+        addresses = at(place, warps)
         if (addresses != addresses[:, :1]).any():
             raise CollectiveError(f"{what}: lanes of a warp give different addresses", warps[0], site)
         lane0, column0 = addresses[:, 0] >> 16 & 0x7F, addresses[:, 0] & 0xFFFF
@@ -221,7 +218,7 @@ class TensorMemory:
             for number, register in enumerate(registers):
                 register[flat] = values[:, number]
             return
-        values = np.stack([lanes_of(x, machine.count)[flat] for x in registers], 1)
+        values = np.stack([at(x, flat) for x in registers], 1)
         if packed:
             values = np.stack([values & u32(0xFFFF), values >> u32(16)], 2).reshape(len(flat), -1)
         self.words[index] = values.reshape(index[1].shape)
@@ -260,23 +257,26 @@ class TensorMemory:
 
     def commit(self, site: int, m: Any, barrier: Place, mask: Any) -> None:
         machine = self.machine
-        lanes, places = machine.sync.places(site, m, barrier)
-        for lane, place in zip(lanes.tolist(), places.tolist(), strict=True):
-            if mask is None:
-                blocks = [place >> 24]
-            else:
-                bits, first = (int(lanes_of(mask, machine.count)[lane]), int(machine.cluster_base[lane]) >> 24)
-                blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
-            self.enqueue(lane, partial(self._commit, site, lane, place, blocks, machine.race.issue(lane)))
 
-    def _commit(self, site: int, lane: int, place: int, blocks: list[int], issue: Issue | None) -> None:
-        known = None
-        if issue is not None:
-            self.sequence[lane] = self.sequence.get(lane, 0) + 1
-            known = self.machine.race.empty()
-            known[:, self.component(lane)] = self.sequence[lane]
-        for block in blocks:
-            self.machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
+        def start(lane: int, place: int) -> None:
+            blocks, issue = [place >> 24], machine.race.issue(lane)
+            if mask is not None:
+                bits, first = one(mask, lane), int(machine.cluster_base[lane]) >> 24
+                blocks = [first + rank for rank in range(machine.cluster_size) if bits >> rank & 1]
+
+            def run() -> None:
+                known = None
+                if issue is not None:
+                    self.sequence[lane] = self.sequence.get(lane, 0) + 1
+                    known = machine.race.empty()
+                    known[:, self.component(lane)] = self.sequence[lane]
+                for block in blocks:
+                    machine.sync.agent_arrive(block << 24 | place & 0xFFFFFF, site, known, issue)
+
+            self.enqueue(lane, run)
+
+        for lane, place in zip(*(x.tolist() for x in machine.sync.places(site, m, barrier)), strict=True):
+            start(lane, place)
 
     # -- cp: shared to tensor memory
     def copy(self, site: int, m: Any, pair: bool, form: str, target: Place, desc: Any) -> None:
@@ -286,26 +286,26 @@ class TensorMemory:
         lanes, rows = _COPIES[form]
         words = 8 if "x256b" in form else 4
 
-        def run(lane: int, descriptor: matrix.Descriptor, place: int, blocks: list[int], issue: Issue | None) -> None:
+        def start(lane: int) -> None:
+            descriptor, place = matrix.tcgen05_descriptor(one(desc, lane)), one(target, lane)
+            blocks, issue = self.pair_of(int(machine.block_of[lane]), pair, site), machine.race.issue(lane)
             to, column = lanes + (place >> 16 & 0x7F), place & 0xFFFF
             if to[-1] >= LANES:
                 raise UnsupportedPTX(f"tcgen05.cp.{form} to lane {place >> 16 & 0x7F}")
-            for block in blocks:
-                self.check(block, column, words, site, "tcgen05.cp")
-                data, chunks = matrix.read_rows(
-                    machine.memory, block, descriptor, int(rows.max()) + 1, words // 4, site
-                )
-                self.read_shared(site, lane, issue, chunks)
-                self.touch(site, lane, issue, self.granules(block, to, column + np.arange(words)), True)
-                self.words[block, to, column : column + words] = data.view(u32)[rows]
-                machine.report.count_bytes("shared to tensor memory", data.nbytes)
+
+            def run() -> None:
+                touch, height = partial(self.read_shared, site, lane, issue), int(rows.max()) + 1
+                for block in blocks:
+                    self.check(block, column, words, site, "tcgen05.cp")
+                    data = matrix.read_rows(machine.memory, block, descriptor, height, words // 4, site, touch)
+                    self.touch(site, lane, issue, self.granules(block, to, column + np.arange(words)), True)
+                    self.words[block, to, column : column + words] = data.view(u32)[rows]
+                    machine.report.count_bytes("shared to tensor memory", data.nbytes)
+
+            self.enqueue(lane, run)
 
         for lane in machine.lanes(m).tolist():
-            descriptor = matrix.tcgen05_descriptor(int(lanes_of(desc, machine.count)[lane]))
-            place = int(lanes_of(target[0], machine.count)[lane]) + target[1]
-            blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
-            issue = machine.race.issue(lane)
-            self.enqueue(lane, partial(run, lane, descriptor, place, blocks, issue))
+            start(lane)
 
     # -- mma
     def mma(
@@ -317,15 +317,10 @@ class TensorMemory:
         if disable is not None and any(np.asarray(x).any() for x in disable):
             raise UnsupportedPTX("tcgen05.mma with disable-output-lane")
         for lane in machine.lanes(m).tolist():
-
-            def one(value: Any, lane: int = lane) -> int:
-                base, offset = value if isinstance(value, tuple) else (value, 0)
-                return int(lanes_of(base, machine.count)[lane]) + offset
-
             blocks = self.pair_of(int(machine.block_of[lane]), pair, site)
             if pair and int(machine.block_of[lane]) & 1:
                 raise CollectiveError("tcgen05.mma.cta_group::2 issued by the odd block of the pair", [lane], site)
-            inst = instruction_descriptor(one(idesc), kind, scales is not None)
+            inst = instruction_descriptor(one(idesc, lane), kind, scales is not None)
             if isinstance(a, tuple) and inst.a in ("e2m1", "e2m3", "e3m2"):
                 raise UnsupportedPTX("sub-byte A operand in tensor memory")
             factors = None
@@ -333,20 +328,18 @@ class TensorMemory:
                 per = _SCALES[vector](inst.k) if vector else {"mxf8f6f4": 1, "mxf4": 2}.get(kind, 0)
                 if not per:
                     raise UnsupportedPTX("tcgen05.mma.kind::mxf4nvf4 without a scale vector size")
-                factors = (per, one(scales[0]), one(scales[1]))
-            left = one(a) if isinstance(a, tuple) else matrix.tcgen05_descriptor(one(a))
-            operation = Mma(site, lane, blocks, kind, inst, one(target), left, matrix.tcgen05_descriptor(one(b)),
-                            bool(one(enable)), factors, machine.race.issue(lane))  # fmt: skip
+                factors = (per, one(scales[0], lane), one(scales[1], lane))
+            left = one(a, lane) if isinstance(a, tuple) else matrix.tcgen05_descriptor(one(a, lane))
+            operation = Mma(site, lane, blocks, kind, inst, one(target, lane), left,
+                            matrix.tcgen05_descriptor(one(b, lane)), bool(one(enable, lane)), factors,
+                            machine.race.issue(lane))  # fmt: skip
             self.enqueue(lane, partial(self.multiply, operation))
             machine.report.operations["tcgen05 multiply-adds"] += inst.m * inst.n * inst.k
 
     def operand(self, op: Mma, block: int, descriptor: Any, rows: int, kind: str, k_major: bool) -> Array:
-        memory = self.machine.memory
-        packed = op.kind in ("mxf4", "mxf4nvf4")
-        values, used = matrix.read(memory, block, descriptor, rows, op.inst.k, kind, k_major, op.site, packed)
-        self.machine.report.count_bytes("shared matrix operands", 16 * used.size)
-        self.read_shared(op.site, op.lane, op.issue, used)
-        return values
+        touch, packed = partial(self.read_shared, op.site, op.lane, op.issue), op.kind in ("mxf4", "mxf4nvf4")
+        memory, k = self.machine.memory, op.inst.k
+        return matrix.read(memory, block, descriptor, rows, k, kind, k_major, op.site, touch, packed)
 
     def scale(self, op: Mma, block: int, address: int, rows: int, number: int, per: int) -> Array:
         """(rows, per) scale factors: row r at lane r % 32 of column base + r // 32, four bytes per word."""
@@ -400,17 +393,14 @@ class TensorMemory:
         rows, n = op.inst.m // len(op.blocks), product.shape[1]
         lane, column = op.target >> 16 & 0x7F, op.target & 0xFFFF
         if rows == 128 and not lane:  # layouts A and D: row = lane
-            parts = [(0, 128, 0, n)]
-            places = [0]
+            parts = {0: product}
         elif rows == 64 and len(op.blocks) == 1 and lane in (0, 16):  # F: 16 rows in each quarter
-            parts, places = ([(16 * q, 16 * q + 16, 0, n) for q in range(4)], [32 * q + lane for q in range(4)])
+            parts = {32 * q + lane: product[16 * q : 16 * q + 16] for q in range(4)}
         elif rows == 64 and not lane:  # B: the right half of the columns in lanes 64 and up
-            second = len(product) - 64
-            parts, places = ([(0, 64, 0, n // 2), (second, second + 64, n // 2, n)], [0, 64])
+            parts = {0: product[:64, : n // 2], 64: product[-64:, n // 2 :]}
         else:
             raise UnsupportedPTX(f"tcgen05.mma with M = {op.inst.m}, lane {lane}")
-        for (top, bottom, left, right), to in zip(parts, places, strict=True):
-            part = product[top:bottom, left:right]
+        for to, part in parts.items():
             height, width = part.shape
             self.check(block, column, width, op.site, "accumulator")
             view = self.words[block, to : to + height, column : column + width]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx_emulator import tensormap
-from ptx_emulator.alu import lanes_of
+from ptx_emulator.alu import one
 from ptx_emulator.errors import Fault, Misaligned, RaceError, UnsupportedPTX
 from ptx_emulator.memory import Place, bytes_at, combine
 from ptx_emulator.numerics import UNSIGNED, Array, f32, f32_to_tf32, u32
-from ptx_emulator.race import ASYNC, ATOMIC, UNRECORDED, Issue, Shadow
+from ptx_emulator.race import ASYNC, ATOMIC, UNRECORDED, Issue
 from ptx_emulator.tensormap import TensorMap
 from ptx_emulator.warp import whole_warps
 
@@ -33,11 +33,8 @@ class TMA:
         self.acquired: dict[tuple[int, int], Array] = {}
 
     # -- operands
-    def _one(self, value: Any, lane: int) -> int:
-        return int(lanes_of(value, self.machine.count)[lane])
-
     def _address(self, place: Place, lane: int, size: int, site: int, what: str) -> int:
-        address = (self._one(place[0], lane) + place[1]) & ((1 << 60) - 1)
+        address = one(place, lane) & ((1 << 60) - 1)
         self.machine.memory.check_global(np.array([address]), size, np.array([lane]), site, what)
         return address
 
@@ -51,7 +48,7 @@ class TMA:
         if self.machine.race.on:
             self._check_map(site, lane, address)
         tensor = tensormap.decode(bytes(bytes_at(address, 128)))
-        where = [int(np.uint32(self._one(v, lane)).view(np.int32)) for v in coordinates]
+        where = [int(np.uint32(one(v, lane)).view(np.int32)) for v in coordinates]
         if len(where) != len(tensor.dims):
             raise Fault(f"{len(where)} coordinates for a tensor map of rank {len(tensor.dims)}", [lane], site)
         if tensor.packed:
@@ -83,7 +80,7 @@ class TMA:
     def _targets(self, lane: int, place: int, mask: Any) -> list[int]:
         if mask is None:
             return [place >> 24]
-        bits, first = self._one(mask, lane), int(self.machine.cluster_base[lane]) >> 24
+        bits, first = one(mask, lane), int(self.machine.cluster_base[lane]) >> 24
         blocks = [first + rank for rank in range(16) if bits >> rank & 1]
         if not blocks or blocks[-1] >= first + self.machine.cluster_size:
             raise Fault(f"multicast mask {bits:#x} in a cluster of {self.machine.cluster_size}", [lane])
@@ -104,7 +101,8 @@ class TMA:
                 box[inside[1]] = inside[0]
                 number = int(np.searchsorted(memory.first, inside[2], side="right")) - 1
                 if issue is not None and number in memory.global_shadows:  # only what this launch writes can race
-                    self._touch(site, *self._global_granules(inside), issue, signal, False)
+                    completion = self.machine.sync.completion(signal, site)
+                    self.machine.race.by_agent(site, *self._global_granules(inside), issue, *completion, False)
             return (round_to_tf32(box) if tensor.tf32 else box).reshape(-1).view(np.complex128)
 
         for lane, place, signal in zip(lanes.tolist(), places.tolist(), signals.tolist(), strict=True):
@@ -125,18 +123,16 @@ class TMA:
         def fetch(origin: int, count: int, issue: Issue | None, signal: int) -> Array:
             if space == "global":
                 return bytes_at(origin, count).view(np.complex128)
-            chunks = np.arange(origin >> 4, origin + count >> 4)
-            if issue is not None:
-                self._touch(site, memory.shared_shadow, memory.shared_granules(chunks << 4, 16), issue, signal, False)
-            return memory.chunks[chunks]
+            self._touch_shared(site, np.arange(origin, origin + count, 16), issue, signal, False)
+            return memory.chunks[origin >> 4 : origin + count >> 4]
 
         for lane, signal in zip(lanes.tolist(), signals.tolist(), strict=True):
-            count, one = self._one(size, lane), np.array([lane])
-            place = int(memory.physical(one, target, count, site)[0])
+            count, alone = one(size, lane), np.array([lane])
+            place = int(memory.physical(alone, target, count, site)[0])
             if space == "global":
                 origin = self._address(source, lane, count, site, "cp.async.bulk")
             else:
-                origin = int(memory.physical(one, source, count, site)[0])
+                origin = int(memory.physical(alone, source, count, site)[0])
             self._bulk_check(lane, place, origin, count, site)
             blocks = self._targets(lane, place, mask)
             there = [(signal >> 24 if mask is None else block) << 24 | signal & 0xFFFFFF for block in blocks]
@@ -166,16 +162,14 @@ class TMA:
 
     def write(self, site: int, chunks: Array, data: Array, issue: Issue | None, signal: int) -> None:
         """16-byte chunks that complete on a barrier."""
-        memory = self.machine.memory
-        if issue is not None:
-            self._touch(site, memory.shared_shadow, memory.shared_granules(chunks << 4, 16), issue, signal, True)
-        memory.chunks[chunks] = data
+        self._touch_shared(site, chunks << 4, issue, signal, True)
+        self.machine.memory.chunks[chunks] = data
         self.machine.sync.complete(signal, 16 * len(chunks), site, issue)
 
-    def _touch(self, site: int, shadow: Shadow, granules: Array, issue: Issue, signal: int, write: bool) -> None:
-        sync = self.machine.sync
-        self.machine.race.by_agent(site, shadow, granules, issue, sync.component(signal),
-                                   sync.next_phase(signal, site), write)  # fmt: skip
+    def _touch_shared(self, site: int, address: Array, issue: Issue | None, signal: int, write: bool) -> None:
+        if issue is not None:
+            completion = self.machine.sync.completion(signal, site)
+            self.machine.memory.touched_by_agent(site, address, 16, issue, *completion, write)
 
     def _global_granules(self, inside: tuple[Array, tuple[slice, ...], int, int]) -> tuple[Any, Array]:
         """Shadow granules of a box view: rows are contiguous, outer dimensions strided."""
@@ -211,7 +205,7 @@ class TMA:
         machine, memory = self.machine, self.machine.memory
         dtype = UNSIGNED[{"bf16": 2, "f16": 2}.get(kind) or int(kind[1:] or 8) // 8]
         for lane in machine.lanes(m).tolist():
-            count = self._one(size, lane)
+            count = one(size, lane)
             place = int(memory.physical(np.array([lane]), source, count, site)[0])
             address = self._address(target, lane, count, site, "cp.async.bulk")
             self._bulk_check(lane, place, address, count, site)
@@ -257,7 +251,7 @@ class TMA:
             raise UnsupportedPTX(f"tensormap.replace.tile.{name}")
         first, size, encode = tensormap.FIELDS[name]
         for lane in machine.lanes(m).tolist():
-            new = np.frombuffer(np.uint64(encode(self._one(value, lane))).tobytes()[:size], np.uint8)
+            new = np.frombuffer(np.uint64(encode(one(value, lane))).tobytes()[:size], np.uint8)
             if space == "global":
                 place = self._address(target, lane, 128, site, "tensor map")
                 raw = bytes_at(place, 128)

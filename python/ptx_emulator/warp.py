@@ -75,15 +75,9 @@ def shuffle(m: Any, mode: str, d: Array, p: Array | None, a: Any, b: Any, c: Any
 def vote(m: Any, mode: str, d: Array, p: Any) -> None:
     active = _active(m, len(d))
     chosen = lanes_of(p, len(d)).reshape(-1, 32) & active
-    if mode == "ballot":
-        value: Any = (chosen.astype(u64) << np.arange(32, dtype=u64)).sum(1)
-    elif mode == "any":
-        value = chosen.any(1)
-    elif mode == "all":
-        value = (chosen | ~active).all(1)
-    else:
-        value = (chosen | ~active).all(1) | ~chosen.any(1)
-    put(m, d, np.repeat(value, 32))
+    some, every = chosen.any(1), (chosen | ~active).all(1)
+    bits = (chosen.astype(u64) << np.arange(32, dtype=u64)).sum(1)
+    put(m, d, np.repeat({"ballot": bits, "any": some, "all": every, "uni": every | ~some}[mode], 32))
 
 
 def match(m: Any, mode: str, d: Array, p: Array | None, a: Any) -> None:

@@ -88,7 +88,7 @@ def test_a_bad_kernel_makes_it_fail(
     assert demo.run("cpu") == 1
     output = capsys.readouterr().out
     assert said in output
-    assert "0 of 2 runs of fused kernels agree" in output
+    assert "0 of 4 runs of fused kernels agree" in output
     assert "no data race" not in output
 
 
@@ -97,5 +97,5 @@ def test_all_good_means_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert demo.run("cpu") == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "1 of 1 graphs agree" in output
-    assert "2 of 2 runs of fused kernels agree with their references in PyTorch." in output
+    assert "4 of 4 runs of fused kernels agree with their references in PyTorch." in output
     assert "compiled for sm_90a and sm_100a, in an emulator that found no data race" in output

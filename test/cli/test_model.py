@@ -93,9 +93,9 @@ def test_what_bounds_a_problem() -> None:
     assert model.predict(B200, c, Kernel(FACTS, 4, 1, 512), 4096, 4096, 8192).bound == "products, then epilogue"
     small = configuration(tile=(128, 128, 64), cluster=(1, 1))
     assert model.predict(B200, small, Kernel(FACTS, 4, 2, 256), 4096, 4096, 8192).bound == "L2, an assumed rate"
-    found = model.predict(B200, c, Kernel(FACTS, 4, 2, 512), 64, 65536, 64)
+    found = model.predict(B200, c, Kernel(FACTS, 4, 2, 512), 65536, 65536, 64)
     assert found.bound == "memory"
-    assert found.microseconds == pytest.approx((64 * 64 + 65536 * 64 + 64 * 65536) * 2 / 7.7e12 * 1e6)
+    assert found.microseconds == pytest.approx((2 * 65536 * 64 + 65536 * 65536) * 2 / 7.7e12 * 1e6)
 
 
 SIZES = st.integers(1, 20000)
@@ -180,7 +180,7 @@ RUN = report.Report(
 @pytest.fixture
 def without_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "disassembler", lambda: None)
-    monkeypatch.setattr("cudnn.cli.bench.disassembler", lambda: None)
+    monkeypatch.setattr("cudnn.cli.model.disassembler", lambda: None)
     model.kernel.cache_clear()
 
 
@@ -270,6 +270,7 @@ def test_with_a_disassembler_the_machine_code_is_read(monkeypatch: pytest.Monkey
         (["gemm_amax", "--model", "--csv", "x.csv"], "got --csv or --plot; allowed: neither"),
         (["gemm_amax", "--clock", "1500"], "got 1500; allowed: a positive number, with --model"),
         (["gemm_amax", "--model", "--clock", "-1"], "got -1; allowed: a positive number, with --model"),
+        (["--model", "--from-csv", "x.csv", "--clock", "9"], "got 9; allowed: a positive number, with --model and without"),
     ],
 )
 def test_what_is_refused(arguments: list[str], message: str) -> None:

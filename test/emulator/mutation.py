@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pytest
 
@@ -36,6 +37,7 @@ class Mutant:
 def without(site: int | None, seen: list[Program]) -> Iterator[None]:
     """Every kernel loaded inside lacks its instruction `site`."""
 
+    @lru_cache
     def load(text: str, entry: str) -> Program:
         kernel = parse(text, entry)
         fuse_wait_loops(kernel)
@@ -62,14 +64,14 @@ def mutants(run: Callable[[str, int], bool], attempts: list[tuple[str, int]]) ->
         if not synchronises(instruction):
             continue
         outcome, changed = "survived", []
-        for scheduler, seed in attempts:
-            with without(site, changed):
+        with without(site, changed):
+            for scheduler, seed in attempts:
                 try:
                     outcome = outcome if run(scheduler, seed) else "mismatch"
                 except EmulatorError as error:
                     outcome = type(error).__name__
-            if outcome != "survived":
-                break
+                if outcome != "survived":
+                    break
         if outcome == "survived" and len(changed[-1].warnings()) > len(seen[0].warnings()):
             outcome = "warning"
         found.append(Mutant(instruction.line, instruction.text, outcome))

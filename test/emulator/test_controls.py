@@ -58,8 +58,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     elif fault == "TMA completes no bytes":
         patch.setattr(Sync, "complete", lambda *a: None)
     elif fault == "accumulator rows swapped":
-        index = mma.accumulator_index
-        patch.setattr(mma, "accumulator_index", lambda *a: (index(*a)[0] ^ 8, index(*a)[1]))
+        patch.setitem(mma.ACCUMULATORS, 1, (3, 5, 1, 0, 2, 4))
     else:
         raise AssertionError(fault)
 

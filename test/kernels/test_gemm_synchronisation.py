@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         BLACKWELL, gemm.configuration(STORE, tile=(256, 64, 256), cluster=(2, 2)), (1024, 128, 320)
     ),
     "block-scaled": (
-        BLACKWELL, gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)), (512, 128, 1088)
+        BLACKWELL, gemm.configuration(STORE, E4M3, scale=E8M0, vector=32, tile=(128, 128, 256)), (1024, 128, 320)
     ),
     "dynamic": (
         BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), dynamic=True), (1280, 64, 320)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import ptx_emulator
@@ -23,6 +24,15 @@ MODULES = {HOPPER: "cudnn_kernels.sm90.gemm", BLACKWELL: "cudnn_kernels.sm100.ge
 PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32, E4M3: 8, E5M2: 8, PACKED: 4}
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Test parameters: every case on both architectures, without ``--full`` on one of them in turn."""
+    return [
+        pytest.param(arch, *case, marks=[] if (index + turn) % 2 == 0 else pytest.mark.full)
+        for index, case in enumerate(cases)
+        for turn, arch in enumerate(ARCHES)
+    ]
 
 
 def configuration(epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", **options: Any) -> GemmConfiguration:

@@ -285,8 +285,7 @@ class Gemm:
             else:
                 self.finish(acc, tensors, accumulated.make_consumer(), scheduled, thread)
                 memory.relinquish_alloc_permit()
-                cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=ROWS)
-                memory.free(pointer)
+                memory.free(pointer)  # the epilogue's barriers come after all have read the last part
         if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

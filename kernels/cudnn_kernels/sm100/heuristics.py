@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
-from cudnn_kernels.epilogue import Swiglu
+from cudnn_kernels.epilogue import StoreTile, Swiglu
 
 BITS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32, "float4_e2m1fn_x2": 4}
 K_BYTES = 128  # of a k tile: one row of the widest swizzle
@@ -20,7 +20,10 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     m, n = problem.tile or (256, 256)
     step = 128 if problem.scale else PAIR if pairs else 32
     n = -(-n // step) * step
-    part = next(width for width in (128, 64, 32) if n % width == 0 and (pairs or width < 128))
+    wide = any(isinstance(operation, StoreTile) and BITS[operation.dtype] == 32 for operation in problem.epilogue)
+    # 128 columns of pairs spill registers with factors; of 32 bits they leave no room for two k tiles of 256 x 256.
+    widest = 128 if pairs and not problem.scale and not wide else 64
+    part = next(width for width in (128, 64, 32) if n % width == 0 and width <= widest)
     return GemmConfiguration(
         problem.a,
         problem.b,

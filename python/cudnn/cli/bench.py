@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +16,8 @@ from rich.text import Text
 
 import cudnn
 from cudnn import bench
-from cudnn.bench import gemm
-from cudnn.bench import model as models
 from cudnn.bench import report as reports
 from cudnn.bench.monitor import Monitor, command
-from cudnn.bench.sass import disassembler
 from cudnn.lazy import torch
 
 _BAR = 4  # characters of a bar of ratio 1
@@ -60,12 +56,13 @@ def main(
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         cure = "install cudnn-fused[bench], or write --csv here and draw it elsewhere with --from-csv"
         raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
-    if clock < 0 or (clock and not model):
-        raise typer.BadParameter(f"got {clock:g}; allowed: a positive number, with --model.", param_hint="--clock")
+    if clock < 0 or (clock and (not model or from_csv is not None)):
+        allowed = "a positive number, with --model and without --from-csv, which has clocks of its own"
+        raise typer.BadParameter(f"got {clock:g}; allowed: {allowed}.", param_hint="--clock")
     if model and (csv is not None or plot is not None):
         raise typer.BadParameter("got --csv or --plot; allowed: neither, nothing is measured.", param_hint="--model")
     if from_csv is not None:
-        raise typer.Exit(_modelled(lambda: _compare(from_csv)) if model else _show(from_csv, plot))
+        raise typer.Exit(_model().compare(from_csv) if model else _show(from_csv, plot))
     if name not in bench.BENCHMARKS:
         raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
     benchmark = bench.find(name)
@@ -79,9 +76,14 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
     options = bench.Options(dtype, wanted, every, no_ab12)
-    if model:
-        raise typer.Exit(_modelled(lambda: _model(name, options, clock)))
-    raise typer.Exit(run(benchmark, options, csv, plot))
+    raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
+
+
+def _model() -> Any:
+    """The module of ``--model``, which other commands need not wait for."""
+    from cudnn.cli import model
+
+    return model
 
 
 def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, plot: Path | None) -> int:
@@ -127,75 +129,6 @@ def _show(path: Path, plot: Path | None) -> int:
         reports.plot(report, plot)
         console.print(f"written: {plot}")
     return 0
-
-
-def _modelled(show: Callable[[], None]) -> int:
-    """Shows a model; the exit code."""
-    try:
-        show()
-    except models.UnknownKernelError as error:
-        typer.echo(str(error))
-        return 1
-    return 0
-
-
-def _model(name: str, options: bench.Options, clock: float) -> None:
-    """Prints the model of every configuration for every shape."""
-    try:
-        models.epilogues(name, options.dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
-    source = "disassembled here" if disassembler() else "from the table of this release"
-    typer.echo(f"{models.LABEL}: peak rates, no latencies; machine code {source}")
-    gated = name == "gemm_swiglu"
-    for (m, n, k), label in gemm.labelled(options, gated).items():
-        typer.echo(f"\n{m}x{n}x{k} {label}".rstrip() + f", {options.dtype}: {models.LABEL}")
-        before = ("", "")
-        for candidate, arch, c in models.candidates(name, options.dtype, n, k, options.without_ab12):
-            machine = models.MACHINES[arch]
-            if clock:
-                machine = dataclasses.replace(machine, megahertz=clock)
-            if (candidate, arch) != before:
-                before = candidate, arch
-                where = f"{machine.name} ({arch}, {machine.multiprocessors} SMs, {machine.megahertz:.0f} MHz)"
-                typer.echo(f"  {candidate} on {where}: {models.LABEL}")
-            extra = 0.0 if candidate == models.ALONE else models.preparation_bytes(arch, options.dtype, m, n, k)
-            kernel = models.kernel(arch, c)
-            for line in predicted(c, kernel, models.predict(machine, c, kernel, m, n, k, extra), 2.0 * m * n * k):
-                typer.echo(f"    {models.LABEL}: {line}")
-
-
-def predicted(c: Any, kernel: models.Kernel, p: models.Prediction, flops: float) -> list[str]:
-    """A prediction in words: the whole problem, then one tile of one CTA."""
-    size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}" + ", ping-pong" * c.pingpong
-    e, cycles = kernel.facts.epilogue, p.cycles
-    epilogue = {
-        f"{e.instructions} instructions of a thread": cycles.issue,
-        f"{e.special} special": cycles.special,
-        f"{e.shared} bytes shared": cycles.shared,
-        f"{e.tensor} reads of tensor memory": cycles.tensor,
-    }
-    return [
-        f"{size}: {p.microseconds:.1f} us, {flops / p.microseconds * 1e-6:.0f} TF, {100 * p.busy:.0f} % of the tensor "
-        f"cores; bound: {p.bound}; {p.rounds} rounds, {100 * p.filled:.0f} % filled",
-        f"cycles of a tile: {cycles.multiply:.0f} tensor cores ({kernel.facts.run} {kernel.facts.mma} a k tile), "
-        f"{cycles.load:.0f} L2 ({p.bytes / 1024:.0f} KiB by TMA), {cycles.epilogue:.0f} epilogue "
-        f"({', '.join(f'{what}: {count:.0f}' for what, count in epilogue.items() if count)})",
-    ]
-
-
-def _compare(path: Path) -> None:
-    """Prints the model beside what was measured."""
-    try:
-        found = models.compare(reports.read_csv(path))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--from-csv") from None
-    for one in found:
-        row, p = one.row, one.prediction
-        typer.echo(
-            f"{row.problem}, {row.name}: measured {row.microseconds:.1f} us at {one.megahertz:.0f} MHz; "
-            f"{models.LABEL}: {p.microseconds:.1f} us, {p.microseconds / row.microseconds:.2f} of it, bound: {p.bound}"
-        )
 
 
 def table(report: reports.Report) -> Group:

@@ -1,4 +1,4 @@
-"""``cudnn demo``: real graphs and a fused kernel, each built, run and checked against plain PyTorch."""
+"""``cudnn demo``: real graphs and fused kernels, each built, run and checked against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def causal_attention(handle: Any, device: str) -> Case:
 
 
 CASES = (convolution, matmul_bias_gelu, rmsnorm, causal_attention)
-KERNELS = ("rmsnorm_rht_amax",)
+KERNELS = ("rmsnorm_rht_amax", "gemm_swiglu")
 """Names in ``programs.PROGRAMS``."""
 
 

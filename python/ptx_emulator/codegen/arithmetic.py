@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptx_emulator.codegen.emitter import Emitter, Modifiers, bits_of, handles
 from ptx_emulator.errors import UnsupportedPTX
-from ptx_emulator.ptx import Imm, Instruction, Pair, Reg, Symbol, Vector
+from ptx_emulator.ptx import Imm, Instruction, Reg, Vector
 from ptx_emulator.ptx.parser import Operand
 
 HALVES = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
@@ -60,7 +60,7 @@ def mixed(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
     sources = i.operands[1:]
     kinds = [kind] * (len(sources) - 1) + ["f32"]
     values = ",".join(e.value(x, "u", bits_of(k)) for x, k in zip(sources, kinds, strict=True))
-    return [f"A.mixed(m,{i.opcode!r},{kinds!r},{e.value(i.operands[0], 'f', 32)},{values})"]
+    return put(e.value(i.operands[0], "f", 32), f"A.mixed({i.opcode!r},{kinds!r},M.count,{values})")
 
 
 def half(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]:
@@ -88,9 +88,7 @@ def floating(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str
     if rounding:
         value = f"A.N.directed({op!r},{rounding!r},{','.join(sources)})"
     elif op in ("fma", "mad"):
-        if not flush and not saturate:
-            return [f"A.fma{'64' if bits == 64 else ''}(m,{target},{','.join(sources)})"]
-        value = f"A.N.fma_f32({','.join(sources)})"
+        value = f"A.N.fma_{kind}({','.join(sources)})"
     elif op in ("min", "max"):
         nan, sign = mods.flag("NaN"), mods.flag("xorsign")
         absolute = mods.flag("abs")
@@ -128,10 +126,10 @@ def integer(e: Emitter, i: Instruction, mods: Modifiers, kind: str) -> list[str]
     target, *x = (e.value(y, k, bits) for y in i.operands)
     if op in ("add", "sub"):
         if mods.flag("sat"):
-            return [f"A.saturating(m,{target},{x[0]},{x[1]},{1 if op == 'add' else -1})"]
+            return put(target, f"A.saturating({x[0]},{x[1]},{1 if op == 'add' else -1})")
         return [f"np.{_FLOAT[op]}({x[0]},{x[1]},out={target},where=m)"]
     if op in ("div", "rem"):
-        return [f"A.{op}(m,{target},{x[0]},{x[1]})"]
+        return put(target, f"A.{op}({x[0]},{x[1]})")
     if op in ("min", "max"):
         value = f"np.{op}imum({x[0]},{x[1]})"
         return put(target, f"np.maximum({value},0)" if mods.flag("relu") else value)
@@ -151,9 +149,9 @@ def product(e: Emitter, i: Instruction, mods: Modifiers, k: str, bits: int) -> l
     if part == "hi":
         if i.opcode == "mad":
             raise UnsupportedPTX(i.text)
-        return [f"A.mul_hi(m,{target},{sources[0]},{sources[1]},{k == 's'},{bits})"]
+        return put(target, f"A.mul_hi({sources[0]},{sources[1]},{k == 's'},{bits})")
     if i.opcode == "mad":
-        return [f"A.mad_lo(m,{target},{sources[0]},{sources[1]},{e.value(i.operands[3], k, bits)})"]
+        return put(target, f"{sources[0]}*{sources[1]}+{e.value(i.operands[3], k, bits)}")
     return [f"np.multiply({sources[0]},{sources[1]},out={target},where=m)"]
 
 
@@ -167,7 +165,7 @@ def shift(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         name = "left_shift" if i.opcode == "shl" else "right_shift"
         return [f"np.{name}({value},{e.immediate(amount, k, bits)},out={target},where=m)"]
     name = "shift_left" if i.opcode == "shl" else "shift_right"
-    return [f"A.{name}(m,{target},np.asarray({value}),{e.value(amount)},{bits})"]
+    return put(target, f"A.{name}(np.asarray({value}),{e.value(amount)},{bits})")
 
 
 @handles("shf", "prmt", "lop3", "popc", "clz", "brev", "bfind", "bfe", "bfi", "dp4a")
@@ -179,14 +177,14 @@ def bits(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     narrow = op in ("popc", "clz", "bfind")  # a result of 32 bits
     values = [e.value(x, "u", width if narrow <= n < wide else 32) for n, x in enumerate(i.operands)]
     call = {
-        "shf": ("funnel", lambda: (mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap")),
-        "prmt": ("permute", tuple), "lop3": ("lop3", tuple), "popc": ("count_ones", tuple),
-        "clz": ("count_leading_zeros", lambda: (width,)), "brev": ("bit_reverse", lambda: (width,)),
-        "bfind": ("find_msb", lambda: (signed, width, mods.flag("shiftamt"))),
-        "bfe": ("bit_extract", lambda: (signed, width)), "bfi": ("bit_insert", lambda: (width,)),
-        "dp4a": ("dot4", lambda: (mods.last() == "s32", signed)),
+        "shf": ("A.funnel", lambda: (mods.need("l", "r") == "l", mods.need("wrap", "clamp") == "wrap")),
+        "prmt": ("A.permute", tuple), "lop3": ("A.lop3", tuple), "popc": ("np.bitwise_count", tuple),
+        "clz": ("A.leading_zeros", lambda: (width,)), "brev": ("A.bit_reverse", lambda: (width,)),
+        "bfind": ("A.find_msb", lambda: (signed, width, mods.flag("shiftamt"))),
+        "bfe": ("A.bit_extract", lambda: (signed, width)), "bfi": ("A.bit_insert", lambda: (width,)),
+        "dp4a": ("A.dot4", lambda: (mods.last() == "s32", signed)),
     }[op]  # fmt: skip
-    return [f"A.{call[0]}(m,{','.join([*values, *map(repr, call[1]())])})"]
+    return put(values[0], f"{call[0]}({','.join([*values[1:], *map(repr, call[1]())])})")
 
 
 @handles("setp", "set")
@@ -197,10 +195,7 @@ def set_predicate(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     comparison = mods.need(*_COMPARE, "num", "nan", "equ", "neu", "ltu", "leu", "gtu", "geu")
     combine, flush = mods.take("and", "or", "xor"), mods.flag("ftz")
     a, b = i.operands[1:3]
-    target = i.operands[0]
-    second = ""
-    if isinstance(target, Pair):
-        target, second = target.first, e.raw(target.second)
+    target, second = e.pair(i.operands[0])
     if kind in ("f32", "f64"):
         x, y = (e.value(o, "f", bits_of(kind)) for o in (a, b))
         if flush:
@@ -213,35 +208,28 @@ def set_predicate(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
         raise UnsupportedPTX(i.text)
     else:
         x, y = (e.value(o, kind_of(kind), bits_of(kind)) for o in (a, b))
-        if not combine and not second:
-            return [f"np.{_COMPARE[comparison]}({x},{y},out={e.raw(target)},where=m)"]
+        if not combine and second == "None":
+            return [f"np.{_COMPARE[comparison]}({x},{y},out={target},where=m)"]
         test = f"np.{_COMPARE[comparison]}({x},{y})"
     lines = [f"t={test}"]
     value, inverse = "t", "~t"
     if combine:
         other = e.predicate(i.operands[3])
         value, inverse = (f"np.{_LOGIC[combine]}({v},{other})" for v in (value, inverse))
-    if second and second != "None":
-        lines += ["t2=" + inverse, *put(e.raw(target), value), *put(second, "t2")]
-        return lines
-    return lines + put(e.raw(target), value)
+    if second != "None":
+        return [*lines, "t2=" + inverse, *put(target, value), *put(second, "t2")]
+    return lines + put(target, value)
 
 
-@handles("selp")
+@handles("selp", "slct")
 def select(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    kind = mods.last()
-    width = bits_of(kind)
-    a, b = (e.value(x, "u", width) for x in i.operands[1:3])
-    return put(e.value(i.operands[0], "u", width), f"np.where({e.predicate(i.operands[3])},{a},{b})")
-
-
-@handles("slct")
-def select_sign(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    test, kind = mods.last(), mods.last()
-    width = bits_of(kind)
-    a, b = (e.value(x, "u", width) for x in i.operands[1:3])
-    condition = f"({e.value(i.operands[3], 'f' if test == 'f32' else 's', 32)}>=0)"
-    return put(e.value(i.operands[0], "u", width), f"np.where({condition},{a},{b})")
+    test = mods.last() if i.opcode == "slct" else ""
+    width = bits_of(mods.last())
+    target, a, b = (e.value(x, "u", width) for x in i.operands[:3])
+    condition = e.predicate(i.operands[3])
+    if test:
+        condition = e.value(i.operands[3], "f" if test == "f32" else "s", 32) + ">=0"
+    return put(target, f"np.where({condition},{a},{b})")
 
 
 @handles("mov")
@@ -267,8 +255,6 @@ def move(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
             return [f"A.pack128(m,{e.raw(target)},{e.list_of(items)})"]
         each = width // len(items)
         return [f"A.pack(m,{e.value(target, 'u', width)},{each},{e.list_of(items, each)})"]
-    if isinstance(source, Symbol) and source.name in e.kernel.local:
-        return put(e.raw(target), f"u64({e.kernel.local[source.name]})")
     return put(e.value(target, "u", width), e.value(source, "u", width))
 
 
@@ -296,51 +282,40 @@ def convert(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 
 
 # -- warps
+def among(e: Emitter, i: Instruction, members: Operand, call: str) -> list[str]:
+    """A call of `warp` behind the check of the member mask."""
+    return [f"W.check_members(m,{e.value(members)},M.count,'{i.opcode}.sync',{e.site})", f"W.{call}"]
+
+
 @handles("elect")
 def elect(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("sync")
-    target = i.operands[0]
-    assert isinstance(target, Pair)
-    return [
-        f"W.check_members(m,{e.value(i.operands[1])},M.count,'elect.sync',{e.site})",
-        f"W.elect(m,{e.raw(target.first)},{e.raw(target.second)})",
-    ]
+    leader, chosen = e.pair(i.operands[0])
+    return among(e, i, i.operands[1], f"elect(m,{leader},{chosen})")
 
 
 @handles("shfl")
 def shuffle(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("sync", "b32")
     mode = mods.need("up", "down", "bfly", "idx")
-    target: Operand = i.operands[0]
-    valid = "None"
-    if isinstance(target, Pair):
-        target, valid = target.first, e.raw(target.second)
-    a, b, c, members = (e.value(x) for x in i.operands[1:])
-    return [
-        f"W.check_members(m,{members},M.count,'shfl.sync',{e.site})",
-        f"W.shuffle(m,{mode!r},{e.raw(target)},{valid},{a},{b},{c},{e.site})",
-    ]
+    target, valid = e.pair(i.operands[0])
+    a, b, c = (e.value(x) for x in i.operands[1:4])
+    return among(e, i, i.operands[4], f"shuffle(m,{mode!r},{target},{valid},{a},{b},{c},{e.site})")
 
 
 @handles("vote")
 def vote(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("sync", "b32", "pred")
     mode = mods.need("ballot", "any", "all", "uni")
-    return [
-        f"W.check_members(m,{e.value(i.operands[2])},M.count,'vote.sync',{e.site})",
-        f"W.vote(m,{mode!r},{e.raw(i.operands[0])},{e.predicate(i.operands[1])})",
-    ]
+    return among(e, i, i.operands[2], f"vote(m,{mode!r},{e.raw(i.operands[0])},{e.predicate(i.operands[1])})")
 
 
 @handles("match")
 def match(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("sync")
     mode, width = mods.need("any", "all"), bits_of(mods.last())
-    target: Operand = i.operands[0]
-    every = "None"
-    if isinstance(target, Pair):
-        target, every = target.first, e.raw(target.second)
-    return [f"W.match(m,{mode!r},{e.raw(target)},{every},{e.value(i.operands[1], 'u', width)})"]
+    target, every = e.pair(i.operands[0])
+    return [f"W.match(m,{mode!r},{target},{every},{e.value(i.operands[1], 'u', width)})"]
 
 
 @handles("activemask")
@@ -354,7 +329,5 @@ def redux(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     kind = mods.last()
     mods.ignore("sync")
     op, absolute, nan = (mods.need("add", "min", "max", "and", "or", "xor"), mods.flag("abs"), mods.flag("NaN"))
-    return [
-        f"W.check_members(m,{e.value(i.operands[2])},M.count,'redux.sync',{e.site})",
-        f"W.reduce(m,{op!r},{kind!r},{absolute},{nan},{e.raw(i.operands[0])},{e.value(i.operands[1])})",
-    ]
+    call = f"reduce(m,{op!r},{kind!r},{absolute},{nan},{e.raw(i.operands[0])},{e.value(i.operands[1])})"
+    return among(e, i, i.operands[2], call)

@@ -7,24 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ptx_emulator.alu import SIGNED, UINT
+from ptx_emulator.codegen.special import SPECIAL_REGISTERS
 from ptx_emulator.errors import UnsupportedPTX
-from ptx_emulator.numerics import u16, u32, u64
 from ptx_emulator.ptx import Address, Graph, Imm, Instruction, Not, Pair, Reg, Symbol, Vector
 from ptx_emulator.ptx.parser import TYPE_BITS, Operand
 
-_UINT: dict[int, Any] = {8: np.uint8, 16: u16, 32: u32, 64: u64}
-_SINT: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
-
 # Bytes in front of the first shared variable: the system's own part of shared memory on sm_90 and later.
 RESERVED_SHARED = 1024
-
-SPECIAL_REGISTERS = frozenset(
-    [f"{name}.{axis}" for axis in "xyz" for name in (
-        "tid", "ntid", "ctaid", "nctaid", "cluster_ctaid", "cluster_nctaid", "clusterid", "nclusterid")]
-    + ["cluster_ctarank", "cluster_nctarank", "laneid", "warpid", "nwarpid", "smid", "nsmid", "clock", "clock64",
-       "clock_hi", "globaltimer", "globaltimer_lo", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt",
-       "lanemask_ge", "dynamic_smem_size", "total_smem_size", "gridid"]
-)  # fmt: skip
 
 
 def registers_of(operands: Sequence[Operand]) -> set[str]:
@@ -116,6 +106,7 @@ class Emitter:
         self.fragments = {name: number for number, name in enumerate(names)}
         self.constants: list[Any] = []
         self._known: dict[tuple[str, bytes], int] = {}
+        self.special: set[str] = set()
         self.site = 0
 
     def emit(self, instruction: Instruction, site: int) -> list[str]:
@@ -151,11 +142,11 @@ class Emitter:
     def immediate(self, value: Imm, kind: str, bits: int) -> str:
         if kind == "f" and not value.is_float:
             return self.constant(np.float32(value.value) if bits == 32 else np.float64(value.value))
-        raw = np.array(value.value & ((1 << bits) - 1), _UINT[bits])
+        raw = np.array(value.value & ((1 << bits) - 1), UINT[bits])
         if kind == "f":
             raw = raw.view({32: np.float32, 64: np.float64, 16: np.float16}[bits])
         elif kind == "s":
-            raw = raw.view(_SINT[bits])
+            raw = raw.view(SIGNED[bits // 8])
         return self.constant(raw[()])
 
     def value(self, operand: Operand, kind: str = "u", bits: int = 32) -> str:
@@ -185,20 +176,30 @@ class Emitter:
             return "None"
         return self.value(operand, "u", self.width(operand))
 
+    def guard(self, i: Instruction) -> str:
+        """The predicate under which an instruction runs, or ""."""
+        return f"{'~' if i.negated else ''}r[{self.index[i.predicate]}]" if i.predicate else ""
+
+    def pair(self, operand: Operand) -> tuple[str, str]:
+        """Both targets of `a|b`; the second of a single one is None."""
+        first, second = (operand.first, operand.second) if isinstance(operand, Pair) else (operand, Reg("_"))
+        return self.raw(first), self.raw(second)
+
     def symbol(self, name: str) -> str:
         kernel = self.kernel
         if name.startswith("%"):
             if name[1:] not in SPECIAL_REGISTERS:
                 raise UnsupportedPTX(f"special register {name}")
+            self.special.add(name[1:])
             return f"M.special[{name[1:]!r}]"
         if name in kernel.parameters:
             return f"M.parameter_address({kernel.parameters[name].offset})"
         if name in kernel.dynamic_shared:
             return "M.dynamic_shared"
         if name in kernel.shared:
-            return f"(M.shared_window+u32({RESERVED_SHARED + kernel.shared[name]}))"
+            return f"(M.shared_window+u32({RESERVED_SHARED + kernel.shared[name].offset}))"
         if name in kernel.local:
-            return f"u64({kernel.local[name]})"
+            return f"u64({kernel.local[name].offset})"
         raise UnsupportedPTX(f"symbol {name}")
 
     def predicate(self, operand: Operand) -> str:

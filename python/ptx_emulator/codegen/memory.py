@@ -5,6 +5,7 @@ from __future__ import annotations
 from ptx_emulator.codegen.arithmetic import put
 from ptx_emulator.codegen.emitter import Emitter, Modifiers, bits_of, handles
 from ptx_emulator.errors import UnsupportedPTX
+from ptx_emulator.memory import WINDOWS
 from ptx_emulator.ptx import Address, Imm, Instruction, Reg, Symbol
 from ptx_emulator.ptx.parser import Operand
 
@@ -26,24 +27,15 @@ def order_of(mods: Modifiers) -> str:
     return "" if order == "weak" else "relaxed" if order == "volatile" else order
 
 
-@handles("bra")
+@handles("bra", "ret", "exit")
 def branch(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
+    """Threads that leave go on behind the last block."""
     mods.ignore("uni")
-    target = i.operands[0]
-    assert isinstance(target, Symbol)
-    number = e.graph.block_of_label[target.name]
-    if i.predicate is None:
-        return [f"return ('go',{number},None)"]
-    predicate = f"r[{e.index[i.predicate]}]"
-    return [f"return ('go',{number},{'~' if i.negated else ''}{predicate})"]
-
-
-@handles("ret", "exit")
-def leave(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    mods.ignore("uni")
-    if i.predicate is None:
-        return ["return ('go',-1,None)"]
-    return [f"return ('go',-1,{'~' if i.negated else ''}r[{e.index[i.predicate]}])"]
+    number = len(e.graph.blocks)
+    if i.opcode == "bra":
+        assert isinstance(i.operands[0], Symbol)
+        number = e.graph.block_of_label[i.operands[0].name]
+    return [f"return ('go',{e.guard(i) or True},{number})"]
 
 
 @handles("trap", "brkpt")
@@ -57,10 +49,8 @@ def sleep(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     return ["return ('yield',m)"]
 
 
-@handles("setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "pmevent", "isspacep")
+@handles("setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "pmevent")
 def hint(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
-    if i.opcode == "isspacep":
-        raise UnsupportedPTX(i.text)
     if i.opcode == "setmaxnreg":
         mods.ignore("inc", "dec", "sync", "aligned", "u32")
         return [f"W.whole_warps(m,M.count,'setmaxnreg',{e.site})"]
@@ -148,14 +138,10 @@ def convert_address(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     to, space, width = mods.flag("to"), space_of(mods), bits_of(mods.last())
     target, source = i.operands
     value = e.value(source, "u", e.width(source))
-    if space == "shared":
-        value = f"np.asarray({value}).astype(u64)"
-        value = f"({value}&u64(0xffffffff))" if to else f"M.memory.generic_shared({value})"
-    elif space == "local":
-        value = f"np.asarray({value}).astype(u64)"
-        value = f"({value}&u64(0xffffffff))" if to else f"M.memory.generic_local({value})"
-    elif space == "generic":
+    if space == "generic":
         raise UnsupportedPTX(i.text)
+    if space in WINDOWS:
+        value = f"np.asarray({value}).astype(u64)" + ("&u64(0xffffffff)" if to else f"|u64({WINDOWS[space]})")
     return put(e.value(target, "u", width), value)
 
 
@@ -165,7 +151,7 @@ def map_address(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if mods.need("u32", "u64") == "u64":
         raise UnsupportedPTX(i.text)
     target, address, rank = (e.value(x) for x in i.operands)
-    return put(target, f"M.memory.map_rank({address},{rank})")
+    return put(target, f"({address}&u32(0xffffff))|(np.asarray({rank})<<u32(24))")
 
 
 @handles("getctarank")
@@ -217,7 +203,7 @@ def barrier(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     number, *rest = (e.value(x) for x in operands)
     count = rest[0] if rest else "M.rounded_block"
     if action == "arrive":
-        return e.call("sync.named_arrive", number, count)
+        return e.call("sync.named_wait", number, count, None, None)
     return [f"return ('bar',m,{number},{count},{reduction})"]
 
 

@@ -14,6 +14,7 @@ from ptx_emulator.codegen.emitter import Emitter, registers_of
 from ptx_emulator.numerics import f32, flush, u16, u32, u64
 from ptx_emulator.ptx import Instruction, Kernel, build, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
+from ptx_emulator.ptx.parser import TYPE_BITS
 
 
 class Program:
@@ -26,7 +27,7 @@ class Program:
         self.graph = build(kernel)
         self.blocks = self.graph.blocks
         emitter = Emitter(self.graph)
-        self.types, self.fragments = emitter.types, len(emitter.fragments)
+        self.types, self.fragments, self.special = emitter.types, len(emitter.fragments), emitter.special
         lines: list[str] = []
         self.site_of_line: list[int] = []
         for number, block in enumerate(self.blocks):
@@ -45,7 +46,10 @@ class Program:
         self.granule = self._granule()
 
     def warnings(self) -> list[str]:
-        """PTX wants tcgen05.wait::ld before the registers of a tcgen05.ld are read; many DSL kernels leave it out."""
+        """PTX wants tcgen05.wait::ld before the registers of a tcgen05.ld are read; many DSL kernels leave it out.
+
+        The compiler pairs registers where they are written: a move does not count, but what it writes does.
+        """
         found = []
         for block in self.blocks:
             loaded: dict[str, Instruction] = {}
@@ -54,7 +58,11 @@ class Program:
                     loaded.clear()
                 first = instruction.operands[:1]
                 reads = instruction.operands if instruction.opcode in ("st", "red") else instruction.operands[1:]
-                for name in registers_of(reads) & loaded.keys():
+                early = registers_of(reads) & loaded.keys()
+                if instruction.opcode == "mov" and early:
+                    loaded |= dict.fromkeys(registers_of(first), loaded[min(early)])
+                    continue
+                for name in early:
                     load = loaded.pop(name)
                     found.append(f"PTX line {load.line}: {name} of {load.text} is read without tcgen05.wait::ld")
                 if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "ld":
@@ -63,11 +71,8 @@ class Program:
 
     def _granule(self) -> int:
         """Bytes that the race detector tells apart: the smallest store, at most four."""
-        stores = [
-            i for i in self.kernel.instructions if i.opcode in ("st", "atom", "red") and i.modifiers[-1][-1] in "86"
-        ]
-        sizes = [int("".join(c for c in i.modifiers[-1] if c.isdigit())) // 8 for i in stores]
-        return min([4, *sizes])
+        stores = [i for i in self.kernel.instructions if i.opcode in ("st", "atom", "red")]
+        return min([4, *(TYPE_BITS.get(i.modifiers[-1], 32) // 8 for i in stores)])
 
     def _block(self, emitter: Emitter, number: int, first: int, last: int, lines: list[str]) -> None:
         def add(text: str, site: int) -> None:
@@ -82,12 +87,12 @@ class Program:
                 body = ["M.race.converge(m)", *body]
             if written := emitter.written(instruction):
                 body = [f"M.mma.written(m,{written})", *body]
-            if instruction.predicate is None or instruction.opcode in ("bra", "ret", "exit"):
+            guard = emitter.guard(instruction)
+            if not guard or instruction.opcode in ("bra", "ret", "exit"):
                 for text in body:
                     add(f"  {text}", site)
                 continue
-            predicate = f"r[{emitter.index[instruction.predicate]}]"
-            add(f"  m0=m; m=A.mask(m,{'~' if instruction.negated else ''}{predicate})", site)
+            add(f"  m0=m; m=A.mask(m,{guard})", site)
             add("  if m is not None:", site)
             for text in [*body, "pass"]:
                 add(f"    {text}", site)

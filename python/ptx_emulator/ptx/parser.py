@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ptx_emulator.errors import EmulatorError, UnsupportedPTX
 from ptx_emulator.ptx.lexer import Token, tokenize
@@ -80,49 +81,48 @@ class Instruction:
         return any(m in self.modifiers for m in modifiers)
 
 
-@dataclass
-class Parameter:
+class Variable(NamedTuple):
     offset: int
     size: int
-    index: int
+
+
+class Space(dict[str, Variable]):
+    """Parameters or variables, one behind the other."""
+
+    bytes = 0
+
+    def place(self, name: str, size: int, alignment: int) -> None:
+        self[name] = Variable(-(-self.bytes // alignment) * alignment, size)
+        self.bytes = self[name].offset + size
 
 
 @dataclass
 class Kernel:
     name: str
-    target: str = ""
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    parameter_bytes: int = 0
+    parameters: Space = field(default_factory=Space)
     registers: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, int] = field(default_factory=dict)
-    shared_bytes: int = 0
-    dynamic_shared: dict[str, int] = field(default_factory=dict)
-    local: dict[str, int] = field(default_factory=dict)
-    local_bytes: int = 0
+    shared: Space = field(default_factory=Space)
+    dynamic_shared: dict[str, int] = field(default_factory=dict)  # alignments
+    local: Space = field(default_factory=Space)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    required_block: tuple[int, ...] = ()
     ptx_lines: list[str] = field(default_factory=list)
-
-
-def _align(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
 
 
 class _Parser:
     def __init__(self, text: str, entry: str) -> None:
-        self.tokens = tokenize(text)
+        self.tokens = tokens = tokenize(text)
         self.position = 0
         self.kernel = Kernel(entry, ptx_lines=text.splitlines())
-        self.files: dict[int, str] = {}
+        files = [n for n, token in enumerate(tokens) if token.text == ".file"]
+        self.files = {tokens[n + 1].text: tokens[n + 2].text.strip('"') for n in files}
         self.source: tuple[str, int] | None = None
-        self.scopes: list[tuple[dict[str, str], dict[str, str]]] = []
+        self.scopes: list[dict[str, str]] = []  # new names of what is declared there
         self.scope_count = 0
 
     # -- token access
-    def peek(self, ahead: int = 0) -> str:
-        index = self.position + ahead
-        return self.tokens[index].text if index < len(self.tokens) else ""
+    def peek(self) -> str:
+        return self.tokens[self.position].text if self.position < len(self.tokens) else ""
 
     def next(self) -> Token:
         if self.position >= len(self.tokens):
@@ -150,44 +150,26 @@ class _Parser:
     def module(self) -> Kernel:
         while self.position < len(self.tokens):
             token = self.next()
-            if token.text == ".target":
-                self.kernel.target = self.next().text
-            elif token.text == ".file":
-                self.file()
-            elif token.text == ".shared":
-                self.variable("shared", external=self.tokens[self.position - 2].text == ".extern")
+            if token.text == ".shared":
+                self.variable(self.kernel.shared, external=self.tokens[self.position - 2].text == ".extern")
             elif token.text == ".entry" and self.peek() == self.kernel.name:
                 self.entry()
-        for instruction in self.kernel.instructions:
-            if instruction.source:
-                number, line = instruction.source
-                instruction.source = (self.files.get(int(number), f"file {number}"), line)
         if not self.kernel.instructions:
             raise EmulatorError(f"no .entry {self.kernel.name} in this PTX module")
         return self.kernel
 
-    def file(self) -> None:
-        number = self.integer()
-        self.files[number] = self.next().text.strip('"')
-
     def entry(self) -> None:
-        kernel = self.kernel
         self.next()
         if self.accept("("):
             while not self.accept(")"):
-                self.parameter()
+                self.expect(".param")
+                self.variable(self.kernel.parameters)
                 self.accept(",")
-        while self.peek() != "{":
-            directive = self.next().text
-            if directive == ".reqntid":
-                numbers = [self.integer()]
-                while self.accept(","):
-                    numbers.append(self.integer())
-                kernel.required_block = tuple(numbers)
+        while not self.accept("{"):
+            self.next()
         self.body()
 
-    def declaration(self) -> tuple[str, int, int | None, int]:
-        """(name, bytes of an element, number of elements or None, alignment) of a parameter or variable."""
+    def variable(self, space: Space, external: bool = False) -> None:
         size, alignment, name = 0, 0, ""
         while not name:
             text = self.next().text
@@ -198,31 +180,15 @@ class _Parser:
                 size = TYPE_BITS[text[1:]] // 8
             elif not text.startswith("."):
                 name = text
-        count: int | None = 1
+        count = 1
         if self.accept("["):
-            count = None if self.peek() == "]" else self.integer()
+            external |= self.peek() == "]"
+            count = 0 if external else self.integer()
             self.expect("]")
-        return name, size, count, alignment or size
-
-    def parameter(self) -> None:
-        self.expect(".param")
-        kernel = self.kernel
-        name, size, count, alignment = self.declaration()
-        offset = _align(kernel.parameter_bytes, alignment)
-        kernel.parameters[name] = Parameter(offset, size * (count or 1), len(kernel.parameters))
-        kernel.parameter_bytes = offset + size * (count or 1)
-
-    def variable(self, space: str, external: bool = False) -> None:
-        kernel = self.kernel
-        name, size, count, alignment = self.declaration()
-        if external or count is None:
-            kernel.dynamic_shared[name] = alignment
-        elif space == "shared":
-            kernel.shared[name] = _align(kernel.shared_bytes, alignment)
-            kernel.shared_bytes = kernel.shared[name] + size * count
+        if external:
+            self.kernel.dynamic_shared[name] = alignment or size
         else:
-            kernel.local[name] = _align(kernel.local_bytes, alignment)
-            kernel.local_bytes = kernel.local[name] + size * count
+            space.place(name, size * count, alignment or size)
 
     # -- body
     def body(self) -> None:
@@ -231,91 +197,75 @@ class _Parser:
             token = self.next()
             text = token.text
             if text == "{":
-                self.open_scope(opened=True)
+                self.open_scope()
             elif text == "}":
                 self.scopes.pop()
-            elif text == ";":
-                continue
             elif text.startswith("."):
-                self.directive(text)
+                self.directive(token)
             elif self.peek() == ":" and token.kind == "name":
                 self.next()
-                self.kernel.labels[self.resolve(text, 1)] = len(self.kernel.instructions)
-            else:
+                self.kernel.labels[self.resolve(text)] = len(self.kernel.instructions)
+            elif text != ";":
                 self.position -= 1
                 self.instruction()
 
-    def open_scope(self, opened: bool = False) -> None:
-        if not opened:
-            self.expect("{")
+    def open_scope(self) -> None:
+        """Behind its brace. Labels may be used before they stand."""
+        self.scopes.append({})
         self.scope_count += 1
-        suffix = f"__{self.scope_count}" if self.scopes else ""
-        labels: dict[str, str] = {}
         depth, index = 0, self.position
-        while depth >= 0 and index < len(self.tokens):
-            text = self.tokens[index].text
-            depth += (text == "{") - (text == "}")
-            if depth == 0 and self.tokens[index].kind == "name" and self.tokens[index + 1].text == ":":
-                labels[text] = text + suffix
+        while depth >= 0 and index < len(self.tokens) - 1:
+            token = self.tokens[index]
+            depth += (token.text == "{") - (token.text == "}")
+            if depth == 0 and token.kind == "name" and self.tokens[index + 1].text == ":":
+                self.declare(token.text)
             index += 1
-        self.scopes.append(({}, labels))
 
-    def resolve(self, name: str, which: int) -> str:
-        for scope in reversed(self.scopes):
-            if name in scope[which]:
-                return scope[which][name]
-        return name
+    def declare(self, name: str) -> str:
+        """The unique name of what the innermost scope declares."""
+        if len(self.scopes) == 1:
+            return name
+        return self.scopes[-1].setdefault(name, f"{name}__{self.scope_count}")
 
-    def directive(self, text: str) -> None:
+    def resolve(self, name: str) -> str:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), name)
+
+    def directive(self, token: Token) -> None:
+        text = token.text
         if text == ".reg":
             self.registers()
         elif text == ".loc":
-            number, line = self.integer(), self.integer()
-            self.integer()
-            while self.accept(","):
-                if self.next().text == "function_name":
-                    self.next()
-                    while self.accept("+"):
-                        self.integer()
-                else:
-                    while self.peek() not in (",", ";") and self.tokens[self.position].kind == "number":
-                        self.integer()
-            self.source = (str(number), line)  # .file directives come last in a module; `module` fills in the names
+            number = self.next().text
+            self.source = (self.files.get(number, f"file {number}"), self.integer())
+            while self.tokens[self.position].line == token.line:  # the column, and where it was inlined
+                self.position += 1
         elif text in (".shared", ".local"):
-            self.variable(text[1:])
+            self.variable(self.kernel.shared if text == ".shared" else self.kernel.local)
         elif text in (".pragma", ".branchtargets", ".noreturn"):
             while self.next().text != ";":
                 pass
         else:
-            raise UnsupportedPTX(f"PTX line {self.tokens[self.position - 1].line}: directive {text}")
+            raise UnsupportedPTX(f"PTX line {token.line}: directive {text}")
 
     def registers(self) -> None:
         kind = self.next().text[1:]
         if kind not in TYPE_BITS:
             raise UnsupportedPTX(f"register type .{kind}")
-        nested = len(self.scopes) > 1
-        while True:
+        while not self.accept(";"):
             name = self.next().text
             if self.accept("<"):
-                for index in range(self.integer()):
-                    self.kernel.registers[f"{name}{index}"] = kind
+                self.kernel.registers |= dict.fromkeys((f"{name}{index}" for index in range(self.integer())), kind)
                 self.expect(">")
-            elif nested:
-                unique = f"{name}__s{self.scope_count}"
-                self.scopes[-1][0][name] = unique
-                self.kernel.registers[unique] = kind
             else:
-                self.kernel.registers[name] = kind
-            if not self.accept(","):
-                break
-        self.expect(";")
+                self.kernel.registers[self.declare(name)] = kind
+            self.accept(",")
 
     def instruction(self) -> None:
         line = self.tokens[self.position].line
         predicate, negated = None, False
         if self.accept("@"):
             negated = self.accept("!")
-            predicate = self.resolve(self.next().text, 0)
+            predicate = self.resolve(self.next().text)
         opcode, *modifiers = self.next().text.split(".")
         operands: list[Operand] = []
         while not self.accept(";"):
@@ -340,8 +290,8 @@ class _Parser:
         token = self.next()
         if token.kind == "number":
             return self.number(token.text, negative)
-        name = self.resolve(token.text, 0)
-        result: Operand = Reg(name) if name in self.kernel.registers or name == "_" else Symbol(self.resolve(name, 1))
+        name = self.resolve(token.text)
+        result: Operand = Reg(name) if name in self.kernel.registers or name == "_" else Symbol(name)
         if self.accept("|"):
             return Pair(result, self.operand())
         return result

@@ -34,12 +34,6 @@ class Session:
     options: Options
     ranges: set[tuple[int, int]]
     report: Report = field(default_factory=Report)
-    error: BaseException | None = None
-
-    def raise_pending(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
 
 
 class Hook:
@@ -47,6 +41,7 @@ class Hook:
 
     def __init__(self) -> None:
         self.session: Session | None = None
+        self.error: BaseException | None = None  # the first one of a launch that nobody has raised yet
         self.installed = False
         # Compiled code holds the addresses of these callbacks for as long as the process lives.
         self.runtimes: list[Runtime] = []
@@ -59,7 +54,7 @@ class Hook:
             raise EmulatorError(
                 f"{entry} was compiled for the emulator: call it inside `with ptx_emulator.emulate(...)`"
             )
-        if session.error is not None:
+        if self.error is not None:
             return
         ranges = reachable(torch_storages(), values) | session.ranges
         execute(
@@ -68,19 +63,12 @@ class Hook:
         )  # fmt: skip
 
     def failed(self, error: BaseException) -> None:
-        if self.session is None:
-            self.orphan = error
-        elif self.session.error is None:
-            self.session.error = error
-
-    orphan: BaseException | None = None
+        self.error = self.error or error
 
     def raise_pending(self) -> None:
-        orphan, self.orphan = self.orphan, None
-        if orphan is not None:
-            raise orphan
-        if self.session is not None:
-            self.session.raise_pending()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
     # -- compile time
     def compile(self, original: Any, compiler: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:

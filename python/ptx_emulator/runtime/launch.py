@@ -111,26 +111,21 @@ class Runtime:
         return 0
 
     def launch(self, config: int, kernel: int, arguments: int) -> int:
-        # An exception cannot cross the compiled frame, and an error code would send it to the real CUDA runtime.
-        try:
-            grid, block, cluster, shared = read_config(config)
-            self._launch(kernel, grid, block, cluster, shared, arguments)
-        except BaseException as error:
-            self.failed(error)
-        return 0
+        return self._launch(kernel, arguments, lambda: read_config(config))
 
     def launch_plain(
         self, kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, arguments: int, shared: int, _: int
     ) -> int:
+        return self._launch(kernel, arguments, lambda: ((gx, gy, gz), (bx, by, bz), (1, 1, 1), shared))
+
+    def _launch(self, kernel: int, arguments: int, configuration: Callable[[], tuple[Dim3, Dim3, Dim3, int]]) -> int:
+        # An exception cannot cross the compiled frame, and an error code would send it to the real CUDA runtime.
         try:
-            self._launch(kernel, (gx, gy, gz), (bx, by, bz), (1, 1, 1), shared, arguments)
+            entry = self.names[kernel - 1]
+            sizes = [p.size for p in load(self.ptx, entry).kernel.parameters.values()]
+            pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(arguments) if sizes else []
+            values = [ctypes.string_at(p, size) for p, size in zip(pointers, sizes, strict=False)]
+            self.sink(self.ptx, entry, *configuration(), values)
         except BaseException as error:
             self.failed(error)
         return 0
-
-    def _launch(self, kernel: int, grid: Dim3, block: Dim3, cluster: Dim3, shared: int, arguments: int) -> None:
-        entry = self.names[kernel - 1]
-        sizes = [p.size for p in load(self.ptx, entry).kernel.parameters.values()]
-        pointers = (ctypes.c_void_p * max(len(sizes), 1)).from_address(arguments) if sizes else []
-        values = [ctypes.string_at(p, size) for p, size in zip(pointers, sizes, strict=False)]
-        self.sink(self.ptx, entry, grid, block, cluster, shared, values)
