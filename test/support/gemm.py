@@ -26,10 +26,11 @@ BITS = {"bfloat16": 16, "float16": 16, "float32": 32, E4M3: 8, E5M2: 8, PACKED: 
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Test parameters: every case on both architectures, without ``--full`` on one of them in turn."""
+def in_turn(cases: Sequence[tuple[Any, ...]], most: int | None = None) -> list[Any]:
+    """Test parameters: every case on both architectures; without ``--full`` the first ones, on one of them in turn."""
+    brief = len(cases) if most is None else most
     return [
-        pytest.param(arch, *case, marks=[] if (index + turn) % 2 == 0 else pytest.mark.full)
+        pytest.param(arch, *case, marks=[] if index < brief and (index + turn) % 2 == 0 else pytest.mark.full)
         for index, case in enumerate(cases)
         for turn, arch in enumerate(ARCHES)
     ]
@@ -52,6 +53,14 @@ def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
     rows = 256 if c.pingpong else max(c.tile[0], 128)
     return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
                    if c.pingpong else c.cluster)  # fmt: skip
+
+
+def fits(arch: str, c: GemmConfiguration) -> bool:
+    """Whether shared memory has room for the operands beside what the epilogue stages."""
+    try:
+        return importlib.import_module(MODULES[arch]).Gemm(c).stages() >= 2
+    except ValueError:
+        return False
 
 
 @functools.lru_cache(maxsize=4)

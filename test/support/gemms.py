@@ -62,9 +62,10 @@ def e8m0_values(codes: torch.Tensor) -> torch.Tensor:
 
 def fp4_values(codes: torch.Tensor) -> torch.Tensor:
     """Sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = codes.int() >> 1 & 3, codes.int() & 1
+    every = torch.arange(16, device=codes.device)
+    exponent, mantissa = every >> 1 & 3, every & 1
     magnitude = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1)).double()
-    return torch.where(codes >= 8, -magnitude, magnitude)
+    return torch.where(every >= 8, -magnitude, magnitude)[codes.long()]
 
 
 def scaled(

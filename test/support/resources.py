@@ -73,7 +73,7 @@ OPERANDS: dict[str, dict[str, Any]] = {  # of Blackwell
     "NVFP4": {"a": FP4, "b": FP4, "scale": E4M3, "vector": 16},
 }
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2))
-USUAL_OPERANDS, USUAL_TILES = ("bfloat16", "MXFP8", "NVFP4"), ((128, 128), (128, 256), (256, 256))
+USUAL_OPERANDS, USUAL_TILES = ("bfloat16", "MXFP8", "NVFP4"), ((128, 128), (256, 256))
 SHAPED = "swiglu bfloat16 bfloat16"  # in all tiles and clusters
 
 
@@ -93,10 +93,11 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
                 if cluster[0] % first[0]:
                     continue
                 usual = cluster == first and tile in USUAL_TILES and kind in USUAL_OPERANDS
-                if usual or (name == SHAPED and (kind in USUAL_OPERANDS or cluster == first)):
+                if usual or (name == SHAPED and (kind in ("bfloat16", "NVFP4") or cluster == first)):
                     problem = GemmProblem(**OPERANDS[kind], epilogue=epilogue, schedule=Dense(), n=4096, k=4096,
                                           tile=tile, cluster=cluster)  # fmt: skip
-                    yield BLACKWELL, f"{kind}: {name}, {tile[0]} x {tile[1]}, cluster {cluster[0]} x {cluster[1]}", problem
+                    shape = f"{tile[0]} x {tile[1]}, cluster {cluster[0]} x {cluster[1]}"
+                    yield BLACKWELL, f"{kind}: {name}, {shape}", problem
 
 
 def configurations() -> dict[str, dict[str, GemmConfiguration]]:

@@ -105,16 +105,16 @@ class StoreTile(_StagedTile):
         """Two columns a byte, the left one in the low half; neighbouring columns of a thread at once."""
         rows = fragment.rows
         size = min(16, rows.run // 2)  # bytes
+        runs = cute.flat_divide(buffer, (1, size))
         pairs = cute.make_rmem_tensor(size, Uint8)
-        atom = cute.make_copy_atom(CopyUniversalOp(), Uint8, num_bits_per_copy=8 * size)
         for slot in range(rows.slots):
             values = fragment.row_values(slot)
             for first in range(0, len(values), 2 * size):
+                target = runs[0, None, rows.row(thread, slot), rows.column(thread, first) // (2 * size)]
                 for i in range(size):
                     left, right = values[first + 2 * i : first + 2 * i + 2]
                     pairs[i] = Uint8(e2m1(left) | e2m1(right) << 4)
-                place = (rows.row(thread, slot), rows.column(thread, first) // (2 * size))
-                cute.copy(atom, pairs, cute.local_tile(buffer, (1, size), place)[0, None])
+                target.store(pairs.load())
 
     def commit(self, tile: Tile, part: int) -> None:
         source, target = self.ends(tile, part)

@@ -279,9 +279,7 @@ class Gemm:
             k_tiles = cute.ceil_div(cute.size(tensors[0], mode=[1]), self.c.tile[2])
             if warp == MMA_WARP:
                 if place[0] == 0:
-                    self.multiply(
-                        mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), k_tiles
-                    )
+                    self.multiply(mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), k_tiles)
             else:
                 self.finish(acc, tensors, accumulated.make_consumer(), scheduled, thread)
                 memory.relinquish_alloc_permit()
@@ -407,14 +405,10 @@ class Gemm:
         makers = (blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb)
         for make, source in zip(makers, shared[2:], strict=False):
             one = cute.slice_(source.layout, (None, None, None, 0))
-            place = cute.make_tensor(
-                cute.recast_ptr(pointer, dtype=self.types[2]), make(mma, c.tile, c.vector, one)
-            )
+            place = cute.make_tensor(cute.recast_ptr(pointer, dtype=self.types[2]), make(mma, c.tile, c.vector, one))
             pointer = pointer + tcgen05.find_tmem_tensor_col_offset(place)
             compact = cute.filter_zeros(place)
-            copy = tcgen05.make_s2t_copy(
-                cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), self.types[2]), compact
-            )
+            copy = tcgen05.make_s2t_copy(cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), self.types[2]), compact)
             mine = copy.get_slice(0)
             descriptors = tcgen05.get_s2t_smem_desc_tensor(copy, mine.partition_S(cute.filter_zeros(source)))
             places.append(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
-from cudnn_kernels.epilogue import StoreTile, Swiglu
+from cudnn_kernels.epilogue import LoadTile, StoreTile, Swiglu
 
 BITS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32, "float4_e2m1fn_x2": 4}
 K_BYTES = 128  # of a k tile: one row of the widest swizzle
@@ -11,18 +11,22 @@ PAIR = 64  # columns that gates and others fill together
 
 
 def configure(problem: GemmProblem) -> GemmConfiguration:
-    """The caller's tile and cluster or, by default, pairs of CTAs with 256 x 256.
+    """The caller's tile and cluster or, by default, pairs of CTAs with 256 x 256, with block scales 256 x 128.
 
+    Two accumulators of 256 columns fill tensor memory: factors leave room for one, so products would wait for the
+    epilogue. With 128 columns they need not, but A is read twice as often, which clusters of two pairs make up for.
     Columns of a tile are rounded up to what the epilogue takes at a time: to whole pairs where some are gates, to whole
     atoms where there are factors.
     """
     pairs = any(isinstance(operation, Swiglu) for operation in problem.epilogue)
-    m, n = problem.tile or (256, 256)
+    m, n = problem.tile or (256, 128 if problem.scale else 256)
+    cluster = (m // 128, 2 if problem.scale and not problem.tile else 1)
     step = 128 if problem.scale else PAIR if pairs else 32
     n = -(-n // step) * step
-    wide = any(isinstance(operation, StoreTile) and BITS[operation.dtype] == 32 for operation in problem.epilogue)
-    # 128 columns of pairs spill registers with factors; of 32 bits they leave no room for two k tiles of 256 x 256.
-    widest = 128 if pairs and not problem.scale and not wide else 64
+    staged = [BITS[o.dtype] for o in problem.epilogue if isinstance(o, (StoreTile, LoadTile))]
+    # 128 columns of pairs spill registers with factors. Of 32 bits, or 64 columns of twice 32, they leave no room for
+    # two k tiles of 256 columns.
+    widest = 128 if pairs and not problem.scale and 32 not in staged else 32 if staged == [32, 32] else 64
     part = next(width for width in (128, 64, 32) if n % width == 0 and width <= widest)
     return GemmConfiguration(
         problem.a,
@@ -34,7 +38,7 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
         problem.scale,
         problem.vector,
         tile=(m, n, K_BYTES * 8 // BITS[problem.a]),
-        cluster=problem.cluster or (m // 128, 1),
+        cluster=problem.cluster or cluster,
         part=part,
         staged=2 if n // part > 1 else 1,
     )

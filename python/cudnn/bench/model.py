@@ -2,8 +2,8 @@
 
 It adds up cycles of one SM for one tile at published peak rates, and counts tiles. What the epilogue takes comes from
 the kernel's machine code: compiled and disassembled here where ``nvdisasm`` is installed, else from the table in
-``sass.json``. No latency, no clock that falls under load and no contention is in it, so the time is a lower bound, as
-far as the rates are right. ``docs/model.md`` has the formulas.
+``sass.json``. No latency, no clock that falls under load and no contention is in it, so the time errs on the short
+side, as far as the rates are right. ``docs/model.md`` has the formulas.
 
 Sources of the rates, by number, as :data:`MACHINES` quotes them:
 
@@ -108,12 +108,13 @@ TYPES = {
     "nvfp4": Type("float4_e2m1fn_x2", scale="float8_e4m3fn", vector=16),
 }
 WISHES = (
+    (None, None),
     ((256, 256), (2, 1)),
     ((256, 128), (2, 1)),
     ((128, 256), (1, 1)),
     ((128, 128), (1, 1)),
 )
-"""Tiles and clusters that are shown for Blackwell, where the caller chooses."""
+"""Tiles and clusters that are shown for Blackwell, where the caller may choose; first what is chosen otherwise."""
 
 
 def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
@@ -153,10 +154,11 @@ def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: 
     from cudnn_kernels.sm100.heuristics import configure as blackwell
 
     problem = (t.element, t.element, epilogue, dense, n, k)
-    return [
+    found = [
         blackwell(GemmProblem(*problem, scale=t.scale, vector=t.vector, tile=tile, cluster=cluster))
         for tile, cluster in WISHES
     ]
+    return list(dict.fromkeys(found))
 
 
 # What a kernel's machine code says.

@@ -55,10 +55,10 @@ class FusedGemm(APIBase):
         self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
         self.alpha = float(alpha)
         self.acc_dtype = acc_dtype
-        self.mma_tiler_mn = tuple(mma_tiler_mn)
+        self.mma_tiler_mn = (mma_tiler_mn[0], mma_tiler_mn[1])
         if cluster_shape_mn is None:
             cluster_shape_mn = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
-        self.cluster_shape_mn = tuple(cluster_shape_mn)
+        self.cluster_shape_mn = (cluster_shape_mn[0], cluster_shape_mn[1])
         self.sf_vec_size = sf_vec_size
         self._margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._arch = arch

@@ -51,8 +51,9 @@ class GemmSwiglu(FusedGemm):
             for operands with scale factors; on sm_90a the library chooses tiles by itself.
         sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16 or 32.
         vector_f32, ab12_stages: hints of other architectures.
-        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the tensors' device. On
-            CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
+            tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,
+            the kernel itself.
     """
 
     pairs = 2
