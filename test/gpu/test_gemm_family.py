@@ -164,20 +164,24 @@ def test_error_is_at_most_twice_that_of_pytorch(name: str, dtype: Any) -> None:
     assert float(ours) <= 2 * float(theirs)
 
 
-@pytest.mark.parametrize("dtype", [BF16, E4M3])
-def test_long_sums_lose_no_more_than_those_of_cublas(dtype: Any) -> None:
+def test_long_sums_of_8_bits_lose_no_more_than_those_of_cublas() -> None:
     """At most one and a half times the error of float32 results that cuBLAS adds up in float32."""
-    of = problem("gemm_amax", 256, 256, 16384, dtype=dtype, out=F32)
+    of = problem("gemm_amax", 256, 256, 16384, dtype=E4M3, out=F32)
     compiled(of)(**of.arguments())
     z = gemms.matmul(of.a, of.b)[..., 0]
     a, b = of.tensors["a"][..., 0], of.tensors["b"][..., 0].T
-    if dtype == BF16:
-        other = torch.mm(a, b, out_dtype=F32)
-    else:
-        one = torch.ones((), device="cuda")
-        other = torch._scaled_mm(a, b, one, one, out_dtype=F32, use_fast_accum=False)
+    one = torch.ones((), device="cuda")
+    other = torch._scaled_mm(a, b, one, one, out_dtype=F32, use_fast_accum=False)
     ours, theirs = (float((x.double() - z).norm()) for x in (of.tensors["c"][..., 0], other))
     assert 0 < ours <= 1.5 * theirs
+
+
+def test_long_sums_of_16_bits() -> None:
+    """The tensor cores cut sums off, to 25 bits: 2^-25 for each of 1024 instructions is 3e-5. 1.9e-5 was seen."""
+    of = problem("gemm_amax", 256, 256, 16384, dtype=BF16, out=F32)
+    compiled(of)(**of.arguments())
+    z = gemms.matmul(of.a, of.b)
+    assert 0 < float((of.tensors["c"].double() - z).norm() / z.norm()) < 3e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

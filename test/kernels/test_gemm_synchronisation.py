@@ -56,13 +56,19 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
     return run
 
 
-WAIT, ARRIVE = "wait_loop.mbarrier.try_wait.parity.shared.b64", "mbarrier.arrive.shared.b64"
-TAIL = "the producers' tails: they wait for consumers that have nothing left to do, or that the next one waits for too"
+WAIT = "wait_loop.mbarrier.try_wait.parity.shared.b64"
+TAIL = "the producers' tails: buffer by buffer they wait for what the accumulator's or the cluster's barrier waits for too"
+FREE = "the pair's freeing of tensor memory waits for the other CTA, as the cluster's barrier does"
+END = "the last barrier of the cluster waits for what the producers' tails and the freeing of tensor memory wait for too"
+TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
+ANSWER = "lanes only read the answer, together, before elect.sync; the emulator asks for no fence between a read and an \
+asynchronous write that an mbarrier orders after it"
+CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "one CTA": {WAIT: (3, TAIL)},
-    "pair": {WAIT: (3, TAIL)},
+    "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
     "block-scaled": {WAIT: (4, TAIL)},
-    "dynamic": {WAIT: (5, TAIL)},
+    "dynamic": {WAIT: (5, TAIL), "fence.proxy.async.shared::cta": (4, ANSWER), "bar.warp.sync": (4, ANSWER), **CLUSTER},
 }
 NAMES = [pytest.param(name, marks=[] if name in ("ping-pong", "dynamic") else pytest.mark.full) for name in CASES]
 

@@ -110,11 +110,14 @@ class StoreTile(_StagedTile):
         for slot in range(rows.slots):
             values = fragment.row_values(slot)
             for first in range(0, len(values), 2 * size):
-                target = runs[0, None, rows.row(thread, slot), rows.column(thread, first) // (2 * size)]
+                place = rows.row(thread, slot), rows.column(thread, first) // (2 * size)
                 for i in range(size):
                     left, right = values[first + 2 * i : first + 2 * i + 2]
                     pairs[i] = Uint8(e2m1(left) | e2m1(right) << 4)
-                target.store(pairs.load())
+                if size == 1:
+                    buffer[place] = pairs[0]  # as a run, it would cost registers that ping-pong on Hopper lacks
+                else:
+                    runs[0, None, *place].store(pairs.load())
 
     def commit(self, tile: Tile, part: int) -> None:
         source, target = self.ends(tile, part)

@@ -24,10 +24,10 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     step = 128 if problem.scale else PAIR if pairs else 32
     n = -(-n // step) * step
     staged = [BITS[o.dtype] for o in problem.epilogue if isinstance(o, (StoreTile, LoadTile))]
-    # 128 columns of pairs spill registers with factors. Of 32 bits, or 64 columns of twice 32, they leave no room for
-    # two k tiles of 256 columns.
-    widest = 128 if pairs and not problem.scale and 32 not in staged else 32 if staged == [32, 32] else 64
-    part = next(width for width in (128, 64, 32) if n % width == 0 and width <= widest)
+    # More than 64 columns of a row are more than a thread's registers hold. Of twice 32 bits, 64 leave no room for two
+    # k tiles of 256 columns.
+    widest = 32 if staged == [32, 32] else 64
+    part = next(width for width in (64, 32) if n % width == 0 and width <= widest)
     return GemmConfiguration(
         problem.a,
         problem.b,

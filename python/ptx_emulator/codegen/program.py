@@ -51,22 +51,21 @@ class Program:
         The compiler pairs registers where they are written: a move does not count, but what it writes does.
         """
         found = []
-        for block in self.blocks:
-            loaded: dict[str, Instruction] = {}
-            for instruction in self.kernel.instructions[block.first : block.last]:
-                if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "wait::ld":
-                    loaded.clear()
-                first = instruction.operands[:1]
-                reads = instruction.operands if instruction.opcode in ("st", "red") else instruction.operands[1:]
-                early = registers_of(reads) & loaded.keys()
-                if instruction.opcode == "mov" and early:
-                    loaded |= dict.fromkeys(registers_of(first), loaded[min(early)])
-                    continue
-                for name in early:
-                    load = loaded.pop(name)
-                    found.append(f"PTX line {load.line}: {name} of {load.text} is read without tcgen05.wait::ld")
-                if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "ld":
-                    loaded |= dict.fromkeys(registers_of(first), instruction)
+        loaded: dict[str, Instruction] = {}
+        for instruction in self.kernel.instructions:
+            if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "wait::ld":
+                loaded.clear()
+            first = instruction.operands[:1]
+            reads = instruction.operands if instruction.opcode in ("st", "red") else instruction.operands[1:]
+            early = registers_of(reads) & loaded.keys()
+            if instruction.opcode == "mov" and early:
+                loaded |= dict.fromkeys(registers_of(first), loaded[min(early)])
+                continue
+            for name in early:
+                load = loaded.pop(name)
+                found.append(f"PTX line {load.line}: {name} of {load.text} is read without tcgen05.wait::ld")
+            if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "ld":
+                loaded |= dict.fromkeys(registers_of(first), instruction)
         return sorted({text.split(": ")[0]: text for text in found}.values())
 
     def _granule(self) -> int:
