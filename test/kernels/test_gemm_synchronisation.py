@@ -57,12 +57,14 @@ def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], 
 
 
 WAIT = "wait_loop.mbarrier.try_wait.parity.shared.b64"
-TAIL = "the producers' tails: buffer by buffer they wait for what the accumulator's or the cluster's barrier waits for too"
+TAIL = "the producers' tails wait, buffer by buffer, for what the accumulator's or the cluster's barrier waits for too"
 FREE = "the pair's freeing of tensor memory waits for the other CTA, as the cluster's barrier does"
-END = "the last barrier of the cluster waits for what the producers' tails and the freeing of tensor memory wait for too"
+END = "the cluster's last barrier waits for what the producers' tails and the freeing of tensor memory wait for too"
 TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
-ANSWER = "lanes only read the answer, together, before elect.sync; the emulator asks for no fence between a read and an \
-asynchronous write that an mbarrier orders after it"
+ANSWER = (
+    "lanes only read the answer, together, before elect.sync; the emulator asks for no fence between a read and an "
+    "asynchronous write that an mbarrier orders after it"
+)
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "one CTA": {WAIT: (3, TAIL)},

@@ -117,7 +117,7 @@ class StoreTile(_StagedTile):
                 if size == 1:
                     buffer[place] = pairs[0]  # as a run, it would cost registers that ping-pong on Hopper lacks
                 else:
-                    runs[0, None, *place].store(pairs.load())
+                    runs[(0, None, *place)].store(pairs.load())
 
     def commit(self, tile: Tile, part: int) -> None:
         source, target = self.ends(tile, part)
