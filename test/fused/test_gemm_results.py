@@ -55,7 +55,6 @@ EDGES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_amax", {"dtype": E4M3, "scale": E8M0, "majors": "mkn", "m": 80, "l": 2}),
     ("gemm_amax", {"dtype": FP4, "scale": E8M0, "vector": 32, "out": FP4}),
     ("gemm_srelu", {"out": E5M2, "amax": True, "l": 2}),
-    ("gemm_srelu", {"dtype": FP4, "scale": E8M0, "vector": 32, "side": E5M2}),
     ("gemm_srelu", {"dtype": E4M3, "majors": "kkm", "m": 80, "out": F32, "side": F16}),
     ("gemm_dsrelu", {"l": 2, "amax": True}),
     ("gemm_dsrelu", {"dtype": E5M2, "scale": E8M0, "out": E4M3, "amax": True}),

@@ -303,7 +303,7 @@ def test_command_line_warms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.exit_code == 0, result.output
     (file,) = cache.files()
     assert file.entry is not None
-    assert (file.entry.name, file.entry.arch) == ("RmsNormRhtAmax", "sm_100a")
+    assert (file.entry.name, file.entry.arch) == ("BlackwellRmsNormRhtAmax", "sm_100a")
     assert file.entry.configuration.startswith("RmsNormRhtAmaxConfiguration(dtype='bfloat16', columns=512, threads=32")
 
 
