@@ -186,7 +186,7 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(epilogue), options
 
 
-@pytest.mark.parametrize(("arch", "seed"), gemm.in_turn([(seed,) for seed in range(20)], 6))
+@pytest.mark.parametrize(("arch", "seed"), gemm.in_turn([(seed,) for seed in range(20)], 4))
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):
