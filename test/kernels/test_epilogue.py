@@ -147,7 +147,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), gemm.in_turn(OPERATIONS))
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), gemm.in_turn(OPERATIONS, 14))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 
