@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Mapping
 from ctypes import c_bool, c_char, c_double, c_float, c_int32, c_int64, c_void_p
+from struct import Struct, pack
 from typing import Any
 
 from cudnn.backend import library
@@ -23,23 +24,32 @@ _ELEMENT: dict[AttributeType, Any] = {
     AttributeType.CHAR: c_char,
     AttributeType.BACKEND_DESCRIPTOR: c_void_p,
 }  # everything else is an enumeration of four bytes
+_FORMAT = {kind: _ELEMENT.get(kind, c_int32)._type_ for kind in AttributeType}  # as ``struct`` calls it
+_ONE = {kind: Struct(code).pack for kind, code in _FORMAT.items()}
+_CHAR, _INT64, _DESCRIPTOR = AttributeType.CHAR, AttributeType.INT64, AttributeType.BACKEND_DESCRIPTOR
+_ADDRESSES = frozenset({_DESCRIPTOR, AttributeType.HANDLE, AttributeType.VOID_PTR})
+_SEQUENCES: tuple[type[Any], ...] = (list, tuple, range)
+_RNG_SEED = Attribute.OPERATION_RNG_SEED
 
 
 class Descriptor:
     """A cuDNN backend descriptor. What it refers to (descriptors, handles, host constants) lives as long as it does."""
 
-    __slots__ = ("_destroy", "_keep", "kind", "pointer")
+    __slots__ = ("_argument", "_keep", "_library", "kind", "pointer")
 
     def __init__(self, kind: DescriptorType) -> None:
         lib = library.load()
         if lib.version < kind.since:
             lib.require(kind.since, f"the backend descriptor {kind.name}")
         pointer = c_void_p()
-        lib.check(lib.create(kind, pointer), f"creating the descriptor {kind.name}")
+        status = lib.create_unchecked(kind, ctypes.byref(pointer))
+        if status:
+            raise lib.error(status, f"creating the descriptor {kind.name}")
         self.kind = kind
         self.pointer: int = pointer.value or 0
-        self._keep: list[list[Any]] = []
-        self._destroy = lib.destroy
+        self._argument = pointer
+        self._keep: list[Any] = []
+        self._library = lib
 
     @classmethod
     def make(cls, kind: DescriptorType, attributes: Mapping[Attribute, Any]) -> Descriptor:
@@ -63,37 +73,39 @@ class Descriptor:
         """
         if value is None:
             return
-        lib = library.load()
+        lib = self._library
         if lib.version < attribute.since:
             lib.require(attribute.since, f"the attribute {attribute.name} of {self.kind.name}")
-        kind, elements = self._encode(attribute, value)
-        status = lib.set_attribute(self.pointer, attribute, kind, len(elements), ctypes.addressof(elements))
-        lib.check(status, f"setting {attribute.name} of the descriptor {self.kind.name}")
+        kind: AttributeType = attribute.type
+        if kind is _CHAR:
+            elements = (value.encode() if isinstance(value, str) else bytes(value)) + b"\0"  # the NUL counts
+            count = len(elements)
+        elif isinstance(value, _SEQUENCES):
+            count = len(value)
+            values = [self._address(kind, item) for item in value] if kind in _ADDRESSES else value
+            elements = pack(f"{count}{_FORMAT[kind]}", *values)
+        else:
+            if attribute is _RNG_SEED and isinstance(value, int):
+                kind = _INT64  # the one attribute of two types: a seed tensor or a number
+            count = 1
+            elements = _ONE[kind](self._address(kind, value) if kind in _ADDRESSES else value)
+        # Text that only a failure needs is made there: a graph sets a hundred attributes.
+        status = lib.set_unchecked(self._argument, attribute, kind, count, elements)
+        if status:
+            raise lib.error(status, f"setting {attribute.name} of the descriptor {self.kind.name}")
 
-    def _encode(self, attribute: Attribute, value: Any) -> tuple[AttributeType, ctypes.Array[Any]]:
-        kind = attribute.type
-        if kind is AttributeType.CHAR:
-            text = value.encode() if isinstance(value, str) else bytes(value)
-            return kind, (c_char * (len(text) + 1))(*text)  # the terminating NUL counts
-        values: list[Any] = list(value) if isinstance(value, (list, tuple, range)) else [value]  # pyright: ignore
-        if attribute is Attribute.OPERATION_RNG_SEED and isinstance(values[0], int):
-            kind = AttributeType.INT64  # the one attribute of two types: a seed tensor or a number
-        if kind is AttributeType.BACKEND_DESCRIPTOR:
-            self._keep.append(values)
-            values = [child.pointer for child in values]
-        elif kind is AttributeType.HANDLE:
-            self._keep.append(values)
-            values = [int(handle) for handle in values]
-        elif kind is AttributeType.VOID_PTR:
-            self._keep.append(values)
-            values = [item if isinstance(item, int) else ctypes.addressof(item) for item in values]
-        element = _ELEMENT.get(kind, c_int32)
-        return kind, (element * len(values))(*values)
+    def _address(self, kind: AttributeType, value: Any) -> Any:
+        """The address of what is passed by it, and which therefore lives as long as the descriptor."""
+        self._keep.append(value)
+        if kind is _DESCRIPTOR:
+            return value.pointer
+        return int(value) if kind is not AttributeType.VOID_PTR or isinstance(value, int) else ctypes.addressof(value)
 
     def finalize(self) -> Descriptor:
         """Closes the descriptor to further changes; cuDNN checks it here. Returns itself."""
-        lib = library.load()
-        lib.check(lib.finalize(self.pointer), f"finalizing the descriptor {self.kind.name}")
+        status = self._library.finalize_unchecked(self._argument)
+        if status:
+            raise self._library.error(status, f"finalizing the descriptor {self.kind.name}")
         return self
 
     def count(self, attribute: Attribute) -> int:
@@ -124,20 +136,22 @@ class Descriptor:
         return children[: self._read(attribute, len(children), pointers)]
 
     def _read(self, attribute: Attribute, requested: int, elements: ctypes.Array[Any] | None) -> int:
-        lib = library.load()
+        lib = self._library
         if lib.version < attribute.since:
             lib.require(attribute.since, f"the attribute {attribute.name} of {self.kind.name}")
         got = c_int64()
         address = None if elements is None else ctypes.addressof(elements)
         status = lib.get_attribute(self.pointer, attribute, attribute.type, requested, got, address)
-        lib.check(status, f"reading {attribute.name} of the descriptor {self.kind.name}")
+        if status:
+            raise lib.error(status, f"reading {attribute.name} of the descriptor {self.kind.name}")
         return got.value if elements is None else min(got.value, requested)
 
     def close(self) -> None:
         """Destroys the descriptor. It may be closed twice."""
         pointer, self.pointer = self.pointer, 0
+        self._argument = c_void_p()
         if pointer:
-            self._destroy(pointer)
+            self._library.destroy(pointer)
         self._keep.clear()
 
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:

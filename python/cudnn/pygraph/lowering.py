@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from math import prod
 from typing import Any
 
 from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
+from cudnn.backend.engine import OperationGraph
+from cudnn.backend.handle import Handle
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
 from cudnn.pygraph.node import Context, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
 
+_DESCRIPTOR = be.AttributeType.BACKEND_DESCRIPTOR
+_DATA_TYPES = {kind: be.DataType[kind.name] for kind in data_type if kind.name in be.DataType.__members__}
 _CTYPES: dict[data_type, type[Any]] = {
     data_type.FLOAT: ctypes.c_float,
     data_type.DOUBLE: ctypes.c_double,
@@ -73,6 +78,17 @@ class Bindings:
         )
 
 
+@contextlib.contextmanager
+def _refusals() -> Generator[None]:
+    """What cuDNN calls not supported becomes the error class that says so to callers."""
+    try:
+        yield
+    except CudnnError as error:
+        if error.not_supported:
+            raise cudnnGraphNotSupportedError(str(error)) from error
+        raise
+
+
 class Uids:
     """Hands out uids: from 1 upwards, in the order asked, past those that users have set."""
 
@@ -116,8 +132,9 @@ class Lowering:
 
     def run(self, nodes: Iterable[Node]) -> None:
         """Lowers nodes in order."""
-        for node in nodes:
-            node.lower(self)
+        with _refusals():
+            for node in nodes:
+                node.lower(self)
         self.bindings.user = sorted(self.bindings.user)
         # cuDNN refuses a variant pack with a uid that its plan does not know.
         used = self.bindings.aliases.items()
@@ -137,18 +154,22 @@ class Lowering:
 
     def descriptor(self, kind: be.DescriptorType, attributes: Mapping[be.Attribute, Any]) -> Descriptor:
         """Makes a finalized descriptor that is not an operation of the graph by itself."""
-        resolved = {attribute: self._resolve(value) for attribute, value in attributes.items()}
-        try:
-            return Descriptor.make(kind, resolved)
-        except CudnnError as error:
-            if error.not_supported:
-                raise cudnnGraphNotSupportedError(str(error)) from error
-            raise
+        resolved = {
+            attribute: self._resolve(value) if attribute.type is _DESCRIPTOR else value
+            for attribute, value in attributes.items()
+            if value is not None
+        }
+        return Descriptor.make(kind, resolved)
+
+    def operation_graph(self, handle: Handle | None, dynamic_shape: bool, override_shape: bool) -> OperationGraph:
+        """The operations, handed to cuDNN as a graph."""
+        with _refusals():
+            return OperationGraph(self.operations, handle, dynamic_shape, override_shape)
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.tensor(value)
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return [self._resolve(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
         return value
 
@@ -158,7 +179,7 @@ class Lowering:
 
     def data_type(self, kind: data_type) -> be.DataType:
         """cuDNN's number for a type."""
-        return be.DataType[kind.name]
+        return _DATA_TYPES[kind]
 
     def tensor(self, tensor: Tensor) -> Descriptor:
         """The tensor's descriptor, made at first use; its uid is bound to where its data will come from."""
