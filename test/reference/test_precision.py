@@ -14,7 +14,7 @@ from cudnn.reference.memory import rounded
 from support.graphs import FLOAT, HALF, MODES, like, reference_graph
 
 BF16, INT8, INT32, INT64 = (cudnn.data_type[name] for name in ("BFLOAT16", "INT8", "INT32", "INT64"))
-E4M3, E5M2, BOOLEAN = (cudnn.data_type[name] for name in ("FP8_E4M3", "FP8_E5M2", "BOOLEAN"))
+E4M3, E5M2, FP4, BOOLEAN = (cudnn.data_type[name] for name in ("FP8_E4M3", "FP8_E5M2", "FP4_E2M1", "BOOLEAN"))
 
 
 def cast(x: torch.Tensor, kind: cudnn.data_type, out: torch.Tensor, compute: object = FLOAT) -> torch.Tensor:
@@ -119,13 +119,37 @@ def test_large_integers_are_exact() -> None:
 @given(st.lists(st.floats(-1e5, 1e5, width=32), min_size=1, max_size=20))
 def test_rounding_is_idempotent(values: list[float]) -> None:
     x = torch.tensor(values)
-    for kind in (HALF, BF16, E4M3, E5M2, INT8, INT32, BOOLEAN):
+    for kind in (HALF, BF16, E4M3, E5M2, FP4, INT8, INT32, BOOLEAN):
         once = rounded(x, kind, "here")
         assert torch.equal(rounded(once.float(), kind, "here").float(), once.float())
 
 
+def test_fp4_rounds_to_nearest_even_and_saturates() -> None:
+    x = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 99.0, -0.3, -2.5, -1e30, 1.0])
+    wanted = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -0.5, -2.0, -6.0, 1.0])
+    assert torch.equal(rounded(x, FP4, "here"), wanted)
+
+
+def test_fp4_elements_are_half_bytes() -> None:
+    """Codes: the sign, two bits of exponent, one of mantissa; the first element of a pair in the low bits."""
+    graph = reference_graph()
+    x = graph.tensor([2, 3], [4, 1], FP4)  # the fourth element of each row is not of the tensor
+    y = graph.neg(x).set_output(True).set_data_type(FP4).set_dim([2, 3]).set_stride([4, 1])
+    z = graph.identity(x).set_output(True)
+    graph.build(MODES)
+    data, out, values = (
+        torch.tensor([0x21, 0x43, 0x65, 0xF7], dtype=torch.uint8),
+        torch.full((4,), 0x55),
+        torch.empty(8),
+    )
+    out = out.to(torch.uint8)
+    graph.execute({x: data.view(torch.float4_e2m1fn_x2), y: out, z: values[:7].as_strided((2, 3), (4, 1))})
+    assert values[[0, 1, 2, 4, 5, 6]].tolist() == [0.5, 1.0, 1.5, 3.0, 4.0, 6.0]
+    assert out.tolist() == [0xA9, 0x5B, 0xED, 0x5F]
+
+
 def test_types_without_arithmetic_are_refused() -> None:
-    for kind in (cudnn.data_type.INT4, cudnn.data_type.FP4_E2M1):
+    for kind in (cudnn.data_type.INT4, cudnn.data_type.INT8x4):
         with pytest.raises(NotImplementedError, match=f"cast.*data type: got {kind.name}; .*run this graph on a GPU"):
             cast(torch.zeros(2, 8), kind, torch.zeros(2, 8))
 

@@ -11,6 +11,7 @@ from cudnn import enums
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
 from cudnn.errors import refusal
+from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -117,6 +118,18 @@ class Node:
     def _default_type(tensor: Tensor, context: Context) -> None:
         if tensor.data_type is NOT_SET:
             tensor.data_type = context.intermediate_data_type if tensor.is_virtual else context.io_data_type
+
+    def fill_output(
+        self, port: str, dim: Sequence[int], layout: Callable[[Sequence[int]], list[int]] = row_major
+    ) -> None:
+        """Shape and strides of an output where the user has set none; refuses another shape than this one."""
+        tensor = self.outputs[port]
+        tensor.fill(dim, layout)
+        if tensor.dim != [*dim]:
+            raise ValueError(
+                refusal(self.where, f"output {port} (tensor {tensor.name!r})", f"dim={tensor.dim}", f"dim={[*dim]}",
+                        "leave set_dim() out: it is inferred")
+            )  # fmt: skip
 
     def rank_check(self, ranks: Sequence[int], *ports: str) -> None:
         """Refuses inputs whose rank is not one of ``ranks``."""

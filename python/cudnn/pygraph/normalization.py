@@ -128,15 +128,6 @@ class Normalization(Node):
                     allowed, "reshape it")
         )  # fmt: skip
 
-    def _fill(self, port: str, dim: Dims, layout: Callable[[Dims], list[int]]) -> None:
-        tensor = self.outputs[port]
-        tensor.fill(dim, layout)
-        if tensor.dim != [*dim]:
-            raise ValueError(
-                refusal(self.where, f"output {port} (tensor {tensor.name!r})", f"dim={tensor.dim}", f"dim={[*dim]}",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
-
 
 def _like(tensor: Tensor) -> Callable[[Dims], list[int]]:
     """Packed strides in the stride order of a tensor."""
@@ -163,11 +154,11 @@ class NormForward(Normalization):
     def infer(self, context: Context) -> None:
         self._check_shapes()
         x = self.inputs["X"]
-        self._fill("Y", x.dim, lambda _: [*x.stride])
+        self.fill_output("Y", x.dim, lambda _: [*x.stride])
         layout = channels_last if self.kind.by_channel else _like(x)
         for port in ("MEAN", "INV_VARIANCE", "NEXT_RUNNING_MEAN", "NEXT_RUNNING_VAR"):
             if port in self.outputs:
-                self._fill(port, self._statistics, layout)
+                self.fill_output(port, self._statistics, layout)
 
     def lower(self, lowering: Lowering) -> None:
         a, ports = be.Attribute, {**self.inputs, **self.outputs}
@@ -237,10 +228,10 @@ class NormBackward(Normalization):
     def infer(self, context: Context) -> None:
         self._check_shapes()
         x, scale = self.inputs["X"], self.inputs["SCALE"]
-        self._fill("DX", x.dim, lambda _: [*x.stride])  # cuDNN refuses a DX whose strides are not those of X
+        self.fill_output("DX", x.dim, lambda _: [*x.stride])  # cuDNN refuses a DX whose strides are not those of X
         for port in ("DSCALE", "DBIAS"):
             if port in self.outputs:
-                self._fill(port, scale.dim, _like(scale))
+                self.fill_output(port, scale.dim, _like(scale))
 
     def lower(self, lowering: Lowering) -> None:
         a, ports = be.Attribute, {**self.inputs, **self.outputs}

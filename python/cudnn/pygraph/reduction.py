@@ -91,14 +91,8 @@ class GenStats(Node):
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
         self.rank_check(range(3, 9), "X")
-        for port, out in self.outputs.items():
-            dims = [1, x.dim[1], *[1] * (len(x.dim) - 2)]
-            out.fill(dims, channels_last)
-            if out.dim != dims:
-                raise ValueError(
-                    refusal(self.where, f"output {port} (tensor {out.name!r})", f"dim={out.dim}", f"dim={dims}",
-                            "leave set_dim() out: it is inferred")
-                )  # fmt: skip
+        for port in self.outputs:
+            self.fill_output(port, [1, x.dim[1], *[1] * (len(x.dim) - 2)], channels_last)
 
     def lower(self, lowering: Lowering) -> None:
         a, x = be.Attribute, self.inputs["X"]

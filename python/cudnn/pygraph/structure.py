@@ -44,14 +44,6 @@ class _Moving(Node):
                         f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it")
             )  # fmt: skip
 
-    def _check_output(self, dims: list[int]) -> None:
-        y = self.outputs["Y"]
-        if y.dim != dims:
-            raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}", f"dim={dims}",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Reshape(_Moving):
@@ -117,7 +109,7 @@ class Transpose(_Moving):
     permutation: list[int]
 
     def infer(self, context: Context) -> None:
-        x, y = self.inputs["X"], self.outputs["Y"]
+        x = self.inputs["X"]
         if not self.permutation:
             raise ValueError(
                 refusal(self.where, "permutation", "nothing", f"an order of the dimensions 0 to {len(x.dim) - 1}",
@@ -129,8 +121,7 @@ class Transpose(_Moving):
                         f"an order of the dimensions 0 to {len(x.dim) - 1}", "name each dimension once")
             )  # fmt: skip
         dims = [x.dim[axis] for axis in self.permutation]
-        y.fill(dims, lambda _: [x.stride[axis] for axis in self.permutation])
-        self._check_output(dims)
+        self.fill_output("Y", dims, lambda _: [x.stride[axis] for axis in self.permutation])
         self._type_of_input(context)
         self._refuse_conversion()
 
@@ -183,8 +174,8 @@ class Slice(_Moving):
                 refusal(self.where, "slices", f"{self.slices} of dim={x.dim}, which is empty",
                         "one element or more in each dimension", "correct start and stop")
             )  # fmt: skip
-        y.fill(dims, lambda _: [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)])
-        self._check_output(dims)
+        strides = [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)]
+        self.fill_output("Y", dims, lambda _: strides)
         if not y.is_virtual:
             raise ValueError(
                 refusal(self.where, f"output Y (tensor {y.name!r})", "set_output(True)", "a virtual tensor: nothing "
@@ -248,7 +239,7 @@ class Concatenate(Node):
         return frozenset(self.inputs)
 
     def infer(self, context: Context) -> None:
-        inputs, y = list(self.inputs.values()), self.outputs["Y"]
+        inputs = list(self.inputs.values())
         shapes = ", ".join(f"dim={tensor.dim}" for tensor in inputs)
         first = inputs[0]
         rank = len(first.dim)
@@ -268,12 +259,7 @@ class Concatenate(Node):
             )
         dims = [*first.dim]
         dims[self.axis] = sum(tensor.dim[self.axis] for tensor in inputs)
-        y.fill(dims, lambda dims: strides_like(first.stride, first.dim, dims))
-        if y.dim != dims:
-            raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}", f"dim={dims}",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
+        self.fill_output("Y", dims, lambda dims: strides_like(first.stride, first.dim, dims))
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend.handle import resolve
-from cudnn.datatypes import _is_torch_tensor, element_bits
+from cudnn.datatypes import _is_torch_tensor
 from cudnn.enums import data_type
 from cudnn.errors import refusal
 from cudnn.lazy import torch
-from cudnn.reference.memory import memory, pack_bits, rounded, torch_type, unpack_bits, view
+from cudnn.reference.memory import memory, pack_bits, read, rounded, span_bytes, torch_type, unpack_bits, write
 
 if TYPE_CHECKING:
     from cudnn.pygraph.node import Node
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cudnn")
 _said = False
-
-
-def _span_bytes(tensor: Tensor) -> int:
-    last = sum((extent - 1) * step for extent, step in zip(tensor.dim, tensor.stride, strict=True))
-    return (last + 1) * element_bits(tensor.data_type) // 8
 
 
 class ReferenceProgram:
@@ -95,8 +90,8 @@ class ReferenceProgram:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             return unpack_bits(data.view(torch.uint8))
-        raw = memory(data, _span_bytes(tensor), torch.device("cpu") if tensor.is_pass_by_value else device, where)
-        return view(raw, tensor.data_type, tensor.dim, tensor.stride, where).to(device)
+        raw = memory(data, span_bytes(tensor), torch.device("cpu") if tensor.is_pass_by_value else device, where)
+        return read(raw, tensor, where).to(device)
 
     def _run(self, node: Node, values: dict[int, Any], device: Any) -> dict[int, Any]:
         compute = torch_type(node.compute_data_type, node.where) if node.compute_data_type else torch.float32
@@ -120,8 +115,7 @@ class ReferenceProgram:
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             data.view(torch.uint8).copy_(pack_bits(value))
             return
-        raw = memory(data, _span_bytes(tensor), device, where)
-        view(raw, tensor.data_type, tensor.dim, tensor.stride, where).copy_(value)
+        write(memory(data, span_bytes(tensor), device, where), tensor, value, where)
 
 
 def _is_bit_packed(tensor: Tensor, data: Any) -> bool:

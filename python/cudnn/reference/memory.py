@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cudnn.datatypes import (
     _cudnn_to_torch_data_type,
     _is_torch_tensor,
     element_bits,
 )
-from cudnn.enums import data_type
+from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refusal
+from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
+from cudnn.pygraph.layout import span
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.tensor import Tensor
 
 # Largest finite values: fp8 formats saturate on conversion (OCP 8-bit floating point specification, revision 1.0).
 _FP8_MAX = {data_type.FP8_E4M3: 448.0, data_type.FP8_E5M2: 57344.0}
 
 
 def torch_type(kind: data_type, where: str) -> Any:
-    """The torch.dtype in which the executor stores a type."""
-    dtype = _cudnn_to_torch_data_type(kind)
-    if dtype is None or kind is data_type.FP4_E2M1:
+    """The torch.dtype that holds single values of a type: that type, and float32 for FP4_E2M1."""
+    dtype = torch.float32 if kind is data_type.FP4_E2M1 else _cudnn_to_torch_data_type(kind)
+    if dtype is None:
         raise NotImplementedError(
             refusal(where, "data type", kind.name, "a type that PyTorch computes with", "run this graph on a GPU")
         )
@@ -33,9 +39,11 @@ def torch_type(kind: data_type, where: str) -> Any:
 def rounded(value: Any, kind: data_type, where: str) -> Any:
     """``value`` in the storage type ``kind``.
 
-    Conversions to fp8 and to narrower integers saturate; those to integers round to nearest even; BOOLEAN is anything
-    but zero.
+    Conversions to fp8, fp4 and to narrower integers saturate; those to integers round to nearest even; BOOLEAN is
+    anything but zero.
     """
+    if kind is data_type.FP4_E2M1:
+        return _pairs_to_values(_values_to_pairs(value))[: value.numel()].view(value.shape)
     limit = _FP8_MAX.get(kind)
     if limit is not None:
         value = value.float().clamp(-limit, limit)
@@ -89,6 +97,81 @@ def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int],
                     "pass an aligned tensor")
         )  # fmt: skip
     return usable.view(dtype).as_strided(tuple(dims), tuple(strides))
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """Bytes from the first to the last element of a graph tensor, both included."""
+    if tensor.reordering_type is tensor_reordering.F8_128x4:
+        _, rows, columns, batch = _tiles(tensor)
+        return rows * columns * batch
+    return math.ceil(span(tensor.dim, tensor.stride) * element_bits(tensor.data_type) / 8)
+
+
+def read(raw: Any, tensor: Tensor, where: str) -> Any:
+    """The values of a graph tensor in the bytes of its memory."""
+    if tensor.reordering_type is not tensor_reordering.NONE:
+        return raw[_offsets(tensor, raw.device, where)].view(torch_type(tensor.data_type, where))
+    if tensor.data_type is data_type.FP4_E2M1:
+        return _pairs_to_values(raw).as_strided(tensor.dim, tensor.stride)
+    return view(raw, tensor.data_type, tensor.dim, tensor.stride, where)
+
+
+def write(raw: Any, tensor: Tensor, value: Any, where: str) -> None:
+    """Stores values, which have been rounded to the type of a graph tensor, in the bytes of its memory."""
+    if tensor.reordering_type is not tensor_reordering.NONE:
+        raw[_offsets(tensor, raw.device, where)] = value.contiguous().view(torch.uint8)
+    elif tensor.data_type is data_type.FP4_E2M1:
+        values = _pairs_to_values(raw)  # what lies between the elements stays
+        values.as_strided(tensor.dim, tensor.stride).copy_(value)
+        raw.copy_(_values_to_pairs(values))
+    else:
+        view(raw, tensor.data_type, tensor.dim, tensor.stride, where).copy_(value)
+
+
+def _pairs_to_values(raw: Any) -> Any:
+    """FP4_E2M1 bytes, two elements each, the first in the low bits, as twice as many float32 values."""
+    return unpack_float4(raw.view(1, -1, 1)).flatten()
+
+
+def _values_to_pairs(values: Any) -> Any:
+    """Values rounded to FP4_E2M1, as bytes; an odd one out has a zero beside it."""
+    flat = values.float().flatten()
+    return pack_float4(torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(1, -1, 1)).view(torch.uint8).flatten()
+
+
+def _tiles(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Of a tensor in the layout F8_128x4: the dimension that runs inside tiles' rows, padded rows, columns, batch."""
+    last = len(tensor.dim) - 1
+    column = last if tensor.stride[last] <= tensor.stride[last - 1] else last - 1
+    row = 2 * last - 1 - column
+    padded = -(-tensor.dim[row] // 128) * 128, -(-tensor.dim[column] // 4) * 4
+    return column, *padded, math.prod(tensor.dim[:-2])
+
+
+def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
+    """Where each element of a tensor in the layout F8_128x4 lies, in bytes, in the shape of the tensor.
+
+    Tiles of 128 rows by 4 columns (the faster of the last two dimensions) take 512 bytes each and follow one another
+    along the columns. The last ones are padded (cuBLAS documentation, "1D Block Scaling Factors Layout").
+    """
+    if tensor.reordering_type is not tensor_reordering.F8_128x4 or element_bits(tensor.data_type) != 8:
+        raise NotImplementedError(
+            refusal(where, "reordering_type", f"{tensor.reordering_type.name} of {tensor.data_type.name}",
+                    "NONE, or F8_128x4 of an 8-bit type, on the reference executor", "run this graph on a GPU")
+        )  # fmt: skip
+    column, rows, columns, _ = _tiles(tensor)
+    last = len(tensor.dim) - 1
+    position = [
+        torch.arange(extent, device=device).view([-1 if at == axis else 1 for at in range(last + 1)])
+        for axis, extent in enumerate(tensor.dim)
+    ]
+    c, r = position[column], position[2 * last - 1 - column]
+    offset = ((r // 128) * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r // 32 % 4 * 4 + c % 4
+    step = rows * columns
+    for axis in sorted(range(last - 1), key=lambda axis: tensor.stride[axis]):
+        offset = offset + position[axis] * step
+        step *= tensor.dim[axis]
+    return offset.expand(tensor.dim)
 
 
 def pack_bits(mask: Any) -> Any:
