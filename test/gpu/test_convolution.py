@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 import cudnn
 from cudnn.enums import convolution_mode
-from gpu import fuzz_convolution
-from gpu.common import IO_TYPES, assert_accurate, fuzz, gpu_graph
+from gpu.common import IO_TYPES, assert_accurate, gpu_graph
 from support.graphs import FLOAT, like, run
 
 pytestmark = pytest.mark.gpu
@@ -83,9 +82,3 @@ def test_int8_is_exact() -> None:
     y = graph.conv_fprop(image, weight, [1, 1]).set_output(True)
     (result,) = run(graph, {image: x, weight: w}, y)
     assert torch.equal(result.double(), F.conv2d(x.double(), w.double(), padding=1))
-
-
-def test_two_hundred_random_convolutions(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fuzz(fuzz_convolution.problems(200))
-    with capsys.disabled():
-        print(f"\nconvolutions: {said}")

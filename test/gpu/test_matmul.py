@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import cudnn
-from gpu import fuzz_matmul
-from gpu.common import IO_TYPES, assert_accurate, fuzz, gpu_graph
+from gpu.common import IO_TYPES, assert_accurate, gpu_graph
 from support.graphs import HALF, like, run
 
 pytestmark = pytest.mark.gpu
@@ -80,9 +79,3 @@ def test_relu_with_options(kind: torch.dtype, options: dict[str, float]) -> None
         return torch.where(x > low, x, low + slope * (x - low)).clamp(max=options.get("upper_clip", float("inf")))
 
     assert_accurate(result, formula, kind)
-
-
-def test_two_hundred_random_fusions(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fuzz(fuzz_matmul.problems(200))
-    with capsys.disabled():
-        print(f"\nmatmul fusions: {said}")

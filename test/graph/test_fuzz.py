@@ -1,27 +1,170 @@
-"""The fuzzers of the GPU tests, without a GPU: their first problems on the reference executor, and asked of cuDNN."""
+"""The random graphs of the GPU tests, without a GPU: samples on the reference executor, and asked of cuDNN."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count, islice
 from typing import Any
 
 import pytest
+import torch
 
-from gpu import fuzz_convolution, fuzz_matmul
-from gpu.common import assert_accurate, count_refused
-from support.graphs import reference_graph, run
+import cudnn
+from support.fuzz import FAMILIES, Case
+from support.fuzz.approx import Approx, apply, compare
+from support.fuzz.attention import AttentionCase, Mask
+from support.fuzz.chain import Program
+from support.fuzz.harness import plannable, run
+from support.fuzz.matmul import MatmulCase
+from support.fuzz.sweep import main, summary
+
+_SMALL = 60_000  # elements
 
 
-@pytest.mark.parametrize("fuzzer", [fuzz_matmul, fuzz_convolution])
-def test_reference_executor(fuzzer: Any) -> None:
-    for _, problem in fuzzer.problems(12, "cpu"):
-        graph = reference_graph(io=problem.kind)
-        values, out = problem.build(graph)
-        (result,) = run(graph, values, out)
-        assert_accurate(result, problem.formula, problem.kind)
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Cases are too small for more threads to help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("fuzzer", [fuzz_matmul, fuzz_convolution])
-def test_cudnn_has_engines(fuzzer: Any, device_properties: Any) -> None:
-    count = 30
-    refused = count_refused(fuzzer.problems(count, "cpu"), device_properties)
-    assert refused <= count // 10, f"{refused} of {count} refused"
+def small(family: str, wanted: Callable[[Any], bool] = lambda case: True) -> list[Case]:
+    """The first small cases. The reference executor takes no ragged tensors."""
+    cases = (FAMILIES[family].draw(seed) for seed in count())
+    fitting = (case for case in cases if case.size < _SMALL and not getattr(case, "starts", ()) and wanted(case))
+    return list(islice(fitting, {"attention": 40}.get(family, 60)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_executor(family: str) -> None:
+    outcomes = [run(case, "cpu", "reference") for case in small(family)]
+    failed = [f"seed {outcome.case.seed}: {outcome.message}" for outcome in outcomes if outcome.status != "passed"]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cudnn_has_engines(family: str, h200: Any) -> None:
+    cases = 50 if family == "matmul" else 80
+    answers = [plannable(FAMILIES[family].draw(seed), h200) for seed in range(cases)]
+    refused = Counter(answer for answer in answers if answer)
+    assert refused.total() <= FAMILIES[family].most_refused * cases, refused.most_common()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cases_are_data_that_a_seed_determines(family: str) -> None:
+    seen = set()
+    for seed in range(50):
+        case, again = (FAMILIES[family].draw(seed) for _ in range(2))
+        assert case == again
+        assert json.loads(case.json())["seed"] == seed
+        seen.add(repr(dataclasses.replace(case, seed=0)))
+    assert len(seen) > 45
+
+
+# A wrong library is noticed: here the formula is that of another graph.
+def found_wrong(case: Case, formula: Case, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(
+        type(case), "expected", lambda self, data, results: type(formula).expected(formula, data, results)
+    )
+    return run(case, "cpu", "reference").status == "failed"
+
+
+def test_a_lost_operation_is_noticed() -> None:
+    noticed = 0
+    cases = small("matmul", lambda case: len(case.after.instructions) > 1 and not case.after.taps)[:20]
+    for case in cases:
+        assert isinstance(case, MatmulCase)
+        shorter = dataclasses.replace(case, after=Program(case.after.instructions[:-1]))
+        with pytest.MonkeyPatch.context() as patch:
+            noticed += found_wrong(case, shorter, patch)
+    assert noticed > len(cases) * 0.7  # an identity, or the ReLU of what is positive, changes nothing
+
+
+def test_a_wrong_mask_is_noticed() -> None:
+    cases = small("attention", lambda case: case.mask.left is not None and case.mask.left > 1)[:20]
+    noticed = 0
+    for case in cases:
+        assert isinstance(case, AttentionCase)
+        assert case.mask.left is not None
+        narrower = dataclasses.replace(case, mask=dataclasses.replace(case.mask, left=case.mask.left - 1))
+        with pytest.MonkeyPatch.context() as patch:
+            noticed += found_wrong(case, narrower, patch)
+    assert noticed > len(cases) * 0.7  # wider than the keys are many, it masks nothing
+    assert Mask(left=1).options()
+
+
+def tampered(
+    change: Callable[[Mapping[Any, torch.Tensor], torch.Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """The message of a case whose execution does more than it should."""
+    execute = cudnn.pygraph.execute
+
+    def wrapped(graph: Any, pack: dict[Any, torch.Tensor], workspace: torch.Tensor) -> None:
+        execute(graph, pack, workspace)
+        change(pack, workspace)
+
+    monkeypatch.setattr(cudnn.pygraph, "execute", wrapped)
+    return run(FAMILIES["matmul"].draw(5), "cpu", "reference").message
+
+
+def whole(memory: torch.Tensor) -> torch.Tensor:
+    """All bytes of what a tensor is part of."""
+    return torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+
+
+def test_a_byte_before_an_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = tampered(lambda pack, _: whole([*pack.values()][-1])[255].fill_(0), monkeypatch)
+    assert message == "wrote outside the elements of C"
+
+
+def test_a_byte_behind_the_workspace_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = tampered(lambda _, workspace: whole(workspace)[-1].fill_(0), monkeypatch)
+    assert message == "wrote outside the workspace"
+
+
+def test_a_changed_input_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = tampered(lambda pack, _: next(iter(pack.values()))[0].fill_(0.123), monkeypatch)
+    assert message == "changed input A"
+
+
+def test_an_element_that_is_not_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = tampered(lambda pack, _: [*pack.values()][-1][7].fill_(float("nan")), monkeypatch)
+    assert "C: 1 of 2048 elements wrong; at [0, 0, 7] got nan" in message
+
+
+def test_bounds_cover_jumps_and_slopes() -> None:
+    x = Approx(torch.tensor([0.9999, 0.5, 3.0]), torch.tensor([0.001, 0.001, 0.5]))
+    rounded_up = apply(torch.ceil, x)
+    assert compare(torch.tensor([2.0, 1.0, 3.0]), rounded_up) == ""  # what is near 1 may fall on either side
+    assert compare(torch.tensor([1.0, 2.0, 3.0]), rounded_up).startswith("1 of 3 elements wrong; at [1] got 2")
+    square = apply(lambda v: v * v, x)
+    assert square.bound[2] == pytest.approx(3.25)
+
+
+def test_sweep_sums_up(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.jsonl"
+    assert main(["matmul", "--seed", "5", "--device", "cpu", "--report", str(report)]) == 0
+    (line,) = [json.loads(text) for text in report.read_text().splitlines()]
+    assert (line["cases"], line["passed"], line["ok"]) == (1, 1, True)
+    assert '"family":"matmul","seed":5' in capsys.readouterr().out
+
+
+def test_sweep_counts_too_many_refusals_and_shows_the_smallest_failure() -> None:
+    def record(seed: int, status: str, message: str) -> dict[str, Any]:
+        case = FAMILIES["matmul"].draw(seed)
+        return {"family": "matmul", "seed": seed, "status": status, "reason": message, "message": message,
+                "plan": "", "seconds": 0.1, "size": case.size}  # fmt: skip
+
+    refusals = summary([record(0, "passed", ""), record(1, "refused", "no engine")])
+    assert [line["ok"] for line in refusals if line["kind"] == "family"] == [False]
+    failures = summary([record(seed, "failed", "C: wrong") for seed in range(3)])
+    assert {"kind": "failed", "family": "matmul", "count": 3, "reason": "C: wrong", "seeds": [0, 1, 2]} in failures
+    sizes = [line["size"] for line in failures if line["kind"] == "case"]
+    assert sizes == sorted(sizes)
+    assert len(sizes) == 3

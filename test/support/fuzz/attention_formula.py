@@ -1,0 +1,180 @@
+"""Attention and its gradients in float64, with bounds on what rounding in smaller types may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from support.fuzz.approx import APPROXIMATE, TINY, UNIT, Approx
+
+_SUM = 2**-18  # of sums in float32, relative to the sum of absolute terms
+_EXP = 2**-11  # of exponentials and logarithms in hardware
+
+
+def slopes(heads: int) -> list[float]:
+    """ALiBi's, for each head (Press et al., 2022)."""
+    power = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return first + [2.0 ** (-4.0 * (2 * j + 1) / power) for j in range(heads - power)]
+
+
+@dataclass
+class Problem:
+    """Dense operands in float64, of heads as many as Q's or fewer.
+
+    Attributes:
+        rows, columns: Valid ones of each batch entry, ``[b, 1, 1, 1]``.
+        softcap: Scores go through ``softcap * tanh(scores / softcap)``; None for not.
+        keep: What dropout multiplies the weights by, 1 / (1 - p) included; None for nothing.
+        kind: Type of Q, K, V and of the weights in the products with V, Q and K.
+        weights_dtype: Of the weights, where it is another.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kind: torch.dtype
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+    alibi: bool = False
+    softcap: float | None = None
+    rows: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    sink: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.heads = self.q.shape[1]
+        b, _, s_q, _ = self.q.shape
+        s_kv = self.k.shape[2]
+        full = torch.ones(b, 1, 1, 1, dtype=torch.long, device=self.q.device)
+        self.n_rows = full * s_q if self.rows is None else self.rows.long()
+        self.n_columns = full * s_kv if self.columns is None else self.columns.long()
+        row = torch.arange(s_q, device=self.q.device).view(1, 1, -1, 1)
+        column = torch.arange(s_kv, device=self.q.device).view(1, 1, 1, -1)
+        self.valid_rows, self.valid_columns = row < self.n_rows, (column < self.n_columns).mT
+        self.q = torch.where(self.valid_rows, self.q, 0.0)
+        self.k, self.v = (torch.where(self.valid_columns, x, 0.0) for x in (self.k, self.v))
+        # A diagonal that ends at the last valid row and column starts so far to the right of the first ones.
+        diagonal = row + (self.n_columns - self.n_rows) if self.bottom_right else row
+        seen = self.valid_rows & self.valid_columns.mT
+        if self.right is not None:
+            seen = seen & (column <= diagonal + self.right)
+        if self.left is not None:
+            seen = seen & (column > diagonal - self.left)
+        self.seen = seen.expand(b, self.heads, s_q, s_kv)
+        self._score(column - row)
+
+    def _score(self, distance: torch.Tensor) -> None:
+        k = self.spread(self.k)
+        scores = self.q @ k.mT * self.scale
+        error = _SUM * abs(self.scale) * (self.q.abs() @ k.abs().mT)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+            error = error + 2 * APPROXIMATE * scores.abs()
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.alibi:
+            slope = torch.tensor(slopes(self.heads), device=self.q.device).double().view(1, -1, 1, 1)
+            scores = scores + slope * distance
+        error = error + 2**-20 * scores.abs()
+        self.scores = scores.masked_fill(~self.seen, -torch.inf)
+        self.score_error = torch.where(self.seen, error, 0.0).amax(-1, keepdim=True)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Each head repeated for the heads of Q that it serves."""
+        return x.repeat_interleave(self.heads // x.shape[1], 1)
+
+    def gathered(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.unflatten(1, (heads, -1)).sum(2)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.keep is None else x * self.keep
+
+    @property
+    def alive(self) -> torch.Tensor:
+        """Rows that see something."""
+        return self.seen.any(-1, keepdim=True)
+
+    def forward(self) -> dict[str, Approx]:
+        """O, Stats, Max and Sum_exp. Rows that see nothing: O is 0 and Stats -inf within the valid rows."""
+        largest = self.scores.amax(-1, keepdim=True)
+        if self.sink is not None:
+            largest = torch.maximum(largest, self.sink)
+        alive = self.alive
+        shift = torch.where(alive, largest, 0.0)
+        powers = torch.exp(self.scores - shift)
+        total = powers.sum(-1, keepdim=True)
+        if self.sink is not None:
+            total = total + torch.exp(self.sink - shift)
+        weights = torch.where(alive, powers / total, 0.0)
+        v = self.spread(self.v)
+        unit = UNIT[self.kind] + 2 * self.score_error + _EXP
+        sized = self.dropped(weights)
+        o = sized @ v
+        error = unit * (sized @ v.abs()) + TINY[self.kind] * (self.dropped(self.seen.double()) @ v.abs())
+        relative = 2 * self.score_error + _EXP
+        stats = torch.where(alive, shift + total.log(), -torch.inf)
+        anything = torch.where(self.valid_rows & alive, 0.0, torch.inf)
+        beyond = torch.where(self.valid_rows, 0.0, torch.inf)
+        return {
+            "O": Approx(o, error + beyond),
+            "Stats": Approx(stats, torch.where(alive, relative + 2**-20 * stats.abs(), 0.0)),
+            "Max": Approx(shift, self.score_error + anything),
+            "Sum_exp": Approx(total, relative * total + anything),
+        }
+
+    def backward(
+        self, o: torch.Tensor, d_o: torch.Tensor, stats: torch.Tensor, bias_dims: tuple[int, ...] = ()
+    ) -> dict[str, Approx]:
+        """dQ, dK, dV, and dBias, dSink where they have a meaning, from given O and Stats."""
+        unit, tiny = UNIT[self.kind], TINY[self.kind]
+        o, d_o = (torch.where(self.valid_rows, x, 0.0) for x in (o, d_o))
+        stats = torch.where(stats.isinf(), 0.0, stats)
+        weights = torch.where(self.seen, torch.exp(self.scores - stats), 0.0)
+        relative = 2 * self.score_error + _EXP
+        v, k = self.spread(self.v), self.spread(self.k)
+        sized = self.dropped(weights)
+        d_v = self.gathered(sized.mT @ d_o, self.v.shape[1])
+        v_error = ((2 * unit + relative) * sized + tiny).mT @ d_o.abs()
+        row = (d_o * o).sum(-1, keepdim=True)
+        d_p = d_o @ v.mT
+        row_error = _SUM * (d_o * o).abs().sum(-1, keepdim=True)
+        p_error = self.dropped(_SUM * (d_o.abs() @ v.abs().mT)) + row_error
+        inner = self.dropped(d_p) - row
+        d_s = weights * inner
+        # The difference of two sums cancels: what each is worth counts, not what is left.
+        s_error = weights * (
+            p_error + (relative + 2**-20) * inner.abs() + 2**-20 * (self.dropped(d_p.abs()) + row.abs())
+        )
+        rounded = s_error + 2 * unit * d_s.abs() + tiny
+        scale = abs(self.scale)
+        found = {
+            "dV": Approx(d_v, self.gathered(v_error, self.v.shape[1])),
+            "dQ": Approx(self.scale * d_s @ k, scale * rounded @ k.abs()),
+            "dK": Approx(
+                self.gathered(self.scale * d_s.mT @ self.q, self.k.shape[1]),
+                self.gathered(scale * rounded.mT @ self.q.abs(), self.k.shape[1]),
+            ),
+        }
+        for name, valid in (("dQ", self.valid_rows), ("dK", self.valid_columns), ("dV", self.valid_columns)):
+            beyond = torch.where(valid, 0.0, torch.inf)
+            found[name] = dataclasses.replace(found[name], error=found[name].bound + beyond)
+        if bias_dims:
+            axes = [axis for axis, extent in enumerate(bias_dims) if extent == 1]
+            # PyTorch takes an empty list of axes for all of them, so there is always one of extent 1.
+            total, spent = (x.unsqueeze(-1).sum([*axes, -1], keepdim=True).squeeze(-1) for x in (d_s, rounded))
+            found["dBias"] = Approx(total, spent)
+        if self.sink is not None:
+            part = torch.where(self.valid_rows, torch.exp(self.sink - stats), 0.0)
+            error = (_EXP * row.abs() + row_error) * part
+            found["dSink"] = Approx(
+                -(part * row).sum([0, 2], keepdim=True),
+                error.sum([0, 2], keepdim=True) + _SUM * (part * row).abs().sum([0, 2], keepdim=True),
+            )
+        return found

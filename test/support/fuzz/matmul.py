@@ -1,0 +1,202 @@
+"""Matrix products: types, batches, layouts, what comes before the product and what follows it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+import cudnn
+from support.fuzz.approx import Approx, contraction, reduce
+from support.fuzz.case import Case, Spec, extent, packed, pick
+from support.fuzz.chain import Drawing, Instruction, Program, most_types
+
+# cuDNN 9.19 has no engine for the last three.
+_REDUCTIONS = {"ADD": 4, "MAX": 2, "MIN": 2, "AMAX": 2, "AVG": 0.1, "NORM1": 0.1, "NORM2": 0.1}
+# Type of A, of B, of the product's operands once they are cast, and of the output.
+_TYPES: dict[tuple[str, str, str, str], float] = {
+    ("float16", "float16", "float16", "float16"): 8,
+    ("bfloat16", "bfloat16", "bfloat16", "bfloat16"): 8,
+    ("float32", "float32", "float32", "float32"): 4,
+    ("float16", "float16", "float16", "float32"): 2,
+    ("bfloat16", "bfloat16", "bfloat16", "float32"): 2,
+    ("float16", "bfloat16", "float16", "float16"): 1,
+    ("bfloat16", "float16", "bfloat16", "float32"): 1,
+    ("int8", "float16", "float16", "float16"): 1,
+    ("bfloat16", "int8", "bfloat16", "bfloat16"): 1,
+    ("float32", "float16", "float16", "float16"): 1,
+    ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn", "float16"): 2,
+    ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn"): 1,
+    ("float8_e5m2", "float8_e4m3fn", "float8_e5m2", "bfloat16"): 1,
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn", "float32"): 1,
+    ("int8", "int8", "int8", "int32"): 2,
+    ("int8", "int8", "int8", "float32"): 1,
+}
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+@dataclass(frozen=True)
+class MatmulCase(Case):
+    """``C = after(before_a(A) before_b(B))``, reduced where ``reduction`` says so.
+
+    Attributes:
+        operand: What the product's operands are cast to, where an input has another type.
+        output: Type of what the graph writes.
+        before_a, before_b: Programs on A and B; casts are among them.
+        slices: By ``A`` or ``B``: the part of the input that takes part, as (axis, start, stop).
+        after: Program on the product.
+        reduction: Mode and the axes that it removes.
+        whole: Whether what is reduced is an output too.
+    """
+
+    family = "matmul"
+    full = 2100
+    most_refused = 0.15
+
+    operand: str
+    output: str
+    before_a: Program
+    before_b: Program
+    slices: dict[str, tuple[int, int, int]]
+    after: Program
+    reduction: tuple[str, tuple[int, ...]] | None
+    whole: bool
+
+    @classmethod
+    def draw(cls, seed: int) -> MatmulCase:
+        rng = random.Random(seed)
+        types = pick(rng, _TYPES)
+        operand, output = types[2:]
+        narrow = operand in _FP8 or "int8" in types[:2]
+        rank = pick(rng, {3: 9, 4: 1})
+        largest = pick(rng, {64: 2, 256: 4, 768: 1})
+        m, n, k = (extent(rng, largest) for _ in range(3))
+        if narrow:  # sixteen bytes a row
+            m, n, k = (max(16, extent // 16 * 16) for extent in (m, n, k))
+        batch = [pick(rng, {1: 3, 2: 1, 3: 1, 8: 1, 5: 0.5}) for _ in range(rank - 2)]
+        shared = pick(rng, {"": 6, "A": 0.5, "B": 2})
+        slices: dict[str, tuple[int, int, int]] = {}
+        inputs: dict[str, Spec] = {}
+        for name, dims in (("A", [m, k]), ("B", [k, n])):
+            ones = [1] * len(batch) if shared == name else batch
+            whole = [*ones, *dims]
+            if not narrow and rng.random() < 0.05:
+                axis = rng.choice([rank - 2, rank - 1])
+                cut = 8 * rng.randint(1, 4)
+                whole[axis] += 2 * cut
+                slices[name] = (axis, cut, cut + [*ones, *dims][axis])
+            order = [*range(rank)]
+            # fp8 and int8 products want K fastest in both.
+            if (name == "B") if narrow else rng.random() < 0.4:
+                order[-2:] = [rank - 1, rank - 2]
+            if len(batch) == 1 and not narrow and rng.random() < 0.05:
+                order = [order[1], 0, order[2]]  # entries of the batch interleaved, as heads often are
+            gap = 0 if rng.random() < 0.85 else 8 * rng.randint(1, 3)
+            dtype = types[0 if name == "A" else 1]
+            fill = "integers" if "int8" in dtype else "normal"
+            scale = k**-0.5 if name == "A" else 1.0
+            inputs[name] = Spec(tuple(whole), packed(whole, order, gap), dtype, fill, scale)
+        integers = operand == "int8"
+        spread = (-100.0, 100.0) if integers else (-16.0 * k**0.5, 16.0 * k**0.5) if narrow else (-7.0, 7.0)
+        before_a, before_b = (
+            cls._before(rng, inputs, name, dtype, operand, 0.0 if narrow or name in slices else 0.06)
+            for name, dtype in zip("AB", types[:2], strict=True)
+        )
+        dims = [*batch, m, n]
+        vector = [*[1] * (rank - 1), n]
+        column = [*[1] * len(batch), m, 1]
+        shapes = {
+            tuple(dims): 3, tuple(vector): 4, tuple(column): 2, (1,) * rank: 1,
+            (*[1] * len(batch), m, n): 1, (*batch, 1, 1): 0.5, (*batch, 1, n): 0.5, (*batch, m, 1): 0.5,
+        }  # fmt: skip
+        length = 0 if integers and output == "int32" else pick(rng, {0: 2, 1: 3, 2: 3, 3: 2, 4: 1, 5: 1, 6: 1})
+        order = [*range(rank)]
+        drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), spread)
+        after = drawing.program(length)
+        inputs |= drawing.specs
+        reduction = None
+        if not narrow and rng.random() < 0.08:
+            axes = pick(rng, {(rank - 1,): 2, (rank - 2,): 2, (rank - 2, rank - 1): 1, tuple(range(rank)): 1})
+            reduction = (pick(rng, _REDUCTIONS), axes)
+        return cls(
+            seed, types[0], "float32", "float32", inputs, operand,
+            output, before_a, before_b, slices, after, reduction, rng.random() < 0.3,
+        )  # fmt: skip
+
+    @staticmethod
+    def _before(
+        rng: random.Random, inputs: dict[str, Spec], name: str, dtype: str, operand: str, chance: float
+    ) -> Program:
+        """A cast where A or B need one, or one operation with its result rounded to the operands' type."""
+        if dtype != operand and not (dtype in _FP8 and operand in _FP8):
+            return Program((Instruction("identity", ("x0",), operand),))
+        if rng.random() >= chance or operand == "float32":
+            return Program()
+        if rng.random() < 0.4:
+            return Program((Instruction(rng.choice(["relu", "abs", "neg", "gelu", "tanh"]), ("x0",), operand),))
+        rank = len(inputs[name].dims)
+        axis = rng.choice([rank - 2, rank - 1])
+        dims = [extent if i == axis else 1 for i, extent in enumerate(inputs[name].dims)]
+        inputs[f"{name}_operand"] = Spec(tuple(dims), packed(dims, range(rank)), dtype, "positive")
+        return Program((Instruction(rng.choice(["mul", "add"]), ("x0", f"{name}_operand"), operand),))
+
+    def _slice(self, name: str) -> list[slice]:
+        cuts = [slice(None)] * len(self.inputs[name].dims)
+        if name in self.slices:
+            axis, start, stop = self.slices[name]
+            cuts[axis] = slice(start, stop)
+        return cuts
+
+    def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
+        sides = []
+        for name, before in (("A", self.before_a), ("B", self.before_b)):
+            side = tensors[name]
+            if name in self.slices:
+                cut = [
+                    slice(0, d) if s == slice(None) else s
+                    for d, s in zip(side.get_dim(), self._slice(name), strict=True)
+                ]
+                side = graph.slice(side, cut).set_data_type(side.get_data_type())
+            sides.append(before.build(graph, side, tensors)[-1])
+        integers = self.operand == "int8"
+        product = graph.matmul(*sides, compute_data_type=torch.int32 if integers else torch.float32)
+        if integers:
+            product.set_data_type(torch.int32)
+        results = self.after.build(graph, product, tensors)
+        output = getattr(torch, self.output)
+        outputs = {f"tap{i}": results[i] for i in self.after.taps}
+        last = results[-1]
+        if self.reduction is None or self.whole:
+            outputs["C"] = last
+        if self.reduction is not None:
+            mode, axes = self.reduction
+            reduced = graph.reduction(last, getattr(cudnn.reduction_mode, mode))
+            dims = [1 if axis in axes else extent for axis, extent in enumerate(self._dims())]
+            outputs["R"] = reduced.set_dim(dims).set_stride(packed(dims, range(len(dims))))
+            reduced.set_data_type(cudnn.data_type.FLOAT)
+        for name, tensor in outputs.items():
+            tensor.set_output(True)
+            if name != "R":
+                tensor.set_data_type(output)
+        return outputs
+
+    def _dims(self) -> list[int]:
+        a, b = ([len(range(d)[s]) for d, s in zip(self.inputs[n].dims, self._slice(n), strict=True)] for n in "AB")
+        return [*(max(pair) for pair in zip(a[:-2], b[:-2], strict=True)), a[-2], b[-1]]
+
+    def expected(self, data: dict[str, torch.Tensor], results: dict[str, torch.Tensor]) -> dict[str, Approx]:
+        a, b = (
+            before.formula(Approx(data[name][tuple(self._slice(name))].double()), data, torch.float32)[-1]
+            for name, before in (("A", self.before_a), ("B", self.before_b))
+        )
+        product = contraction(torch.matmul, a, b, getattr(torch, self.operand))
+        values = self.after.formula(product, data, torch.float32)
+        output = getattr(torch, self.output)
+        # The reduction reads what is stored, or what has not been rounded yet.
+        found = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"C": values[-1].stored(output)}
+        if self.reduction is not None:
+            mode, axes = self.reduction
+            reduced = reduce(found["C"] if self.whole else values[-1], getattr(cudnn.reduction_mode, mode), axes)
+            found["R"] = reduced.stored(torch.float32)
+        return found
