@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.errors import refusal
 from cudnn.pygraph.attention_backward import AttentionBackward
 from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.node import NOT_SET, NodeList
+from cudnn.pygraph.attention_scores import ScoreModifier
+from cudnn.pygraph.node import NOT_SET, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
 
+CUSTOM_DROPOUT = ("Dropout_mask", "Dropout_scale", "Dropout_scale_inv")
 Dropout = float | tuple[Any, ...] | None
-ScoreModifier = Callable[..., Tensor] | None
 
 
 class AttentionMethods(NodeList):
@@ -49,7 +49,7 @@ class AttentionMethods(NodeList):
         paged_attention_max_seq_len_kv: int | None = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
-        score_mod: ScoreModifier = None,
+        score_mod: ScoreModifier | None = None,
         generate_stats: bool | None = None,
         implementation: attention_implementation = attention_implementation.AUTO,
         score_max: Tensor | None = None,
@@ -77,9 +77,22 @@ class AttentionMethods(NodeList):
             diagonal_band_left_bound: Column greater than the diagonal less this. ``sliding_window_length`` is the same.
             diagonal_band_right_bound: Column up to the diagonal plus this.
             implementation: One operation of cuDNN (UNIFIED), a pattern of several (COMPOSITE), or what fits (AUTO).
-            block_mask, use_alibi_mask, dropout, rng_dump, paged_attention_k_table, paged_attention_v_table,
-                paged_attention_max_seq_len_kv, score_mod, score_max, score_sum_exp, sink_token, unfuse_fma: Not
-                supported yet.
+            block_mask: UINT8 ``[b, h_q, ceil(s_q / 128), ceil(ceil(s_kv / 128) / 8)]``: bit i of byte j keeps the tile
+                of 128 columns number 8 j + i. UNIFIED only.
+            use_alibi_mask: Adds ``slope * (column - row)`` with a slope for each head (Press et al., 2022); with
+                ``diagonal_band_right_bound=0``.
+            dropout: ``(probability, seed, offset)``, seed and offset INT64 tensors of one element, on the device or
+                passed by value; or ``(mask, scale)``, where mask broadcasts to the scores.
+            rng_dump: A tensor ``[b, h_q, s_q, s_kv]`` that gets the random mask: 1 kept, 0 dropped.
+            paged_attention_k_table, paged_attention_v_table: INT32 ``[b, 1, pages of an entry, 1]``. ``k`` and ``v``
+                are then containers ``[pages, h, tokens of a page, d]``; needs a padding mask.
+            paged_attention_max_seq_len_kv: s_kv of paged K and V.
+            score_mod: A function ``(graph, scores) -> scores`` that adds operations to ``graph``; applied to the scaled
+                scores. It runs when the graph is validated and when it is built.
+            score_max, score_sum_exp: Tensors ``[b, h_q, s_q, 1]`` that get each row's largest score, and the sum of
+                ``exp(score - largest)``.
+            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row, whose weight is not kept.
+            unfuse_fma: Asks cuDNN (9.22) not to fuse multiplication and addition in the softmax.
 
         Returns:
             ``[O, Stats]``: O ``[b, h_q, s_q, d_v]``, by default in Q's stride order; Stats ``[b, h_q, s_q, 1]`` for the
@@ -87,42 +100,34 @@ class AttentionMethods(NodeList):
             refuses them.
 
         Raises:
-            RuntimeError: arguments that contradict each other.
-            NotImplementedError: an argument that is not supported yet.
+            RuntimeError, ValueError, TypeError: arguments that contradict each other or are of the wrong kind.
             cudnnGraphNotSupportedError: from ``validate()`` or the build, a combination that cuDNN does not support.
 
         The formula and the name of the statistics are those of Dao et al., FlashAttention (2022).
         """
-        where = _where(name, "sdpa")
-        _not_yet(
-            where,
-            block_mask=block_mask,
-            use_alibi_mask=use_alibi_mask,
-            dropout=dropout,
-            rng_dump=rng_dump,
-            paged_attention_k_table=paged_attention_k_table,
-            paged_attention_v_table=paged_attention_v_table,
-            paged_attention_max_seq_len_kv=paged_attention_max_seq_len_kv,
-            score_mod=score_mod,
-            score_max=score_max,
-            score_sum_exp=score_sum_exp,
-            sink_token=sink_token,
-            unfuse_fma=unfuse_fma,
-        )
+        where = where_of(name, "sdpa")
         if attn_bias is not None:
             _conflict(where, bias is not None, "bias and attn_bias", "both", "one of them, they are the same")
             bias = attn_bias
-        inputs, attributes = _shared(
+        if dropout_seed is not None or dropout_offset is not None:
+            dropout = (dropout, dropout_seed, dropout_offset)
+        inputs, attributes = shared(
             where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
             use_causal_mask_bottom_right, sliding_window_length, diagonal_alignment, diagonal_band_left_bound,
-            diagonal_band_right_bound,
+            diagonal_band_right_bound, dropout, sink_token, use_alibi_mask,
         )  # fmt: skip
-        outputs = ["O", "Stats"] if _wants_stats(where, is_inference, generate_stats) else ["O"]
+        inputs |= {
+            "Block_mask": block_mask, "Page_table_K": paged_attention_k_table, "Page_table_V": paged_attention_v_table
+        }  # fmt: skip
+        outputs = ["O", "Stats"] if wants_stats(where, is_inference, generate_stats) else ["O"]
         node = self._add(
             AttentionForward, name, compute_data_type, inputs, outputs,
-            implementation=attention_implementation(implementation), **attributes,
+            implementation=attention_implementation(implementation), score_mod=score_mod, unfuse_fma=bool(unfuse_fma),
+            paged_max_seq_len_kv=paged_attention_max_seq_len_kv, **attributes,
         )  # fmt: skip
-        return [node.outputs["O"], node.outputs.get("Stats")]
+        results: list[Tensor | None] = [node.outputs["O"], node.outputs.get("Stats")]
+        add_outputs(node, Max=score_max, Sum_exp=score_sum_exp, RNG_DUMP=rng_dump if node.dropout_probability else None)
+        return results
 
     def sdpa_backward(
         self,
@@ -152,8 +157,8 @@ class AttentionMethods(NodeList):
         use_deterministic_algorithm: bool = False,
         compute_data_type: object = NOT_SET,
         name: str = "",
-        score_mod: ScoreModifier = None,
-        score_mod_bprop: ScoreModifier = None,
+        score_mod: ScoreModifier | None = None,
+        score_mod_bprop: ScoreModifier | None = None,
         sink_token: Tensor | None = None,
         dSink_token: Tensor | None = None,
     ) -> list[Tensor]:
@@ -165,60 +170,57 @@ class AttentionMethods(NodeList):
             dO: Gradient of O.
             dBias: A tensor made by ``graph.tensor()`` for the gradient of ``bias``, in a shape that broadcasts to
                 ``[b, h_q, s_q, s_kv]``; broadcast dimensions are summed over.
-            attn_scale ... diagonal_band_right_bound: As given to ``sdpa``.
-            use_alibi_mask, max_total_seq_len_q, max_total_seq_len_kv, dropout, rng_dump, use_deterministic_algorithm,
-                score_mod, score_mod_bprop, sink_token, dSink_token: Not supported yet.
+            attn_scale ... diagonal_band_right_bound, dropout, score_mod, sink_token: As given to ``sdpa``; the second
+                form of dropout is ``(mask, scale, inverse of scale)``.
+            rng_dump: As for ``sdpa``.
+            max_total_seq_len_q, max_total_seq_len_kv: At most so many tokens in all entries of a ragged tensor
+                together: less scratch memory.
+            use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
+            score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
+            dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.
 
         Raises:
-            RuntimeError, NotImplementedError, cudnnGraphNotSupportedError: as ``sdpa``.
+            RuntimeError, ValueError, TypeError, cudnnGraphNotSupportedError: as ``sdpa``.
 
         The formulas are those of Dao et al., FlashAttention (2022), appendix B.2.
         """
-        where = _where(name, "sdpa_backward")
-        _not_yet(
-            where,
-            use_alibi_mask=use_alibi_mask,
-            max_total_seq_len_q=max_total_seq_len_q,
-            max_total_seq_len_kv=max_total_seq_len_kv,
-            dropout=dropout,
-            rng_dump=rng_dump,
-            use_deterministic_algorithm=use_deterministic_algorithm,
-            score_mod=score_mod,
-            score_mod_bprop=score_mod_bprop,
-            sink_token=sink_token,
-            dSink_token=dSink_token,
-        )
-        inputs, attributes = _shared(
+        where = where_of(name, "sdpa_backward")
+        inputs, attributes = shared(
             where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
             use_causal_mask_bottom_right, sliding_window_length, diagonal_alignment, diagonal_band_left_bound,
-            diagonal_band_right_bound,
+            diagonal_band_right_bound, dropout, sink_token, use_alibi_mask,
         )  # fmt: skip
         inputs |= {"O": o, "dO": dO, "Stats": stats}
-        node = self._add(AttentionBackward, name, compute_data_type, inputs, ["dQ", "dK", "dV"], **attributes)
+        node = self._add(
+            AttentionBackward, name, compute_data_type, inputs, ["dQ", "dK", "dV"], score_mod=score_mod,
+            score_mod_bprop=score_mod_bprop, max_total_seq_len_q=max_total_seq_len_q,
+            max_total_seq_len_kv=max_total_seq_len_kv,
+            use_deterministic_algorithm=bool(use_deterministic_algorithm), **attributes,
+        )  # fmt: skip
         gradients = [*node.outputs.values()]
-        if dBias is not None:
-            node.outputs["dBias"] = dBias
+        add_outputs(node, dBias=dBias, dSink=dSink_token, RNG_DUMP=rng_dump if node.dropout_probability else None)
         return gradients
 
     scaled_dot_product_flash_attention = sdpa
     scaled_dot_product_flash_attention_backward = sdpa_backward
 
 
-def _where(name: str, method: str) -> str:
+def where_of(name: str, method: str) -> str:
     return f"{name} ({method})" if name else method
 
 
-def _not_yet(where: str, **arguments: Any) -> None:
-    """Refuses arguments that a later version will take. None, False and 0.0 ask for nothing."""
-    for argument, value in arguments.items():
-        if value is not None and (not isinstance(value, (bool, int, float)) or value):
-            got = repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__
-            raise NotImplementedError(
-                refusal(where, argument, got, "its default: it is not supported yet", "leave it out")
-            )
+def add_outputs(node: Node, **outputs: Tensor | None) -> None:
+    """Lets a node write tensors that the user has made."""
+    for port, tensor in outputs.items():
+        if tensor is not None:
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    refusal(node.where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()")
+                )
+            node.outputs[port] = tensor
 
 
 def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> None:
@@ -226,7 +228,7 @@ def _conflict(where: str, broken: bool, what: str, got: str, allowed: str) -> No
         raise RuntimeError(refusal(where, what, got, allowed, "leave one of them out"))
 
 
-def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
+def wants_stats(where: str, is_inference: object, generate_stats: object) -> bool:
     for argument, value in (("is_inference", is_inference), ("generate_stats", generate_stats)):
         if value is not None and not isinstance(value, bool):
             raise RuntimeError(refusal(where, argument, repr(value), "True, False or None", "pass a bool"))
@@ -236,7 +238,7 @@ def _wants_stats(where: str, is_inference: object, generate_stats: object) -> bo
     return generate_stats is True or is_inference is False
 
 
-def _shared(
+def shared(
     where: str,
     q: Tensor,
     k: Tensor,
@@ -252,6 +254,9 @@ def _shared(
     alignment: diagonal_alignment,
     left_bound: int | None,
     right_bound: int | None,
+    dropout: Dropout,
+    sink: Tensor | None,
+    alibi: bool,
 ) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
     """The inputs and attributes that both passes have."""
     _conflict(
@@ -278,9 +283,13 @@ def _shared(
         )
     inputs = {
         "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q,
-        "Seq_len_kv": seq_len_kv,
+        "Seq_len_kv": seq_len_kv, "Sink": sink,
     }  # fmt: skip
+    dropout_inputs, probability = _dropout(where, dropout)
+    inputs |= dropout_inputs
     attributes = {
+        "dropout_probability": probability,
+        "use_alibi_mask": bool(alibi),
         "attn_scale": scale,
         "use_padding_mask": bool(use_padding_mask),
         "diagonal_alignment": diagonal_alignment(alignment),
@@ -288,6 +297,32 @@ def _shared(
         "right_bound": _bound(where, "diagonal_band_right_bound", right_bound),
     }
     return inputs, attributes
+
+
+def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
+    """The inputs and the probability of dropout, in any of its forms. A probability of 0 alone asks for none."""
+    if dropout is None or (isinstance(dropout, (int, float)) and dropout == 0):
+        return {}, 0.0
+    parts = dropout if isinstance(dropout, tuple) else (dropout,)
+    tensors = [isinstance(part, Tensor) for part in parts]
+    if len(parts) in (2, 3) and all(tensors):
+        return {port: part for port, part in zip(CUSTOM_DROPOUT, parts, strict=False) if isinstance(part, Tensor)}, 0.0
+    if len(parts) == 3 and isinstance(parts[0], (int, float)):
+        probability = float(parts[0])
+        if not 0 <= probability < 1:
+            raise ValueError(
+                refusal(where, "dropout", f"a probability of {probability}", "0 or more and less than 1",
+                        "pass the share of weights to drop")
+            )  # fmt: skip
+        if probability == 0:
+            return {}, 0.0
+        if all(tensors[1:]):
+            return {"Dropout_seed": parts[1], "Dropout_offset": parts[2]}, probability
+    got = ", ".join(type(part).__name__ for part in parts)
+    raise TypeError(
+        refusal(where, "dropout", f"({got})", "(probability, seed tensor, offset tensor), or (mask tensor, scale "
+                "tensor) and, backward, its inverse", "pass one of these")
+    )  # fmt: skip
 
 
 def _bound(where: str, argument: str, value: object) -> int | None:

@@ -5,28 +5,56 @@ from __future__ import annotations
 import dataclasses
 import logging
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from cudnn.enums import data_type, reduction_mode
 from cudnn.pygraph import attention_support as support
-from cudnn.pygraph.attention_scores import Attention, ScoreGraph, swapped
+from cudnn.pygraph.attention_scores import Attention, ScoreGraph, ScoreModifier, swapped
 from cudnn.pygraph.layout import broadcast, row_major, strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Context
 from cudnn.pygraph.tensor import Tensor
-from cudnn.reference.attention import attention_backward
+from cudnn.reference.attention import attention_gradients
 
 _log = logging.getLogger("cudnn")
 
 
+class DropoutFactors(NamedTuple):
+    """The mask, the factor on what it keeps, and the inverse of that factor; None without dropout."""
+
+    graph: ScoreGraph
+    mask: Tensor | None
+    scale: Tensor | None
+    scale_inv: Tensor
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """``x`` under the mask."""
+        return x if self.mask is None else self.graph.scores(self.graph.mul(x, self.mask))
+
+    def rescaled(self, x: Tensor) -> Tensor:
+        """``x`` times the factor."""
+        return x if self.scale is None else self.graph.scores(self.graph.mul(x, self.scale))
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class AttentionBackward(Attention):
-    """dQ, dK, dV (and dBias) from the forward pass's inputs, O and Stats ``[b, h_q, s_q, 1]``, and the gradient dO."""
+    """dQ, dK, dV (and dBias, dSink) from the forward pass's inputs, O, Stats ``[b, h_q, s_q, 1]``, and the gradient dO.
+
+    ``max_total_seq_len_q`` and ``max_total_seq_len_kv`` bound the tokens of all entries of ragged tensors together, so
+    that scratch memory is not as long as the padded tensors.
+    """
 
     tag = "SDPA_BWD"
     method = "sdpa_backward"
 
-    SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.biased, ScoreGraph.padded)
+    max_total_seq_len_q: int | None = None
+    max_total_seq_len_kv: int | None = None
+    use_deterministic_algorithm: bool = False
+    score_mod_bprop: ScoreModifier | None = None
+
+    SCORE_STEPS = (
+        ScoreGraph.scaled, ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.padded
+    )  # fmt: skip
     BAND_STEPS = (ScoreGraph.right_bounded, ScoreGraph.left_bounded)
 
     def infer(self, context: Context) -> None:
@@ -42,6 +70,11 @@ class AttentionBackward(Attention):
         if "dBias" in self.outputs:
             self.check_shape("dBias", lambda dim: broadcast([dim, self.score_dim]) == self.score_dim and len(dim) == 4,
                              f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {self.score_dim}")  # fmt: skip
+        if "dSink" in self.outputs:
+            self.check_shape("dSink", lambda dim: dim == [1, q[1], 1, 1], f"[1, h_q, 1, 1] = {[1, q[1], 1, 1]}")
+        if "RNG_DUMP" in self.outputs:
+            self.outputs["RNG_DUMP"].fill(self.score_dim)
+        self.record(context, self.score_mod, self.score_mod_bprop)
 
     def check(self, context: Context) -> None:
         support.check_backward(self, context, support.loaded_version())
@@ -53,27 +86,43 @@ class AttentionBackward(Attention):
             return apart.lower(lowering)
         _log.info("%s: COMPOSITE implementation, the only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
-        batch, _, s_q, s_kv = self.score_dim
-        if s_kv % 128 and not self.use_padding_mask and lowering.version <= 91500:
-            # Up to cuDNN 9.15.0 an incomplete last tile of 128 keys goes wrong in the engines: mask it as padding.
-
-            def length(end: int) -> Tensor:
-                return lowering.scratch(Tensor([batch, 1, 1, 1], [1] * 4, data_type.INT32), 4 * batch, [end] * batch)
-
-            graph.lengths = length(s_q), length(s_kv)
+        graph.slopes = self.alibi(lowering)
+        graph.lengths = self._lengths(lowering)
         key, value = self.transposed(lowering, "K"), self.transposed(lowering, "V")
         self.compose(graph, key, value, *self._scratch(lowering))
         lowering.expand(graph)
 
+    def _lengths(self, lowering: Lowering) -> tuple[Tensor | None, Tensor | None]:
+        """The lengths of the padding mask.
+
+        Up to cuDNN 9.15.0 an incomplete last tile of 128 keys goes wrong in the engines: it is masked as padding.
+        """
+        batch, _, s_q, s_kv = self.score_dim
+        if s_kv % 128 == 0 or self.use_padding_mask or self.is_ragged or lowering.version > 91500:
+            return self.inputs.get("Seq_len_q"), self.inputs.get("Seq_len_kv")
+
+        def length(end: int) -> Tensor:
+            return lowering.scratch(Tensor([batch, 1, 1, 1], [1] * 4, data_type.INT32), 4 * batch, [end] * batch)
+
+        return length(s_q), length(s_kv)
+
     def _scratch(self, lowering: Lowering) -> tuple[Tensor, Tensor | None]:
-        """Memory for the row sums of dO * O and, unless dBias is wanted, for dQ as it is accumulated."""
-        q = self.inputs["Q"].dim
+        """Memory for the row sums of dO * O and, unless dQ is written directly, for dQ as it is accumulated."""
+        q, stats, d_q = self.inputs["Q"].dim, self.inputs["Stats"], self.outputs["dQ"]
+        total = self.max_total_seq_len_q
+        if lowering.version < 90600 or q[3] % 16:
+            total = None
 
-        def place(dims: list[int]) -> Tensor:
-            return lowering.scratch(Tensor(dims, row_major(dims), data_type.FLOAT), 4 * prod(dims))
+        def place(dims: list[int], like: Tensor) -> Tensor:
+            made = Tensor(dims, row_major(dims), data_type.FLOAT)
+            if total is None or like.ragged_offset is None:
+                return lowering.scratch(made, 4 * prod(dims))
+            made.set_stride(like.stride).set_ragged_offset(like.ragged_offset)
+            return lowering.scratch(made, 4 * total * like.stride[2])
 
-        accumulator = None if "dBias" in self.outputs else place(q)
-        return place([*q[:3], 1]), accumulator
+        # Several blocks of keys add to one dQ, in any order; without an accumulator they take turns.
+        direct = "dBias" in self.outputs or self.use_deterministic_algorithm
+        return place([*q[:3], 1], stats), None if direct else place(q, d_q)
 
     def compose(
         self, graph: ScoreGraph, key: Tensor, value: Tensor, row_sums: Tensor, accumulator: Tensor | None
@@ -85,30 +134,31 @@ class AttentionBackward(Attention):
             row_sums: FLOAT ``[b, h_q, s_q, 1]`` in memory.
             accumulator: FLOAT, shape of Q, in memory; None writes dQ directly.
         """
-        q, o, d_o, stats = (self.inputs[port] for port in ("Q", "O", "dO", "Stats"))
+        q, d_o, stats = (self.inputs[port] for port in ("Q", "dO", "Stats"))
         seq_len_q, seq_len_kv = graph.lengths
-        heads, s_q, d_v = o.dim[1:]
-        weighted = graph.mul(d_o, o).set_dim(o.dim)
-        weighted.set_stride([heads * s_q * d_v, s_q * d_v, heads * d_v, 1])  # the pattern is matched with these strides
-        graph.mul(graph.reduced(weighted, reduction_mode.ADD), graph.number(1.0))
+        dropout = self.dropout_factors(graph)
+        sums = self.weighted_rows(graph)
+        self.sink_gradient(graph, sums)
+        graph.mul(sums, dropout.scale_inv)
         graph.into(row_sums)
 
         scores = graph.scores(graph.product(q, key, m=seq_len_q, n=seq_len_kv))
         scores = graph.scores(graph.sub(graph.apply(self.SCORE_STEPS, scores), stats))
         weights = graph.scores(graph.exp(graph.apply(self.BAND_STEPS, scores)))
-        self._key_gradient(graph, weights, d_o, "V")
+        self._key_gradient(graph, dropout.rescaled(dropout.dropped(weights)), d_o, "V")
 
-        d_weights = graph.scores(graph.product(d_o, value, m=seq_len_q, n=seq_len_kv))
+        d_weights = dropout.dropped(graph.scores(graph.product(d_o, value, m=seq_len_q, n=seq_len_kv)))
         d_scores = graph.scores(graph.mul(graph.scores(graph.sub(d_weights, row_sums)), weights))
+        d_scores = dropout.rescaled(d_scores)
         if "dBias" in self.outputs:
             graph.reduction(d_scores, reduction_mode.ADD)
             graph.into(self.outputs["dBias"])
+        if self.score_mod_bprop is not None:
+            d_scores = graph.called(self.score_mod_bprop, d_scores)
         d_scores = graph.scaled(d_scores)
         self._key_gradient(graph, d_scores, q, "K")
 
-        k = self.inputs["K"]
-        key_again = graph.reshape(key).set_dim(k.dim).set_stride(k.stride).set_data_type(k.data_type)
-        graph.product(d_scores, key_again, m=seq_len_q, k=seq_len_kv)
+        graph.product(d_scores, self.key_again(graph, key), m=seq_len_q, k=seq_len_kv)
         if accumulator is None:
             graph.into(self.outputs["dQ"])
         else:
@@ -116,24 +166,62 @@ class AttentionBackward(Attention):
             graph.identity(accumulator)
             graph.into(self.outputs["dQ"])
 
+    def dropout_factors(self, graph: ScoreGraph) -> DropoutFactors:
+        """What the weights and their gradients are multiplied with."""
+        if self.dropout_probability:
+            keep = 1 - self.dropout_probability
+            return DropoutFactors(graph, graph.random_mask(keep), graph.number(1 / keep), graph.number(keep))
+        one = graph.number(1.0)
+        inverse = self.inputs.get("Dropout_scale_inv", one)
+        return DropoutFactors(graph, self.inputs.get("Dropout_mask"), self.inputs.get("Dropout_scale"), inverse)
+
+    def weighted_rows(self, graph: ScoreGraph) -> Tensor:
+        """Sums of dO * O over each row, ``[b, h_q, s_q, 1]``."""
+        o, d_o = self.inputs["O"], self.inputs["dO"]
+        heads, s_q, d_v = o.dim[1:]
+        weighted = graph.mul(d_o, o).set_dim(o.dim)
+        weighted.set_stride([heads * s_q * d_v, s_q * d_v, heads * d_v, 1])  # the pattern is matched with these strides
+        return graph.reduced(weighted, reduction_mode.ADD)
+
+    def sink_gradient(self, graph: ScoreGraph, sums: Tensor) -> None:
+        """dSink, where it is wanted, without its sign, which cuDNN adds."""
+        if "dSink" in self.outputs:
+            share = graph.exp(graph.sub(self.inputs["Sink"], self.inputs["Stats"]))
+            graph.reduction(graph.mul(share, sums), reduction_mode.ADD)
+            graph.into(self.outputs["dSink"])
+
+    def key_again(self, graph: ScoreGraph, key: Tensor) -> Tensor:
+        """K from its transposed view: the pattern wants one tensor in both products."""
+        k = self.inputs["K"]
+        again = graph.reshape(key).set_dim(k.dim).set_stride(k.stride).set_data_type(k.data_type)
+        if k.ragged_offset is not None:
+            again.set_ragged_offset(k.ragged_offset)
+        return again
+
+    @staticmethod
+    def turned(graph: ScoreGraph, scores: Tensor, kind: data_type) -> Tensor:
+        """The transposed scores, rounded to a type."""
+        view = swapped(scores)
+        return graph.reshape(scores).set_dim(view.dim).set_stride(view.stride).set_data_type(kind)
+
     def _key_gradient(self, graph: ScoreGraph, scores: Tensor, other: Tensor, port: str) -> None:
         """dV from the softmax's weights and dO, or dK from the gradient of the scores and Q: ``scores^T other``."""
         seq_len_q, seq_len_kv = graph.lengths
-        turned = swapped(scores)
         kind = self.inputs["Q"].data_type
-        transposed = graph.reshape(scores).set_dim(turned.dim).set_stride(turned.stride).set_data_type(kind)
-        product = graph.product(transposed, other, m=seq_len_kv, k=seq_len_q)
+        product = graph.product(self.turned(graph, scores, kind), other, m=seq_len_kv, k=seq_len_q)
         gradient = self.outputs[f"d{port}"]
         if gradient.dim[1] == other.dim[1]:
             graph.into(gradient)
         else:
-            product.set_data_type(kind)
-            graph.sum_heads(product, gradient)
+            graph.heads_summed(product.set_data_type(kind), gradient.dim)
+            graph.into(gradient)
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
-        d_q, d_k, d_v, d_scores = attention_backward(q, k, v, o, d_o, stats, self.masks(values))
-        found: dict[str, Any] = {"dQ": d_q, "dK": d_k, "dV": d_v}
+        masks = self.masks(values)
+        found = attention_gradients(q, k, v, o, d_o, stats, masks)
         if "dBias" in self.outputs:
-            found["dBias"] = d_scores.sum_to_size(self.outputs["dBias"].dim)
+            found["dBias"] = found["dS"].sum_to_size(self.outputs["dBias"].dim)
+        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
+            found["RNG_DUMP"] = masks.dropout[0]
         return found

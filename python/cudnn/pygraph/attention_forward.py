@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.backend.attributes import Attribute as A
-from cudnn.enums import attention_implementation, data_type, reduction_mode
+from cudnn.enums import attention_implementation, data_type
 from cudnn.pygraph import attention_support as support
 from cudnn.pygraph.attention_ops import Softmax
 from cudnn.pygraph.attention_scores import BAND_MASK_SINCE, Attention, ScoreGraph
-from cudnn.pygraph.layout import row_major, strides_like
+from cudnn.pygraph.layout import strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.tensor import Tensor
@@ -31,17 +32,26 @@ AUTO, UNIFIED, COMPOSITE = (
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class AttentionForward(Attention):
-    """O ``[b, h_q, s_q, d_v]`` and, for training, Stats ``[b, h_q, s_q, 1]``, the log of the softmax's denominator."""
+    """O ``[b, h_q, s_q, d_v]`` and, ``[b, h_q, s_q, 1]`` each where wanted, Stats, Max and Sum_exp of the softmax.
+
+    Stats is ``log(sum(exp(scores)))``. RNG_DUMP ``[b, h_q, s_q, s_kv]`` is the dropout mask. The input Block_mask is
+    UINT8 ``[b, h_q, ceil(s_q / 128), ceil(ceil(s_kv / 128) / 8)]``.
+    """
 
     tag = "SDPA"
     method = "sdpa"
 
     implementation: attention_implementation = AUTO
+    unfuse_fma: bool = False
     unified_refused: bool = dataclasses.field(default=False, init=False)  # cuDNN found no engine for the one operation
 
-    MASK_STEPS = (ScoreGraph.biased, ScoreGraph.right_bounded, ScoreGraph.left_bounded)
+    STATISTICS = ("Stats", "Max", "Sum_exp")
+    MASK_STEPS = (
+        ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.right_bounded, ScoreGraph.left_bounded
+    )  # fmt: skip
     SCORE_STEPS = (
-        ScoreGraph.scaled, ScoreGraph.biased, ScoreGraph.padded, ScoreGraph.right_bounded, ScoreGraph.left_bounded
+        ScoreGraph.scaled, ScoreGraph.modified, ScoreGraph.biased, ScoreGraph.with_alibi, ScoreGraph.padded,
+        ScoreGraph.right_bounded, ScoreGraph.left_bounded,
     )  # fmt: skip
 
     def infer(self, context: Context) -> None:
@@ -50,36 +60,56 @@ class AttentionForward(Attention):
         dims = [*q.dim[:3], v.dim[3]]
         self.check_shape("O", lambda dim: dim == dims, f"dim={dims}")
         self.outputs["O"].fill(dims, lambda dims: strides_like(q.stride, q.dim, dims))
-        stats = self.outputs.get("Stats")
-        if stats is not None:
-            stats_dims = [*q.dim[:3], 1]
-            self.check_shape("Stats", lambda dim: dim == stats_dims, f"dim={stats_dims}")
-            stats.fill(stats_dims)
-            if stats.data_type is NOT_SET:
-                stats.data_type = data_type.FLOAT
+        self.infer_statistics([*q.dim[:3], 1])
+        self.record(context, self.score_mod)
+
+    def infer_statistics(self, dims: list[int]) -> None:
+        """Shapes and types of the outputs that describe the softmax, and of the dropout mask."""
+        for port in self.STATISTICS:
+            if port in self.outputs:
+                tensor = self.outputs[port]
+                self.check_shape(port, lambda dim: dim == dims, f"dim={dims}")
+                tensor.fill(dims)
+                if tensor.data_type is NOT_SET:
+                    tensor.data_type = data_type.FLOAT
+        if "RNG_DUMP" in self.outputs:
+            self.outputs["RNG_DUMP"].fill(self.score_dim)
 
     def check(self, context: Context) -> None:
         version = support.loaded_version()
         support.check_forward(self, context, version)
         if self.implementation == UNIFIED:
             support.refuse_unified(self, support.unified_obstacle(self, version))
+        elif self.implementation == COMPOSITE:
+            support.refuse_composite(self)
+
+    def check_types(self) -> None:
+        """Refuses combinations of types that cuDNN computes wrongly."""
+        support.check_types(self)
 
     # Lowering.
     def lower(self, lowering: Lowering) -> None:
-        support.check_types(self)
+        self.check_types()
         apart = self.apart(lowering)
         if apart is not self:
             return apart.lower(lowering)
-        stats = self._stats(lowering)
+        statistics = {port: self.outputs[port] for port in self.STATISTICS if port in self.outputs}
+        if "Stats" in statistics:
+            statistics["Stats"] = self._stats(lowering, statistics["Stats"])
+        graph = ScoreGraph(self, lowering.context, lowering.version)
+        graph.slopes = self.alibi(lowering)
         reason = self._reason_for_composite(lowering.version)
         if reason:
-            _log.info("%s: COMPOSITE implementation: %s", self.where, reason)
-            graph = ScoreGraph(self, lowering.context, lowering.version)
-            self.compose(graph, self.transposed(lowering, "K"), stats)
+            support.refuse_composite(self)
+            unheard = "; unfuse_fma has no effect on it" if self.unfuse_fma else ""
+            _log.info("%s: COMPOSITE implementation: %s%s", self.where, reason, unheard)
+            paged = "Page_table_K" in self.inputs
+            key = graph.pages("K", transposed=True) if paged else self.transposed(lowering, "K")
+            self.compose(graph, key, statistics)
             lowering.expand(graph)
         else:
             _log.info("%s: UNIFIED implementation, cuDNN's one operation for attention", self.where)
-            self._lower_unified(lowering, stats)
+            self._lower_unified(graph, lowering, statistics)
 
     def _reason_for_composite(self, version: int) -> str:
         if self.implementation == COMPOSITE:
@@ -91,45 +121,52 @@ class AttentionForward(Attention):
         return support.unified_obstacle(self, version)
 
     def fall_back(self) -> bool:
-        if self.implementation == AUTO and not self.unified_refused:
+        if self.implementation == AUTO and not self.unified_refused and "Block_mask" not in self.inputs:
             self.unified_refused = True
             return True
         return False
 
-    def _stats(self, lowering: Lowering) -> Tensor | None:
+    def _stats(self, lowering: Lowering, stats: Tensor) -> Tensor:
         """Where cuDNN writes the statistics: FLOAT, even into a tensor of another type, which they would overrun."""
-        stats = self.outputs.get("Stats")
-        if stats is None or stats.is_virtual or stats.data_type is data_type.FLOAT:
+        if stats.is_virtual or stats.data_type is data_type.FLOAT:
             return stats
         support.check_narrow_stats(self, stats)
         return lowering.narrowed(stats)
 
-    def _lower_unified(self, lowering: Lowering, stats: Tensor | None) -> None:
-        graph = ScoreGraph(self, lowering.context, lowering.version)
-        scores = graph.scores(Tensor(is_virtual=True, data_type=lowering.context.intermediate_data_type))
+    def _lower_unified(self, graph: ScoreGraph, lowering: Lowering, statistics: Mapping[str, Tensor]) -> None:
+        inputs = self.inputs
+        scores = self.virtual_scores(lowering.context)
         masked = graph.apply(self.MASK_STEPS, scores)
         subgraph = self._subgraph(lowering, graph) if graph.nodes else None
         softmax = None
-        if stats is not None and lowering.version >= BAND_MASK_SINCE:
-            softmax = self._softmax(lowering, stats)
-        scale = self.inputs.get("Attn_scale")
+        if (statistics or "Sink" in inputs) and lowering.version >= BAND_MASK_SINCE:
+            softmax = self._softmax(lowering, statistics)
+        scale = inputs.get("Attn_scale")
         if scale is None and self.attn_scale is not None:
             scale = graph.number(self.attn_scale)
         lowering.operation(
             be.DescriptorType.OPERATION_SDPA_FWD,
             {
-                A.OPERATION_SDPA_FWD_QDESC: self.inputs["Q"],
-                A.OPERATION_SDPA_FWD_KDESC: self.inputs["K"],
-                A.OPERATION_SDPA_FWD_VDESC: self.inputs["V"],
+                A.OPERATION_SDPA_FWD_QDESC: inputs["Q"],
+                A.OPERATION_SDPA_FWD_KDESC: inputs["K"],
+                A.OPERATION_SDPA_FWD_VDESC: inputs["V"],
                 A.OPERATION_SDPA_FWD_ODESC: self.outputs["O"],
-                A.OPERATION_SDPA_FWD_STATSDESC: stats if softmax is None else None,
+                A.OPERATION_SDPA_FWD_STATSDESC: statistics.get("Stats") if softmax is None else None,
                 A.OPERATION_SDPA_FWD_SOFTMAX_DESC: softmax,
                 A.OPERATION_SDPA_FWD_SCALEDESC: scale,
-                A.OPERATION_SDPA_FWD_SEQ_LEN_QDESC: self.inputs.get("Seq_len_q"),
-                A.OPERATION_SDPA_FWD_SEQ_LEN_KVDESC: self.inputs.get("Seq_len_kv"),
+                A.OPERATION_SDPA_FWD_BLOCK_MASK_DESC: inputs.get("Block_mask"),
+                A.OPERATION_SDPA_FWD_PAGE_TABLE_KDESC: inputs.get("Page_table_K"),
+                A.OPERATION_SDPA_FWD_PAGE_TABLE_VDESC: inputs.get("Page_table_V"),
+                A.OPERATION_SDPA_FWD_SEQ_LEN_QDESC: inputs.get("Seq_len_q"),
+                A.OPERATION_SDPA_FWD_SEQ_LEN_KVDESC: inputs.get("Seq_len_kv"),
                 A.OPERATION_SDPA_FWD_SUBGRAPH: subgraph,
                 A.OPERATION_SDPA_FWD_SUBGRAPH_INPUT_UID: lowering.uid(scores) if subgraph else None,
                 A.OPERATION_SDPA_FWD_SUBGRAPH_OUTPUT_UID: lowering.uid(masked) if subgraph else None,
+                A.OPERATION_SDPA_FWD_DROPOUT_PROBABILITY: self.dropout_probability or None,
+                A.OPERATION_SDPA_FWD_DROPOUT_SEED_DESC: inputs.get("Dropout_seed"),
+                A.OPERATION_SDPA_FWD_DROPOUT_OFFSET_DESC: inputs.get("Dropout_offset"),
+                A.OPERATION_SDPA_FWD_DROPOUT_RNG_DUMP_DESC: self.outputs.get("RNG_DUMP"),
+                A.OPERATION_SDPA_FWD_UNFUSE_FMA: (self.unfuse_fma and lowering.version >= 92200) or None,
             },
         )
 
@@ -141,37 +178,35 @@ class AttentionForward(Attention):
         inner, lowering.operations = lowering.operations, outer
         return lowering.descriptor(be.DescriptorType.OPERATIONGRAPH, {A.OPERATIONGRAPH_OPS: inner})
 
-    def _softmax(self, lowering: Lowering, stats: Tensor) -> Descriptor:
-        """Names the softmax's extra outputs; cuDNN wants input and output too, and ignores them."""
-        kind = lowering.context.intermediate_data_type
-        x, y = (Tensor(self.score_dim, row_major(self.score_dim), kind, is_virtual=True) for _ in range(2))
-        return Softmax(inputs={"X": x}, outputs={"Y": y, "Stats": stats}).descriptor(lowering)
+    def _softmax(self, lowering: Lowering, statistics: Mapping[str, Tensor]) -> Descriptor:
+        """Names the softmax's extra inputs and outputs; cuDNN wants the other two too, and ignores them."""
+        x, y = (self.virtual_scores(lowering.context) for _ in range(2))
+        sink = {"Sink": self.inputs["Sink"]} if "Sink" in self.inputs else {}
+        return Softmax(inputs={"X": x, **sink}, outputs={"Y": y, **statistics}).descriptor(lowering)
 
-    def compose(self, graph: ScoreGraph, key: Tensor, stats: Tensor | None) -> None:
+    def compose(self, graph: ScoreGraph, key: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Attention in smaller operations; ``key`` is K as ``[b, h_k, d_qk, s_kv]``."""
         q, seq_len_q, seq_len_kv = self.inputs["Q"], *graph.lengths
         scores = graph.scores(graph.product(q, key, m=seq_len_q, n=seq_len_kv))
         scores = graph.apply(self.SCORE_STEPS, scores)
-        softmax = self._one_softmax if graph.version >= BAND_MASK_SINCE else self._small_softmax
-        weights = softmax(graph, scores, stats).set_data_type(q.data_type)
-        graph.product(weights, self.inputs["V"], m=seq_len_q, k=seq_len_kv)
+        softmax = graph.softmax if graph.version >= BAND_MASK_SINCE else graph.small_softmax
+        weights = graph.dropped(softmax(scores, self.inputs.get("Sink"), statistics))
+        self.sum_values(graph, weights)
+
+    def values(self, graph: ScoreGraph) -> Tensor:
+        """V ``[b, h_v, s_kv, d_v]``."""
+        return graph.pages("V", transposed=False) if "Page_table_V" in self.inputs else self.inputs["V"]
+
+    def sum_values(self, graph: ScoreGraph, weights: Tensor) -> None:
+        """O = weights V."""
+        weights.set_data_type(self.inputs["Q"].data_type)
+        graph.product(weights, self.values(graph), m=graph.lengths[0], k=graph.lengths[1])
         graph.into(self.outputs["O"])
 
-    @staticmethod
-    def _one_softmax(graph: ScoreGraph, scores: Tensor, stats: Tensor | None) -> Tensor:
-        return graph.scores(graph.softmax(scores, stats))
-
-    @staticmethod
-    def _small_softmax(graph: ScoreGraph, scores: Tensor, stats: Tensor | None) -> Tensor:
-        largest = graph.reduced(scores, reduction_mode.MAX)
-        powers = graph.scores(graph.exp(graph.scores(graph.sub(scores, largest))))
-        total = graph.reduced(powers, reduction_mode.ADD)
-        # Also where nobody reads it: the engines match a softmax with statistics only.
-        graph.add(graph.log(total), largest)
-        if stats is not None:
-            graph.into(stats)
-        return graph.scores(graph.div(powers, total))
-
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        o, stats = attention_forward(values["Q"], values["K"], values["V"], self.masks(values))
-        return {"O": o, "Stats": stats}
+        masks = self.masks(values)
+        masks.block_mask = values.get("Block_mask")
+        found = attention_forward(values["Q"], self.dense(values, "K"), self.dense(values, "V"), masks)
+        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
+            found["RNG_DUMP"] = masks.dropout[0]
+        return found

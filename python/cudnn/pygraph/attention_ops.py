@@ -1,4 +1,4 @@
-"""Two operations that cuDNN has from 9.21 and that only attention uses: softmax, and the mask of a diagonal band."""
+"""Operations of cuDNN that only attention uses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cudnn.backend.attributes import Attribute as A
 from cudnn.lazy import torch
 from cudnn.pygraph.node import Context, Node
 from cudnn.pygraph.reduction import Reduction
+from cudnn.reference.attention import gathered, random_mask, softmax
 
 if TYPE_CHECKING:
     from cudnn.backend.descriptor import Descriptor
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Softmax(Node):
-    """``Y = softmax(X)`` over the last dimension; optional output Stats = ``log(sum(exp(X)))``."""
+    """``Y = softmax(X)`` over the last dimension, an operation that cuDNN has from 9.21.
+
+    Optional outputs: Stats = ``log(sum(exp(X)))``, Max = ``max(X)``, Sum_exp = ``sum(exp(X - Max))``. The optional
+    input Sink is one more score in every row, whose weight is not kept.
+    """
 
     tag = "SOFTMAX"
     method = "softmax"
@@ -26,8 +31,8 @@ class Softmax(Node):
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
         self.outputs["Y"].fill(x.dim)
-        if "Stats" in self.outputs:
-            self.outputs["Stats"].fill([*x.dim[:-1], 1])
+        for port in self.outputs.keys() - {"Y"}:
+            self.outputs[port].fill([*x.dim[:-1], 1])
 
     def lower(self, lowering: Lowering) -> None:
         lowering.operations.append(self.descriptor(lowering))
@@ -40,12 +45,15 @@ class Softmax(Node):
                 A.OPERATION_SOFTMAX_XDESC: self.inputs["X"],
                 A.OPERATION_SOFTMAX_YDESC: self.outputs["Y"],
                 A.OPERATION_SOFTMAX_STATS_DESC: self.outputs.get("Stats"),
+                A.OPERATION_SOFTMAX_MAX_DESC: self.outputs.get("Max"),
+                A.OPERATION_SOFTMAX_SUM_EXP_DESC: self.outputs.get("Sum_exp"),
+                A.OPERATION_SOFTMAX_SINK_DESC: self.inputs.get("Sink"),
             },
         )
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        stats = torch.logsumexp(values["X"], -1, keepdim=True)
-        return {"Y": torch.exp(values["X"] - stats), "Stats": stats}
+        probabilities, statistics = softmax(values["X"], values.get("Sink"))
+        return {"Y": probabilities, **statistics}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -91,6 +99,74 @@ class DiagonalBandMask(Node):
         else:
             keep = column > row - values["Left"]
         return {"Y": torch.where(keep, x, values["Fill"])}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class PagedCacheLoad(Node):
+    """Y ``[b, h, s_kv, d]``: the tokens of each batch entry, from the pages ``[pages, h, tokens, d]`` of Container.
+
+    Page_table ``[b, 1, pages, 1]`` numbers the pages of each entry in order; Sequence holds the entries' lengths. The
+    shape of Y, which may have its last two dimensions exchanged, is set where the node is made.
+    """
+
+    tag = "PAGED_CACHE_LOAD"
+    method = "paged_cache_load"
+    exact_ports = frozenset({"Page_table", "Sequence"})
+
+    def infer(self, context: Context) -> None:
+        """The shape of Y is set where the node is made."""
+
+    def lower(self, lowering: Lowering) -> None:
+        lowering.operation(
+            be.DescriptorType.OPERATION_PAGED_CACHE_LOAD,
+            {
+                A.OPERATION_PAGED_CACHE_LOAD_CONTAINER_DESC: self.inputs["Container"],
+                A.OPERATION_PAGED_CACHE_LOAD_SEQUENCE_DESC: self.inputs.get("Sequence"),
+                A.OPERATION_PAGED_CACHE_LOAD_PAGE_TABLE_DESC: self.inputs["Page_table"],
+                A.OPERATION_PAGED_CACHE_LOAD_YDESC: self.outputs["Y"],
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        y = self.outputs["Y"]
+        exchanged = y.stride[2] == 1
+        found = gathered(values["Container"], values["Page_table"], y.dim[3 if exchanged else 2])
+        return {"Y": found.transpose(2, 3) if exchanged else found}
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class RandomMask(Node):
+    """Y: 1 with ``probability``, else 0; the same for the same Seed and Offset. Its shape is set by who makes it."""
+
+    tag = "RNG"
+    method = "rng"
+    exact_ports = frozenset({"Seed", "Offset"})
+
+    probability: float
+
+    def infer(self, context: Context) -> None:
+        """The shape of Y is set where the node is made."""
+
+    def lower(self, lowering: Lowering) -> None:
+        bernoulli = lowering.descriptor(
+            be.DescriptorType.RNG,
+            {
+                A.RNG_DISTRIBUTION: be.RngDistribution.BERNOULLI,
+                A.RNG_BERNOULLI_DIST_PROBABILITY: self.probability,
+            },
+        )
+        lowering.operation(
+            be.DescriptorType.OPERATION_RNG,
+            {
+                A.OPERATION_RNG_DESC: bernoulli,
+                A.OPERATION_RNG_SEED: self.inputs["Seed"],
+                A.OPERATION_RNG_OFFSET_DESC: self.inputs["Offset"],
+                A.OPERATION_RNG_YDESC: self.outputs["Y"],
+            },
+        )
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {"Y": random_mask(values["Seed"], values["Offset"], self.probability, self.outputs["Y"].dim)}
 
 
 class HeadReduction(Reduction):

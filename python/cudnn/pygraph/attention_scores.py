@@ -9,22 +9,56 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from cudnn.enums import data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.pygraph.attention_ops import DiagonalBandMask, HeadReduction, Softmax
+from cudnn.pygraph.attention_ops import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.layout import broadcast, row_major
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.matmul import Matmul
 from cudnn.pygraph.node import Context, Node
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
-from cudnn.reference.attention import Masks
+from cudnn.reference.attention import Masks, Modifiers, alibi_slopes, gathered, random_mask
+from cudnn.reference.executor import run_node
 
 A = TypeVar("A", bound="Attention")
+ScoreModifier = Callable[..., Tensor]
 BAND_MASK_SINCE = 92100  # cuDNN's own operations for the band mask and the softmax
+MODIFIER_PORT = "Score_mod_"
+EXACT_PORTS = (
+    "Seq_len_q", "Seq_len_kv", "Page_table_K", "Page_table_V", "Dropout_seed", "Dropout_offset", "Block_mask"
+)  # fmt: skip
+OFFSET_TYPES = (data_type.INT32, data_type.INT64)
+
+
+@dataclasses.dataclass
+class Recording:
+    """What a node's score modifiers did, once: their operations, and for each the scores given and returned."""
+
+    nodes: list[Node]
+    ends: list[tuple[Tensor, Tensor]]
+
+    def runner(self, tensors: Mapping[int, Any]) -> Modifiers:
+        """The same for the reference formulas; ``tensors`` are the values of other tensors by ``id``."""
+        values = dict(tensors)
+        done: set[int] = set()
+
+        def run(index: int, scores: Any) -> Any:
+            start, end = self.ends[index]
+            values[id(start)] = scores
+            for node in self.nodes:
+                ready = all(t.value is not None or id(t) in values for t in node.inputs.values())
+                if id(node) not in done and ready:
+                    found = run_node(node, lambda tensor: values[id(tensor)], scores.device)
+                    values.update({id(tensor): found[port] for port, tensor in node.outputs.items()})
+                    done.add(id(node))
+            return values[id(end)].to(scores.dtype)
+
+        return run
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -32,25 +66,63 @@ class Attention(Node):
     """Attributes and inputs of both passes.
 
     Inputs: Q ``[b, h_q, s_q, d_qk]``, K ``[b, h_k, s_kv, d_qk]``, V ``[b, h_v, s_kv, d_v]``; optional Attn_scale (one
-    element), Bias (broadcasts to ``[b, h_q, s_q, s_kv]``), Seq_len_q and Seq_len_kv (INT32 ``[b, 1, 1, 1]``).
+    element), Bias (broadcasts to ``[b, h_q, s_q, s_kv]``), Seq_len_q and Seq_len_kv (INT32 ``[b, 1, 1, 1]``), Sink
+    (``[1, h_q, 1, 1]``), Page_table_K and Page_table_V (INT32 ``[b, 1, pages, 1]``; K or V are then containers of pages
+    ``[pages, h, tokens, d]``), Dropout_seed and Dropout_offset (INT64, one element), or Dropout_mask, Dropout_scale and
+    Dropout_scale_inv in their place. Inputs named ``Score_mod_0`` onwards are what the score modifiers use.
     """
-
-    exact_ports = frozenset({"Seq_len_q", "Seq_len_kv"})
 
     attn_scale: float | None = None
     use_padding_mask: bool = False
+    use_alibi_mask: bool = False
     diagonal_alignment: diagonal_alignment = diagonal_alignment.TOP_LEFT
     left_bound: int | None = None
     right_bound: int | None = None
+    dropout_probability: float = 0.0
+    paged_max_seq_len_kv: int | None = None
+    score_mod: ScoreModifier | None = None
+
+    recorded: Recording | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def exact_ports(self) -> frozenset[str]:  # type: ignore[override]
+        modifier_ports = (port for port in self.inputs if port.startswith(MODIFIER_PORT))
+        return frozenset((*EXACT_PORTS, *modifier_ports))
 
     @property
     def bottom_right(self) -> bool:
         return self.diagonal_alignment == diagonal_alignment.BOTTOM_RIGHT
 
     @property
+    def is_paged(self) -> bool:
+        return "Page_table_K" in self.inputs or "Page_table_V" in self.inputs
+
+    @property
+    def is_ragged(self) -> bool:
+        return any(tensor.ragged_offset is not None for tensor in (*self.inputs.values(), *self.outputs.values()))
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.dropout_probability > 0 or "Dropout_mask" in self.inputs
+
+    @property
+    def s_kv(self) -> int:
+        """Number of keys: a dimension of K or V, or, where both are paged, what the call or another tensor says."""
+        inputs, outputs = self.inputs, self.outputs
+        if self.paged_max_seq_len_kv is not None and self.is_paged:
+            return self.paged_max_seq_len_kv
+        for port in ("K", "V"):
+            if f"Page_table_{port}" not in inputs:
+                return inputs[port].dim[2]
+        for tensor in (inputs.get("Bias"), outputs.get("RNG_DUMP")):
+            if tensor is not None and len(tensor.dim) == 4:
+                return tensor.dim[3]
+        return min(inputs[f"Page_table_{port}"].dim[2] * inputs[port].dim[2] for port in ("K", "V"))
+
+    @property
     def score_dim(self) -> list[int]:
         """``[b, h_q, s_q, s_kv]``."""
-        return [*self.inputs["Q"].dim[:3], self.inputs["K"].dim[2]]
+        return [*self.inputs["Q"].dim[:3], self.s_kv]
 
     @property
     def has_bounds(self) -> bool:
@@ -60,32 +132,56 @@ class Attention(Node):
         """Refuses inputs whose shapes do not fit each other."""
         self.rank_check((4,), "Q", "K", "V")
         q, k, v = (self.inputs[port].dim for port in "QKV")
-        if k[0] != q[0] or v[0] != q[0] or k[3] != q[3] or v[2] != k[2]:
+        pages = [port for port in "KV" if f"Page_table_{port}" in self.inputs]
+        fits = k[3] == q[3] and (len(pages) > 0 or k[2] == v[2])
+        if not fits or any(self.inputs[port].dim[0] != q[0] for port in "KV" if port not in pages):
             raise ValueError(
                 refusal(self.where, "Q, K and V", f"dim={q}, dim={k} and dim={v}",
                         "[b, h_q, s_q, d_qk], [b, h_k, s_kv, d_qk] and [b, h_v, s_kv, d_v]",
                         "give the logical shape batch, heads, sequence, head size; strides say how it lies in memory")
             )  # fmt: skip
-        if "Bias" in self.inputs:
-            self.check_shape("Bias", lambda dim: broadcast([dim, self.score_dim]) == self.score_dim and len(dim) == 4,
-                             f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {self.score_dim}")  # fmt: skip
-        for port, tensor in (*self.inputs.items(), *self.outputs.items()):
-            if tensor.ragged_offset is not None:
-                raise NotImplementedError(
-                    refusal(self.where, f"ragged_offset of {port} (tensor {tensor.name!r})", "an offset tensor",
-                            "none: ragged tensors are not supported yet", "use a padding mask instead")
-                )  # fmt: skip
+        scores = self.score_dim
+        for port in ("Bias", "Dropout_mask"):
+            if port in self.inputs:
+                self.check_shape(port, lambda dim: broadcast([dim, scores]) == scores and len(dim) == 4,
+                                 f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {scores}")  # fmt: skip
+        one_each = [q[0], 1, 1, 1]
         for port in ("Seq_len_q", "Seq_len_kv"):
             if port in self.inputs:
-                lengths = self.inputs[port]
-                self.check_shape(port, lambda dim: dim == [q[0], 1, 1, 1], f"[b, 1, 1, 1] = {[q[0], 1, 1, 1]}")
-                if lengths.data_type not in (data_type.INT32, data_type.NOT_SET):
-                    raise ValueError(
-                        refusal(self.where, f"{port} (tensor {lengths.name!r})", lengths.data_type.name, "INT32",
-                                "convert the lengths")
-                    )  # fmt: skip
-        if "Attn_scale" in self.inputs:
-            self.check_shape("Attn_scale", lambda dim: all(extent == 1 for extent in dim), "one element")
+                self.check_shape(port, lambda dim: dim == one_each, f"[b, 1, 1, 1] = {one_each}")
+                self.check_integers(port, data_type.INT32)
+        for port in pages:
+            table = f"Page_table_{port}"
+            self.check_shape(table, lambda dim: len(dim) == 4 and dim[0] == q[0] and dim[1] == dim[3] == 1,
+                             f"[b, 1, pages, 1] with b = {q[0]}")  # fmt: skip
+            self.check_integers(table, data_type.INT32)
+        for port in ("Attn_scale", "Dropout_seed", "Dropout_offset", "Dropout_scale", "Dropout_scale_inv"):
+            if port in self.inputs:
+                self.check_shape(port, lambda dim: all(extent == 1 for extent in dim), "one element")
+        if "Sink" in self.inputs:
+            sink = [1, q[1], 1, 1]
+            self.check_shape("Sink", lambda dim: dim == sink, f"[1, h_q, 1, 1] = {sink}")
+        for tensor in (*self.inputs.values(), *self.outputs.values()):
+            if tensor.ragged_offset is not None and tensor.dim:
+                self._check_offsets(tensor, tensor.ragged_offset)
+
+    def _check_offsets(self, tensor: Tensor, offset: Tensor) -> None:
+        if offset.dim[:1] != [tensor.dim[0] + 1] or offset.data_type not in (*OFFSET_TYPES, data_type.NOT_SET):
+            raise ValueError(
+                refusal(self.where, f"ragged_offset of tensor {tensor.name!r}",
+                        f"{offset.data_type.name} dim={offset.dim}",
+                        f"INT32 or INT64 [b + 1, 1, 1, 1] = {[tensor.dim[0] + 1, 1, 1, 1]}",
+                        "pass the start of every entry in elements, and the end of the last one")
+            )  # fmt: skip
+
+    def check_integers(self, port: str, *kinds: data_type) -> None:
+        """Refuses an input of another type than the integers allowed."""
+        tensor = self.inputs[port]
+        if tensor.data_type not in (*kinds, data_type.NOT_SET):
+            raise ValueError(
+                refusal(self.where, f"{port} (tensor {tensor.name!r})", tensor.data_type.name,
+                        " or ".join(kind.name for kind in kinds), "convert it")
+            )  # fmt: skip
 
     def check_shape(self, port: str, fits: Callable[[list[int]], bool], allowed: str) -> None:
         """Refuses an input or output that has a shape, but not a fitting one."""
@@ -97,17 +193,73 @@ class Attention(Node):
                 )
             )
 
+    def record(self, context: Context, *modifiers: ScoreModifier | None) -> None:
+        """Runs the score modifiers once, to learn what tensors they use and to refuse what they do wrong.
+
+        What they use becomes inputs of the node. They run again when the node is lowered.
+        """
+        for port in [port for port in self.inputs if port.startswith(MODIFIER_PORT)]:
+            del self.inputs[port]
+        if not any(modifiers):
+            return
+        graph = ScoreGraph(self, context, 0)
+        ends: list[tuple[Tensor, Tensor]] = []
+        for modifier in modifiers:
+            start = self.virtual_scores(context)
+            ends.append((start, start if modifier is None else graph.called(modifier, start)))
+        self.recorded = Recording(graph.nodes, ends)
+        known = {id(start) for start, _ in ends}
+        for node in graph.nodes:
+            for tensor in node.inputs.values():
+                if id(tensor) not in known and not (tensor.is_virtual and not tensor.dim):
+                    self.inputs[f"{MODIFIER_PORT}{len(known) - len(ends)}"] = tensor
+                    known.add(id(tensor))
+            node.prepare(graph.context)
+            known.update(id(tensor) for tensor in node.outputs.values())
+
+    def virtual_scores(self, context: Context) -> Tensor:
+        """A stand-in for the scores: virtual, row-major, in the graph's intermediate type."""
+        dims = self.score_dim
+        return Tensor(dims, row_major(dims), context.intermediate_data_type, is_virtual=True, name="scores")
+
     def masks(self, values: Mapping[str, Any]) -> Masks:
         """The same in the terms of the reference formulas."""
-        return Masks(
+        masks = Masks(
             scale=values.get("Attn_scale", self.attn_scale),
             bias=values.get("Bias"),
+            alibi=self.use_alibi_mask,
             seq_len_q=values.get("Seq_len_q"),
             seq_len_kv=values.get("Seq_len_kv"),
             left_bound=self.left_bound,
             right_bound=self.right_bound,
             bottom_right=self.bottom_right,
+            sink=values.get("Sink"),
         )
+        if self.recorded is not None:
+            masks.modifiers = self.recorded.runner(
+                {id(tensor): values[port] for port, tensor in self.inputs.items() if port.startswith(MODIFIER_PORT)}
+            )
+        if "Dropout_mask" in values:
+            masks.dropout = values["Dropout_mask"], values["Dropout_scale"]
+        elif self.dropout_probability:
+            keep = 1 - self.dropout_probability
+            mask = random_mask(values["Dropout_seed"], values["Dropout_offset"], keep, self.score_dim)
+            masks.dropout = mask.to(values["Q"].device), 1 / keep
+        return masks
+
+    def dense(self, values: Mapping[str, Any], port: str) -> Any:
+        """K or V ``[b, h, s_kv, d]`` for the reference formulas, gathered from its pages where it is paged."""
+        table = values.get(f"Page_table_{port}")
+        return values[port] if table is None else gathered(values[port], table, self.s_kv)
+
+    def alibi(self, lowering: Lowering) -> Tensor | None:
+        """The slopes of ALiBi, in the graph's part of the workspace."""
+        if not self.use_alibi_mask:
+            return None
+        heads = self.score_dim[1]
+        words = struct.unpack(f"{heads}i", struct.pack(f"{heads}f", *alibi_slopes(heads)))
+        slopes = Tensor([1, heads, 1, 1], [heads, 1, 1, 1], data_type.FLOAT, name="ALiBi slopes")
+        return lowering.scratch(slopes, 4 * heads, list(words))
 
     def apart(self: A, lowering: Lowering) -> A:
         """The node with a tensor for every input, where one tensor came in twice: the same memory under several uids.
@@ -119,7 +271,7 @@ class Attention(Node):
             first = next(other for other, candidate in self.inputs.items() if candidate is tensor)
             if port != first and not tensor.is_virtual:
                 inputs[port] = Tensor.like(tensor, f"{tensor.name} as {port}")
-                lowering.alias(inputs[port], tensor, 0)
+                lowering.alias(inputs[port], tensor, axes=range(len(tensor.dim)))
         if inputs == self.inputs:
             return self
         node = copy.copy(self)
@@ -138,16 +290,20 @@ class Attention(Node):
                         "call set_output(True) on it and run attention as a graph of its own")
             )  # fmt: skip
         view = swapped(tensor)
-        lowering.alias(view, tensor, 0)
+        lowering.alias(view, tensor, axes=[0, 1, 3, 2])
         return view
 
 
 def swapped(tensor: Tensor) -> Tensor:
     """A description of the tensor with its last two dimensions exchanged."""
-    view = Tensor.like(tensor, f"{tensor.name} transposed")
-    for field in (view.dim, view.stride):
+    return exchange(Tensor.like(tensor, f"{tensor.name} transposed"))
+
+
+def exchange(tensor: Tensor) -> Tensor:
+    """Exchanges the last two dimensions of a description."""
+    for field in (tensor.dim, tensor.stride):
         field[2], field[3] = field[3], field[2]
-    return view
+    return tensor
 
 
 class ScoreGraph(SubGraph):
@@ -158,6 +314,7 @@ class ScoreGraph(SubGraph):
         self.node = node
         self.version = version
         self.lengths = node.inputs.get("Seq_len_q"), node.inputs.get("Seq_len_kv")  # of the padding mask
+        self.slopes: Tensor | None = None  # of ALiBi, FLOAT [1, h_q, 1, 1] in memory
 
     # Parts.
     def apply(self, steps: Sequence[Callable[[ScoreGraph, Tensor], Tensor]], scores: Tensor) -> Tensor:
@@ -186,6 +343,23 @@ class ScoreGraph(SubGraph):
         (port,) = self.nodes[-1].outputs
         self.nodes[-1].outputs[port] = tensor
 
+    def written(self, result: Tensor, target: Tensor | None) -> Tensor:
+        """The result of the last operation, in ``target`` where there is one."""
+        if target is None:
+            return result
+        self.into(target)
+        return target
+
+    def called(self, modifier: ScoreModifier, scores: Tensor) -> Tensor:
+        """What a user's function makes of the scores."""
+        found = modifier(self, scores)
+        if not isinstance(found, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                refusal(self.node.where, "score_mod", f"a function that returned {type(found).__name__}",
+                        "one that returns a cudnn.tensor", "return the result of its last operation")
+            )  # fmt: skip
+        return found if found is scores else self.scores(found)
+
     @staticmethod
     def number(value: float) -> Tensor:
         """A FLOAT constant."""
@@ -205,17 +379,61 @@ class ScoreGraph(SubGraph):
         self.scores(keep).set_data_type(data_type.BOOLEAN)
         return self.scores(self.binary_select(scores, self.number(float("-inf")), keep))
 
-    def softmax(self, scores: Tensor, stats: Tensor | None) -> Tensor:
-        """cuDNN's softmax operation; ``stats`` is written where there is one."""
-        node = self._add(Softmax, "", None, {"X": scores}, ["Y"])
-        if stats is not None:
-            node.outputs["Stats"] = stats
-        return node.outputs["Y"]
+    def softmax(self, scores: Tensor, sink: Tensor | None, outputs: Mapping[str, Tensor]) -> Tensor:
+        """cuDNN's softmax operation; ``outputs`` (Stats, Max, Sum_exp) are written too."""
+        node = self._add(Softmax, "", None, {"X": scores, "Sink": sink}, ["Y"])
+        node.outputs.update(outputs)
+        return self.scores(node.outputs["Y"])
 
-    def sum_heads(self, x: Tensor, out: Tensor) -> None:
-        """Sums the gradients of the heads of Q that share one of K or V, into a tensor that is there already."""
-        self._add(HeadReduction, "", None, {"X": x}, ["Y"], mode=reduction_mode.ADD)
-        self.into(out)
+    def small_softmax(self, scores: Tensor, sink: Tensor | None, outputs: Mapping[str, Tensor]) -> Tensor:
+        """The same in smaller operations, for versions of cuDNN without one for it."""
+        largest = self.reduced(scores, reduction_mode.MAX)
+        if sink is not None:
+            largest = self.max(largest, sink)
+        largest = self.written(largest, outputs.get("Max"))
+        powers = self.scores(self.exp(self.scores(self.sub(scores, largest))))
+        total = self.reduced(powers, reduction_mode.ADD)
+        if sink is not None:
+            total = self.add(total, self.exp(self.sub(sink, largest)))
+        total = self.written(total, outputs.get("Sum_exp"))
+        if not ("Max" in outputs or "Sum_exp" in outputs) or "Stats" in outputs:
+            # Also where nobody reads them: the engines match a softmax with statistics only.
+            self.written(self.add(self.log(total), largest), outputs.get("Stats"))
+        return self.scores(self.div(powers, total))
+
+    def pages(self, port: str, transposed: bool) -> Tensor:
+        """K or V, gathered from its pages: ``[b, h, s_kv, d]``, or ``[b, h, d, s_kv]`` over the same strides."""
+        node = self.node
+        container, length = node.inputs[port], self.lengths[1]
+        heads, size = container.dim[1], container.dim[3]
+        inputs = {"Container": container, "Page_table": node.inputs[f"Page_table_{port}"], "Sequence": length}
+        out = self._add(PagedCacheLoad, "", None, inputs, ["Y"]).outputs["Y"]
+        dims = [node.score_dim[0], heads, node.s_kv, size]
+        out.set_dim(dims).set_stride(row_major(dims)).set_data_type(container.data_type)
+        return exchange(out) if transposed else out
+
+    def random_mask(self, probability: float) -> Tensor:
+        """1 with this probability and else 0, for every score; into the tensor that the user gave for it."""
+        inputs = {"Seed": self.node.inputs["Dropout_seed"], "Offset": self.node.inputs["Dropout_offset"]}
+        node = self._add(RandomMask, "", None, inputs, ["Y"], probability=probability)
+        return self.scores(self.written(node.outputs["Y"], self.node.outputs.get("RNG_DUMP")))
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Dropout: with a random mask, or with the mask and scale that the user gave."""
+        node = self.node
+        if node.dropout_probability:
+            mask = self.random_mask(1 - node.dropout_probability)
+            kept = self.scores(self.mul(weights, mask))
+            return self.scores(self.mul(kept, self.number(1 / (1 - node.dropout_probability))))
+        if "Dropout_mask" in node.inputs:
+            scaled = self.scores(self.mul(weights, node.inputs["Dropout_scale"]))
+            return self.scores(self.mul(scaled, node.inputs["Dropout_mask"]))
+        return weights
+
+    def heads_summed(self, x: Tensor, dim: Sequence[int]) -> Tensor:
+        """The sum of the gradients of the heads of Q that share one of K or V."""
+        node = self._add(HeadReduction, "", None, {"X": x}, ["Y"], mode=reduction_mode.ADD)
+        return node.outputs["Y"].set_dim(dim).set_stride(row_major(dim))
 
     # Steps.
     def scaled(self, scores: Tensor) -> Tensor:
@@ -229,6 +447,34 @@ class ScoreGraph(SubGraph):
         """The additive bias."""
         bias = self.node.inputs.get("Bias")
         return scores if bias is None else self.scores(self.add(scores, bias))
+
+    # Parts of what is in fp8.
+    def times(self, x: Tensor, *ports: str) -> Tensor:
+        """``x`` times the node's inputs of these ports, one after the other."""
+        for port in ports:
+            product = self.mul(x, self.node.inputs[port])
+            x = product.set_dim(x.dim).set_stride(x.stride) if x.dim else product
+        return x
+
+    def amax(self, x: Tensor, port: str) -> None:
+        """Writes the largest absolute value of ``x`` to an output of the node."""
+        self.reduction(x, reduction_mode.AMAX)
+        self.into(self.node.outputs[port])
+
+    def descaled(self, scores: Tensor) -> Tensor:
+        """The scales of Q and K in fp8."""
+        return self.times(scores, "Descale_q", "Descale_k")
+
+    def modified(self, scores: Tensor) -> Tensor:
+        """The user's own function."""
+        return scores if self.node.score_mod is None else self.called(self.node.score_mod, scores)
+
+    def with_alibi(self, scores: Tensor) -> Tensor:
+        """ALiBi: the distance of column from row, times a slope for each head."""
+        if self.slopes is None:
+            return scores
+        distance = self.integers("SUB", self.index(scores, 3), self.index(scores, 2))
+        return self.scores(self.add(scores, self.scores(self.mul(distance, self.slopes))))
 
     def padded(self, scores: Tensor) -> Tensor:
         """The mask of rows and columns beyond the sequence lengths."""

@@ -20,6 +20,7 @@ from cudnn.pygraph.node import NOT_SET, Context
 if TYPE_CHECKING:
     from cudnn.pygraph.attention import AttentionForward
     from cudnn.pygraph.attention_backward import AttentionBackward
+    from cudnn.pygraph.attention_fp8 import AttentionFp8Backward, AttentionFp8Forward
     from cudnn.pygraph.attention_scores import Attention
     from cudnn.pygraph.tensor import Tensor
 
@@ -53,16 +54,25 @@ def check_forward(node: AttentionForward, context: Context, version: int) -> Non
     """Refuses what the forward pass in fp16 and bf16 does not support."""
     sm = context.sm_version
     _apply(node, _layout(node, ("Q", "K", "V", "O")))
-    _apply(node, _masks(node))
+    _apply(node, _masks(node, version))
     _apply(node, _types(context))
+    _apply(node, _sink(node, version))
     _apply(node, _versions(node, version))
+    _apply(node, _modifiers(node))
     q, v = node.inputs["Q"].dim, node.inputs["V"].dim
     head_sizes = f"d_qk={q[3]}, d_v={v[3]}"
     _apply(node, [
         Rule(q[3] % 8 != 0 or v[3] % 8 != 0, UNSUPPORTED, "head size", head_sizes, "multiples of 8",
              "pad the heads with zeros"),
-        *_window(node),
+        *_alibi(node),
+        *_window(node, version, version < 91000),
+        *_window_forward(node, version, sm),
+        *_right_bound(node),
+        *_one_row(node, version, sm),
+        *_paged(node, version),
         *_device(sm),
+        *_forward_heads(node, version, sm),
+        *_ragged_device(node, version, sm),
     ])  # fmt: skip
 
 
@@ -76,14 +86,18 @@ def check_backward(node: AttentionBackward, context: Context, version: int) -> N
     )
     _apply(node, _versions(node, version))
     _apply(node, _backward_heads(node, version, sm))
-    _apply(node, _masks(node))
-    left = node.left_bound
+    _apply(node, _modifiers(node))
+    _apply(node, _alibi(node))
+    _apply(node, _masks(node, version))
     _apply(node, [
-        Rule(left is not None and left <= 0, RuntimeError, "diagonal_band_left_bound", str(left), "1 or more"),
-        *_window(node),
+        *_window(node, version, True),
+        *_right_bound(node),
+        *_deterministic(node, version, sm),
+        *_bias_gradient(node, version, sm),
         *_types(context),
         *_device(sm),
     ])  # fmt: skip
+    _apply(node, _sink(node, version))
 
 
 def _layout(node: Attention, ports: Iterable[str]) -> Iterator[Rule]:
@@ -102,7 +116,7 @@ def _layout(node: Attention, ports: Iterable[str]) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def _masks(node: Attention) -> Iterator[Rule]:
+def _masks(node: Attention, version: int) -> Iterator[Rule]:
     bias = node.inputs.get("Bias")
     lengths = [port for port in ("Seq_len_q", "Seq_len_kv") if port in node.inputs]
     s_q, s_kv = node.score_dim[2:]
@@ -116,16 +130,35 @@ def _masks(node: Attention) -> Iterator[Rule]:
         f"True with {lengths or 'no lengths'}", "both seq_len_q and seq_len_kv", "pass them"
     )  # fmt: skip
     yield Rule(
-        not node.use_padding_mask and bool(lengths), ValueError, "seq_len_q, seq_len_kv",
+        not node.use_padding_mask and bool(lengths) and node.score_mod is None, ValueError, "seq_len_q, seq_len_kv",
         "given without use_padding_mask", "use_padding_mask=True", "pass it, or leave the lengths out"
+    )  # fmt: skip
+    yield Rule(
+        node.is_ragged and not node.use_padding_mask and node.score_mod is None, UNSUPPORTED, "ragged tensors",
+        "no padding mask", "use_padding_mask=True with both lengths", "pass them: they end each entry"
     )  # fmt: skip
     yield Rule(
         bottom_right and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED, "bottom-right causal mask",
         f"s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding", "use the top-left alignment"
     )  # fmt: skip
+    beside = [
+        name
+        for name, used in (("bias", bias is not None), ("ALiBi", node.use_alibi_mask), ("dropout", node.has_dropout))
+        if used
+    ]
     yield Rule(
-        bottom_right and bias is not None, UNSUPPORTED, "bottom-right causal mask", "with bias", "one of the two",
-        "add the mask to the bias"
+        bottom_right and bool(beside), UNSUPPORTED, "bottom-right causal mask", f"with {', '.join(beside)}",
+        "neither bias, ALiBi nor dropout beside it", "add the mask to a bias, and use the top-left alignment"
+    )  # fmt: skip
+    yield Rule(
+        bottom_right and version < 90600 and (s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED,
+        "bottom-right causal mask", f"s_q={s_q}, s_kv={s_kv} with cuDNN {format_version(version)}",
+        "multiples of 64 before cuDNN 9.6", "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+    yield Rule(
+        bottom_right and version < 90600 and node.left_bound is not None and s_q != s_kv, UNSUPPORTED,
+        "bottom-right causal mask", f"a left bound and s_q={s_q} != s_kv={s_kv} with cuDNN {format_version(version)}",
+        "s_q equal to s_kv before cuDNN 9.6", "install a newer nvidia-cudnn package"
     )  # fmt: skip
 
 
@@ -133,6 +166,17 @@ def _types(context: Context) -> Iterator[Rule]:
     yield Rule(
         context.intermediate_data_type is NOT_SET, ValueError, "intermediate_data_type", "NOT_SET",
         "a data type of the graph", "create the graph with intermediate_data_type=cudnn.data_type.FLOAT"
+    )  # fmt: skip
+
+
+def _sink(node: Attention, version: int) -> Iterator[Rule]:
+    yield Rule(
+        "dSink" in node.outputs and "Sink" not in node.inputs, ValueError, "dSink_token", "given without sink_token",
+        "both, or none", "pass the sink_token of the forward pass"
+    )  # fmt: skip
+    yield Rule(
+        "Sink" in node.inputs and version < 91300, ValueError, "sink_token", f"cuDNN {format_version(version)}",
+        "cuDNN 9.13 or newer", "install a newer nvidia-cudnn package"
     )  # fmt: skip
 
 
@@ -148,12 +192,45 @@ def _versions(node: Attention, version: int) -> Iterator[Rule]:
     )  # fmt: skip
 
 
-def _window(node: Attention) -> Iterator[Rule]:
-    s_q, s_kv = node.score_dim[2:]
+def _modifiers(node: Attention) -> Iterator[Rule]:
+    beside = [
+        name
+        for name, used in (
+            ("ALiBi", node.use_alibi_mask), ("a right bound", node.right_bound is not None),
+            ("a padding mask", node.use_padding_mask), ("a left bound", node.left_bound is not None),
+        )
+        if used
+    ]  # fmt: skip
     yield Rule(
-        node.left_bound is not None and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED,
-        "diagonal_band_left_bound", f"{node.left_bound} with s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding"
+        node.score_mod is not None and bool(beside), UNSUPPORTED, "score_mod", f"with {', '.join(beside)}",
+        "alone", "apply the mask in score_mod"
     )  # fmt: skip
+
+
+def _alibi(node: Attention) -> Iterator[Rule]:
+    yield Rule(
+        node.use_alibi_mask and node.right_bound != 0, UNSUPPORTED, "use_alibi_mask", f"right bound {node.right_bound}",
+        "with a causal mask, a right bound of 0", "pass diagonal_band_right_bound=0"
+    )  # fmt: skip
+
+
+def _window(node: Attention, version: int, needs_width: bool) -> Iterator[Rule]:
+    s_q, s_kv = node.score_dim[2:]
+    left = node.left_bound
+    yield Rule(left is not None and left <= 0 and needs_width, RuntimeError, "diagonal_band_left_bound", str(left),
+               "1 or more; in the forward pass also 0 from cuDNN 9.10", "use 1 or more")  # fmt: skip
+    yield Rule(
+        left is not None and not node.use_padding_mask and s_q > s_kv, UNSUPPORTED,
+        "diagonal_band_left_bound", f"{left} with s_q={s_q} > s_kv={s_kv}", "s_q up to s_kv, or padding"
+    )  # fmt: skip
+    yield Rule(
+        version < 91002 and left is not None and (node.has_dropout or "Bias" in node.inputs), UNSUPPORTED,
+        "diagonal_band_left_bound", f"with dropout or bias and cuDNN {format_version(version)}",
+        "neither before cuDNN 9.10.2", "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+
+
+def _right_bound(node: Attention) -> Iterator[Rule]:
     right = node.right_bound
     yield Rule(
         right is not None and right < 0, RuntimeError, "diagonal_band_right_bound", str(right), "0 or more",
@@ -161,8 +238,91 @@ def _window(node: Attention) -> Iterator[Rule]:
     )  # fmt: skip
 
 
+def _window_forward(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
+    s_q, s_kv = node.score_dim[2:]
+    left, right = node.left_bound, node.right_bound
+    yield Rule(
+        version < 91002 and left is not None and right is None, UNSUPPORTED, "diagonal_band_left_bound",
+        f"without a right bound and cuDNN {format_version(version)}", "with a causal mask before cuDNN 9.10.2",
+        "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+    yield Rule(
+        sm is not None and sm // 10 == 9 and version <= 90900 and node.bottom_right and right is not None
+        and left is not None and (s_q == s_kv or left == 0), UNSUPPORTED, "bottom-right causal mask",
+        f"a left bound with s_q={s_q}, s_kv={s_kv} and cuDNN {format_version(version)}", "cuDNN newer than 9.9.0",
+        "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+
+
+def _one_row(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
+    if node.score_dim[2] != 1:
+        return
+    old = version <= 90900
+    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
+    yield Rule(
+        (old and sm is not None and sm // 10 == 10 and d > 128) or (old and node.right_bound is not None),
+        UNSUPPORTED, "s_q", f"1 with cuDNN {format_version(version)}", "more rows, or cuDNN newer than 9.9.0",
+        "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+    yield Rule("Sink" in node.inputs, UNSUPPORTED, "sink_token", "s_q=1", "more than one row of Q", "leave it out")
+
+
+def _paged(node: Attention, version: int) -> Iterator[Rule]:
+    longest = node.paged_max_seq_len_kv
+    if not node.is_paged:
+        yield Rule(
+            longest is not None, UNSUPPORTED, "paged_attention_max_seq_len_kv", f"{longest} without page tables",
+            "only with paged K or V", "leave it out"
+        )  # fmt: skip
+        return
+    tables = [node.inputs[f"Page_table_{port}"] for port in "KV" if f"Page_table_{port}" in node.inputs]
+    packed = any(table.ragged_offset is not None for table in tables)
+    ragged = any(node.inputs[port].ragged_offset is not None for port in "QKV")
+    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
+    got = f"with cuDNN {format_version(version)}"
+    newer = "install a newer nvidia-cudnn package"
+    yield Rule(version <= 90900 and d > 128, UNSUPPORTED, "paged attention", f"a head size of {d} {got}",
+               "up to 128 before cuDNN 9.10", newer)  # fmt: skip
+    yield Rule(ragged and version < 90700, UNSUPPORTED, "paged attention", f"a ragged tensor {got}", "cuDNN 9.7", newer)
+    yield Rule(not {"Seq_len_q", "Seq_len_kv"} <= node.inputs.keys(), UNSUPPORTED, "paged attention",
+               "no sequence lengths", "use_padding_mask=True with both lengths", "pass them")  # fmt: skip
+    yield Rule(version < 90500, UNSUPPORTED, "paged attention", got, "cuDNN 9.5 or newer", newer)
+    yield Rule(packed and version < 91002, UNSUPPORTED, "paged attention", f"packed page tables {got}",
+               "cuDNN 9.10.2 or newer", newer)  # fmt: skip
+    for what, tensor in (("bias", node.inputs.get("Bias")), ("rng_dump", node.outputs.get("RNG_DUMP"))):
+        yield Rule(
+            longest is not None and tensor is not None and tensor.dim[-1] != longest, UNSUPPORTED,
+            "paged_attention_max_seq_len_kv", f"{longest} with {what} of dim={tensor.dim if tensor else []}",
+            f"the last extent of {what}", "make them equal"
+        )  # fmt: skip
+
+
 def _device(sm: int | None) -> Iterator[Rule]:
     yield Rule(sm is not None and sm < 80, UNSUPPORTED, "device", f"compute capability {sm}", "80 (Ampere) or newer")
+
+
+def _forward_heads(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
+    if sm is None:
+        return
+    d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
+    family = sm // 10
+    limit = None
+    if (family == 8 and version <= 90900) or (family == 10 and version < 90900):
+        limit = 128
+    elif family == 9 and version <= 90900:
+        limit = 256
+    yield Rule(
+        limit is not None and d > limit, UNSUPPORTED, f"head size on compute capability {sm}",
+        f"{d} with cuDNN {format_version(version)}", f"up to {limit}", "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+
+
+def _ragged_device(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
+    yield Rule(
+        sm is not None and sm < 90 and version < 91801 and node.is_ragged, UNSUPPORTED, "ragged tensors",
+        f"compute capability {sm} with cuDNN {format_version(version)}", "90 (Hopper), or cuDNN 9.18.1 or newer",
+        "use a padding mask"
+    )  # fmt: skip
 
 
 def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
@@ -171,7 +331,7 @@ def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[R
     d_qk, d_v = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
     if sm // 10 == 9:
         limit, fits = "up to 256", max(d_qk, d_v) <= 256
-    elif sm // 10 == 10 and d_qk == 192:
+    elif sm // 10 == 10 and d_qk == 192 and version >= 91100:
         limit, fits = "d_v=128 beside d_qk=192", d_v == 128
     elif sm // 10 == 10 and version >= 92300:
         limit, fits = "up to 128, both 256, or 192 and 128", max(d_qk, d_v) <= 128 or d_qk == d_v == 256
@@ -181,6 +341,156 @@ def _backward_heads(node: Attention, version: int, sm: int | None) -> Iterator[R
         not fits or d_qk % 8 != 0 or d_v % 8 != 0, UNSUPPORTED, f"head size on compute capability {sm}",
         f"d_qk={d_qk}, d_v={d_v}", f"multiples of 8, {limit}", "pad the heads with zeros"
     )  # fmt: skip
+
+
+def _deterministic(node: AttentionBackward, version: int, sm: int | None) -> Iterator[Rule]:
+    total = node.max_total_seq_len_q is not None or node.max_total_seq_len_kv is not None
+    yield Rule(
+        total and not node.is_ragged, UNSUPPORTED, "max_total_seq_len_q, max_total_seq_len_kv", "given",
+        "only with ragged tensors", "leave them out"
+    )  # fmt: skip
+    if sm is None:
+        return
+    asked = node.use_deterministic_algorithm
+    beside = "dBias" in node.outputs or node.has_dropout or node.use_alibi_mask
+    yield Rule(
+        asked and sm // 10 == 10 and (version < 91800 or beside), UNSUPPORTED, "use_deterministic_algorithm",
+        f"compute capability {sm} with cuDNN {format_version(version)}" + (" and dBias, dropout or ALiBi" * beside),
+        "cuDNN 9.18 or newer, and none of these", "leave it out"
+    )  # fmt: skip
+    ragged_stats = node.inputs["Stats"].ragged_offset is not None
+    yield Rule(
+        node.is_ragged and sm // 10 in (8, 12) and (version < 91801 or asked or ragged_stats), UNSUPPORTED,
+        "ragged tensors", f"compute capability {sm} with cuDNN {format_version(version)}",
+        "cuDNN 9.18.1 or newer, Stats not ragged, no deterministic algorithm", "use a padding mask"
+    )  # fmt: skip
+
+
+def _bias_gradient(node: AttentionBackward, version: int, sm: int | None) -> Iterator[Rule]:
+    if "dBias" not in node.outputs:
+        return
+    s_q, s_kv = node.score_dim[2:]
+    heads = [node.inputs[port].dim[1] for port in "QKV"]
+    with_version = f"cuDNN {format_version(version)}"
+    newer = "install a newer nvidia-cudnn package"
+    yield Rule(
+        version < 90500 and (node.use_padding_mask or s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED, "dBias",
+        f"padding, or s_q={s_q}, s_kv={s_kv}, with {with_version}", "multiples of 64 before cuDNN 9.5", newer
+    )  # fmt: skip
+    yield Rule(
+        version < 90600 and node.is_ragged and len(set(heads)) > 1, UNSUPPORTED, "dBias",
+        f"ragged tensors, grouped heads and {with_version}", "cuDNN 9.6 or newer", newer
+    )  # fmt: skip
+    yield Rule(
+        sm is not None and sm // 10 == 10 and node.is_ragged, UNSUPPORTED, "dBias",
+        f"ragged tensors on compute capability {sm}", "tensors that are not ragged", "use a padding mask"
+    )  # fmt: skip
+
+
+def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int) -> None:
+    """Refuses what the forward pass in fp8 does not support."""
+    sm = context.sm_version
+    _apply(node, _layout(node, ("Q", "K", "V", "O")))
+    _apply(node, _masks(node, version))
+    _apply(node, _types(context))
+    _apply(node, _sink(node, version))
+    ragged = sm is not None and sm // 10 == 12 and node.is_ragged
+    _apply(node, [
+        *_fp8(version, sm),
+        Rule("Bias" in node.inputs, UNSUPPORTED, "bias", "given", "none with fp8 tensors", "use fp16 or bf16"),
+        Rule(ragged, UNSUPPORTED, "ragged tensors", f"compute capability {sm}", "9.0 or 10.0 with fp8 tensors"),
+        *_fp8_heads(node, version, sm, 256),
+        *_fp8_bottom_right(node, version, sm),
+        *_fp8_outputs(node, version, sm, ("O",)),
+    ])  # fmt: skip
+
+
+def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: int) -> None:
+    """Refuses what the backward pass in fp8 does not support."""
+    sm = context.sm_version
+    _apply(node, _layout(node, ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")))
+    _apply(node, _masks(node, version))
+    _apply(node, _types(context))
+    _apply(node, _sink(node, version))
+    d = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
+    hopper = sm is not None and sm // 10 == 9
+    blackwell = sm is not None and sm // 10 == 10
+    old = version < 91900 or node.has_dropout
+    _apply(node, [
+        *_fp8(version, sm),
+        Rule(hopper and node.is_ragged, UNSUPPORTED, "ragged tensors", f"compute capability {sm}", "10.0 or newer in "
+             "the backward pass in fp8", "use a padding mask"),
+        Rule(hopper and d != (128, 128), UNSUPPORTED, f"head size on compute capability {sm}", f"d_qk={d[0]}, "
+             f"d_v={d[1]}", "128 in the backward pass in fp8", "pad the heads with zeros"),
+        *_fp8_heads(node, version, sm, 128),
+        *_fp8_bottom_right(node, version, sm),
+        *_fp8_outputs(node, version, sm, ("dQ", "dK", "dV")),
+        Rule(node.use_deterministic_algorithm and blackwell and old, UNSUPPORTED, "use_deterministic_algorithm",
+             f"compute capability {sm} with cuDNN {format_version(version)}", "cuDNN 9.19 or newer, and no dropout",
+             "leave it out"),
+    ])  # fmt: skip
+
+
+def _fp8(version: int, sm: int | None) -> Iterator[Rule]:
+    with_version = f"cuDNN {format_version(version)}"
+    newer = "install a newer nvidia-cudnn package"
+    yield Rule(version < 90100, UNSUPPORTED, "fp8 tensors", with_version, "cuDNN 9.1 or newer", newer)
+    yield Rule(
+        version == 91000, UNSUPPORTED, "fp8 tensors", f"{with_version}, where they are broken", "another version", newer
+    )
+    yield Rule(
+        sm is not None and sm < 90, UNSUPPORTED, "fp8 tensors", f"compute capability {sm}", "90 (Hopper) or newer"
+    )
+
+
+def _fp8_bottom_right(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
+    used = node.bottom_right and node.right_bound is not None
+    s_q, s_kv = node.score_dim[2:]
+    yield Rule(used and (version < 90700 or _is_hopper(sm)), UNSUPPORTED, "bottom-right causal mask",
+               f"fp8 tensors with cuDNN {format_version(version)} on compute capability {sm}",
+               "cuDNN 9.7 and compute capability 100", "use the top-left alignment")  # fmt: skip
+    backward = "dO" in node.inputs
+    yield Rule(backward and used and s_q > s_kv, UNSUPPORTED, "bottom-right causal mask", f"s_q={s_q} > s_kv={s_kv}",
+               "s_q up to s_kv in the backward pass in fp8", "use the top-left alignment")  # fmt: skip
+    yield Rule(backward and used and (s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED, "bottom-right causal mask",
+               f"s_q={s_q}, s_kv={s_kv}", "multiples of 64 in the backward pass in fp8")  # fmt: skip
+
+
+def _fp8_outputs(node: Attention, version: int, sm: int | None, ports: Iterable[str]) -> Iterator[Rule]:
+    for port in ports:
+        kind = node.outputs[port].data_type
+        yield Rule(kind in (data_type.HALF, data_type.BFLOAT16) and (version < 91300 or _is_hopper(sm)), UNSUPPORTED,
+                   f"data type of {port}", f"{kind.name} with cuDNN {format_version(version)} on compute capability "
+                   f"{sm}", "FP8_E4M3 or FP8_E5M2 before cuDNN 9.13 and compute capability 100",
+                   "write fp8")  # fmt: skip
+
+
+def _is_hopper(sm: int | None) -> bool:
+    return sm is not None and sm < 100
+
+
+def _fp8_heads(node: Attention, version: int, sm: int | None, hopper_limit: int) -> Iterator[Rule]:
+    d_qk, d_v = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
+    sixteenths = d_qk % 16 == 0 and d_v % 16 == 0
+    if _is_hopper(sm):
+        fits, limit = max(d_qk, d_v) <= hopper_limit, f"up to {hopper_limit}"
+    else:
+        fits = (d_qk <= 128 or (d_qk == 192 and version >= 91900)) and d_v <= 128
+        limit = "up to 128, or 192 and 128 from cuDNN 9.19"
+    yield Rule(sm is not None and not (fits and sixteenths), UNSUPPORTED, f"head size on compute capability {sm}",
+               f"d_qk={d_qk}, d_v={d_v}", f"multiples of 16, {limit}, with fp8 tensors",
+               "pad the heads with zeros")  # fmt: skip
+
+
+FP8 = data_type.FP8_E4M3, data_type.FP8_E5M2
+
+
+def check_fp8_types(node: Attention, *ports: str) -> None:
+    """Refuses inputs that are not in fp8."""
+    for port in ports:
+        kind = node.inputs[port].data_type
+        _apply(node, [Rule(kind not in FP8, UNSUPPORTED, f"data type of {port}", kind.name, "FP8_E4M3 or FP8_E5M2",
+                           "convert it, or use sdpa()")])  # fmt: skip
 
 
 def check_types(node: Attention) -> None:
@@ -221,18 +531,38 @@ def check_narrow_stats(node: AttentionForward, stats: Tensor) -> None:
 
 def unified_obstacle(node: AttentionForward, version: int) -> str:
     """Why cuDNN's one attention operation cannot be used; empty where it can. Minima as measured and documented."""
+    inputs, outputs = node.inputs, node.outputs
     since = {
         "the operation itself": (True, 91301),
-        "a padding mask": (node.use_padding_mask, 91500),
-        "bias": ("Bias" in node.inputs, 92100),
-        "a causal or sliding-window mask": (node.has_bounds, 92100),
+        "a block mask": ("Block_mask" in inputs, 91400),
+        "a padding mask": (bool({"Seq_len_q", "Seq_len_kv"} & inputs.keys()), 91500),
+        "paged attention": (node.is_paged, 91500),
+        "bias": ("Bias" in inputs, 92100),
+        "ALiBi": (node.use_alibi_mask, 92100),
+        "a causal or sliding-window mask": (node.has_bounds or node.bottom_right, 92100),
+        "a sink": ("Sink" in inputs, 92100),
+        "a score modifier": (node.score_mod is not None, 92100),
+        "an output of the largest score or the sum": (bool({"Max", "Sum_exp"} & outputs.keys()), 92100),
+        "dropout": (node.dropout_probability > 0, 92200),
     }
     for feature, (used, minimum) in since.items():
         if used and version < minimum:
             return f"{feature} needs cuDNN {format_version(minimum)}, this is {format_version(version)}"
+    if node.dropout_probability and "Stats" in outputs:
+        return "dropout with statistics is not among its features"
+    if "Dropout_mask" in inputs:
+        return "a dropout mask of the user is not among its features"
     if node.compute_data_type is not data_type.FLOAT:
         return f"it computes in FLOAT only, not in {node.compute_data_type.name}"
     return ""
+
+
+def refuse_composite(node: AttentionForward) -> None:
+    """Refuses what only cuDNN's one attention operation has."""
+    _apply(node, [
+        Rule("Block_mask" in node.inputs, UNSUPPORTED, "block_mask", "the COMPOSITE implementation",
+             "the UNIFIED one, cuDNN 9.14 or newer", "leave implementation out")
+    ])  # fmt: skip
 
 
 def refuse_unified(node: AttentionForward, obstacle: str) -> None:

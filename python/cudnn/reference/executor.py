@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend.handle import resolve
-from cudnn.datatypes import _is_torch_tensor
+from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refusal
 from cudnn.lazy import torch
@@ -45,6 +46,11 @@ class ReferenceProgram:
                     assert tensor.uid is not None
                     self._outputs[tensor.uid] = tensor
 
+    @property
+    def uids(self) -> list[int]:
+        """The tensors that a call brings, in ascending order."""
+        return sorted({*self._inputs, *self._outputs})
+
     def execute(self, variant_pack: Mapping[Any, Any], workspace: Any = None, handle: Any = None) -> None:
         """Reads inputs from, and writes outputs to, the memory given by tensor or uid. Needs no workspace or handle."""
         global _said
@@ -57,7 +63,7 @@ class ReferenceProgram:
         device = self._check(buffers)
         with torch.no_grad():
             values = {
-                uid: self._load(tensor, buffers[uid], device)
+                uid: self._load(tensor, buffers, device)
                 for uid, tensor in self._inputs.items()
                 if buffers.get(uid) is not None
             }
@@ -65,7 +71,7 @@ class ReferenceProgram:
             for node in self._nodes:
                 results.update(self._run(node, values, device))
             for uid, tensor in self._outputs.items():
-                self._store(tensor, results[uid], buffers[uid], device)
+                self._store(tensor, results[uid], buffers, device)
 
     def _check(self, buffers: Mapping[int, Any]) -> Any:
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
@@ -86,36 +92,69 @@ class ReferenceProgram:
             raise ValueError(refusal("execute", "tensors", listing, "one device for all", "move them to one device"))
         return big[0][1].device if big else torch.device("cpu")
 
-    def _load(self, tensor: Tensor, data: Any, device: Any) -> Any:
+    def _load(self, tensor: Tensor, buffers: Mapping[int, Any], device: Any) -> Any:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
+        data = buffers[tensor.get_uid()]
+        if tensor.ragged_offset is not None:
+            whole = torch.zeros(tensor.dim, dtype=torch_type(tensor.data_type, where), device=device)
+            for entry, (raw, part) in self._entries(tensor, buffers, device, where).items():
+                whole[entry : entry + 1, :, : part.dim[2]] = read(raw, part, where)
+            return whole
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             return unpack_bits(data.view(torch.uint8))
         raw = memory(data, span_bytes(tensor), torch.device("cpu") if tensor.is_pass_by_value else device, where)
         return read(raw, tensor, where).to(device)
 
     def _run(self, node: Node, values: dict[int, Any], device: Any) -> dict[int, Any]:
-        compute = torch_type(node.compute_data_type, node.where) if node.compute_data_type else torch.float32
-        arguments: dict[str, Any] = {}
-        for port, tensor in node.inputs.items():
-            if tensor.value is not None:
-                kind = torch_type(tensor.data_type, node.where)
-                value = torch.full(tensor.dim, tensor.value, dtype=kind, device=device)
-            else:
-                value = values[tensor.uid]  # pyright: ignore[reportArgumentType]
-            arguments[port] = value if port in node.exact_ports else value.to(compute)
-        found = node.evaluate(arguments)
-        stored: dict[int, Any] = {}
-        for port, tensor in node.outputs.items():
-            assert tensor.uid is not None
-            stored[tensor.uid] = values[tensor.uid] = rounded(found[port], tensor.data_type, node.where)
+        found = run_node(node, lambda tensor: values[tensor.uid], device)  # pyright: ignore[reportArgumentType]
+        stored = {tensor.uid: found[port] for port, tensor in node.outputs.items() if tensor.uid is not None}
+        values.update(stored)
         return stored
 
-    def _store(self, tensor: Tensor, value: Any, data: Any, device: Any) -> None:
+    def _entries(
+        self, tensor: Tensor, buffers: Mapping[int, Any], device: Any, where: str
+    ) -> dict[int, tuple[Any, Tensor]]:
+        """The batch entries of a ragged tensor that have rows: the bytes of each, and how they are laid out."""
+        offset = tensor.ragged_offset
+        assert offset is not None
+        scale = tensor.ragged_offset_multiplier
+        starts = [int(start) * scale for start in self._load(offset, buffers, device).flatten()]
+        found: dict[int, tuple[Any, Tensor]] = {}
+        for entry, (start, end) in enumerate(itertools.pairwise(starts)):
+            part = type(tensor).like(tensor, tensor.name)
+            part.dim[0], part.dim[2] = 1, min(tensor.dim[2], (end - start) // max(1, tensor.stride[2]))
+            if part.dim[2] > 0:
+                first = start * element_bits(tensor.data_type) // 8
+                raw = memory(buffers[tensor.get_uid()], first + span_bytes(part), device, where)
+                found[entry] = raw[first:], part
+        return found
+
+    def _store(self, tensor: Tensor, value: Any, buffers: Mapping[int, Any], device: Any) -> None:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
+        data = buffers[tensor.get_uid()]
+        if tensor.ragged_offset is not None:
+            for entry, (raw, part) in self._entries(tensor, buffers, device, where).items():
+                write(raw, part, value[entry : entry + 1, :, : part.dim[2]], where)
+            return
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             data.view(torch.uint8).copy_(pack_bits(value))
             return
         write(memory(data, span_bytes(tensor), device, where), tensor, value, where)
+
+
+def run_node(node: Node, value_of: Callable[[Tensor], Any], device: Any) -> dict[str, Any]:
+    """The outputs of a prepared node by port, each rounded to its tensor's type; ``value_of`` has the inputs."""
+    compute = torch_type(node.compute_data_type, node.where) if node.compute_data_type else torch.float32
+    arguments: dict[str, Any] = {}
+    for port, tensor in node.inputs.items():
+        if tensor.value is not None:
+            kind = torch_type(tensor.data_type, node.where)
+            value = torch.full(tensor.dim, tensor.value, dtype=kind, device=device)
+        else:
+            value = value_of(tensor)
+        arguments[port] = value if port in node.exact_ports else value.to(compute)
+    found = node.evaluate(arguments)
+    return {port: rounded(found[port], tensor.data_type, node.where) for port, tensor in node.outputs.items()}
 
 
 def _is_bit_packed(tensor: Tensor, data: Any) -> bool:
