@@ -418,13 +418,22 @@ def test_what_is_refused_and_how(name: str) -> None:
         _validate(WRONG[name])
 
 
-def test_the_reference_executor_does_not_share_statistics_between_gpus() -> None:
+def test_one_process_is_its_own_peer(caplog: pytest.LogCaptureFixture) -> None:
+    data, loss, vector = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3), torch.rand(1, 4, 1, 1) + 0.5
+    buffers = [torch.full((2, 16, 1, 1), 7.0) for _ in range(2)]
+    leaf = data.clone().requires_grad_()
+    expected = functional.batch_norm(leaf, None, None, vector.flatten(), vector.flatten(), training=True, eps=0.5)
+    (gradient,) = torch.autograd.grad(expected, leaf, loss)
     graph = reference_graph()
-    data, vector = torch.randn(2, 4, 3, 3), torch.randn(1, 4, 1, 1)
-    x, s, peer = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(torch.zeros(2, 16, 1, 1))
-    wanted = outputs(graph.batchnorm(x, s, s, peer_stats=[peer]))
-    with pytest.raises(NotImplementedError, match="peer_stats"):
-        run(graph, {x: data, s: vector, peer: torch.zeros(2, 16, 1, 1)}, *wanted)
+    x, dy, s, *peers = (graph.tensor_like(tensor) for tensor in (data, loss, vector, *buffers))
+    y, mean, inv, *_ = graph.batchnorm(x, s, s, epsilon=0.5, peer_stats=peers, name="bn")
+    dx = graph.batchnorm_backward(dy, x, s, mean, inv, peers)[0]
+    inputs = {x: data, dy: loss, s: vector, **dict(zip(peers, buffers, strict=True))}
+    found = run(graph, inputs, *outputs([y, dx]))
+    close(found[0], expected.detach())
+    close(found[1], gradient)
+    assert all(bool((buffer == 7).all()) for buffer in buffers)
+    assert "bn (batchnorm): peer_stats" in caplog.text
 
 
 # Every operation as a graph. Layouts and types are those that cuDNN's engines are written for.

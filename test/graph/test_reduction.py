@@ -123,23 +123,27 @@ def test_refusals(build: Callable[..., Any], error: type[Exception], words: list
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["ADD", "MUL", "MIN", "MAX", "AMAX"])
+def after_matmul(device: Any, mode: str, dims: list[int], compute: object = FLOAT) -> cudnn.pygraph:
+    graph = planned_graph(device)
+    a, b = graph.tensor([4, 64, 128], [8192, 128, 1]), graph.tensor([4, 128, 256], [32768, 256, 1])
+    y = graph.reduction(graph.matmul(a, b), MODE[mode], compute).set_output(True).set_data_type(FLOAT)
+    y.set_dim(dims).set_stride([dims[1] * dims[2], dims[2], 1])
+    return graph
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("mode", [mode for mode in FORMULAS if mode != "NORM2"])
 @pytest.mark.parametrize("dims", [[4, 64, 1], [4, 64, 256]], ids=["rows", "nothing"])
 def test_cudnn_has_engines_after_matmul(mode: str, dims: list[int], device_properties: Any) -> None:
-    graph = planned_graph(device_properties)
-    a, b = graph.tensor([4, 64, 128], [8192, 128, 1]), graph.tensor([4, 128, 256], [32768, 256, 1])
-    y = graph.reduction(graph.matmul(a, b), MODE[mode]).set_output(True).set_data_type(FLOAT)
-    y.set_dim(dims).set_stride([dims[1] * dims[2], dims[2], 1])
-    assert configurations(graph) > 0
+    assert configurations(after_matmul(device_properties, mode, dims)) > 0
 
 
-@pytest.mark.parametrize("mode", ["AVG", "NORM1", "NORM2", "MUL_NO_ZEROS"])
-def test_cudnn_refuses_the_other_modes(mode: str, h200: Any) -> None:
-    graph = planned_graph(h200)
-    x = graph.tensor([4, 64, 16, 16], [16384, 1, 1024, 64])
-    graph.reduction(graph.relu(x), MODE[mode]).set_output(True).set_data_type(FLOAT).set_dim([1, 64, 1, 1])
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="REDUCTION"):
-        configurations(graph)
+def test_what_no_lowering_makes_is_refused(h200: Any) -> None:
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"reduction: mode: got NORM2; .*second graph"):
+        configurations(after_matmul(h200, "NORM2", [4, 64, 1]))
+    for mode in ("AVG", "NORM1", "MUL_NO_ZEROS"):
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=rf"compute_data_type for mode {mode}: got INT32"):
+            configurations(after_matmul(h200, mode, [4, 64, 1], INT32))
 
 
 def convolution(graph: cudnn.pygraph) -> cudnn.tensor:
@@ -160,11 +164,9 @@ def test_cudnn_has_engines_after_convolution(device_properties: Any) -> None:
 
 
 @pytest.mark.deviceless_919
-def test_cudnn_builds_a_plan(device_properties: Any) -> None:
-    graph = planned_graph(device_properties)
-    a, b = graph.tensor([4, 64, 128], [8192, 128, 1]), graph.tensor([4, 128, 256], [32768, 256, 1])
-    y = graph.reduction(graph.matmul(a, b), MODE.ADD).set_output(True).set_data_type(FLOAT)
-    y.set_dim([4, 64, 1]).set_stride([64, 1, 1])
+@pytest.mark.parametrize("mode", ["ADD", "AVG", "MUL_NO_ZEROS"])
+def test_cudnn_builds_a_plan(mode: str, device_properties: Any) -> None:
+    graph = after_matmul(device_properties, mode, [4, 64, 1])
     configurations(graph)
     graph.build_plans()
     assert graph.get_plan_name()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -19,6 +20,7 @@ from cudnn.pygraph.tensor import Tensor
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Lowering
 
+_log = logging.getLogger("cudnn")
 Dims = Sequence[int]
 
 
@@ -194,7 +196,7 @@ class NormForward(Normalization):
         return shifted
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        _refuse_peers(self)
+        _say_that_peers_are_absent(self)
         x, shape = values["X"], self._statistics
         found: dict[str, Any] = {}
         if "MEAN" in values:  # batch normalisation with known statistics
@@ -252,7 +254,7 @@ class NormBackward(Normalization):
         )
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        _refuse_peers(self)
+        _say_that_peers_are_absent(self)
         factor, shape, scale = values["INV_VARIANCE"], self._statistics, values["SCALE"]
         normalized = (values["X"] - values.get("MEAN", 0.0)) * factor
         gradient = values["DY"] * scale
@@ -270,12 +272,9 @@ def _peers(node: Node) -> list[Tensor] | None:
     return [tensor for port, tensor in node.inputs.items() if port.startswith("PEER_STAT")] or None
 
 
-def _refuse_peers(node: Node) -> None:
+def _say_that_peers_are_absent(node: Node) -> None:
     if _peers(node):
-        raise NotImplementedError(
-            refusal(node.where, "peer_stats", "statistics shared between GPUs", "none on the reference executor",
-                    "leave peer_stats out, or run on GPUs")
-        )  # fmt: skip
+        _log.warning("%s: peer_stats: the reference executor takes the statistics of this process's batch", node.where)
 
 
 class LayerNorm(NormForward):
@@ -486,7 +485,8 @@ class NormalizationMethods(NodeList):
         """Batch normalisation in training (Ioffe and Szegedy, 2015).
 
         Everything but X and Y is ``[1, C, 1, ..]``. ``next = (1 - momentum) * running + momentum * batch``, where the
-        variance is that of the sample (n - 1). ``peer_stats``: one buffer per GPU that shares the statistics.
+        variance is that of the sample (n - 1). ``peer_stats``: buffers ``[2, 4 C, 1, ..]`` through which several GPUs
+        share the statistics; the reference executor leaves them alone and takes those of its own batch.
 
         Returns:
             ``[Y, MEAN, INV_VARIANCE, NEXT_RUNNING_MEAN, NEXT_RUNNING_VAR]``; without running statistics the last two

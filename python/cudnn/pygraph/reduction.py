@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
-from cudnn.enums import reduction_mode
-from cudnn.errors import refusal
+from cudnn.enums import data_type, reduction_mode
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Lowering
+
+
+FLOATING = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -37,22 +42,62 @@ class Reduction(Node):
             )  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:
-        a = be.Attribute
+        a, (operator, x) = be.Attribute, self._prologue(lowering)
         lowering.operation(
             be.DescriptorType.OPERATION_REDUCTION,
             {
-                a.OPERATION_REDUCTION_XDESC: self.inputs["X"],
+                a.OPERATION_REDUCTION_XDESC: x,
                 a.OPERATION_REDUCTION_YDESC: self.outputs["Y"],
                 a.OPERATION_REDUCTION_DESC: lowering.descriptor(
                     be.DescriptorType.REDUCTION,
                     {
                         a.REDUCTION_COMP_TYPE: lowering.data_type(self.compute_data_type),
-                        a.REDUCTION_OPERATOR: be.ReduceTensorOp[self.mode.name],
+                        a.REDUCTION_OPERATOR: operator,
                         a.REDUCTION_IS_DETERMINISTIC: False if lowering.version >= 91100 else None,
                     },
                 ),
             },
         )
+
+    def _prologue(self, lowering: Lowering) -> tuple[be.ReduceTensorOp, Tensor]:
+        """The operator and its input. cuDNN refuses four operators; element-wise operations before another make three.
+
+        NORM2 would need a root after the reduction, where its engines fuse nothing.
+        """
+        x, mode = self.inputs["X"], self.mode
+        plain = {reduction_mode.AVG: "ADD", reduction_mode.NORM1: "ADD", reduction_mode.MUL_NO_ZEROS: "MUL"}
+        if mode is reduction_mode.NORM2:
+            raise cudnnGraphNotSupportedError(
+                refusal(self.where, "mode", mode.name, "any other mode with cuDNN", "reduce x * x with ADD and take "
+                        "the root in a second graph, or run this one with backend='reference'")
+            )  # fmt: skip
+        if mode not in plain:
+            return be.ReduceTensorOp[mode.name], x
+        if self.compute_data_type not in FLOATING:
+            raise cudnnGraphNotSupportedError(
+                refusal(self.where, f"compute_data_type for mode {mode.name}", self.compute_data_type.name,
+                        ", ".join(kind.name for kind in FLOATING), "set one of these")
+            )  # fmt: skip
+        smaller = PointwiseMethods(
+            dataclasses.replace(
+                lowering.context,
+                intermediate_data_type=self.compute_data_type,
+                compute_data_type=self.compute_data_type,
+            )
+        )
+
+        def constant(value: float) -> Tensor:
+            return Tensor.constant(value, data_type.FLOAT, len(x.dim))
+
+        if mode is reduction_mode.AVG:
+            made = smaller.mul(x, constant(math.prod(self.outputs["Y"].dim) / math.prod(x.dim)))
+        elif mode is reduction_mode.NORM1:
+            made = smaller.abs(x)
+        else:
+            zero = smaller.cmp_eq(x, constant(0.0)).set_data_type(data_type.BOOLEAN)
+            made = smaller.binary_select(constant(1.0), x, zero)
+        lowering.expand(smaller)
+        return be.ReduceTensorOp[plain[mode]], made
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = values["X"]
@@ -123,8 +168,9 @@ class ReductionMethods(NodeList):
         """Reduces ``input`` over every dimension in which the shape set on the result with ``set_dim()`` has extent 1.
 
         ``mode`` is a ``cudnn.reduction_mode``: ADD, MUL, MIN, MAX, AMAX (largest absolute value), AVG, NORM1 (sum of
-        absolute values), NORM2 (root of the sum of squares) or MUL_NO_ZEROS (product of what is not 0). Returns Y,
-        which has the shape of ``input`` until it is set and channels-last strides.
+        absolute values), NORM2 (root of the sum of squares) or MUL_NO_ZEROS (product of what is not 0). cuDNN has the
+        first five; AVG, NORM1 and MUL_NO_ZEROS become element-wise operations and one of these, and NORM2 is for the
+        reference executor. Returns Y, which has the shape of ``input`` until it is set and channels-last strides.
         """
         if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = ", ".join(member.name for member in reduction_mode if member)
