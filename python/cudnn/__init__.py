@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cudnn.autotune import TunedPlan, TuningReport, autotune
 from cudnn.backend.device import create_device_properties, create_kernel_cache
 from cudnn.backend.engine import Knob as knob
 from cudnn.backend.handle import Handle, create_handle, destroy_handle, get_stream, set_stream
@@ -62,8 +63,11 @@ __all__ = [
     "CudnnLibraryError",
     "Graph",
     "Handle",
+    "TunedPlan",
+    "TuningReport",
     "__version__",
     "attention_implementation",
+    "autotune",
     "backend_version",
     "backend_version_string",
     "behavior_note",

@@ -91,7 +91,8 @@ KERNEL_CACHE = Setting(
     "the path of a folder",
     str,
     "",
-    "Where compiled kernels of the fused APIs are kept; unset: the user's cache folder. `cudnn cache list` shows it.",
+    "Where compiled kernels of the fused APIs are kept, and in `plans` what `cudnn.autotune` chose; unset: the user's "
+    "cache folder. `cudnn cache list` shows it.",
 )
 EMULATE = Setting(
     "CUDNN_EMULATE",

@@ -7,8 +7,9 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cudnn.autotune import TuningReport, autotune
 from cudnn.backend.handle import Handle, default_handle, destroy_handle, set_stream
 from cudnn.datatypes import _cudnn_to_torch_data_type, _is_torch_tensor
 from cudnn.enums import data_type, heur_mode
@@ -17,6 +18,9 @@ from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import NOT_SET
 from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.explain.model import Explanation
 
 _TENSOR_METHODS = frozenset({"tensor", "tensor_like", "tensor_scalar"})
 _QUERIES = frozenset(
@@ -62,7 +66,8 @@ class Graph:
         inputs, outputs: The order of positional arguments and results: names, uids, tensors, or the arrays used in the
             block. Default: inputs in order of first use (scalars on the CPU keep the value from the block, and may be
             passed too), outputs in order of creation.
-        heuristics: Modes asked in turn; default A, then FALLBACK.
+        heuristics: Modes asked in turn; default A, then FALLBACK. With CUDNN_FIND the first call measures every plan
+            on its data and keeps the fastest, as :func:`cudnn.autotune` does.
         workspace_alloc: Allocates the workspace once, at the end of the block. A graph called from several threads at
             once needs False and a ``workspace=`` per call.
         **pygraph_kwargs: As for :class:`cudnn.pygraph`. Here intermediate and compute types default to FLOAT, the io
@@ -87,6 +92,7 @@ class Graph:
             handle = None
         self._handle = handle
         self._heuristics = [heur_mode.A, heur_mode.FALLBACK] if heuristics is None else list(heuristics)
+        self._untuned = heur_mode.CUDNN_FIND in self._heuristics
         self._workspace_alloc = workspace_alloc
         self._kwargs = {key: value for key, value in pygraph_kwargs.items() if value is not None}
         for key in ("intermediate_data_type", "compute_data_type"):
@@ -94,6 +100,7 @@ class Graph:
                 self._kwargs[key] = data_type.FLOAT
         self._wanted: tuple[Sequence[Any] | None, Sequence[Any] | None] = (inputs, outputs)
         self._graph: pygraph | None = None
+        self._described: pygraph | None = None  # also after a build that failed
         self._open = False
         self._counters: dict[str, int] = {}
         self._node_names: set[str] = set()
@@ -114,7 +121,7 @@ class Graph:
             raise RuntimeError(
                 refusal("Graph", "with block", "a second one", "one per Graph", "make a new cudnn.Graph")
             )
-        self._graph = pygraph(handle=self._handle, **self._kwargs)
+        self._graph = self._described = pygraph(handle=self._handle, **self._kwargs)
         self._open = True
         return self
 
@@ -313,6 +320,14 @@ class Graph:
             raise RuntimeError(
                 refusal("Graph", "call", "inside the with block", "after it", "move the call out of the block")
             )
+        if isinstance(handle, str):
+            _check_auto(handle)
+            handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
+        pack, made = self._bind(args)
+        if self._untuned and not _capturing():
+            self._untuned = False
+            if not graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
+                self._autotune(args, workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
                 raise RuntimeError(
@@ -320,11 +335,25 @@ class Graph:
                             "graph was made with workspace_alloc=False", "pass workspace=")
                 )  # fmt: skip
             workspace = self._workspace
-        if isinstance(handle, str):
-            _check_auto(handle)
-            handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
+        graph.execute(pack, workspace, handle)
+        outputs = list(made.values())
         if len(args) == 1 and isinstance(args[0], dict):
-            return self._call_with_dict(graph, args[0], workspace, handle)
+            args[0].update({self._name(tensor): value for tensor, value in made.items()})
+            return args[0]  # pyright: ignore[reportUnknownVariableType]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _autotune(self, tensors: Any, workspace: Any = None, *, handle: Any = None, **options: Any) -> TuningReport:
+        """``cudnn.autotune`` of this graph."""
+        graph = self._built()
+        pack, _ = self._bind((tensors,) if isinstance(tensors, dict) else tuple(tensors))
+        report = autotune(graph, pack, workspace, handle=handle, **options)
+        self._prepare(graph)
+        return report
+
+    def _bind(self, args: Sequence[Any]) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
+        """The data of a call by tensor, and those of them that are outputs allocated here."""
+        if len(args) == 1 and isinstance(args[0], dict):
+            return self._by_name(args[0])  # pyright: ignore[reportUnknownArgumentType]
         order = self._inputs if len(args) == len(self._inputs) else self._all_inputs
         if len(args) != len(order):
             names = self._listing(self._inputs)
@@ -332,13 +361,10 @@ class Graph:
                 refusal("Graph", "arguments", str(len(args)), f"{len(self._inputs)}: {names}", "pass them in order")
             )
         pack = {**self._values, **dict(zip(order, args, strict=True))}
-        results = self._allocate(pack, self._outputs)
-        pack.update(results)
-        graph.execute(pack, workspace, handle)
-        outputs = list(results.values())
-        return outputs[0] if len(outputs) == 1 else outputs
+        made = self._allocate(pack, self._outputs)
+        return {**pack, **made}, made
 
-    def _call_with_dict(self, graph: pygraph, data: dict[Any, Any], workspace: Any, handle: Any) -> dict[Any, Any]:
+    def _by_name(self, data: dict[Any, Any]) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
         given: dict[Tensor, Any] = {}
         for key, value in data.items():
             tensor = self._find(key)
@@ -362,9 +388,7 @@ class Graph:
                 refusal("Graph", "inputs", f"no data for {names}", "data for every input", "add it to the dict")
             )
         made = self._allocate(pack, [tensor for tensor in self._outputs if tensor not in pack])
-        graph.execute({**pack, **made}, workspace, handle)
-        data.update({self._name(tensor): value for tensor, value in made.items()})
-        return data
+        return {**pack, **made}, made
 
     def _allocate(self, pack: Mapping[Tensor, Any], outputs: Sequence[Tensor]) -> dict[Tensor, Any]:
         devices = (_device_of(value) for tensor, value in pack.items() if not tensor.is_pass_by_value)
@@ -379,6 +403,10 @@ class Graph:
                 )  # fmt: skip
             made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
         return made
+
+    def explain(self, narrow: bool = True) -> Explanation:
+        """As ``pygraph.explain``, also after a ``with`` block whose build failed."""
+        return (self._described or self._built()).explain(narrow)
 
     def __repr__(self) -> str:
         return "<cudnn.Graph, not built>" if self._graph is None else repr(self._graph)
@@ -422,10 +450,16 @@ class Graph:
             self._values[tensors[uid]] = torch.tensor(number, dtype=_cudnn_to_torch_data_type(tensors[uid].data_type))
         if graph.get_execution_plan_count() == 0:
             graph.build(self._heuristics)
+        else:
+            self._untuned = False
         self._order(graph, known.get("inputs"), known.get("outputs"))
         self._prepare(graph)
-        self._graph = graph
+        self._graph = self._described = graph
         return self
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _identity(value: Any) -> Any:

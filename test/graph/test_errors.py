@@ -143,12 +143,21 @@ def test_misaligned_memory() -> None:
 def test_overrides_are_for_gpus() -> None:
     graph, x, y = doubled()
     pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
-    with pytest.raises(NotImplementedError, match=r"override_uids: got \[1\]; allowed: None for the reference"):
+    with pytest.raises(NotImplementedError, match=r"override_uids: got \[1\]; allowed: the shapes of the graph"):
         graph.execute(pack, None, None, [1], [[2, 6]], [[6, 1]])
     with pytest.raises(NotImplementedError, match="override_uids"):
         graph.execute_plan_at_index(
             pack, None, 0, override_uids=[1], override_shapes=[[2, 6]], override_strides=[[6, 1]]
         )
+
+
+def test_overrides_that_change_nothing_are_for_all() -> None:
+    graph, x, y = doubled()
+    data, out = torch.randn(4, 6), torch.empty(4, 6)
+    graph.execute({x: data, y: out}, None, None, [1, 2], [[4, 6], (4, 6)], [[6, 1], [6, 1]])
+    torch.testing.assert_close(out, 2 * data)
+    graph.execute_plan_at_index({x: data, y: out.zero_()}, None, 0, None, [1], [[4, 6]], [[6, 1]])
+    torch.testing.assert_close(out, 2 * data)
 
 
 def test_a_destroyed_handle() -> None:

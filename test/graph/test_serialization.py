@@ -14,7 +14,7 @@ import torch
 
 import cudnn
 from cudnn.pygraph import graph as graph_module
-from cudnn.pygraph.lowering import Bindings, Scratch
+from cudnn.pygraph.lowering import Alias, Bindings, Scratch
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +160,7 @@ def test_enumerations_constants_and_ragged_offsets_survive() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"garbage", b"\xff\xfe\x00", b"[]", b"null", b"{}", [1, 2, 3], [300, 1], "no json", b'{"format": 1}',
+        b"", b"garbage", b"\xff\xfe\x00", b"[]", b"null", b"{}", [1, 2, 3], [300, 1], "no json", b'{"format": 2}',
         b'{"context": {}, "nodes": [], "tensors": []}',
     ],
 )  # fmt: skip
@@ -197,8 +197,8 @@ def test_damaged_descriptions(damage: Any) -> None:
 
 def test_a_format_of_the_future() -> None:
     document = json.loads(built().serialize())
-    document["format"] = 2
-    with pytest.raises(ValueError, match="deserialize: format: got 2; allowed: 1"):
+    document["format"] = 3
+    with pytest.raises(ValueError, match="deserialize: format: got 3; allowed: 2"):
         restored(json.dumps(document).encode())
 
 
@@ -221,7 +221,7 @@ def test_plans_travel(h200: Any) -> None:
 def test_bindings_survive_json() -> None:
     bindings = Bindings(
         user=[1, 2], constants={3: ("FLOAT", 0.1)}, scratch=[Scratch(4, 0, [1, 2]), Scratch(5, 256)],
-        aliases={6: (1, 64)}, hidden=[1], workspace_size=512,
+        aliases={6: Alias(1, 64), 7: Alias(2, 0, [1, 0])}, hidden=[1], workspace_size=512,
     )  # fmt: skip
     again = Bindings.from_json(json.loads(json.dumps(bindings.to_json())))
     assert again == Bindings(**vars(bindings))

@@ -215,8 +215,8 @@ def test_cudnn_sees_slices_of_inputs_as_memory(device_properties: Any) -> None:
     bindings = graph._cudnn().bindings
     assert sorted(bindings.user) == sorted(tensor.get_uid() for tensor in (a, b, c))
     assert sorted(bindings.hidden) == sorted([a.get_uid(), b.get_uid()])
-    assert bindings.aliases[first.get_uid()] == (a.get_uid(), 2 * (4096 + 32))
-    assert bindings.aliases[second.get_uid()] == (b.get_uid(), 2 * 64)
+    assert bindings.aliases[first.get_uid()] == (a.get_uid(), 2 * (4096 + 32), None)
+    assert bindings.aliases[second.get_uid()] == (b.get_uid(), 2 * 64, None)
     assert (first.get_is_virtual(), second.get_alignment()) == (True, 16)
 
 

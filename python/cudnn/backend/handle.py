@@ -229,12 +229,12 @@ def _primary_context(device: int) -> tuple[ctypes.CDLL, c_void_p]:
 
 
 @contextlib.contextmanager
-def on_device(device: int) -> Generator[None]:
-    """Makes a device's primary context, which the CUDA runtime uses, current in this thread."""
+def on_device(device: int) -> Generator[c_void_p]:
+    """Makes a device's primary context, which the CUDA runtime uses, current in this thread, and gives it."""
     driver, context = _primary_context(device)
     driver.cuCtxPushCurrent_v2(context)
     try:
-        yield
+        yield context
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(c_void_p()))
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from cudnn.backend import library
 from cudnn.backend.attributes import Attribute
@@ -23,6 +23,7 @@ from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
 _VARIANT_PACK = int(DescriptorType.VARIANT_PACK)
 _encode_pointer = Struct("Q").pack
 _MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken; no device has it
+_EXPLAIN = "To find the nodes that it refuses, and what to change, call graph.explain()."
 
 
 class _Packs:
@@ -58,6 +59,14 @@ def _vector_of(array: ctypes.Array[Any]) -> _Vector:
     return _Vector(begin, end, end)
 
 
+class Origin(NamedTuple):
+    """What is known of the configuration of a plan that was restored."""
+
+    tag: str = "restored"
+    numerical_notes: Sequence[numerical_note] = ()
+    behavior_notes: Sequence[behavior_note] = ()
+
+
 class ExecutionPlan:
     """A finalized execution plan and its variant packs.
 
@@ -75,7 +84,7 @@ class ExecutionPlan:
     MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
     MAX_MISSES = 1024
 
-    def __init__(self, descriptor: Descriptor, config: EngineConfig | None) -> None:
+    def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
         self.descriptor = descriptor
         self.config = config
         self.argument = library.pointer_argument(descriptor.pointer)
@@ -110,8 +119,8 @@ class ExecutionPlan:
         return cls(descriptor, config)
 
     @classmethod
-    def from_json(cls, handle: Handle, text: str | bytes) -> ExecutionPlan:
-        """Restores a plan from :meth:`to_json`, on the device of ``handle``.
+    def from_json(cls, handle: Handle, text: str | bytes, origin: Origin | None = None) -> ExecutionPlan:
+        """Restores a plan from :meth:`to_json`, on the device of ``handle``. ``origin`` is for the reader.
 
         Raises:
             ValueError: the handle selects the reference executor; cuDNN 9.28 crashes on a plan restored without a GPU.
@@ -123,7 +132,7 @@ class ExecutionPlan:
             DescriptorType.EXECUTION_PLAN,
             {Attribute.EXECUTION_PLAN_HANDLE: handle, Attribute.EXECUTION_PLAN_JSON_REPRESENTATION: text},
         )
-        return cls(descriptor, None)
+        return cls(descriptor, origin or Origin())
 
     @functools.cached_property
     def workspace_size(self) -> int:
@@ -156,9 +165,7 @@ class ExecutionPlan:
 
     def failure(self, status: int) -> CudnnError:
         """The exception for a failed execution."""
-        return self._library.error(
-            status, f"executing the plan {self.config.tag if self.config else 'restored from JSON'}"
-        )
+        return self._library.error(status, f"executing the plan {self.config.tag}")
 
     def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> Any:
         """The pack of a key that ``packs`` lacks, good for one call.
@@ -261,7 +268,19 @@ class ExecutionPlan:
             raise self.failure(status)
 
     def populate_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
-        """Adds the plan's nodes to an empty ``cudaGraph_t``. Needs the note SUPPORTS_CUDA_GRAPH_NATIVE_API."""
+        """Adds the plan's nodes to an empty ``cudaGraph_t``.
+
+        Raises:
+            cudnnGraphNotSupportedError: the plan lacks the note SUPPORTS_CUDA_GRAPH_NATIVE_API.
+        """
+        native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
+        if native not in self.config.behavior_notes:
+            notes = ", ".join(note.name for note in self.config.behavior_notes) or "none"
+            raise cudnnGraphNotSupportedError(
+                refusal("populate_cuda_graph", f"notes of the plan {self.config.tag}", notes, native.name,
+                        f"call select_behavior_notes([{native.name}]) before build_plans(), or capture execute() in a "
+                        "stream instead")
+            )  # fmt: skip
         self._with_cuda_graph(
             self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, cuda_graph
         )
@@ -301,8 +320,11 @@ class PlanList:
 
     Attributes:
         configs: All configurations, barred ones included.
+        where: How messages call the graph.
         plans: The built plans, by the index of their configuration.
         chosen: Index of the candidate, the plan to execute; None before it is built.
+        modes: The heuristic modes asked so far.
+        failures: Why configurations could not be built, by index.
     """
 
     def __init__(
@@ -312,15 +334,19 @@ class PlanList:
         device_properties: DeviceProperties | None = None,
         sm_count: int | None = None,
         kernel_cache: KernelCache | None = None,
+        where: str = "graph",
     ) -> None:
         self.graph = graph
+        self.where = where
         self.configs: list[EngineConfig] = []
+        self.modes: list[heur_mode] = []
         self.plans: dict[int, ExecutionPlan] = {}
         self.chosen: int | None = None
         self._device_properties = device_properties
         self._sm_count = sm_count
         self._kernel_cache = kernel_cache
         self._bars: list[Callable[[EngineConfig], str]] = []
+        self.failures: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -333,12 +359,13 @@ class PlanList:
         """
         reasons: list[str] = []
         for mode in modes:
+            self.modes.append(mode)
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
         if not self.configs:
-            reason = "; ".join(reasons) or "no heuristic mode was asked"
-            raise cudnnGraphNotSupportedError(f"cuDNN has no engine configuration for this graph: {reason}.")
+            what = "cuDNN has no engine configuration for this graph"
+            raise self._refused(what, reasons or ["no heuristic mode was asked"])
 
     def append(self, config: EngineConfig) -> None:
         """Adds one configuration, chosen by hand."""
@@ -391,6 +418,11 @@ class PlanList:
         except CudnnError as error:
             reason = str(error)
         return reason
+
+    def refusals(self) -> dict[int, str]:
+        """Why configurations are barred, or could not be built, by index."""
+        found = {i: self._obstacle(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
+        return {index: reason for index, reason in found.items() if reason}
 
     def check_support(self) -> None:
         """Builds nothing.
@@ -458,10 +490,15 @@ class PlanList:
         self.chosen = index
 
     def _build(self, index: int) -> None:
-        if index not in self.plans:
+        if index in self.plans:
+            return
+        try:
             self.plans[index] = ExecutionPlan.build(
                 self.configs[index], kernel_cache=self._kernel_cache, device_properties=self._device_properties
             )
+        except CudnnError as error:
+            self.failures[index] = str(error)
+            raise
 
     def config_at(self, index: int) -> EngineConfig:
         """The configuration at an index, with its tag, notes and workspace size."""
@@ -493,7 +530,10 @@ class PlanList:
     def _refused(self, what: str, reasons: Sequence[str]) -> cudnnGraphNotSupportedError:
         unique = list(dict.fromkeys(reasons))
         more = f"; and {len(unique) - 8} more" if len(unique) > 8 else ""
-        return cudnnGraphNotSupportedError(f"{what}: {'; '.join(unique[:8]) or 'there is none'}{more}.")
+        detail = f"{'; '.join(unique[:8]) or 'there is none'}{more}".rstrip(".")
+        error = cudnnGraphNotSupportedError(f"{self.where}: {what}: {detail}. {_EXPLAIN}")
+        error.detail = detail
+        return error
 
 
 def _first(what: str, notes: Sequence[numerical_note | behavior_note]) -> str:

@@ -10,7 +10,8 @@ import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from ctypes import c_uint64
+from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
 from cudnn.backend import library
@@ -35,19 +36,23 @@ from cudnn.enums import (
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.attention import AttentionMethods
+from cudnn.pygraph.attention_fp8 import Fp8AttentionMethods
 from cudnn.pygraph.lowering import Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods
-from cudnn.pygraph.program import CudnnProgram, keys_by_uid
+from cudnn.pygraph.program import CudnnProgram, address_of, changed_shapes, keys_by_uid
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
+
+if TYPE_CHECKING:
+    from cudnn.explain.model import Explanation
 
 _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
 
-class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
+class pygraph(AttentionMethods, Fp8AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     """A graph of operations on tensors.
 
     Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call
@@ -216,6 +221,9 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     def build_operation_graph(self) -> None:
         """Assigns uids and hands the operations to cuDNN (or to the reference executor)."""
         self._prepare()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         self._forget_program()
         if self._runs_on_reference():
             uids = Uids(self.nodes)
@@ -230,9 +238,7 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         handle = self._handle
         if handle is None and self._device_property is None:
             handle = default_handle(self._device())
-        graph = self._operation_graph = OperationGraph(
-            lowering.operations, handle, self._dynamic_shape, self._override_shape
-        )
+        graph = self._operation_graph = lowering.operation_graph(handle, self._dynamic_shape, self._override_shape)
         if self._kernel_cache is not None:
             self._kernel_cache.attach(graph.descriptor)
         plans = PlanList(
@@ -240,19 +246,18 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             device_properties=self._device_property,
             sm_count=self._sm_count,
             kernel_cache=self._kernel_cache,
+            where=self._where(),
         )
         note = known_faults.faulty_engines(self.nodes)
         if note is not None:
             _log.info("graph %r: engines with the note %s are left out: they compute it wrongly", self.name, note.name)
             plans.deselect_behavior_notes([note])
-        tensors = [tensor for node in self.nodes for tensor in node.tensors()]
         self._program = CudnnProgram(
-            plans,
-            lowering.bindings,
-            {tensor.get_uid(): tensor.name for tensor in tensors},
-            frozenset(tensor.get_uid() for tensor in tensors if tensor.is_pass_by_value),
-            self._device(),
+            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape
         )
+
+    def _all_tensors(self) -> list[Tensor]:
+        return [tensor for node in self.nodes for tensor in node.tensors()]
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
@@ -306,13 +311,13 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         assert isinstance(program, CudnnProgram)
         program.use(plan)
         self.__dict__.pop("execute", None)
-        if plan.config is not None:
+        if _log.isEnabledFor(logging.INFO):
             _log.info("graph %r: plan %s, workspace %d bytes", self.name, plan.config.tag, program.workspace_size(plan))
 
     def build(self, modes: Sequence[heur_mode] | None = None) -> None:
         """All steps from ``validate`` to ``build_plans``. Without heuristic modes only the first two."""
         self.validate()
-        self.build_operation_graph()
+        self._hand_over()
         if modes is None:
             return
         self.create_execution_plans(modes)
@@ -383,14 +388,12 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     def get_plan_name(self) -> str:
         """Name of the plan that ``execute`` runs."""
         plan = self._plan()
-        if plan is None:
-            return "reference"
-        return plan.config.tag if plan.config is not None else "restored"
+        return "reference" if plan is None else plan.config.tag
 
     def get_behavior_notes(self) -> list[behavior_note]:
         """Behaviour notes of the plan that ``execute`` runs."""
         plan = self._plan()
-        return [] if plan is None or plan.config is None else plan.config.behavior_notes
+        return [] if plan is None else [*plan.config.behavior_notes]
 
     def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
         """Behaviour notes of a configuration."""
@@ -476,10 +479,12 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         program = self._planned()
         used = self._handle if handle is None else handle
         if isinstance(program, ReferenceProgram):
-            if override_uids:
+            shapes = {tensor.get_uid(): (tensor.dim, tensor.stride) for tensor in self._all_tensors()}
+            changed = changed_shapes(shapes, (override_uids or [], override_shapes or [], override_strides or []))
+            if changed:
                 raise NotImplementedError(
-                    refusal("execute", "override_uids", str(list(override_uids)), "None for the reference executor",
-                            "build a graph of that shape, or run this one on a GPU")
+                    refusal("execute", "override_uids", str([*changed]), "the shapes of the graph, for the reference "
+                            "executor", "build a graph of that shape, or run this one on a GPU")
                 )  # fmt: skip
             return program.execute(tensor_to_buffer, workspace, used)
         if override_uids is not None:
@@ -506,13 +511,108 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
         """As ``execute``, with the built plan at an index."""
         plans = self._plans("execute_plan_at_index")
         if plans is None:
-            return pygraph.execute(self, tensor_to_buffer, workspace, handle, override_uids)
+            return pygraph.execute(
+                self, tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides
+            )
         program = self._cudnn()
         plan = program.bound(plans.plan_at(index))
         override = (override_uids, override_shapes or [], override_strides or []) if override_uids else None
         program.execute(tensor_to_buffer, workspace, self._handle if handle is None else handle, plan, override)
 
+    def populate_cuda_graph(
+        self, handle: Handle | int | None, tensor_to_buffer: Mapping[Any, Any], workspace: Any, cuda_graph: int
+    ) -> None:
+        """Adds what ``execute`` would queue to an empty CUDA graph, without a stream.
+
+        Args:
+            handle, tensor_to_buffer, workspace: As for ``execute``; their memory outlives the CUDA graph.
+            cuda_graph: Address of the ``cudaGraph_t``.
+
+        Raises:
+            cudnnGraphNotSupportedError: the plan lacks the note SUPPORTS_CUDA_GRAPH_NATIVE_API, or the reference
+                executor runs the graph.
+            ValueError: the CUDA graph has nodes.
+        """
+        self._gpu_program("populate_cuda_graph").to_cuda_graph(
+            tensor_to_buffer, workspace, self._handle if handle is None else handle, int(cuda_graph), update=False
+        )
+
+    def update_cuda_graph(
+        self, handle: Handle | int | None, tensor_to_buffer: Mapping[Any, Any], workspace: Any, cuda_graph: int
+    ) -> None:
+        """Gives the nodes that ``populate_cuda_graph`` added to this CUDA graph other memory.
+
+        An executable instantiated before takes it over with ``cudaGraphExecUpdate``.
+        """
+        self._gpu_program("update_cuda_graph").to_cuda_graph(
+            tensor_to_buffer, workspace, self._handle if handle is None else handle, int(cuda_graph), update=True
+        )
+
+    def _gpu_program(self, step: str) -> CudnnProgram:
+        program = self._planned()
+        if isinstance(program, ReferenceProgram):
+            raise cudnnGraphNotSupportedError(
+                refusal(f"graph {self.name!r}", step, "a graph of the reference executor", "one that cuDNN runs",
+                        "build and call it on a machine with a GPU")
+            )  # fmt: skip
+        return program
+
+    # Calls with bare addresses, under the names that programs for cuDNN's other Python frontend know.
+    def _get_variant_pack_uids_sorted(self) -> list[int]:
+        """The uids whose addresses a call needs, in ascending order."""
+        program = self._planned()
+        return [*(program.uids if isinstance(program, ReferenceProgram) else program.bindings.user)]
+
+    def _prepare_variant_pack_template(self) -> None:
+        """Nothing is left to prepare: plans keep their variant packs by themselves."""
+        self._planned()
+
+    def _execute(self, pointers: Mapping[int, int], workspace: int, handle: Handle | int | None = None) -> None:
+        pygraph.execute(self, pointers, workspace, handle)
+
+    def _execute_with_ptrs(self, pointers: Sequence[int], workspace: int, handle: Handle | int | None = None) -> None:
+        """Addresses in the order of ``_get_variant_pack_uids_sorted()``. Nothing is checked but their number."""
+        uids = self._get_variant_pack_uids_sorted()
+        if len(pointers) != len(uids):
+            raise ValueError(
+                refusal("_execute_with_ptrs", "pointers", len(pointers), f"{len(uids)}, for the uids {uids}",
+                        "call _get_variant_pack_uids_sorted()")
+            )  # fmt: skip
+        program = self._planned()
+        used = self._handle if handle is None else handle
+        if isinstance(program, ReferenceProgram):
+            return program.execute(dict(zip(uids, pointers, strict=True)), workspace, used)
+        ready = default_handle(program.device) if used is None else resolve(used)
+        assert program.plan is not None
+        program.launch(pointers, workspace, ready, program.plan)
+
+    def _execute_with_raw_ptrs(
+        self, address: int, count: int, workspace: int, handle: Handle | int | None = None
+    ) -> None:
+        """As ``_execute_with_ptrs``, with the address of an array of ``count`` pointers."""
+        self._execute_with_ptrs([*(c_uint64 * count).from_address(address)], workspace, handle)
+
+    @staticmethod
+    def _get_data_ptr(data: Any) -> int:
+        """The address of a PyTorch or DLPack tensor's first element, or an address as it is."""
+        return address_of(data)
+
     # Descriptions.
+    def _where(self) -> str:
+        """How messages about the whole graph call it: its name, and the first of its nodes."""
+        named = [node.where for node in self.nodes[:6]] + ["..."] * (len(self.nodes) > 6)
+        return f"graph {self.name!r} of {', '.join(named)}"
+
+    def explain(self, narrow: bool = True) -> Explanation:
+        """Nodes, tensors, plans and refusals, to print, to draw, or to show in a notebook; see ``cudnn.explain``.
+
+        Changes nothing in the graph. ``narrow`` looks for the smallest sets of nodes where cuDNN refuses the graph,
+        with heuristics, and perhaps builds, of parts of it.
+        """
+        from cudnn.explain.collect import explain
+
+        return explain(self, narrow)
+
     def _description(self) -> dict[str, Any]:
         return serialization.describe(self.name, self.context, self.nodes, "cpu" in self._arrays_on)
 
@@ -572,9 +672,9 @@ class pygraph(AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         program = self._program = CudnnProgram(
-            None, restored.bindings, restored.labels, restored.by_value, handle.device
+            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape
         )
-        program.use(ExecutionPlan.from_json(handle, restored.plan))
+        program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
 
 
 def _execute_again(graph: weakref.ref[pygraph], *arguments: Any) -> None:

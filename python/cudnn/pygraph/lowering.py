@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
@@ -50,6 +50,16 @@ class Scratch:
     initial: list[int] | None = None
 
 
+class Alias(NamedTuple):
+    """A tensor over the memory of another one."""
+
+    source: int  # uid
+    offset: int  # bytes from the start of the source
+    axes: list[int] | None = (
+        None  # its dimensions as those of the source, [0, 1, 3, 2] for the transposed; None: a part
+    )
+
+
 @dataclasses.dataclass
 class Bindings:
     """Where a call finds the data of each tensor in the operation graph, by uid. JSON-able."""
@@ -57,7 +67,7 @@ class Bindings:
     user: list[int] = dataclasses.field(default_factory=list[int])
     constants: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict[int, tuple[str, float]])
     scratch: list[Scratch] = dataclasses.field(default_factory=list[Scratch])
-    aliases: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # source, bytes
+    aliases: dict[int, Alias] = dataclasses.field(default_factory=dict[int, Alias])
     hidden: list[int] = dataclasses.field(default_factory=list[int])  # in `user`, but not in the operation graph
     narrowed: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # where, count
     workspace_size: int = 0  # bytes of the graph's own part, which precedes the plan's
@@ -71,7 +81,7 @@ class Bindings:
             user=fields["user"],
             constants={int(uid): (kind, value) for uid, (kind, value) in fields["constants"].items()},
             scratch=[Scratch(**item) for item in fields["scratch"]],
-            aliases={int(uid): (source, offset) for uid, (source, offset) in fields["aliases"].items()},
+            aliases={int(uid): Alias(*alias) for uid, alias in fields["aliases"].items()},
             hidden=fields["hidden"],
             narrowed={int(uid): (offset, count) for uid, (offset, count) in fields["narrowed"].items()},
             workspace_size=fields["workspace_size"],
@@ -79,7 +89,7 @@ class Bindings:
 
 
 @contextlib.contextmanager
-def _refusals() -> Generator[None]:
+def refusals() -> Generator[None]:
     """What cuDNN calls not supported becomes the error class that says so to callers."""
     try:
         yield
@@ -132,13 +142,13 @@ class Lowering:
 
     def run(self, nodes: Iterable[Node]) -> None:
         """Lowers nodes in order."""
-        with _refusals():
+        with refusals():
             for node in nodes:
                 node.lower(self)
         self.bindings.user = sorted(self.bindings.user)
         # cuDNN refuses a variant pack with a uid that its plan does not know.
         used = self.bindings.aliases.items()
-        self.bindings.aliases = {uid: source for uid, source in used if uid in self._tensors}
+        self.bindings.aliases = {uid: alias for uid, alias in used if uid in self._tensors}
 
     def expand(self, smaller: NodeList) -> None:
         """Prepares and lowers the smaller operations that a composite node is made of."""
@@ -163,7 +173,7 @@ class Lowering:
 
     def operation_graph(self, handle: Handle | None, dynamic_shape: bool, override_shape: bool) -> OperationGraph:
         """The operations, handed to cuDNN as a graph."""
-        with _refusals():
+        with refusals():
             return OperationGraph(self.operations, handle, dynamic_shape, override_shape)
 
     def _resolve(self, value: Any) -> Any:
@@ -254,14 +264,20 @@ class Lowering:
         self.bindings.hidden.append(uid)
         return wide
 
-    def alias(self, tensor: Tensor, source: Tensor, offset: int) -> None:
-        """Lets a tensor share the memory of another, ``offset`` bytes from its start."""
+    def alias(self, tensor: Tensor, source: Tensor, offset: int = 0, axes: Sequence[int] | None = None) -> None:
+        """Lets a tensor share the memory of another.
+
+        Args:
+            offset: Bytes from the start of ``source``.
+            axes: The tensor's dimensions as those of ``source``; None where it is a part of it.
+        """
         source_uid = self.uid(source)
         if source_uid in self.bindings.aliases:
-            source_uid, inner = self.bindings.aliases[source_uid]
+            source_uid, inner, order = self.bindings.aliases[source_uid]
             offset += inner
+            axes = None if axes is None or order is None else [order[axis] for axis in axes]
         elif source_uid not in self.bindings.user:
             self.bindings.user.append(source_uid)
             self.bindings.hidden.append(source_uid)
-        self.bindings.aliases[self.uid(tensor)] = (source_uid, offset)
+        self.bindings.aliases[self.uid(tensor)] = Alias(source_uid, offset, None if axes is None else [*axes])
         tensor.is_virtual = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
 from cudnn.backend.handle import Handle, default_handle, resolve
 from cudnn.backend.memory import copy_to_device, copy_upper_halves
 from cudnn.backend.plan import ExecutionPlan, PlanList
@@ -13,13 +14,14 @@ from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
 )
 from cudnn.enums import data_type
-from cudnn.errors import refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.dlpack import data_pointer
 from cudnn.pygraph.fast_call import specialised
-from cudnn.pygraph.lowering import Bindings, host_scalar
+from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
 from cudnn.pygraph.tensor import Tensor
 
 VariantPack = Mapping[Any, Any]
+Shape = tuple[list[int], list[int]]  # extents, strides
 Override = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]]
 
 
@@ -46,6 +48,50 @@ def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
     return found
 
 
+def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, Shape]:
+    """The overrides, by uid, that differ from the shape that the graph was built with.
+
+    Raises:
+        ValueError: an unknown uid, another rank, or lists of different lengths.
+    """
+    uids, shapes, strides = override
+    if not len(uids) == len(shapes) == len(strides):
+        raise ValueError(
+            refusal("execute", "override_uids, override_shapes, override_strides",
+                    f"{len(uids)}, {len(shapes)} and {len(strides)} entries", "one shape and one list of strides for "
+                    "each uid", "give all three the same length")
+        )  # fmt: skip
+    changed: dict[int, Shape] = {}
+    for uid, dims, steps in zip(uids, shapes, strides, strict=True):
+        if uid not in built:
+            raise ValueError(
+                refusal("execute", "override_uids", str(uid), "uids of tensors of this graph", "correct the uid")
+            )
+        given = [*map(int, dims)], [*map(int, steps)]
+        if [len(numbers) for numbers in given] != [len(built[uid][0])] * 2:
+            raise ValueError(
+                refusal("execute", f"override of uid {uid}", f"dim={given[0]}, stride={given[1]}",
+                        f"the rank of dim={built[uid][0]}", "give as many numbers")
+            )  # fmt: skip
+        if given != built[uid]:
+            changed[uid] = given
+    return changed
+
+
+def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
+    """Where data lie: the address of a PyTorch or DLPack tensor's first element, or an address as it is."""
+    if _is_torch_tensor(data):
+        return data.data_ptr()
+    if isinstance(data, int):
+        return int(data)
+    if hasattr(data, "__dlpack__"):
+        return data_pointer(data)
+    raise TypeError(
+        refusal("execute", label(), type(data).__name__, "a torch.Tensor, an object with __dlpack__, or an address "
+                "(int)", "pass one of these")
+    )  # fmt: skip
+
+
 class CudnnProgram:
     """Plans of cuDNN, and where each call finds their tensors.
 
@@ -56,16 +102,24 @@ class CudnnProgram:
         self,
         plans: PlanList | None,
         bindings: Bindings,
-        labels: Mapping[int, str],
-        by_value: frozenset[int],
+        tensors: Iterable[Tensor],
         device: int,
+        override_shape: bool = False,
     ) -> None:
-        self.plans = plans  # None for a graph restored with its one plan
+        """
+        Args:
+            plans: None for a graph restored with its one plan.
+            tensors: All of the graph, with uids.
+            override_shape: Whether the operation graph lets calls override shapes.
+        """
+        self.plans = plans
         self.plan: ExecutionPlan | None = None
         self.bindings = bindings
-        self.labels = labels
-        self.by_value = by_value
+        self._tensors = {tensor.get_uid(): tensor for tensor in tensors}
+        self._shapes = {uid: (tensor.dim, tensor.stride) for uid, tensor in self._tensors.items()}
+        self.by_value = frozenset(uid for uid, tensor in self._tensors.items() if tensor.is_pass_by_value)
         self.device = device
+        self.override_shape = override_shape
         self._constants = [host_scalar(data_type[kind], value) for kind, value in bindings.constants.values()]
         self._constant_pointers = [ctypes.addressof(constant) for constant in self._constants]
         self._copies = [
@@ -73,8 +127,9 @@ class CudnnProgram:
             for item in bindings.scratch
             if item.initial is not None
         ]
+        self._chains: dict[int, Chain] = {}
         self._direct = [index for index, uid in enumerate(bindings.user) if uid not in bindings.hidden]
-        self._aliases = [(bindings.user.index(source), offset) for source, offset in bindings.aliases.values()]
+        self._aliases = [(bindings.user.index(source), offset) for source, offset, _ in bindings.aliases.values()]
         self.uids = [
             *(bindings.user[index] for index in self._direct),
             *bindings.constants,
@@ -107,6 +162,15 @@ class CudnnProgram:
     ) -> None:
         """Queues a plan (the candidate by default) on the handle's stream, for data of any kind."""
         used = default_handle(self.device) if handle is None else resolve(handle)
+        ready = plan or self.plan
+        assert ready is not None
+        pointers, space = self._addresses(variant_pack, workspace, used, ready)
+        self.launch(pointers, space, used, ready, override and self._overriding(*override))
+
+    def _addresses(
+        self, variant_pack: VariantPack, workspace: Any, handle: Handle, plan: ExecutionPlan
+    ) -> tuple[list[int], int]:
+        """Where the data of ``bindings.user`` and the workspace lie, checked."""
         keys = keys_by_uid(variant_pack)
         for uid in self.bindings.user:
             if uid not in keys:
@@ -116,21 +180,102 @@ class CudnnProgram:
                 )  # fmt: skip
         ordered = [keys[uid] for uid in self.bindings.user]
         values = [variant_pack[key] for key in ordered]
-        ready = plan or self.plan
-        assert ready is not None
-        self.check(values, workspace, used, ready)
-        pointers = [self._address(uid, value) for uid, value in zip(self.bindings.user, values, strict=True)]
-        key = (*pointers, 0 if workspace is None else self._address(None, workspace), used.ptr)
-        if self._copies:
-            self._copy(key[-2], used)
-        if override is not None:
+        self.check(values, workspace, handle, plan)
+        pointers = [
+            address_of(value, lambda uid=uid: self._label(uid))
+            for uid, value in zip(self.bindings.user, values, strict=True)
+        ]
+        return pointers, 0 if workspace is None else address_of(workspace, lambda: "workspace")
+
+    def launch(
+        self,
+        pointers: Sequence[int],
+        space: int,
+        handle: Handle,
+        plan: ExecutionPlan,
+        override: Override | None = None,
+    ) -> None:
+        """Queues a plan for addresses in the order of ``bindings.user``, with what goes before and after it.
+
+        Args:
+            space: Address of the workspace.
+            override: For the tensors of the operation graph.
+        """
+        key = (*pointers, space, handle.ptr)
+        # At every call, even to the same address: the caller may have used the memory for something else since.
+        for offset, words in self._copies:
+            copy_to_device(space + offset, words, handle)
+        if override is None:
+            status = plan.launch(
+                handle.argument, plan.argument, plan.packs.get(key) or plan.pack(key, self.filled(key))
+            )
+            if status:
+                raise plan.failure(status)
+        else:
             filled = self.filled(key)
-            ready.execute_overridden(used, filled[:-2], filled[-2], *override)
-            return self._narrow(key, used)
-        status = ready.launch(used.argument, ready.argument, ready.packs.get(key) or ready.pack(key, self.filled(key)))
-        if status:
-            raise ready.failure(status)
-        self._narrow(key, used)
+            with refusals():
+                plan.execute_overridden(handle, filled[:-2], filled[-2], *override)
+        for target, source, count in self._narrowed(key):
+            copy_upper_halves(target, source, count, handle)
+
+    def to_cuda_graph(
+        self, variant_pack: VariantPack, workspace: Any, handle: Handle | int | None, graph: int, update: bool
+    ) -> None:
+        """Adds what a call does to an empty ``cudaGraph_t``, or gives the nodes added before new addresses."""
+        used = default_handle(self.device) if handle is None else resolve(handle)
+        plan = self.plan
+        assert plan is not None
+        pointers, space = self._addresses(variant_pack, workspace, used, plan)
+        key = (*pointers, space, used.ptr)
+        filled = self.filled(key)
+
+        def fill(inner: int) -> None:
+            put = plan.update_cuda_graph if update else plan.populate_cuda_graph
+            put(used, filled[:-2], filled[-2], inner)
+
+        before = [words_to_device(space + offset, words) for offset, words in self._copies]
+        after = [upper_halves(*copy) for copy in self._narrowed(key)]
+        if not update:
+            self._chains[graph] = Chain(used, graph, before, fill, after)
+        elif graph in self._chains:
+            self._chains[graph].update(used, before, fill, after)
+        else:
+            raise ValueError(
+                refusal("update_cuda_graph", "graph", hex(graph), "a graph that this one has populated",
+                        "call populate_cuda_graph() first")
+            )  # fmt: skip
+
+    def _overriding(
+        self, uids: Sequence[int], shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]
+    ) -> Override | None:
+        """Overrides as cuDNN must see them: of every uid over the same memory, and only where something changes."""
+        changed = changed_shapes(self._shapes, (uids, shapes, strides))
+        if not changed:
+            return None
+        self._refuse_overrides(changed)
+        found = {uid: given for uid, given in changed.items() if uid not in self.bindings.hidden}
+        for uid, alias in self.bindings.aliases.items():
+            if alias.source in changed and alias.axes is not None:
+                dims, steps = changed[alias.source]
+                found[uid] = [dims[axis] for axis in alias.axes], [steps[axis] for axis in alias.axes]
+        return [*found], [dims for dims, _ in found.values()], [steps for _, steps in found.values()]
+
+    def _refuse_overrides(self, changed: Iterable[int]) -> None:
+        if not self.override_shape:
+            raise ValueError(
+                refusal("execute", "override_uids", str([*changed]), "None for this graph", "build the graph with "
+                        "is_override_shape_enabled=True")
+            )  # fmt: skip
+        for uid in changed:
+            parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
+            if parts or uid in self.bindings.narrowed or self.bindings.scratch:
+                reason = (
+                    "of which the graph reads a slice" if parts else "in a graph with memory of its own for one shape"
+                )
+                raise cudnnGraphNotSupportedError(
+                    refusal("execute", f"override of {self._label(uid)}", f"a tensor {reason}",
+                            "graphs whose tensors in memory are all the caller's", "build a graph of that shape")
+                )  # fmt: skip
 
     def specialised(
         self, variant_pack: VariantPack, workspace: Any, own: Handle | None, otherwise: Callable[..., None]
@@ -159,17 +304,15 @@ class CudnnProgram:
             key[-1],
         )
 
-    def _copy(self, space: int, handle: Handle) -> None:
-        # At every call, even to the same address: the caller may have used the memory for something else since.
-        for offset, words in self._copies:
-            copy_to_device(space + offset, words, handle)
-
-    def _narrow(self, key: tuple[int, ...], handle: Handle) -> None:
-        for uid, (offset, count) in self.bindings.narrowed.items():
-            copy_upper_halves(key[self.bindings.user.index(uid)], key[-2] + offset, count, handle)
+    def _narrowed(self, key: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """Target, source and number of elements of the copies that follow the plan."""
+        return [
+            (key[self.bindings.user.index(uid)], key[-2] + offset, count)
+            for uid, (offset, count) in self.bindings.narrowed.items()
+        ]
 
     def _label(self, uid: int) -> str:
-        return f"tensor {self.labels.get(uid, '')!r} (uid {uid})"
+        return f"tensor {self._tensors[uid].name!r} (uid {uid})"
 
     def check(self, values: Sequence[Any], workspace: Any, handle: Handle, plan: ExecutionPlan) -> None:
         """Refuses what would make the kernel fault: a dead handle, a small workspace, a tensor of another device."""
@@ -208,15 +351,3 @@ class CudnnProgram:
                 refusal("execute", "workspace", f"a tensor on {workspace.device}", f"cuda:{handle.device}",
                         "allocate it on the device of the handle")
             )  # fmt: skip
-
-    def _address(self, uid: int | None, value: Any) -> int:
-        if _is_torch_tensor(value):
-            return value.data_ptr()
-        if isinstance(value, int):
-            return int(value)
-        if hasattr(value, "__dlpack__"):
-            return data_pointer(value)
-        raise TypeError(
-            refusal("execute", "workspace" if uid is None else self._label(uid), type(value).__name__,
-                    "a torch.Tensor, an object with __dlpack__, or an address (int)", "pass one of these")
-        )  # fmt: skip

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.backend import library
-from cudnn.enums import data_type
+from cudnn.backend.plan import Origin
+from cudnn.enums import behavior_note, data_type, numerical_note
 from cudnn.errors import refusal
 from cudnn.pygraph.lowering import Bindings
 from cudnn.pygraph.node import Context, Node
@@ -16,7 +17,7 @@ from cudnn.pygraph.tensor import Tensor
 if TYPE_CHECKING:
     from cudnn.pygraph.program import CudnnProgram
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Restored(NamedTuple):
@@ -26,10 +27,10 @@ class Restored(NamedTuple):
     context: Context
     nodes: list[Node]
     bindings: Bindings
-    labels: dict[int, str]
-    by_value: frozenset[int]
     on_cpu: bool
+    override_shape: bool
     plan: str | None  # cuDNN's JSON; "" where only the reference executor was built; None where nothing was
+    origin: Origin
 
 
 def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = False) -> dict[str, Any]:
@@ -76,6 +77,10 @@ def dump(description: dict[str, Any], program: CudnnProgram | None, planned: boo
         document["plan"] = ""
     if program is not None and program.plan is not None:
         document["plan"] = program.plan.to_json().decode()
+        document["tag"] = program.plan.config.tag
+        document["numerical_notes"] = [note.name for note in program.plan.config.numerical_notes]
+        document["behavior_notes"] = [note.name for note in program.plan.config.behavior_notes]
+        document["override_shape"] = program.override_shape
         document["bindings"] = program.bindings.to_json()
         document["cudnn"] = library.version()
     return json.dumps(document).encode()
@@ -116,8 +121,12 @@ def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
         ),
         nodes,
         Bindings.from_json(document["bindings"]) if "bindings" in document else Bindings(),
-        {number: tensor.name for number, tensor in tensors.items()},
-        frozenset(number for number, tensor in tensors.items() if tensor.is_pass_by_value),
         context.get("on_cpu", False),
+        document.get("override_shape", False),
         document.get("plan") if with_plan else None,
+        Origin(
+            document.get("tag", ""),
+            [numerical_note[name] for name in document.get("numerical_notes", [])],
+            [behavior_note[name] for name in document.get("behavior_notes", [])],
+        ),
     )

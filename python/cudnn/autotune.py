@@ -1,0 +1,289 @@
+"""Measures the plans of a graph on the caller's own data, and keeps the fastest, also for later processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cudnn.backend import library
+from cudnn.backend.handle import Handle, default_handle, resolve
+from cudnn.datatypes import _is_torch_tensor  # pyright: ignore[reportPrivateUsage]
+from cudnn.enums import heur_mode
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.lazy import torch
+from cudnn.pygraph.program import keys_by_uid
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.graph import pygraph
+    from cudnn.wrapper import Graph
+
+_log = logging.getLogger("cudnn")
+_WARM_UP = 3
+_OTHER_DATA = 1 << 28  # bytes; several times the L2 cache of an H200 (60 MiB)
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """One plan of a graph, as ``autotune`` found it."""
+
+    index: int
+    tag: str  # ``eng<engine>_k<knob>=<value>...``
+    microseconds: float | None  # median of one call on the GPU; None where there is none, with the reason
+    workspace: int | None  # bytes; None where the plan was not built
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What ``autotune`` measured; prints as a table.
+
+    Attributes:
+        plans: Every configuration once, in the order of the heuristics. Empty where the choice came from disk.
+        chosen: Name of the plan that ``execute`` now runs.
+        from_cache: The choice was read from disk; nothing was measured.
+    """
+
+    plans: tuple[TunedPlan, ...]
+    chosen: str
+    from_cache: bool
+
+    def __str__(self) -> str:
+        if self.from_cache:
+            return f"{self.chosen}, measured by an earlier run"
+        lines = [f"{'plan':<40} {'us':>9} {'workspace':>12}"]
+        for plan in sorted(
+            self.plans, key=lambda plan: float("inf") if plan.microseconds is None else plan.microseconds
+        ):
+            took = "-" if plan.microseconds is None else f"{plan.microseconds:.2f}"
+            bytes_needed = "-" if plan.workspace is None else str(plan.workspace)
+            mark = "  <- chosen" if plan.tag == self.chosen else f"  {plan.reason}"
+            lines.append(f"{plan.tag:<40} {took:>9} {bytes_needed:>12}{mark}".rstrip())
+        return "\n".join(lines)
+
+
+def autotune(
+    graph: pygraph | Graph,
+    tensors: Mapping[Any, Any] | Sequence[Any],
+    workspace: Any = None,
+    *,
+    handle: Handle | int | None = None,
+    iterations: int = 20,
+    cache: bool = True,
+) -> TuningReport:
+    """Builds every plan of a graph, times each on the given data, and makes the fastest the one that ``execute`` runs.
+
+    A call is timed between two CUDA events, with an L2 cache full of other data; the figure is the median. The data are
+    those of a call; outputs are saved first and put back afterwards, so that graphs that work in place may be tuned.
+    Waits for the GPU, and takes memory: copies of the outputs, 256 MiB to fill the cache, the workspace unless given.
+    Ask ``get_workspace_size()`` anew afterwards: it is that of the chosen plan.
+
+    The choice is kept in the folder of compiled kernels (``CUDNN_KERNEL_CACHE``) by the graph's description, version of
+    cuDNN and name of the GPU, and taken from there, unmeasured, next time.
+
+    Args:
+        graph: A ``pygraph``, built or only described (then the modes A, B and FALLBACK give the plans), or a
+            ``cudnn.Graph``.
+        tensors: As for a call: a dict, or for a ``cudnn.Graph`` also the inputs in order. Outputs must be tensors.
+        workspace: A tensor: plans that need more are left out. None: as much as each plan needs is allocated.
+        handle: As for ``execute``.
+        iterations: Timed calls per plan.
+        cache: False neither reads nor writes the choice on disk.
+
+    Raises:
+        cudnnGraphNotSupportedError: no plan runs.
+        RuntimeError: a stream is being captured, or the graph was restored with its one plan.
+        ValueError, TypeError: as for ``execute``; a workspace or an output that is a bare address.
+    """
+    from cudnn.wrapper import Graph
+
+    if isinstance(graph, Graph):
+        return graph._autotune(  # pyright: ignore[reportPrivateUsage]
+            tensors, workspace, handle=handle, iterations=iterations, cache=cache
+        )
+    if not isinstance(tensors, Mapping):
+        raise TypeError(refusal("autotune", "tensors", type(tensors).__name__, "a dict, as for execute", "pass a dict"))
+    if iterations < 1:
+        raise ValueError(refusal("autotune", "iterations", iterations, "1 or more"))
+    if isinstance(workspace, int):
+        raise TypeError(
+            refusal("autotune", "workspace", "an address", "a tensor, whose size is known, or None", "pass the tensor")
+        )
+    if not graph.get_execution_plan_count():
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([heur_mode.CUDNN_FIND])
+    if graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
+        return _reference(graph, tensors, handle)
+    own = graph._handle if handle is None else handle  # pyright: ignore[reportPrivateUsage]
+    used = default_handle(graph._device()) if own is None else resolve(own)  # pyright: ignore[reportPrivateUsage]
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(refusal("autotune", "stream", "one being captured", "any other", "tune before the capture"))
+    choice = _Choice(graph, torch.cuda.get_device_name(used.device)) if cache else None
+    kept = choice.read() if choice else None
+    if kept is not None and _adopt(graph, kept, workspace):
+        return TuningReport((), kept, from_cache=True)
+    with _kept_outputs(graph, tensors):
+        plans = tuple(_Bench(graph, tensors, workspace, used, iterations).plans())
+    report = _best(graph, plans)
+    _log.info("graph %r tuned:\n%s", graph.name, report)
+    if choice:
+        choice.write(report.chosen)
+    return report
+
+
+def _best(graph: pygraph, plans: tuple[TunedPlan, ...]) -> TuningReport:
+    timed = [plan for plan in plans if plan.microseconds is not None]
+    if not timed:
+        reasons = "; ".join(f"{plan.tag}: {plan.reason}" for plan in plans[:8])
+        raise cudnnGraphNotSupportedError(f"autotune: graph {graph.name!r}: no plan runs: {reasons}")
+    best = min(timed, key=lambda plan: plan.microseconds or 0.0)
+    graph.build_plan_at_index(best.index)
+    return TuningReport(plans, best.tag, from_cache=False)
+
+
+def _adopt(graph: pygraph, tag: str, workspace: Any) -> bool:
+    """Builds the plan of that name; False where it is gone, refused, or needs more workspace than there is."""
+    for index in range(graph.get_execution_plan_count()):
+        if graph.get_plan_name_at_index(index) == tag:
+            try:
+                graph.build_plan_at_index(index)
+            except (cudnnGraphNotSupportedError, RuntimeError) as error:
+                _log.info("autotune: plan %s of an earlier run is not taken: %s", tag, error)
+                return False
+            return workspace is None or graph.get_workspace_size() <= workspace.nbytes
+    return False
+
+
+def _reference(graph: pygraph, tensors: Mapping[Any, Any], handle: Handle | int | None) -> TuningReport:
+    """The one plan of the reference executor, timed by the clock of the host."""
+    graph.build_plans()
+    with _kept_outputs(graph, tensors):
+        start = time.perf_counter()
+        graph.execute_plan_at_index(tensors, None, 0, handle)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        took = 1e6 * (time.perf_counter() - start)
+    tag = graph.get_plan_name_at_index(0)
+    return TuningReport((TunedPlan(0, tag, took, 0),), tag, from_cache=False)
+
+
+@contextmanager
+def _kept_outputs(graph: pygraph, tensors: Mapping[Any, Any]) -> Iterator[None]:
+    """Puts the content of the outputs back at the end."""
+    by_uid = {uid: tensors[key] for uid, key in keys_by_uid(tensors).items()}
+    saved: list[tuple[Any, Any]] = []
+    for node in graph.nodes:
+        for tensor in node.outputs.values():
+            data = None if tensor.is_virtual else by_uid.get(tensor.get_uid())
+            if data is None:
+                continue
+            if isinstance(data, int):
+                raise TypeError(
+                    refusal("autotune", f"output {tensor.name!r} (uid {tensor.get_uid()})", "an address", "a tensor, "
+                            "whose content is put back after the measurement", "pass the tensor")
+                )  # fmt: skip
+            view = data if _is_torch_tensor(data) else torch.from_dlpack(data)
+            saved.append((view, view.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for view, content in saved:
+                view.copy_(content)
+
+
+class _Bench:
+    """Times the plans of one graph on a GPU."""
+
+    def __init__(
+        self, graph: pygraph, tensors: Mapping[Any, Any], workspace: Any, handle: Handle, iterations: int
+    ) -> None:
+        self._graph, self._tensors, self._workspace, self._handle = graph, tensors, workspace, handle
+        self._device = torch.device("cuda", handle.device)
+        default = torch.cuda.default_stream(self._device)
+        external = torch.cuda.ExternalStream
+        self._stream = external(handle.stream, device=self._device) if handle.stream else default
+        self._other = torch.empty(_OTHER_DATA, dtype=torch.uint8, device=self._device)
+        self._events = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in ("start", "end")) for _ in range(iterations)
+        ]
+
+    def plans(self) -> Iterator[TunedPlan]:
+        """Every configuration once: two heuristic modes may propose the same."""
+        seen: set[str] = set()
+        for index in range(self._graph.get_execution_plan_count()):
+            tag = self._graph.get_plan_name_at_index(index)
+            if tag not in seen:
+                seen.add(tag)
+                yield self._plan(index, tag)
+
+    def _plan(self, index: int, tag: str) -> TunedPlan:
+        size = None
+        try:
+            self._graph.build_plan_at_index(index)
+            size = self._graph.get_workspace_size_plan_at_index(index)
+            if self._workspace is not None and size > self._workspace.nbytes:
+                return TunedPlan(index, tag, None, size, f"the workspace has {self._workspace.nbytes} bytes")
+            space = self._workspace
+            if space is None:
+                space = torch.empty(size, dtype=torch.uint8, device=self._device)
+            took = self._time(lambda: self._graph.execute_plan_at_index(self._tensors, space, index, self._handle))
+        except (cudnnGraphNotSupportedError, RuntimeError) as error:
+            return TunedPlan(index, tag, None, size, str(error))
+        return TunedPlan(index, tag, took, size)
+
+    def _time(self, call: Callable[[], None]) -> float:
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP):
+                call()
+            for start, end in self._events:
+                # Pushes the data out of the cache, and takes longer than the host needs to queue the call.
+                self._other.zero_()
+                start.record()
+                call()
+                end.record()
+        self._stream.synchronize()
+        return 1e3 * statistics.median(start.elapsed_time(end) for start, end in self._events)
+
+
+class _Choice:
+    """The plan chosen for one graph, cuDNN and GPU, as a file."""
+
+    def __init__(self, graph: pygraph, device: str) -> None:
+        from cudnn.launch.cache import folder
+
+        self._what = {"graph": repr(graph), "cudnn": library.version(), "device": device}
+        digest = hashlib.sha256(json.dumps(self._what, sort_keys=True).encode()).hexdigest()
+        self._path = Path(folder(), "plans", f"{digest[:32]}.json")
+
+    def read(self) -> str | None:
+        """Name of the plan; None where none is known."""
+        try:
+            found = json.loads(self._path.read_bytes())
+            return found["plan"] if {key: found[key] for key in self._what} == self._what else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("autotune: %s cannot be read and is written anew: %s", self._path, error)
+            return None
+
+    def write(self, tag: str) -> None:
+        """Keeps the name of the plan. A folder that cannot be written to costs the next run a measurement."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
+            with open(descriptor, "w") as file:
+                json.dump({**self._what, "plan": tag}, file)
+            os.replace(temporary, self._path)  # a reader sees the old file or the new one
+        except OSError as error:
+            _log.warning("autotune: the choice is not kept: %s", error)

@@ -1,0 +1,353 @@
+"""The rarer ways to run a graph on a GPU: CUDA graphs, overridden shapes, bare addresses, tuned and kept plans."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from ctypes import c_uint, c_ulonglong, c_void_p
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
+from cudnn.backend.handle import default_handle
+from support.graphs import FLOAT, HALF, MODES
+
+pytestmark = pytest.mark.gpu
+NATIVE = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
+BATCH, M, K, N = 2, 128, 64, 96
+_FP16: Any = {"dtype": torch.float16, "device": "cuda"}
+
+
+def product(**options: Any) -> cudnn.pygraph:
+    """A (uid 1) B (2) = C (3), not planned yet."""
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **options)
+    a = graph.tensor([BATCH, M, K], [M * K, K, 1], uid=1, name="a")
+    b = graph.tensor([BATCH, K, N], [K * N, N, 1], uid=2, name="b")
+    graph.matmul(a, b, name="mm").set_output(True).set_uid(3)
+    return graph
+
+
+def data(m: int = M) -> dict[int, torch.Tensor]:
+    return {
+        1: torch.randn(BATCH, m, K, **_FP16),
+        2: torch.randn(BATCH, K, N, **_FP16),
+        3: torch.full((BATCH, m, N), float("nan"), **_FP16),
+    }
+
+
+def check(pack: dict[int, torch.Tensor]) -> None:
+    torch.cuda.synchronize()
+    torch.testing.assert_close(pack[3].float(), pack[1].float() @ pack[2].float(), atol=3e-2, rtol=3e-3)
+
+
+def workspace(graph: cudnn.pygraph) -> torch.Tensor:
+    return torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+
+
+# CUDA graphs without a stream.
+class NativeGraph:
+    """A ``cudaGraph_t`` made through the driver."""
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._graph, self._executable = c_void_p(), c_void_p()
+        self._call("cuGraphCreate", ctypes.byref(self._graph), c_uint(0))
+        assert self._graph.value is not None
+        self.address = self._graph.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        assert self._driver[name](*arguments) == 0, name
+
+    def launch(self) -> None:
+        """Instantiates at the first call, and takes changes over at later ones."""
+        if not self._executable:
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), self._graph, c_ulonglong(0))
+        else:
+            result = (ctypes.c_uint64 * 4)()  # CUgraphExecUpdateResultInfo
+            self._call("cuGraphExecUpdate_v2", self._executable, self._graph, ctypes.byref(result))
+        self._call("cuGraphLaunch", self._executable, c_void_p(torch.cuda.current_stream().cuda_stream))
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        if self._executable:
+            self._call("cuGraphExecDestroy", self._executable)
+        self._call("cuGraphDestroy", self._graph)
+
+
+def plan_natively(graph: cudnn.pygraph) -> None:
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans(MODES)
+    graph.select_behavior_notes([NATIVE])
+    try:
+        graph.check_support()
+        graph.build_plans()
+    except cudnn.cudnnGraphNotSupportedError as error:
+        pytest.skip(f"no plan fills a CUDA graph: {error}")
+
+
+def test_a_cuda_graph_is_populated_and_updated() -> None:
+    graph, native = product(), NativeGraph()
+    plan_natively(graph)
+    first, second, space = data(), data(), workspace(graph)
+    handle = cudnn.create_handle()
+    graph.populate_cuda_graph(handle, first, space, native.address)
+    native.launch()
+    check(first)
+    first[1].normal_()
+    native.launch()
+    check(first)
+    graph.update_cuda_graph(handle, second, space, native.address)
+    native.launch()
+    check(second)
+    with pytest.raises(ValueError, match="graph: got a CUDA graph with nodes; allowed: an empty one"):
+        graph.populate_cuda_graph(None, second, space, native.address)
+    with pytest.raises(ValueError, match="allowed: a graph that this one has populated"):
+        graph.update_cuda_graph(None, second, space, native.address + 8)
+    native.close()
+    cudnn.destroy_handle(handle)
+
+
+def test_copies_before_and_after_a_plan_are_nodes() -> None:
+    """Words into the workspace, the plan, the upper halves of FLOAT numbers: what attention may need around a plan."""
+    graph, native = product(), NativeGraph()
+    plan_natively(graph)
+    plan = graph._plan()
+    assert plan is not None
+    pack, space, handle = data(), workspace(graph), default_handle(0)
+    words = (ctypes.c_int32 * 3)(7, 8, 9)
+    numbers = torch.randn(1000, device="cuda")
+    chain: Chain | None = None
+    for _ in range(2):
+        target = torch.zeros(4, dtype=torch.int32, device="cuda")
+        halves = torch.zeros(1001, dtype=torch.bfloat16, device="cuda")
+        pointers = [pack[uid].data_ptr() for uid in graph._cudnn().uids]
+        before = [words_to_device(target.data_ptr(), words)]
+        after = [upper_halves(halves.data_ptr(), numbers.data_ptr(), 1000)]
+        put = plan.populate_cuda_graph if chain is None else plan.update_cuda_graph
+        fill = functools.partial(put, handle, pointers, space.data_ptr())
+        if chain is None:
+            chain = Chain(handle, native.address, before, fill, after)
+        else:
+            chain.update(handle, before, fill, after)
+        pack[3].fill_(float("nan"))
+        native.launch()
+        check(pack)
+        assert target.tolist() == [7, 8, 9, 0]
+        truncated = (numbers.view(torch.int32) & -65536).view(torch.float32)
+        torch.testing.assert_close(halves[:1000].float(), truncated, atol=0, rtol=0)
+        assert halves[1000] == 0
+    native.close()
+
+
+# Overridden shapes.
+def test_overrides_that_change_nothing_run_everywhere() -> None:
+    graph = product()
+    graph.build(MODES)
+    pack, space = data(), workspace(graph)
+    uids = [1, 2, 3]
+    shapes, strides = [pack[uid].shape for uid in uids], [pack[uid].stride() for uid in uids]
+    for _ in range(2):
+        graph.execute(pack, space, None, uids, shapes, strides)
+        check(pack)
+        pack[3].fill_(float("nan"))
+    graph.execute(pack, space)
+    check(pack)
+
+
+def overridable(graph: cudnn.pygraph) -> None:
+    if cudnn.backend_version() < 92100:
+        pytest.skip("cuDNN 9.21 brought graphs whose shapes may be overridden")
+    graph.build(MODES)
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+def test_other_shapes_and_strides(by_index: bool) -> None:
+    graph = product(is_override_shape_enabled=True)
+    overridable(graph)
+    space = workspace(graph)
+    for m in (M, 32, 64, 40, M):
+        pack = data(m)
+        guard = torch.full((BATCH, m + 8, N), float("nan"), **_FP16)
+        pack[3] = guard[:, :m]
+        uids = [1, 3]
+        override = uids, [[*pack[uid].shape] for uid in uids], [[*pack[uid].stride()] for uid in uids]
+        if by_index:
+            graph.execute_plan_at_index(pack, space, 0, None, *override)
+        else:
+            graph.execute(pack, space, None, *override)
+        check(pack)
+        assert bool(guard[:, m:].isnan().all())
+
+
+def test_a_shorter_key_through_its_transposed_view() -> None:
+    """K is read as [b, h, d, s] under a uid of its own: overriding K overrides that view."""
+    dims = [2, 4, 128, 64]
+    strides = [4 * 128 * 64, 128 * 64, 64, 1]
+    graph = cudnn.pygraph(
+        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, is_override_shape_enabled=True
+    )
+    q, k, v = (graph.tensor(dims, strides, uid=uid) for uid in (1, 2, 3))
+    composite = cudnn.attention_implementation.COMPOSITE
+    o = graph.sdpa(q, k, v, attn_scale=0.125, is_inference=True, implementation=composite)[0]
+    o.set_output(True).set_uid(4)
+    overridable(graph)
+    for s in (128, 64):
+        pack = {uid: torch.randn(2, 4, s if uid in (2, 3) else 128, 64, **_FP16) for uid in (1, 2, 3, 4)}
+        override = [2, 3], [[*pack[uid].shape] for uid in (2, 3)], [[*pack[uid].stride()] for uid in (2, 3)]
+        try:
+            graph.execute(pack, workspace(graph), None, *override)
+        except cudnn.cudnnGraphNotSupportedError as error:
+            pytest.skip(str(error))
+        torch.cuda.synchronize()
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(pack[uid].float() for uid in (1, 2, 3)), scale=0.125
+        )
+        torch.testing.assert_close(pack[4].float(), wanted, atol=1e-2, rtol=1e-2)
+
+
+# Bare addresses, and data of another type.
+def test_calls_with_addresses() -> None:
+    graph = product()
+    graph.build(MODES)
+    pack, space, handle = data(), workspace(graph), cudnn.create_handle()
+    assert graph._get_variant_pack_uids_sorted() == [1, 2, 3]
+    pointers = [graph._get_data_ptr(pack[uid]) for uid in (1, 2, 3)]
+    raw = (c_void_p * 3)(*pointers)
+    graph._prepare_variant_pack_template()
+    calls: list[Any] = [
+        functools.partial(graph._execute, dict(zip((1, 2, 3), pointers, strict=True))),
+        functools.partial(graph._execute_with_ptrs, pointers),
+        functools.partial(graph._execute_with_raw_ptrs, ctypes.addressof(raw), 3),
+    ]
+    for call in calls:
+        for used in (None, handle, int(handle)):
+            pack[3].fill_(float("nan"))
+            torch.cuda.synchronize()
+            call(space.data_ptr(), used)
+            check(pack)
+    cudnn.destroy_handle(handle)
+
+
+def test_no_workspace_is_as_good_as_an_empty_one() -> None:
+    graph = product()
+    graph.build(MODES)
+    if graph.get_workspace_size():
+        pytest.skip("this plan needs a workspace")
+    for space in (None, 0, torch.empty(0, dtype=torch.uint8, device="cuda")):
+        pack = data()
+        graph.execute(pack, space)
+        check(pack)
+
+
+def test_buffers_of_another_type_are_read_as_the_graphs() -> None:
+    """Types of buffers are not compared: the bits are taken for HALF."""
+    graph = product()
+    graph.build(MODES)
+    pack, space = data(), workspace(graph)
+    as_bfloat16 = {uid: tensor.view(torch.bfloat16) for uid, tensor in pack.items()}
+    graph.execute(as_bfloat16, space)
+    check(pack)
+
+
+# Kept plans.
+def test_a_restored_plan_keeps_name_and_notes() -> None:
+    graph = product()
+    graph.build(MODES)
+    restored = cudnn.pygraph()
+    restored.deserialize(graph.serialize())
+    assert restored.get_plan_name() == graph.get_plan_name()
+    assert restored.get_behavior_notes() == graph.get_behavior_notes()
+    again = cudnn.pygraph()
+    again.deserialize(restored.serialize())
+    pack = data()
+    again.execute(pack, workspace(again))
+    check(pack)
+
+
+def test_autotune(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path))
+    graph, pack = product(), data()
+    before = pack[3].clone()
+    report = cudnn.autotune(graph, pack)
+    torch.testing.assert_close(pack[3], before, equal_nan=True, atol=0, rtol=0)
+    timed = [plan for plan in report.plans if plan.microseconds is not None]
+    assert len({plan.tag for plan in report.plans}) == len(report.plans)
+    assert report.chosen == min(timed, key=lambda plan: plan.microseconds or 0).tag == graph.get_plan_name()
+    assert all(0.5 < (plan.microseconds or 0) < 1e4 for plan in timed)
+    print(report)
+    graph.execute(pack, workspace(graph))
+    check(pack)
+    other = product()
+    again = cudnn.autotune(other, pack)
+    assert (again.from_cache, again.chosen, again.plans) == (True, report.chosen, ())
+    other.execute(pack, workspace(other))
+    check(pack)
+    assert not cudnn.autotune(product(), pack, cache=False, iterations=3).from_cache
+
+
+def test_autotune_of_a_graph_that_works_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path))
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    x, old = (graph.tensor([1, 64, 128], [64 * 128, 128, 1], uid=uid) for uid in (1, 2))
+    graph.add(x, old, name="sum").set_output(True).set_uid(3)
+    step, total = torch.randn(1, 64, 128, **_FP16), torch.randn(1, 64, 128, **_FP16)
+    before = total.clone()
+    pack = {1: step, 2: total, 3: total}
+    cudnn.autotune(graph, pack)
+    torch.testing.assert_close(total, before, atol=0, rtol=0)
+    graph.execute(pack, workspace(graph))
+    torch.testing.assert_close(total, before + step, atol=1e-2, rtol=1e-3)
+
+
+def test_autotune_with_little_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path))
+    graph, pack = product(), data()
+    none = torch.empty(0, dtype=torch.uint8, device="cuda")
+    report = cudnn.autotune(graph, pack, none)
+    assert graph.get_workspace_size() == 0
+    assert all("the workspace has 0 bytes" in plan.reason for plan in report.plans if plan.workspace)
+    graph.execute(pack, none)
+    check(pack)
+
+
+def test_autotune_refuses_a_capture() -> None:
+    graph, pack = product(), data()
+    graph.build(MODES)
+    refused = pytest.raises(RuntimeError, match="autotune: stream: got one being captured")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
+        cudnn.autotune(graph, pack)
+
+
+def test_the_wrapper_tunes_at_its_first_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path))
+    pack = data()
+    with cudnn.Graph(io_data_type=HALF, heuristics=[cudnn.heur_mode.CUDNN_FIND]) as graph:
+        graph.matmul(pack[1], pack[2], name="mm")
+    assert not (tmp_path / "plans").exists()
+    for _ in range(2):
+        pack[3] = graph(pack[1], pack[2])
+        check(pack)
+    assert len([*(tmp_path / "plans").iterdir()]) == 1
+
+
+def test_a_restored_kernel_cache_builds_at_once() -> None:
+    """10 ms of wall clock from the first call to the plan, other shapes included."""
+    cache = cudnn.create_kernel_cache()
+    product(kernel_cache=cache).build([cudnn.heur_mode.A])
+    restored = cudnn.create_kernel_cache()
+    restored.deserialize(cache.serialize())
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        graph = product(kernel_cache=restored)
+        graph.build([cudnn.heur_mode.A])
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.010, f"{1e3 * best:.1f} ms"
+    pack = data()
+    graph.execute(pack, workspace(graph))
+    check(pack)

@@ -1,0 +1,193 @@
+"""What calls of a built graph hand to cuDNN: overridden shapes, bare addresses, CUDA graphs. No GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.backend import cuda_graph
+from cudnn.backend.plan import Origin
+from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
+
+COMPOSITE = cudnn.attention_implementation.COMPOSITE
+NATIVE = cudnn.behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
+
+
+def overridable(device: Any) -> cudnn.pygraph:
+    return cudnn.pygraph(
+        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device,
+        is_override_shape_enabled=True,
+    )  # fmt: skip
+
+
+def packed(*dims: int) -> list[int]:
+    """Row-major strides."""
+    return [int(torch.tensor(dims[axis + 1 :]).prod()) for axis in range(len(dims))]
+
+
+def attention(graph: cudnn.pygraph) -> list[cudnn.tensor]:
+    """Q (uid 1), K (2) and V (3), O (4): [2, 4, 64, 32], causal, in small operations."""
+    dims = [2, 4, 64, 32]
+    q, k, v = (graph.tensor(dims, packed(*dims), uid=uid) for uid in (1, 2, 3))
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.125, is_inference=True, use_causal_mask=True, implementation=COMPOSITE)
+    return [q, k, v, o.set_output(True).set_uid(4)]
+
+
+# Overridden shapes.
+@pytest.mark.deviceless_919
+def test_the_transposed_view_of_a_tensor_follows_it(h200: Any) -> None:
+    graph = overridable(h200)
+    attention(graph)
+    graph.validate()
+    graph.build_operation_graph()
+    program = graph._cudnn()
+    ((view, alias),) = program.bindings.aliases.items()  # K is read transposed, under a uid of its own
+    assert (alias.source, alias.offset, alias.axes) == (2, 0, [0, 1, 3, 2])
+    dims, steps = [2, 4, 48, 32], [9000, 2000, 40, 1]
+    override = program._overriding(
+        [2, 3, 4], [dims, dims, (2, 4, 64, 32)], [steps, packed(*dims), packed(2, 4, 64, 32)]
+    )
+    assert override is not None
+    assert dict(zip(override[0], zip(*override[1:], strict=True), strict=True)) == {
+        3: (dims, packed(*dims)),
+        view: ([2, 4, 32, 48], [9000, 2000, 1, 40]),
+    }  # K itself is not in the operation graph, and O stays as it was built
+
+
+def test_overrides_that_change_nothing_are_dropped(h200: Any) -> None:
+    graph = planned_graph(h200)  # not built for overrides: such calls are ordinary ones
+    attention(graph)
+    graph.validate()
+    graph.build_operation_graph()
+    dims = [2, 4, 64, 32]
+    program = graph._cudnn()
+    assert program._overriding([1, 2], [dims, torch.Size(dims)], [packed(*dims)] * 2) is None
+    assert program._overriding([], [], []) is None
+    with pytest.raises(ValueError, match=r"override_uids: got \[1\]; .*is_override_shape_enabled=True"):
+        program._overriding([1], [[2, 4, 32, 32]], [packed(*dims)])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (([1], [], []), "got 1, 0 and 0 entries; allowed: one shape and one list of strides"),
+        (([77], [[1]], [[1]]), "override_uids: got 77; allowed: uids of tensors of this graph"),
+        (
+            ([1], [[2, 64]], [[64, 1]]),
+            r"override of uid 1: got dim=\[2, 64\].*; allowed: the rank of dim=\[2, 4, 64, 32\]",
+        ),
+    ],
+)
+def test_malformed_overrides(override: Any, message: str, h200: Any) -> None:
+    graph = overridable(h200)
+    attention(graph)
+    graph.validate()
+    graph.build_operation_graph()
+    with pytest.raises(ValueError, match=message):
+        graph._cudnn()._overriding(*override)
+
+
+def test_a_sliced_tensor_has_one_shape(h200: Any) -> None:
+    graph = overridable(h200)
+    a = graph.tensor([1, 96, 64], packed(1, 96, 64), uid=1, name="a")
+    b = graph.tensor([1, 64, 32], packed(1, 64, 32), uid=2)
+    part = graph.slice(a, [slice(0, 1), slice(32, 96), slice(0, 64)], name="part")
+    graph.matmul(part.set_data_type(HALF), b).set_output(True)
+    graph.validate()
+    graph.build_operation_graph()
+    program = graph._cudnn()
+    assert program._overriding([2], [[1, 64, 16]], [[1024, 16, 1]]) == ([2], [[1, 64, 16]], [[1024, 16, 1]])
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"tensor 'a' \(uid 1\): got .* reads a slice"):
+        program._overriding([1], [[1, 48, 64]], [[48 * 64, 64, 1]])
+
+
+def test_memory_of_the_graphs_own_has_one_shape(h200: Any) -> None:
+    graph = overridable(h200)
+    dims = [2, 4, 64, 64]
+    q, k, v, o, d_o = (graph.tensor(dims, packed(*dims), uid=uid) for uid in (1, 2, 3, 4, 5))
+    stats = graph.tensor([2, 4, 64, 1], packed(2, 4, 64, 1), FLOAT, uid=6)
+    for gradient in graph.sdpa_backward(q, k, v, o, d_o, stats, attn_scale=0.125):
+        gradient.set_output(True)
+    graph.validate()
+    graph.build_operation_graph()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="a graph with memory of its own for one shape"):
+        graph._cudnn()._overriding([1], [[2, 4, 32, 64]], [packed(*dims)])
+
+
+# Bare addresses.
+def doubled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor]:
+    graph = reference_graph()
+    x = graph.tensor([4, 6], [6, 1], uid=5)
+    y = graph.add(x, x).set_output(True).set_uid(2)
+    graph.build(MODES)
+    return graph, x, y
+
+
+def test_calls_with_addresses() -> None:
+    graph, _, _ = doubled()
+    assert graph._get_variant_pack_uids_sorted() == [2, 5]
+    data, out = torch.randn(4, 6), torch.empty(4, 6)
+    pointers = [graph._get_data_ptr(out), graph._get_data_ptr(data)]
+    assert pointers == [out.data_ptr(), data.data_ptr()]
+    assert graph._get_data_ptr(data.numpy()) == data.data_ptr()
+    graph._prepare_variant_pack_template()
+    raw = (ctypes.c_void_p * 2)(*pointers)
+    calls = [
+        lambda: graph._execute({2: pointers[0], 5: pointers[1]}, 0),
+        lambda: graph._execute_with_ptrs(pointers, 0),
+        lambda: graph._execute_with_raw_ptrs(ctypes.addressof(raw), 2, 0),
+    ]
+    for call in calls:
+        out.fill_(float("nan"))
+        call()
+        torch.testing.assert_close(out, 2 * data)
+    with pytest.raises(ValueError, match=r"_execute_with_ptrs: pointers: got 1; allowed: 2, for the uids \[2, 5\]"):
+        graph._execute_with_ptrs(pointers[:1], 0)
+    with pytest.raises(TypeError, match="data: got str; allowed"):
+        graph._get_data_ptr("here")
+
+
+def test_the_uids_of_a_plan_of_cudnn(h200: Any) -> None:
+    """What the caller brings: neither constants, nor views, nor memory of the graph's own."""
+    graph = planned_graph(h200)
+    attention(graph)
+    graph.build(MODES)
+    assert graph._get_variant_pack_uids_sorted() == [1, 2, 3, 4]
+    assert set(graph._cudnn().uids) > {1, 3, 4}
+
+
+# CUDA graphs.
+def test_the_layout_of_a_copy_is_that_of_the_driver() -> None:
+    """CUDA_MEMCPY3D of cuda.h on a machine of 64 bits."""
+    fields = cuda_graph.Copy
+    assert (ctypes.sizeof(fields), fields.target.offset, fields.width_bytes.offset) == (200, 88, 176)
+    side = cuda_graph._Side
+    assert [getattr(side, name).offset for name in ("host", "device", "pitch", "height")] == [40, 48, 72, 80]
+
+
+def test_a_cuda_graph_needs_a_plan_that_can_fill_one(h200: Any) -> None:
+    graph = planned_graph(h200)
+    a = graph.tensor([1, 64, 64], packed(1, 64, 64))
+    graph.matmul(a, a).set_output(True)
+    graph.build(MODES)
+    plan = graph._plan()
+    assert plan is not None
+    assert NATIVE in graph.get_behavior_notes()
+    plan.config = Origin("eng9", [], [cudnn.behavior_note.RUNTIME_COMPILATION])
+    with pytest.raises(
+        cudnn.cudnnGraphNotSupportedError,
+        match=r"notes of the plan eng9: got RUNTIME_COMPILATION; allowed: SUPPORTS_CUDA_GRAPH_NATIVE_API.*capture",
+    ):
+        plan.populate_cuda_graph(cudnn.create_handle(), [], 0, 0)
+
+
+@pytest.mark.parametrize("step", ["populate_cuda_graph", "update_cuda_graph"])
+def test_the_reference_executor_fills_no_cuda_graph(step: str) -> None:
+    graph, x, y = doubled()
+    data = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=f"{step}: got a graph of the reference executor"):
+        getattr(graph, step)(None, data, None, 0)
