@@ -32,7 +32,7 @@ SATURATION = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8
 TF32 = 2**-9  # both factors of a product of tensor cores rounded, or cut, to ten bits
 # Relative to the sum of absolute products. fp8 tensor cores of Hopper align to the largest product and keep 13 bits.
 ACCUMULATION = {torch.float8_e4m3fn: 2**-11, torch.float8_e5m2: 2**-11, torch.float32: TF32, torch.int8: 0.0}
-_SUM = 2**-18
+SUM = 2**-18  # of sums in float32, relative to the sum of absolute terms
 APPROXIMATE = 2**-10  # hardware's tanh has eleven bits
 
 
@@ -91,7 +91,7 @@ def contraction(
 ) -> Approx:
     """A sum of products, bilinear in its operands, on tensor cores that take ``dtype``."""
     value = product(a.value, b.value)
-    unit = ACCUMULATION.get(dtype, _SUM) * slack
+    unit = ACCUMULATION.get(dtype, SUM) * slack
     if not unit and a.error is None and b.error is None:
         return Approx(value)
     error = unit * product(a.value.abs(), b.value.abs())
@@ -105,7 +105,7 @@ def contraction(
 def reduce(x: Approx, mode: reduction_mode, axes: Sequence[int]) -> Approx:
     """A reduction over ``axes``, which stay with extent 1."""
     v, e, axes = x.value, x.bound, list(axes)
-    total = _SUM * v.abs().sum(axes, keepdim=True)
+    total = SUM * v.abs().sum(axes, keepdim=True)
     name = mode.name
     if name in ("MIN", "MAX", "AMAX"):
         value = {"MIN": v.amin, "MAX": v.amax, "AMAX": v.abs().amax}[name](axes, keepdim=True)
@@ -119,7 +119,7 @@ def reduce(x: Approx, mode: reduction_mode, axes: Sequence[int]) -> Approx:
         return Approx(v.mean(axes, keepdim=True), (e.sum(axes, keepdim=True) + total) / count)
     if name == "NORM2":
         value = (v * v).sum(axes, keepdim=True).sqrt()
-        return Approx(value, (e * e).sum(axes, keepdim=True).sqrt() + _SUM * value)
+        return Approx(value, (e * e).sum(axes, keepdim=True).sqrt() + SUM * value)
     raise ValueError(f"no formula for {name}")
 
 

@@ -87,6 +87,7 @@ class AttentionCase(Case):
     Attributes:
         strides: Of Q, K, V and O (of the gradients too), logical shape ``[b, h, s, d]``.
         starts: By tensor, where it is ragged: first element of each batch entry, and the end of the last one.
+        gap: Tokens between the entries of a ragged tensor.
         page: Tokens of a page, where K and V are paged; else 0.
         scale: Number, and how it is passed: ``number``, ``host``, ``memory``, or ``""`` for no scale.
         dropout: Probability; None for no dropout, 1 for a mask of the user's.
@@ -104,6 +105,7 @@ class AttentionCase(Case):
     mask: Mask
     strides: dict[str, tuple[int, ...]]
     starts: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    gap: int = 0
     page: int = 0
     scale: tuple[float, str] = (1.0, "")
     alibi: bool = False
@@ -119,7 +121,7 @@ class AttentionCase(Case):
 
     @classmethod
     def draw(cls, seed: int) -> AttentionCase:
-        return _Draw(seed).case()
+        return cls(**Draw(seed).fields())
 
     # The graph.
     def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
@@ -169,19 +171,27 @@ class AttentionCase(Case):
             if name in self.statistics:
                 dims = (*self.shape.dims("q")[:3], 1)
                 outputs[name] = options[argument] = graph.tensor(dims, packed(dims, range(4)), torch.float32, name=name)
-        implementation = getattr(cudnn.attention_implementation, self.implementation)
-        o, stats = graph.sdpa(
-            **operands, **options, generate_stats="Stats" in self.statistics, implementation=implementation
-        )
-        assert o is not None
-        o.set_dim(self.shape.dims("o")).set_stride(self.strides["o"])
-        outputs["O"] = o
-        if stats is not None:
-            outputs["Stats"] = stats.set_data_type(getattr(torch, self.stats_dtype))
+        options |= operands | {"generate_stats": "Stats" in self.statistics}
+        results = self._call_forward(graph, tensors, options)
+        outputs |= {name: tensor for name, tensor in results.items() if tensor is not None}
+        outputs["O"].set_dim(self.shape.dims("o")).set_stride(self.strides["o"])
+        if "Stats" in outputs:
+            stats = outputs["Stats"].set_data_type(getattr(torch, self.stats_dtype))
             if "stats" in self.starts:
                 stats.set_dim((*self.shape.dims("q")[:3], 1)).set_stride(self.strides["stats"])
         self._offsets(tensors, outputs)
         return outputs
+
+    def _call_forward(
+        self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor], options: dict[str, Any]
+    ) -> dict[str, cudnn.tensor | None]:
+        implementation = getattr(cudnn.attention_implementation, self.implementation)
+        return dict(zip(("O", "Stats"), graph.sdpa(**options, implementation=implementation), strict=True))
+
+    def _call_backward(
+        self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor], options: dict[str, Any]
+    ) -> dict[str, cudnn.tensor]:
+        return dict(zip(("dQ", "dK", "dV"), graph.sdpa_backward(**options), strict=True))
 
     def _backward(
         self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor], operands: dict[str, Any], options: dict[str, Any]
@@ -195,12 +205,14 @@ class AttentionCase(Case):
             dims = (1, self.shape.h_q, 1, 1)
             outputs["dSink"] = options["dSink_token"] = graph.tensor(dims, packed(dims, range(4)), torch.float32)
         if self.max_total:
-            options["max_total_seq_len_q"] = -(-sum(self.mask.lengths_q) // 64) * 64
-            options["max_total_seq_len_kv"] = -(-sum(self.mask.lengths_kv) // 64) * 64
+            for letter, argument in (("q", "max_total_seq_len_q"), ("k", "max_total_seq_len_kv")):
+                tokens = self.starts[letter][-1] // self.strides[letter][2]
+                options[argument] = -(-tokens // 64) * 64
         if self.deterministic:
             options["use_deterministic_algorithm"] = True
-        for name, tensor in zip(("dQ", "dK", "dV"), graph.sdpa_backward(**operands, **options), strict=True):
-            outputs[name] = tensor.set_dim(self.shape.dims(name)).set_stride(self.strides[name[1].lower()])
+        outputs |= self._call_backward(graph, tensors, options | operands)
+        for name in ("dQ", "dK", "dV"):
+            outputs[name].set_dim(self.shape.dims(name)).set_stride(self.strides[name[1].lower()])
         self._offsets(tensors, outputs)
         return outputs
 
@@ -266,12 +278,17 @@ class AttentionCase(Case):
             keep = results["rng_dump"].double() / (1 - self.dropout)
             keep = keep.nan_to_num(nan=0.0)  # where no score takes part
         return Problem(
-            **{name: self._dense(data, name) for name in "qkv"}, kind=getattr(torch, self.io), scale=self.scale[0],
+            **{name: self._dense(data, name) for name in "qkv"}, kind=getattr(torch, self.io), scale=self.score_scale,
             bias=data["bias"].double() if "bias" in data else None, alibi=self.alibi, softcap=self.softcap,
             rows=data.get("seq_q"), columns=data.get("seq_kv"), left=self.mask.left, right=self.mask.right_bound,
             bottom_right=self.mask.aligned_bottom_right, sink=data["sink"].double() if "sink" in data else None,
             keep=keep,
         )  # fmt: skip
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the product of Q and K as they are stored."""
+        return self.scale[0]
 
     def derived(self, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not self.backward:
@@ -308,8 +325,10 @@ class AttentionCase(Case):
 _SPARE = 5  # tokens after those of a ragged tensor, which nobody may write
 
 
-class _Draw:
+class Draw:
     """Draws one case."""
+
+    types = ("float16", "bfloat16")
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -321,28 +340,31 @@ class _Draw:
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
-    def case(self) -> AttentionCase:
+    def fields(self) -> dict[str, Any]:
+        """The attributes of the case."""
         rng = self.rng
         self.backward = self.chance(0.35)
-        self.io = rng.choice(["float16", "bfloat16"])
-        self.shape = self._shape()
-        self.page = 0
-        features = self._features()
+        self.io = rng.choice(self.types)
+        self.shape = self.shape_of()
+        self.page = self.gap = 0
+        features = self.features()
         self.mask = self._mask(features)
         if "paged" in features:
             self.page = pick(rng, {16: 1, 32: 1, 64: 2, 128: 2, 1: 0.3, 8: 0.3})
         self._operands("ragged" in features)
-        extra: dict[str, Any] = self._extras(features)
-        return AttentionCase(
-            self.seed, self.io, "float32", "float32", self.inputs, self.backward, self.shape, self.mask, self.strides,
-            self.starts, self.page, **extra,
-        )  # fmt: skip
+        extra = self._extras(features)
+        return {
+            "seed": self.seed, "io": self.io, "intermediate": "float32", "compute": "float32", "inputs": self.inputs,
+            "backward": self.backward, "shape": self.shape, "mask": self.mask, "strides": self.strides,
+            "starts": self.starts, "gap": self.gap, "page": self.page, **extra,
+        }  # fmt: skip
 
     def _length(self, largest: int) -> int:
         unit = pick(self.rng, {128: 3, 64: 3, 16: 2, 8: 1, 1: 3})
         return unit * self.rng.randint(1, max(1, largest // unit))
 
-    def _shape(self) -> Shape:
+    def shape_of(self) -> Shape:
+        """Of the operands."""
         rng = self.rng
         h_k = pick(rng, {1: 3, 2: 3, 3: 1, 4: 2, 8: 0.5})
         group = pick(rng, {1: 5, 2: 2, 3: 1, 4: 2, 8: 0.5})
@@ -374,7 +396,7 @@ class _Draw:
                 s_q, s_kv = -(-s_q // 2), -(-s_kv // 2)
         return Shape(b, h_k * group, h_k, h_v, s_q, s_kv, d_qk, d_v)
 
-    def _features(self) -> set[str]:
+    def features(self) -> set[str]:
         """Which features come together: few of them, and none that exclude each other."""
         rng, backward = self.rng, self.backward
         weights = {
@@ -443,6 +465,7 @@ class _Draw:
                 strides = self._packed(letter, dims)
             self.strides[letter] = strides
         if ragged:
+            self.gap = 0 if self.chance(0.9) else rng.randint(1, 8)
             for letter in "qkvo":
                 if self.page and letter in "kv":
                     continue
@@ -481,8 +504,7 @@ class _Draw:
     def _ragged(self, letter: str, kind: str) -> None:
         lengths = self.mask.lengths_kv if letter in "kv" else self.mask.lengths_q
         step = self.strides[letter][2]
-        gap = 0 if self.chance(0.8) else self.rng.randint(1, 8)
-        starts = tuple(accumulate(((length + gap) * step for length in lengths), initial=0))
+        starts = tuple(accumulate(((length + self.gap) * step for length in lengths), initial=0))
         self.starts[letter] = starts
         self.inputs[f"start_{letter}"] = Spec(
             (self.shape.b + 1, 1, 1, 1), (1, 1, 1, 1), kind, "literal", literal=starts

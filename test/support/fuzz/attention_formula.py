@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
-from support.fuzz.approx import APPROXIMATE, TINY, UNIT, Approx
+from support.fuzz.approx import ACCUMULATION, APPROXIMATE, SUM, TINY, UNIT, Approx
 
-_SUM = 2**-18  # of sums in float32, relative to the sum of absolute terms
 _EXP = 2**-11  # of exponentials and logarithms in hardware
 
 
@@ -29,7 +27,6 @@ class Problem:
         softcap: Scores go through ``softcap * tanh(scores / softcap)``; None for not.
         keep: What dropout multiplies the weights by, 1 / (1 - p) included; None for nothing.
         kind: Type of Q, K, V and of the weights in the products with V, Q and K.
-        weights_dtype: Of the weights, where it is another.
     """
 
     q: torch.Tensor
@@ -73,7 +70,7 @@ class Problem:
     def _score(self, distance: torch.Tensor) -> None:
         k = self.spread(self.k)
         scores = self.q @ k.mT * self.scale
-        error = _SUM * abs(self.scale) * (self.q.abs() @ k.abs().mT)
+        error = ACCUMULATION.get(self.kind, SUM) * abs(self.scale) * (self.q.abs() @ k.abs().mT)
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
             error = error + 2 * APPROXIMATE * scores.abs()
@@ -101,8 +98,13 @@ class Problem:
         """Rows that see something."""
         return self.seen.any(-1, keepdim=True)
 
-    def forward(self) -> dict[str, Approx]:
-        """O, Stats, Max and Sum_exp. Rows that see nothing: O is 0 and Stats -inf within the valid rows."""
+    @property
+    def relative(self) -> torch.Tensor:
+        """Relative error of the weights."""
+        return 2 * self.score_error + _EXP
+
+    def softmax(self) -> tuple[torch.Tensor, dict[str, Approx]]:
+        """The weights; Stats, Max and Sum_exp. Stats of valid rows that see nothing are -inf."""
         largest = self.scores.amax(-1, keepdim=True)
         if self.sink is not None:
             largest = torch.maximum(largest, self.sink)
@@ -113,21 +115,28 @@ class Problem:
         if self.sink is not None:
             total = total + torch.exp(self.sink - shift)
         weights = torch.where(alive, powers / total, 0.0)
-        v = self.spread(self.v)
-        unit = UNIT[self.kind] + 2 * self.score_error + _EXP
-        sized = self.dropped(weights)
-        o = sized @ v
-        error = unit * (sized @ v.abs()) + TINY[self.kind] * (self.dropped(self.seen.double()) @ v.abs())
-        relative = 2 * self.score_error + _EXP
         stats = torch.where(alive, shift + total.log(), -torch.inf)
         anything = torch.where(self.valid_rows & alive, 0.0, torch.inf)
-        beyond = torch.where(self.valid_rows, 0.0, torch.inf)
-        return {
-            "O": Approx(o, error + beyond),
-            "Stats": Approx(stats, torch.where(alive, relative + 2**-20 * stats.abs(), 0.0)),
+        return weights, {
+            "Stats": Approx(stats, torch.where(alive, self.relative + 2**-20 * stats.abs(), 0.0)),
             "Max": Approx(shift, self.score_error + anything),
-            "Sum_exp": Approx(total, relative * total + anything),
+            "Sum_exp": Approx(total, self.relative * total + anything),
         }
+
+    def forward(self) -> dict[str, Approx]:
+        """O and the statistics. Valid rows that see nothing: O is 0."""
+        weights, statistics = self.softmax()
+        v = self.spread(self.v)
+        sized = self.dropped(weights)
+        error = (UNIT[self.kind] + self.relative) * (sized @ v.abs())
+        error = error + TINY[self.kind] * (self.dropped(self.seen.double()) @ v.abs())
+        return {"O": Approx(sized @ v, error + self.beyond["O"]), **statistics}
+
+    @property
+    def beyond(self) -> dict[str, torch.Tensor]:
+        """By result: infinity in the rows of padding, which may hold anything, else 0."""
+        rows, columns = (torch.where(valid, 0.0, torch.inf) for valid in (self.valid_rows, self.valid_columns))
+        return {"O": rows, "dQ": rows, "dK": columns, "dV": columns}
 
     def backward(
         self, o: torch.Tensor, d_o: torch.Tensor, stats: torch.Tensor, bias_dims: tuple[int, ...] = ()
@@ -137,15 +146,15 @@ class Problem:
         o, d_o = (torch.where(self.valid_rows, x, 0.0) for x in (o, d_o))
         stats = torch.where(stats.isinf(), 0.0, stats)
         weights = torch.where(self.seen, torch.exp(self.scores - stats), 0.0)
-        relative = 2 * self.score_error + _EXP
+        relative = self.relative
         v, k = self.spread(self.v), self.spread(self.k)
         sized = self.dropped(weights)
         d_v = self.gathered(sized.mT @ d_o, self.v.shape[1])
         v_error = ((2 * unit + relative) * sized + tiny).mT @ d_o.abs()
         row = (d_o * o).sum(-1, keepdim=True)
         d_p = d_o @ v.mT
-        row_error = _SUM * (d_o * o).abs().sum(-1, keepdim=True)
-        p_error = self.dropped(_SUM * (d_o.abs() @ v.abs().mT)) + row_error
+        row_error = SUM * (d_o * o).abs().sum(-1, keepdim=True)
+        p_error = self.dropped(SUM * (d_o.abs() @ v.abs().mT)) + row_error
         inner = self.dropped(d_p) - row
         d_s = weights * inner
         # The difference of two sums cancels: what each is worth counts, not what is left.
@@ -162,9 +171,7 @@ class Problem:
                 self.gathered(scale * rounded.mT @ self.q.abs(), self.k.shape[1]),
             ),
         }
-        for name, valid in (("dQ", self.valid_rows), ("dK", self.valid_columns), ("dV", self.valid_columns)):
-            beyond = torch.where(valid, 0.0, torch.inf)
-            found[name] = dataclasses.replace(found[name], error=found[name].bound + beyond)
+        found = {name: Approx(x.value, x.bound + self.beyond[name]) for name, x in found.items()}
         if bias_dims:
             axes = [axis for axis, extent in enumerate(bias_dims) if extent == 1]
             # PyTorch takes an empty list of axes for all of them, so there is always one of extent 1.
@@ -173,8 +180,6 @@ class Problem:
         if self.sink is not None:
             part = torch.where(self.valid_rows, torch.exp(self.sink - stats), 0.0)
             error = (_EXP * row.abs() + row_error) * part
-            found["dSink"] = Approx(
-                -(part * row).sum([0, 2], keepdim=True),
-                error.sum([0, 2], keepdim=True) + _SUM * (part * row).abs().sum([0, 2], keepdim=True),
-            )
+            error = error + SUM * (part * row).abs()
+            found["dSink"] = Approx(-(part * row).sum([0, 2], keepdim=True), error.sum([0, 2], keepdim=True))
         return found
