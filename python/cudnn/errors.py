@@ -7,7 +7,13 @@ class cudnnGraphNotSupportedError(Exception):  # noqa: N801  (the public name of
     """cuDNN, or this library on its behalf, cannot run the graph: no engine, no plan, or outside the support surface.
 
     Not a subclass of ``RuntimeError``: test suites turn this class, and only this one, into a skip.
+
+    Attributes:
+        detail: Where plans are missing: what cuDNN said about each mode or configuration, without the graph's name and
+            without advice.
     """
+
+    detail: str = ""
 
 
 class CudnnError(RuntimeError):

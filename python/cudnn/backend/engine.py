@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.device import DeviceProperties
 from cudnn.backend.enums import DescriptorType, HeurMode, KnobType
 from cudnn.backend.handle import Handle
+from cudnn.backend.messages import root_causes
 from cudnn.errors import CudnnError
 
+_log = logging.getLogger("cudnn")
 _mode_b_lock = threading.Lock()  # heuristics mode B is not safe to run in two threads
 _MAX_KNOB_CHOICES = 64  # cuDNN 9.28 answers 0 when asked how many there are; it has 46 types of knob
 
@@ -204,7 +207,11 @@ def heuristics(
             reasons.append(f"heuristics mode {backend_mode.name}: {error}")
             continue
         if not found:
-            reasons.append(f"heuristics mode {backend_mode.name}: {lib.last_error() or 'no engine configuration'}")
+            said = lib.last_error()
+            _log.debug(
+                "heuristics mode %s has no engine configuration; cuDNN's whole text: %s", backend_mode.name, said
+            )
+            reasons.append(f"heuristics mode {backend_mode.name}: {root_causes(said) or 'no engine configuration'}")
         configs += [EngineConfig(descriptor, graph) for descriptor in found]
     return Heuristics(configs, "; ".join(reasons))
 

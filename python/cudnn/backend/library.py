@@ -16,6 +16,7 @@ from typing import Any
 
 from cudnn import settings
 from cudnn.backend.enums import Status
+from cudnn.backend.messages import root_causes
 from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedError
 
 OLDEST = 91000
@@ -110,7 +111,10 @@ class Library:
             name = f"CUDNN_STATUS_{Status(status).name}"
         except ValueError:
             name = f"CUDNN_STATUS {status}"
-        detail = self.last_error()
+        said = self.last_error()
+        detail = root_causes(said)
+        if detail != said:
+            _log.debug("%s failed; cuDNN's whole text: %s", what, said)
         text = f"{what} failed: {name}" + (f"; cuDNN {format_version(self.version)} says: {detail}" if detail else "")
         return CudnnError(text, status, name)
 
