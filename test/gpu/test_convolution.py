@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import cudnn
 from cudnn.enums import convolution_mode
 from gpu.common import IO_TYPES, assert_accurate, gpu_graph
-from support.graphs import FLOAT, like, run
+from support.graphs import FLOAT, MODES, buffer, like, run
 
 pytestmark = pytest.mark.gpu
 INT32 = cudnn.data_type.INT32
@@ -82,3 +82,35 @@ def test_int8_is_exact() -> None:
     y = graph.conv_fprop(image, weight, [1, 1]).set_output(True)
     (result,) = run(graph, {image: x, weight: w}, y)
     assert torch.equal(result.double(), F.conv2d(x.double(), w.double(), padding=1))
+
+
+@pytest.mark.parametrize(
+    ("image", "window"), [((2, 64, 8, 8), 3), ((1, 64, 16, 16), 1), ((4, 32, 14, 12), 3), ((2, 128, 9, 7), 3)], ids=str
+)
+def test_int8_with_int32_output(image: tuple[int, ...], window: int) -> None:
+    """Every plan writes the exact integers."""
+    x, w = (
+        torch.randint(-128, 128, (dims[0], *dims[2:], dims[1]), device="cuda", dtype=torch.int8).movedim(-1, 1)
+        for dims in (image, (64, image[1], window, window))
+    )
+    expected = F.conv2d(x.double(), w.double(), padding=window // 2)
+    graph = gpu_graph(io=INT32, intermediate=INT32, compute=INT32)
+    tensors = [like(graph, x), like(graph, w)]
+    y = graph.conv_fprop(*tensors, [window // 2] * 2, [1, 1], [1, 1]).set_output(True)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans(MODES)
+    graph.check_support()
+    said: dict[str, float] = {}  # the wrong share of elements by plan
+    for index in range(graph.get_execution_plan_count()):
+        try:
+            graph.build_plan_at_index(index)
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+            continue
+        result = buffer(y, "cuda")
+        size = graph.get_workspace_size_plan_at_index(index)
+        workspace = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
+        graph.execute_plan_at_index({tensors[0]: x, tensors[1]: w, y: result}, workspace, index)
+        said[graph.get_plan_name_at_index(index)] = (result.double() != expected).float().mean().item()
+    assert said
+    assert not any(said.values()), said
