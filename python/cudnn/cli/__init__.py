@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 import cudnn
 from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
+from cudnn.cli.explain import main as _explain
 from cudnn.cli.programs import PROGRAMS
 
 app = typer.Typer(
@@ -58,6 +59,7 @@ def _demo(
 
 
 app.command("bench")(_bench)
+app.command("explain")(_explain)
 
 
 class _ScriptCommand(TyperCommand):

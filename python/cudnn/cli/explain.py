@@ -1,0 +1,180 @@
+"""``cudnn explain``: a graph of a program, of a file or of an example: what it is, what runs it and why not."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import cudnn
+from cudnn.backend.handle import gpu_available
+from cudnn.errors import CudnnError, CudnnLibraryError
+
+EXAMPLES = {
+    "attention": "causal_attention",
+    "conv": "convolution",
+    "matmul": "matmul_bias_gelu",
+    "rmsnorm": "rmsnorm",
+}
+"""Names, and the graphs of ``cudnn demo`` that they stand for."""
+
+FORMATS = ("text", "mermaid", "svg")
+
+
+def main(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="[FILE.py[:NAME] | FILE]",
+            help="A Python program, whose graphs are explained; with NAME a function of it that returns a graph, or a "
+            "variable. Or a file with what graph.serialize() or str(graph) gave.",
+        ),
+    ] = "",
+    example: Annotated[str, typer.Option(help=f"A built-in graph instead: {', '.join(EXAMPLES)}.")] = "",
+    form: Annotated[str, typer.Option("--format", help="text, mermaid or svg.")] = "text",
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of printing.")] = None,
+    device_properties: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JSON",
+            help="Plan for the device that this file describes, without a GPU here: what "
+            "cudnn.create_device_properties(0).serialize() gave where the device is.",
+        ),
+    ] = None,
+) -> None:
+    """Explain a graph: its tensors, what it fuses into, the plan and its kernels, or which nodes are refused and why.
+
+    The graph is built for the GPU here, for a described device, or for the reference executor.
+
+    Exit code 1 if a graph is refused.
+    """
+    if form not in FORMATS:
+        raise typer.BadParameter(f"got {form!r}; allowed: {', '.join(FORMATS)}.", param_hint="--format")
+    if bool(target) == bool(example):
+        raise typer.BadParameter("allowed: a file or --example, one of the two.", param_hint="FILE")
+    if example and example not in EXAMPLES:
+        raise typer.BadParameter(f"got {example!r}; allowed: {', '.join(EXAMPLES)}.", param_hint="--example")
+    properties = None if device_properties is None else _properties(device_properties)
+    graphs = [_example(example)] if example else _load(target)
+    if form == "svg" and len(graphs) > 1:
+        allowed = "one graph for an SVG file; FILE.py:NAME takes one"
+        raise typer.BadParameter(f"got {len(graphs)} graphs; allowed: {allowed}.", param_hint="FILE")
+    explanations = [_explain(graph, properties) for graph in graphs]
+    text = "\n\n".join(getattr(explanation, form)().rstrip() for explanation in explanations) + "\n"
+    console = Console(highlight=False)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+        console.print(f"written: {output}", markup=False, soft_wrap=True)
+    elif form == "text":
+        for line in text.splitlines():
+            style = "red" if line.startswith("refused:") else "bold" if line and line[0] != " " else ""
+            console.print(line, style=style, markup=False, soft_wrap=True)
+    else:
+        sys.stdout.write(text)
+    raise typer.Exit(1 if any(explanation.reasons for explanation in explanations) else 0)
+
+
+def _properties(path: Path) -> Any:
+    """The described device."""
+
+    def refuse(got: str, allowed: str) -> typer.BadParameter:
+        return typer.BadParameter(f"got {got}; allowed: {allowed}.", param_hint="--device-properties")
+
+    if gpu_available():
+        # Beside a real device cuDNN loads what it builds for the described one into the driver.
+        raise refuse("a described device beside a GPU", "a machine without a GPU; leave it out to plan for this GPU")
+    try:
+        return cudnn.create_device_properties(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refuse(str(error), "a file that can be read") from None
+    except (CudnnError, CudnnLibraryError, cudnn.cudnnGraphNotSupportedError) as error:
+        cure = "what serialize() gave with this version of cuDNN, and a CUDA driver's library; see `cudnn info`"
+        raise refuse(f"{path}, which cuDNN refuses ({error})", cure) from None
+
+
+def _example(name: str) -> Any:
+    from cudnn.cli import demo
+
+    return getattr(demo, EXAMPLES[name])(None, "cuda" if gpu_available() else "cpu").graph
+
+
+def _load(target: str) -> list[Any]:
+    path, _, name = target.rpartition(":") if ".py:" in target else (target, "", "")
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"got {target!r}; allowed: a file that exists.", param_hint="FILE")
+    graphs = _of_program(Path(path), name) if path.endswith(".py") else [_restored(Path(path))]
+    if not graphs:
+        allowed = "a program with a graph in a variable, or FILE.py:NAME with a function that returns one"
+        raise typer.BadParameter(f"got {target!r}, without a graph; allowed: {allowed}.", param_hint="FILE")
+    return graphs
+
+
+def _restored(path: Path) -> Any:
+    graph = cudnn.pygraph()
+    try:
+        graph.deserialize(path.read_bytes())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="FILE") from None
+    return graph
+
+
+def _of_program(path: Path, name: str) -> list[Any]:
+    """The graphs of a program's variables, or of what one function or variable holds.
+
+    Where the program stops with an error, the graphs that it was working on; without any the error is raised again.
+    """
+    from cudnn.explain.twins import REFUSALS
+
+    path = path.resolve()
+    namespace: dict[str, Any] = {"__name__": path.stem if name else "__main__", "__file__": str(path)}
+    saved = sys.argv, sys.path[:]
+    sys.argv, sys.path[:] = [str(path)], [str(path.parent), *sys.path]
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+        if not name:
+            return _graphs(namespace.values())
+        if name not in namespace:
+            raise typer.BadParameter(f"got {name!r}; allowed: a name in {path.name}.", param_hint="FILE.py:NAME")
+        found = namespace[name]
+        return _graphs([found() if callable(found) and not _graphs([found]) else found])
+    except REFUSALS as error:
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        graphs = _graphs(value for local in reversed(frames) for value in local.values())
+        if not graphs:
+            raise
+        where = f"{path.name} stopped: {type(error).__name__}: {error}"
+        Console(stderr=True, highlight=False).print(where, markup=False, soft_wrap=True)
+        return graphs[:1]
+    finally:
+        sys.argv, sys.path[:] = saved
+
+
+def _graphs(values: Iterable[Any]) -> list[Any]:
+    """The graphs among values, each once; also the first of a list or tuple, as ``cudnn.jit`` returns them."""
+    found: dict[int, Any] = {}
+    for value in values:
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, cudnn.Graph):
+            value = value._described
+        if isinstance(value, cudnn.pygraph):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _explain(graph: Any, properties: Any) -> Any:
+    """Builds the graph where it has no plan yet; a refusal becomes part of the explanation."""
+    from cudnn.explain.twins import REFUSALS, for_device
+
+    if properties is not None:
+        graph = for_device(graph, properties)
+    if not graph.get_execution_plan_count():
+        with suppress(*REFUSALS):  # explain() finds out again, and more
+            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    return graph.explain()

@@ -1,0 +1,44 @@
+"""An explanation as a Mermaid flowchart."""
+
+from __future__ import annotations
+
+from cudnn.explain.drawing import Box, drawing
+from cudnn.explain.model import Explanation
+
+_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "scalar": ("{{", "}}"), "virtual": ("(", ")")}
+_STYLES = {
+    "node": "fill:#d7ecd9,stroke:#2e7d32,color:#111",
+    "refused": "fill:#f8d7d7,stroke:#b71c1c,color:#111",
+    "view": "fill:#eeeeee,stroke:#757575,color:#111",
+    "input": "fill:#dbe9f9,stroke:#1565c0,color:#111",
+    "output": "fill:#dbe9f9,stroke:#1565c0,stroke-width:3px,color:#111",
+    "virtual": "fill:#ffffff,stroke:#757575,stroke-dasharray:4 3,color:#111",
+    "scalar": "fill:#fff4d6,stroke:#b08900,color:#111",
+}
+
+
+def render(explained: Explanation) -> str:
+    """A flowchart; what a plan fuses stands in a subgraph with the plan's name."""
+    caption, boxes, arrows = drawing(explained)
+    plan = explained.plan if explained.plan is not None and explained.plan.tag != "reference" else None
+    inside = [box for box in boxes if box.kind in ("node", "virtual")] if plan is not None else []
+    lines = [f"%% {line}" for line in caption]
+    lines.append("flowchart TD")
+    lines += [f"  {_box(box)}" for box in boxes if box not in inside]
+    if plan is not None:
+        lines += [f'  subgraph plan["{_escaped(plan.tag)}"]', *(f"    {_box(box)}" for box in inside), "  end"]
+    lines += [f'  {source} -->|"{_escaped(port)}"| {target}' for source, target, port in arrows]
+    lines += [f"  classDef {kind} {style}" for kind, style in _STYLES.items() if any(box.kind == kind for box in boxes)]
+    return "\n".join(lines) + "\n"
+
+
+def _box(box: Box) -> str:
+    before, after = _SHAPES.get(box.kind, ("[", "]"))
+    return f'{box.key}{before}"{"<br/>".join(map(_escaped, box.lines))}"{after}:::{box.kind}'
+
+
+def _escaped(text: str) -> str:
+    """Mermaid's own entities: what it would take for markup, and the colons of ``node::PORT``."""
+    for character in '#&"<>`:;':
+        text = text.replace(character, f"\0{ord(character)}\1")
+    return text.replace("\0", "#").replace("\1", ";")
