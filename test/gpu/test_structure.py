@@ -35,6 +35,17 @@ def test_slices_off_the_alignment(start: int) -> None:
     assert torch.equal(result, -x[:, start:60, start : start + 96])
 
 
+def test_product_of_transposed_and_reshaped_inputs() -> None:
+    a, b = torch.randn(4, 64, 96, device="cuda").half(), torch.randn(16, 16, 128, device="cuda").half()
+    graph = gpu_graph(io=HALF, intermediate=HALF)
+    first, second = like(graph, a), like(graph, b)
+    left = graph.transpose(first, [0, 2, 1])
+    right = graph.reshape(second).set_dim([4, 64, 128]).set_stride([8192, 128, 1])
+    c = graph.matmul(left, right).set_output(True)
+    (result,) = run(graph, {first: a, second: b}, c)
+    assert_accurate(result, lambda dtype: a.to(dtype).mT @ b.to(dtype).view(4, 64, 128), torch.float16)
+
+
 def test_slice_of_a_result() -> None:
     a, b = torch.randn(4, 64, 64, device="cuda").half(), torch.randn(2, 32, 64, device="cuda").half()
     graph = gpu_graph(io=HALF, intermediate=HALF)

@@ -220,6 +220,29 @@ def test_cudnn_sees_slices_of_inputs_as_memory(device_properties: Any) -> None:
     assert (first.get_is_virtual(), second.get_alignment()) == (True, 16)
 
 
+@pytest.mark.deviceless_919
+def test_cudnn_sees_transposed_and_reshaped_inputs_as_memory(device_properties: Any) -> None:
+    graph = planned_graph(device_properties, intermediate=HALF)
+    a, b, c = matrix(graph), matrix(graph), graph.tensor([16, 16, 64], [1024, 64, 1])
+    turned = graph.transpose(a, [0, 2, 1])
+    flat = graph.reshape(b).set_dim([1, 256, 64]).set_stride([16384, 64, 1])
+    whole = graph.reshape(c, reshape_mode=LOGICAL).set_dim([4, 64, 64]).set_stride([4096, 64, 1])
+    half = graph.slice(flat, [slice(None), slice(64, 128)])
+    y = graph.add(graph.matmul(turned, whole), half).set_output(True)
+    assert configurations(graph) > 0
+    graph.build_plans()
+    bindings = graph._cudnn().bindings
+    uids = [tensor.get_uid() for tensor in (a, b, c)]
+    assert sorted(bindings.user) == sorted([*uids, y.get_uid()])
+    assert [bindings.aliases[t.get_uid()][:2] for t in (turned, half, whole)] == [
+        (uids[0], 0), (uids[1], 2 * 4096), (uids[2], 0),
+    ]  # fmt: skip
+    assert all(tensor.get_is_virtual() for tensor in (turned, flat, whole, half))
+    restored = cudnn.pygraph()
+    restored.deserialize(repr(graph))
+    assert repr(restored) == repr(graph)
+
+
 def test_alignment_follows_the_offset(h200: Any) -> None:
     graph = planned_graph(h200, intermediate=HALF)
     parts = [

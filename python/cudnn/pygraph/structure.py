@@ -13,7 +13,7 @@ from cudnn.backend import enums as be
 from cudnn.datatypes import element_bits
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import channels_last, span, strides_like
+from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
 
@@ -26,6 +26,20 @@ class _Moving(Node):
     """An operation on one tensor that computes nothing: values keep their type and pass unchanged."""
 
     exact_ports = frozenset({"X"})
+
+    def _reads_memory(self, lowering: Lowering) -> bool:
+        """Whether Y can be X's own memory under another description, which every engine of every cuDNN reads."""
+        x = self.inputs["X"]
+        elsewhere = x.is_virtual or x.is_pass_by_value or id(x) in lowering.produced
+        return not elsewhere or lowering.uid(x) in lowering.bindings.aliases
+
+    def _share(self, lowering: Lowering, offset: int = 0, axes: list[int] | None = None) -> None:
+        """Lets Y be a part of X's memory, ``offset`` bytes from its start."""
+        x, y = self.inputs["X"], self.outputs["Y"]
+        y.alignment = math.gcd(x.alignment, offset)
+        lowering.alias(y, x, offset, axes)
+        lowering.tensor(y)  # the operations that follow see memory ...
+        y.is_virtual = True  # ... and the graph's user a tensor that is not to be passed
 
     def _type_of_input(self, context: Context) -> None:
         """Gives the output the input's type where neither the user nor the graph's defaults say anything."""
@@ -53,6 +67,7 @@ class Reshape(_Moving):
     method = "reshape"
 
     reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
+    shared: bool = dataclasses.field(default=False, init=False)  # Y is X's memory, not the result of an operation
 
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
@@ -76,9 +91,22 @@ class Reshape(_Moving):
                         "correct set_stride()")
             )  # fmt: skip
 
+    def fall_back(self) -> bool:
+        """cuDNN has the operation inside attention only; elsewhere a view of memory is memory itself."""
+        changed, self.shared = not self.shared, True
+        return changed
+
+    def _is_a_view(self) -> bool:
+        x, y = self.inputs["X"], self.outputs["Y"]
+        packed = x.stride == row_major(x.dim) and y.stride == row_major(y.dim)
+        return y.is_virtual and (packed or self.reshape_mode is enums.reshape_mode.VIEW_ONLY)
+
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
         mode = self.reshape_mode
+        wanted = self.shared or mode is enums.reshape_mode.LOGICAL
+        if wanted and self._is_a_view() and self._reads_memory(lowering):
+            return self._share(lowering)
         if mode is enums.reshape_mode.LOGICAL and lowering.version < 92200:
             raise _too_old(self.where, "reshape_mode", "LOGICAL", lowering.version)
         lowering.operation(
@@ -126,6 +154,8 @@ class Transpose(_Moving):
         self._refuse_conversion()
 
     def lower(self, lowering: Lowering) -> None:
+        if self.outputs["Y"].is_virtual and self._reads_memory(lowering):
+            return self._share(lowering, axes=self.permutation)
         if lowering.version < 92200:
             raise _too_old(self.where, "operation", "transpose", lowering.version)
         a = be.Attribute
@@ -185,10 +215,9 @@ class Slice(_Moving):
         self._refuse_conversion()
 
     def lower(self, lowering: Lowering) -> None:
-        # A pointer into an input serves every version of cuDNN and every engine; its own operation (9.22) few of them.
         x = self.inputs["X"]
-        if lowering.uid(x) in lowering.bindings.aliases or not (x.is_virtual or id(x) in lowering.produced):
-            self._alias(lowering)
+        if self._reads_memory(lowering):
+            self._share(lowering, self._offset())
         elif lowering.version < 92200:
             raise _too_old(
                 self.where, f"input X (tensor {x.name!r})", "the result of another operation", lowering.version
@@ -206,8 +235,9 @@ class Slice(_Moving):
                 },
             )
 
-    def _alias(self, lowering: Lowering) -> None:
-        x, y = self.inputs["X"], self.outputs["Y"]
+    def _offset(self) -> int:
+        """Bytes from the start of X."""
+        x = self.inputs["X"]
         elements = sum(indices.start * step for indices, step in zip(self._ranges(), x.stride, strict=True))
         offset, rest = divmod(elements * element_bits(x.data_type), 8)
         if rest:
@@ -215,10 +245,7 @@ class Slice(_Moving):
                 refusal(self.where, "slices", f"a start inside a byte of {x.data_type.name} elements",
                         "a start on a whole byte", "start at an even element")
             )  # fmt: skip
-        y.alignment = math.gcd(x.alignment, offset)
-        lowering.alias(y, x, offset)
-        lowering.tensor(y)  # the operations that follow see memory ...
-        y.is_virtual = True  # ... and the graph's user a tensor that is not to be passed
+        return offset
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         return {"Y": values["X"][tuple(builtins.slice(i.start, i.stop, i.step) for i in self._ranges())]}
@@ -293,7 +320,9 @@ class StructureMethods(NodeList):
         """``input`` under another shape: call ``set_dim()``, and best ``set_stride()``, on the result.
 
         ``reshape_mode`` VIEW_ONLY reads the memory of ``input`` with the strides of the result (channels-last where
-        they are not set); LOGICAL keeps the row-major order of the elements (cuDNN 9.22 and newer). Returns Y.
+        they are not set); LOGICAL keeps the row-major order of the elements. Where ``input`` lies in memory and the
+        result is virtual, it is the same memory. cuDNN has the operation on other results inside attention only,
+        LOGICAL from 9.22. Returns Y.
         """
         return self._add(Reshape, name, NOT_SET, {"X": input}, ["Y"], reshape_mode=reshape_mode).outputs["Y"]
 
@@ -302,7 +331,8 @@ class StructureMethods(NodeList):
     ) -> Tensor:
         """``input`` with its dimensions reordered: dimension i of the result is dimension ``permutation[i]`` of it.
 
-        Shape and strides of Y are those of ``input``, permuted; its type is the same. Needs cuDNN 9.22.
+        Shape and strides of Y are those of ``input``, permuted; its type is the same. Where ``input`` lies in memory
+        and Y is virtual, Y is the same memory; the transpose of another operation's result needs cuDNN 9.22.
         """
         order = [int(axis) for axis in permutation]
         return self._add(Transpose, name, compute_data_type, {"X": input}, ["Y"], permutation=order).outputs["Y"]
