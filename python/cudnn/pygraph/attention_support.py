@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
 
 NEWEST = sys.maxsize
+SEEN_IN = 91900  # the newest version that was run on a GPU: what it computes wrongly is refused up to it
 UNSUPPORTED = cudnnGraphNotSupportedError
 
 
@@ -73,6 +74,7 @@ def check_forward(node: AttentionForward, context: Context, version: int) -> Non
         *_device(sm),
         *_forward_heads(node, version, sm),
         *_ragged_device(node, version, sm),
+        *_statistics(node, version),
     ])  # fmt: skip
 
 
@@ -98,6 +100,18 @@ def check_backward(node: AttentionBackward, context: Context, version: int) -> N
         *_device(sm),
     ])  # fmt: skip
     _apply(node, _sink(node, version))
+
+
+def _statistics(node: Attention, version: int) -> Iterator[Rule]:
+    """Older engines, seen on an H200 with cuDNN 9.19, write Stats alone."""
+    others = [
+        argument for port, argument in (("Max", "score_max"), ("Sum_exp", "score_sum_exp")) if port in node.outputs
+    ]
+    yield Rule(
+        version < 92100 and "Stats" in node.outputs and bool(others), UNSUPPORTED, " and ".join(others),
+        f"with generate_stats=True and cuDNN {format_version(version)}", "one or the other before cuDNN 9.21",
+        "leave generate_stats out: Stats is the largest score plus the logarithm of the sum"
+    )  # fmt: skip
 
 
 def _layout(node: Attention, ports: Iterable[str]) -> Iterator[Rule]:
@@ -177,6 +191,11 @@ def _sink(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
         "Sink" in node.inputs and version < 91300, ValueError, "sink_token", f"cuDNN {format_version(version)}",
         "cuDNN 9.13 or newer", "install a newer nvidia-cudnn package"
+    )  # fmt: skip
+    yield Rule(
+        "dSink" in node.outputs and node.has_dropout and version <= SEEN_IN, UNSUPPORTED, "dSink_token",
+        f"with dropout and cuDNN {format_version(version)}, which scales it wrongly",
+        f"a cuDNN newer than {format_version(SEEN_IN)}", "leave dropout out"
     )  # fmt: skip
 
 
@@ -402,6 +421,8 @@ def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int)
         *_fp8_heads(node, version, sm, 256),
         *_fp8_bottom_right(node, version, sm),
         *_fp8_outputs(node, version, sm, ("O",)),
+        *_statistics(node, version),
+        *_fp8_sink(node, sm),
     ])  # fmt: skip
 
 
@@ -425,10 +446,19 @@ def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: in
         *_fp8_heads(node, version, sm, 128),
         *_fp8_bottom_right(node, version, sm),
         *_fp8_outputs(node, version, sm, ("dQ", "dK", "dV")),
+        *_fp8_sink(node, sm),
         Rule(node.use_deterministic_algorithm and blackwell and old, UNSUPPORTED, "use_deterministic_algorithm",
              f"compute capability {sm} with cuDNN {format_version(version)}", "cuDNN 9.19 or newer, and no dropout",
              "leave it out"),
     ])  # fmt: skip
+
+
+def _fp8_sink(node: Attention, sm: int | None) -> Iterator[Rule]:
+    """On an H200 cuDNN's kernel of the forward pass does not compile (9.19, 9.28), that of the other fails (9.19)."""
+    yield Rule(
+        "Sink" in node.inputs and _is_hopper(sm), UNSUPPORTED, "sink_token", f"fp8 tensors on compute capability {sm}",
+        "fp16 or bf16 tensors", "convert them, or leave it out"
+    )  # fmt: skip
 
 
 def _fp8(version: int, sm: int | None) -> Iterator[Rule]:

@@ -118,6 +118,12 @@ class Pointwise(Node):
     def _beta(self) -> float:
         return 1.0 if self.swish_beta is None else self.swish_beta
 
+    @property
+    def exact_ports(self) -> frozenset[str]:  # type: ignore[override]
+        """A comparison may say that it computes in BOOLEAN, the type of its result: its inputs are numbers still."""
+        truth = self.mode.startswith("CMP_") and self.compute_data_type is data_type.BOOLEAN
+        return frozenset({"IN_0", "IN_1"} if truth else ())
+
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = list(values.values())
         if self.mode == "ADD_SQUARE":
