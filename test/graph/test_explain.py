@@ -216,7 +216,12 @@ def test_why_configurations_are_barred(h200: Any) -> None:
     assert {plan.tag: plan.reason for plan in explained.refused}[first] == f"barred by name ({first})"
     assert explained.plan is not None
     assert explained.plan.tag == graph.get_plan_name() != first
-    graph.deselect_engines(["eng"])
+    graph = planned_graph(h200)
+    product(graph).set_output(True)
+    configurations(graph)
+    graph.deselect_workspace_greater_than(-1)
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"workspace, over the limit.*graph\.explain"):
+        graph.check_support()
     explained = graph.explain()
     assert explained.state == "refused"
     assert len(explained.refused) == graph.get_execution_plan_count()

@@ -51,6 +51,18 @@ def test_a_bias_after_a_matmul_and_a_batch_of_one_are_not() -> None:
     known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_convolution_beside_a_matmul_is_refused_at_every_version(connected: bool) -> None:
+    graph = reference_graph(HALF)
+    made = graph.conv_fprop(tensor(graph, 2, 8, 9, 9), tensor(graph, 8, 8, 3, 3), [1, 1]).set_output(True)
+    graph.matmul(made if connected else tensor(graph, 2, 8, 9, 9), tensor(graph, 2, 8, 9, 4), name="mm").set_output(
+        True
+    )
+    graph.validate()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"mm \(matmul\): a convolution in the same graph"):
+        known_faults.refuse(graph.nodes, NEWER)
+
+
 def test_concatenation_with_a_convolution_is_refused() -> None:
     graph = reference_graph(HALF, HALF)
     image, weight, kept = tensor(graph, 4, 64, 16, 16), tensor(graph, 64, 64, 1, 1), tensor(graph, 4, 64, 16, 16)

@@ -174,8 +174,8 @@ def _ask(graph: pygraph, twin: pygraph, narrow: bool) -> _Planned:
         found.candidates = [
             config.tag for index, config in enumerate(plans.configs) if index not in barred and index != plans.chosen
         ]
-        if plans.chosen is not None and isinstance(program, CudnnProgram):
-            found.plan = _plan(program, plans.plans[plans.chosen])
+        if isinstance(program, CudnnProgram) and program.plan is not None:
+            found.plan = _plan(program, program.plan)
             found.candidates = [tag for tag in found.candidates if tag != found.plan.tag]  # modes propose some twice
             return found
     if not found.candidates:
@@ -203,7 +203,10 @@ def _reasons(
 
 
 def _plan(program: CudnnProgram, plan: ExecutionPlan) -> ExplainedPlan:
-    engine = json.loads(plan.to_json()).get("engine", {})
+    try:
+        engine = json.loads(plan.to_json()).get("engine", {})
+    except CudnnError:  # of an engine whose plans cannot be written out
+        engine = {}
     kernels = tuple(kernel.get("kernelName", "") for kernel in engine.get("payload", {}).get("kernels", ()))
     config = plan.config
     return ExplainedPlan(

@@ -23,7 +23,8 @@ _NEWER = f"cuDNN newer than {format_version(SEEN_IN)}"
 
 
 def refuse(nodes: Sequence[Node], version: int) -> None:
-    """Refuses graphs that versions up to ``SEEN_IN`` compute wrongly with every engine."""
+    """Refuses graphs that end the process, and those that versions up to ``SEEN_IN`` compute wrongly."""
+    _refuse_crash(nodes)
     if version > SEEN_IN:
         return
     if all(isinstance(node, Pointwise) for node in nodes):
@@ -36,6 +37,16 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
                     refusal(node.where, "a convolution in the same graph", format_version(version), _NEWER,
                             "concatenate in a graph of its own, or with the array library")
                 )  # fmt: skip
+
+
+def _refuse_crash(nodes: Sequence[Node]) -> None:
+    """cuDNN 9.19 and 9.28 have no engine for a convolution beside a matrix product; some such graphs crash them."""
+    products = [node for node in nodes if isinstance(node, Matmul)]
+    if products and any(isinstance(node, Convolution) for node in nodes):
+        raise cudnnGraphNotSupportedError(
+            refusal(products[0].where, "a convolution in the same graph", "both", "one of the two, since cuDNN may crash",
+                    "build a graph of each, with the tensors between them in memory")
+        )  # fmt: skip
 
 
 def _refuse_broadcast(node: Node, version: int) -> None:
