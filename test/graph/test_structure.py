@@ -243,6 +243,20 @@ def test_cudnn_sees_transposed_and_reshaped_inputs_as_memory(device_properties: 
     assert repr(restored) == repr(graph)
 
 
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize(("kind", "is_shared"), [(FLOAT, True), (HALF, True), (cudnn.data_type.BFLOAT16, False)])
+def test_a_reshape_shares_memory_unless_it_converts(kind: Any, is_shared: bool, h200: Any) -> None:
+    graph = planned_graph(h200)
+    flat = graph.reshape(matrix(graph)).set_dim([1, 256, 64]).set_stride([16384, 64, 1]).set_data_type(kind)
+    graph.matmul(flat, graph.tensor([1, 64, 64], [4096, 64, 1])).set_output(True)
+    if is_shared:
+        assert configurations(graph) > 0
+        assert flat.get_data_type() is kind
+    else:
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="no engine configuration"):
+            configurations(graph)
+
+
 def test_alignment_follows_the_offset(h200: Any) -> None:
     graph = planned_graph(h200, intermediate=HALF)
     parts = [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn import enums
 from cudnn.backend import enums as be
 from cudnn.datatypes import element_bits
+from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
@@ -38,8 +39,9 @@ class _Moving(Node):
         x, y = self.inputs["X"], self.outputs["Y"]
         y.alignment = math.gcd(x.alignment, offset)
         lowering.alias(y, x, offset, axes)
-        lowering.tensor(y)  # the operations that follow see memory ...
-        y.is_virtual = True  # ... and the graph's user a tensor that is not to be passed
+        declared, y.data_type = y.data_type, x.data_type
+        lowering.tensor(y)  # the operations that follow see memory as it is ...
+        y.is_virtual, y.data_type = True, declared  # ... and the graph's user a tensor that is not to be passed
 
     def _type_of_input(self, context: Context) -> None:
         """Gives the output the input's type where neither the user nor the graph's defaults say anything."""
@@ -59,6 +61,9 @@ class _Moving(Node):
             )  # fmt: skip
 
 
+_NARROWER = (data_type.HALF, data_type.BFLOAT16, data_type.FP8_E4M3, data_type.FP8_E5M2)
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Reshape(_Moving):
     """Y = X under the shape, and for VIEW_ONLY the strides, that the user has set on Y."""
@@ -67,7 +72,6 @@ class Reshape(_Moving):
     method = "reshape"
 
     reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
-    shared: bool = dataclasses.field(default=False, init=False)  # Y is X's memory, not the result of an operation
 
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
@@ -91,21 +95,19 @@ class Reshape(_Moving):
                         "correct set_stride()")
             )  # fmt: skip
 
-    def fall_back(self) -> bool:
-        """cuDNN has the operation inside attention only; elsewhere a view of memory is memory itself."""
-        changed, self.shared = not self.shared, True
-        return changed
-
-    def _is_a_view(self) -> bool:
+    def _reads_memory(self, lowering: Lowering) -> bool:
         x, y = self.inputs["X"], self.outputs["Y"]
         packed = x.stride == row_major(x.dim) and y.stride == row_major(y.dim)
-        return y.is_virtual and (packed or self.reshape_mode is enums.reshape_mode.VIEW_ONLY)
+        is_a_view = y.is_virtual and (packed or self.reshape_mode is enums.reshape_mode.VIEW_ONLY)
+        # FLOAT, graphs' usual type of virtual tensors, holds what narrower memory has.
+        is_a_view &= y.data_type is x.data_type or (y.data_type is data_type.FLOAT and x.data_type in _NARROWER)
+        # Inside a composite operation it is a part of the pattern that cuDNN's engines look for.
+        return is_a_view and id(y) in lowering.produced and super()._reads_memory(lowering)
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute
         mode = self.reshape_mode
-        wanted = self.shared or mode is enums.reshape_mode.LOGICAL
-        if wanted and self._is_a_view() and self._reads_memory(lowering):
+        if self._reads_memory(lowering):
             return self._share(lowering)
         if mode is enums.reshape_mode.LOGICAL and lowering.version < 92200:
             raise _too_old(self.where, "reshape_mode", "LOGICAL", lowering.version)
