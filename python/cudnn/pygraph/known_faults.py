@@ -44,7 +44,7 @@ def _refuse_crash(nodes: Sequence[Node]) -> None:
     products = [node for node in nodes if isinstance(node, Matmul)]
     if products and any(isinstance(node, Convolution) for node in nodes):
         raise cudnnGraphNotSupportedError(
-            refusal(products[0].where, "a convolution in the same graph", "both", "one of the two, since cuDNN may crash",
+            refusal(products[0].where, "a convolution in the same graph", "both", "one of the two: cuDNN may crash",
                     "build a graph of each, with the tensors between them in memory")
         )  # fmt: skip
 
