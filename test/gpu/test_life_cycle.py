@@ -336,13 +336,14 @@ def test_the_wrapper_tunes_at_its_first_call(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_restored_kernel_cache_builds_at_once() -> None:
-    """10 ms of wall clock from the first call to the plan, other shapes included."""
+    """10 ms of wall clock from the first call to the plan."""
     cache = cudnn.create_kernel_cache()
     product(kernel_cache=cache).build([cudnn.heur_mode.A])
-    restored = cudnn.create_kernel_cache()
-    restored.deserialize(cache.serialize())
+    text = cache.serialize()
     best = float("inf")
     for _ in range(5):
+        restored = cudnn.create_kernel_cache()
+        restored.deserialize(text)
         start = time.perf_counter()
         graph = product(kernel_cache=restored)
         graph.build([cudnn.heur_mode.A])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -377,6 +378,33 @@ def test_engines_and_knobs_by_hand(h200: Any) -> None:
     assert graph.get_execution_plan_count() == count + 1
     with pytest.raises(RuntimeError, match=r"\d+"):
         graph.create_execution_plan(10_000, {})
+
+
+def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
+    """From the first call to the plan within 10 ms of wall clock, for a shape that was not compiled for."""
+    if cudnn.backend_version() < 92800:
+        pytest.skip("cuDNN 9.19 compiles again with a restored cache, where there is no GPU")
+
+    def build(cache: Any, batch: int) -> float:
+        start = time.perf_counter()
+        graph = cudnn.pygraph(
+            io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=h200,
+            kernel_cache=cache,
+        )  # fmt: skip
+        linear(graph, batch)
+        graph.build([cudnn.heur_mode.A])
+        return time.perf_counter() - start
+
+    first = cudnn.create_kernel_cache()
+    build(first, 2)
+    text = first.serialize()
+    took: list[float] = []
+    for batch in (4, 8, 16):
+        cache = cudnn.create_kernel_cache()
+        cache.deserialize(text)
+        took.append(build(cache, batch))
+        assert cache.size() == 1
+    assert min(took) < 0.010
 
 
 def test_two_builds_with_plans(h200: Any) -> None:

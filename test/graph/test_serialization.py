@@ -218,6 +218,32 @@ def test_plans_travel(h200: Any) -> None:
     check(restored(data, backend="reference"))
 
 
+def test_attention_travels_with_its_views_and_constants(h200: Any) -> None:
+    """Ahead of time: a description and a plan for an H200; the restored graph is executed by uid."""
+    graph = planned_graph(h200)
+    dims, strides = [2, 4, 64, 32], [4 * 64 * 32, 64 * 32, 32, 1]
+    q, k, v = (graph.tensor(dims, strides, uid=uid) for uid in (1, 2, 3))
+    composite = cudnn.attention_implementation.COMPOSITE
+    o, _ = graph.sdpa(q, k, v, attn_scale=0.3, is_inference=True, use_causal_mask=True, implementation=composite)
+    o.set_output(True).set_uid(4)
+    graph.build(MODES)
+    data = graph.serialize()
+    document = json.loads(data)
+    bindings = Bindings.from_json(document["bindings"])
+    assert bindings == graph._cudnn().bindings
+    assert [alias.source for alias in bindings.aliases.values()] == [2]
+    assert pytest.approx(0.3) in [value for _, value in bindings.constants.values()]
+    assert document["tag"] == graph.get_plan_name()
+    assert document["behavior_notes"] == [note.name for note in graph.get_behavior_notes()]
+    half = [torch.randn(dims).half() for _ in range(3)]
+    out = torch.empty(dims, dtype=torch.float16)
+    restored(data, backend="reference").execute({1: half[0], 2: half[1], 3: half[2], 4: out})
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        half[0].float(), half[1].float(), half[2].float(), is_causal=True, scale=0.3
+    )
+    torch.testing.assert_close(out.float(), wanted, atol=1e-2, rtol=1e-2)
+
+
 def test_bindings_survive_json() -> None:
     bindings = Bindings(
         user=[1, 2], constants={3: ("FLOAT", 0.1)}, scratch=[Scratch(4, 0, [1, 2]), Scratch(5, 256)],

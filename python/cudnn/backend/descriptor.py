@@ -25,9 +25,10 @@ _ELEMENT: dict[AttributeType, Any] = {
     AttributeType.BACKEND_DESCRIPTOR: c_void_p,
 }  # everything else is an enumeration of four bytes
 _FORMAT = {kind: _ELEMENT.get(kind, c_int32)._type_ for kind in AttributeType}  # as ``struct`` calls it
-_ONE = {kind: Struct(code).pack for kind, code in _FORMAT.items()}
 _CHAR, _INT64, _DESCRIPTOR = AttributeType.CHAR, AttributeType.INT64, AttributeType.BACKEND_DESCRIPTOR
 _ADDRESSES = frozenset({_DESCRIPTOR, AttributeType.HANDLE, AttributeType.VOID_PTR})
+_NUMBER = {kind: Struct(code).pack for kind, code in _FORMAT.items() if kind not in _ADDRESSES and kind is not _CHAR}
+_pack_address = Struct("P").pack
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, range)
 _RNG_SEED = Attribute.OPERATION_RNG_SEED
 
@@ -77,18 +78,21 @@ class Descriptor:
         if lib.version < attribute.since:
             lib.require(attribute.since, f"the attribute {attribute.name} of {self.kind.name}")
         kind: AttributeType = attribute.type
-        if kind is _CHAR:
+        number = _NUMBER.get(kind)
+        count = 1
+        if isinstance(value, _SEQUENCES):
+            count = len(value)
+            values = value if number else [self._address(kind, item) for item in value]
+            elements = pack(f"{count}{_FORMAT[kind]}", *values)
+        elif number:
+            elements = number(value)
+        elif kind is _CHAR:
             elements = (value.encode() if isinstance(value, str) else bytes(value)) + b"\0"  # the NUL counts
             count = len(elements)
-        elif isinstance(value, _SEQUENCES):
-            count = len(value)
-            values = [self._address(kind, item) for item in value] if kind in _ADDRESSES else value
-            elements = pack(f"{count}{_FORMAT[kind]}", *values)
+        elif attribute is _RNG_SEED and isinstance(value, int):
+            kind, elements = _INT64, _NUMBER[_INT64](value)  # the one attribute of two types: a seed tensor or a number
         else:
-            if attribute is _RNG_SEED and isinstance(value, int):
-                kind = _INT64  # the one attribute of two types: a seed tensor or a number
-            count = 1
-            elements = _ONE[kind](self._address(kind, value) if kind in _ADDRESSES else value)
+            elements = _pack_address(self._address(kind, value))
         # Text that only a failure needs is made there: a graph sets a hundred attributes.
         status = lib.set_unchecked(self._argument, attribute, kind, count, elements)
         if status:
@@ -157,7 +161,7 @@ class Descriptor:
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
         # When the interpreter ends, libcudnn and the driver may be gone before this object.
         if getattr(self, "pointer", 0) and not is_finalizing():
-            self.close()
+            self._library.destroy_unchecked(self._argument)
 
     def __repr__(self) -> str:
         return f"<{self.kind.name} descriptor at {self.pointer:#x}>"

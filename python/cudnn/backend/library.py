@@ -88,6 +88,7 @@ class Library:
         self.create_unchecked = declare("cudnnBackendCreateDescriptor")
         self.set_unchecked = declare("cudnnBackendSetAttribute")
         self.finalize_unchecked = declare("cudnnBackendFinalize")
+        self.destroy_unchecked = declare("cudnnBackendDestroyDescriptor")
         # Empties a finalized descriptor. Deprecated since 9.2 in favour of a new one, but cheaper; it may go some day.
         known = hasattr(cdll, "cudnnBackendInitialize")
         self.reopen_unchecked = declare("cudnnBackendInitialize") if known else None

@@ -206,31 +206,29 @@ class Lowering:
             else:
                 self.bindings.constants[uid] = (tensor.data_type.name, tensor.value)
         a = be.Attribute
-        vectorised = tensor.vector_count != 1
-        made = self.descriptor(
-            be.DescriptorType.TENSOR,
-            {
-                a.TENSOR_DATA_TYPE: self.data_type(tensor.data_type),
-                a.TENSOR_DIMENSIONS: tensor.dim,
-                a.TENSOR_STRIDES: tensor.stride,
-                a.TENSOR_UNIQUE_ID: uid,
-                a.TENSOR_BYTE_ALIGNMENT: tensor.alignment,
-                a.TENSOR_IS_VIRTUAL: True if tensor.is_virtual else None,
-                a.TENSOR_IS_BY_VALUE: True if tensor.is_pass_by_value else None,
-                a.TENSOR_VECTOR_COUNT: tensor.vector_count if vectorised else None,
-                a.TENSOR_VECTORIZED_DIMENSION: tensor.vector_dimension if vectorised else None,
-                a.TENSOR_RAGGED_OFFSET_DESC: tensor.ragged_offset,
-                a.TENSOR_RAGGED_OFFSET_MULTIPLIER: (
-                    tensor.ragged_offset_multiplier if tensor.ragged_offset_multiplier != 1 else None
-                ),
-                a.TENSOR_REORDERING_MODE: (
-                    None
-                    if tensor.reordering_type is tensor_reordering.NONE
-                    else be.TensorReordering[tensor.reordering_type.name]
-                ),
-                a.TENSOR_CONSTANT_VALUE: constant,
-            },
-        )
+        attributes: dict[be.Attribute, Any] = {
+            a.TENSOR_DATA_TYPE: self.data_type(tensor.data_type),
+            a.TENSOR_DIMENSIONS: tensor.dim,
+            a.TENSOR_STRIDES: tensor.stride,
+            a.TENSOR_UNIQUE_ID: uid,
+            a.TENSOR_BYTE_ALIGNMENT: tensor.alignment,
+        }
+        if tensor.is_virtual:
+            attributes[a.TENSOR_IS_VIRTUAL] = True
+        if tensor.is_pass_by_value:
+            attributes[a.TENSOR_IS_BY_VALUE] = True
+        if tensor.vector_count != 1:
+            attributes[a.TENSOR_VECTOR_COUNT] = tensor.vector_count
+            attributes[a.TENSOR_VECTORIZED_DIMENSION] = tensor.vector_dimension
+        if tensor.ragged_offset is not None:
+            attributes[a.TENSOR_RAGGED_OFFSET_DESC] = tensor.ragged_offset
+        if tensor.ragged_offset_multiplier != 1:
+            attributes[a.TENSOR_RAGGED_OFFSET_MULTIPLIER] = tensor.ragged_offset_multiplier
+        if tensor.reordering_type is not tensor_reordering.NONE:
+            attributes[a.TENSOR_REORDERING_MODE] = be.TensorReordering[tensor.reordering_type.name]
+        if constant is not None:
+            attributes[a.TENSOR_CONSTANT_VALUE] = constant
+        made = self.descriptor(be.DescriptorType.TENSOR, attributes)
         self._tensors[uid] = made
         return made
 

@@ -269,9 +269,8 @@ class CudnnProgram:
         for uid in changed:
             parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
-                reason = (
-                    "of which the graph reads a slice" if parts else "in a graph with memory of its own for one shape"
-                )
+                form = "that the graph also reads in another form (a slice, a reshape)"
+                reason = form if parts else "in a graph with memory of its own for one shape"
                 raise cudnnGraphNotSupportedError(
                     refusal("execute", f"override of {self._label(uid)}", f"a tensor {reason}",
                             "graphs whose tensors in memory are all the caller's", "build a graph of that shape")
