@@ -19,7 +19,7 @@ from support.fuzz.attention import AttentionCase, Mask
 from support.fuzz.chain import Program
 from support.fuzz.harness import plannable, run
 from support.fuzz.matmul import MatmulCase
-from support.fuzz.sweep import main, summary
+from support.fuzz.sweep import Worker, main, summary, sweep
 
 _SMALL = 60_000  # elements
 
@@ -153,6 +153,28 @@ def test_sweep_sums_up(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> Non
     (line,) = [json.loads(text) for text in report.read_text().splitlines()]
     assert (line["cases"], line["passed"], line["ok"]) == (1, 1, True)
     assert '"family":"matmul","seed":5' in capsys.readouterr().out
+
+
+def test_sweep_in_processes() -> None:
+    records = [*sweep([("matmul", seed) for seed in range(3)], "cpu", 1)]
+    assert [record["seed"] for record in records] == [0, 1, 2]
+    assert {record["status"] for record in records} == {"passed"}
+
+
+def test_a_process_that_dies_and_one_that_hangs_are_noticed() -> None:
+    dead, slow = Worker("cpu"), Worker("cpu")
+    for worker in (dead, slow):
+        assert worker.give(("matmul", 5))
+    dead.process.kill()
+    dead.process.join()
+    slow.since -= 1000
+    records = [worker.result() for worker in (dead, slow)]
+    slow.process.join()
+    assert [(record["status"], record["message"]) for record in records if record] == [
+        ("crashed", "the process died (exit code -9)"),
+        ("crashed", "no result after 120 s"),
+    ]
+    assert slow.process.exitcode == -9
 
 
 def test_sweep_counts_too_many_refusals_and_shows_the_smallest_failure() -> None:

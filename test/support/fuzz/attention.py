@@ -98,7 +98,7 @@ class AttentionCase(Case):
 
     family = "attention"
     full = 3300
-    most_refused = 0.2
+    most_refused = 0.06
 
     backward: bool
     shape: Shape

@@ -33,7 +33,7 @@ class AttentionFp8Case(AttentionCase):
 
     family = "attention_fp8"
     full = 500
-    most_refused = 0.15
+    most_refused = 0.06
 
     factors: dict[str, float] = field(default_factory=dict[str, float])
 

@@ -112,12 +112,15 @@ class ConvolutionCase(Case):
         if fuses and method == "conv_fprop":
             spread = (-300.0, 300.0) if io == "int8" else (-7.0, 7.0)
             after = cls._after(rng, inputs, y, order, output, spread)
-            statistics = pick(rng, {"": 10, "genstats": 1, "ADD": 0.5, "MAX": 0.3})
+            plain = not after.instructions and io == "float16"
+            statistics = pick(rng, {"": 10, "genstats": 5 if plain else 0.2, "ADD": 0.5, "MAX": 0.3})
         elif fuses and method == "conv_dgrad":
             after = cls._after(rng, inputs, x, order, output, (-7.0, 7.0))
+        # Nor into one whose filter is mirrored.
+        mirrored = rng.random() < (0.02 if after.instructions or before.instructions or statistics else 0.2)
         return cls(
             seed, io, "float32", "float32", inputs, method, output, x, w, y, order, tuple(pre), tuple(post),
-            tuple(stride), tuple(dilation), rng.random() < 0.1, before, after, statistics,
+            tuple(stride), tuple(dilation), mirrored, before, after, statistics,
         )  # fmt: skip
 
     @staticmethod

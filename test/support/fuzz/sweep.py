@@ -37,16 +37,25 @@ def _work(connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     while (job := connection.recv()) is not None:
         found = outcome(job, device)
-        connection.send(found.record())
-        if found.status == "failed" and device == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # the process can do no more with its GPU
-                os._exit(1)
+        usable = found.status != "failed" or device == "cpu" or _gpu_answers()
+        connection.send((found.record(), usable))
+        if not usable:
+            os._exit(1)
+
+
+def _gpu_answers() -> bool:
+    """Whether this process can still use its GPU: after some errors it cannot."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass
-class _Worker:
+class Worker:
+    """A process that runs one case after the other, and the case that it has now."""
+
     device: str
     job: Job | None = None
     since: float = 0.0
@@ -61,7 +70,7 @@ class _Worker:
         theirs.close()
 
     def give(self, job: Job) -> bool:
-        """Hands over a job; False where the process is gone, as after an error that poisoned its GPU."""
+        """Hands over a job; False where the process is gone."""
         try:
             self.connection.send(job)
         except OSError:
@@ -79,7 +88,10 @@ class _Worker:
         message = f"no result after {_PATIENCE:.0f} s"
         if self.connection.poll():
             try:
-                return self.connection.recv()
+                record, usable = self.connection.recv()
+                if not usable:
+                    self.process.join(10)
+                return record
             except (EOFError, OSError):
                 self.process.join(10)
                 message = f"the process died (exit code {self.process.exitcode})"
@@ -96,11 +108,11 @@ class _Worker:
 def sweep(jobs: Sequence[Job], device: str, processes: int) -> Iterator[Record]:
     """Records of all jobs, as they are done."""
     waiting = list(reversed(jobs))
-    workers: list[_Worker] = []
+    workers: list[Worker] = []
     while waiting or any(worker.job for worker in workers):
         workers = [worker for worker in workers if worker.job or worker.process.is_alive()]
         while len(workers) < min(processes, len(waiting) + sum(worker.job is not None for worker in workers)):
-            workers.append(_Worker(device))
+            workers.append(Worker(device))
         for worker in workers:
             if waiting and worker.job is None and worker.give(waiting[-1]):
                 waiting.pop()
