@@ -49,6 +49,7 @@ class FusedGemm(APIBase):
         cluster_shape_mn: tuple[int, int] | None,
         sf_vec_size: int,
         arch: str | None,
+        vector_f32: bool = False,
     ) -> None:
         super().__init__()
         self._interpret_uint8_as_fp4x2 = True
@@ -59,7 +60,7 @@ class FusedGemm(APIBase):
         if cluster_shape_mn is None:
             cluster_shape_mn = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
         self.cluster_shape_mn = (cluster_shape_mn[0], cluster_shape_mn[1])
-        self.sf_vec_size = sf_vec_size
+        self.sf_vec_size, self.vector_f32 = sf_vec_size, vector_f32
         self._margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._arch = arch
         self._plan: Plan | None = None

@@ -73,14 +73,9 @@ class GemmAmax(FusedGemm):
             "a": sample_a, "b": sample_b, "sfa": sample_sfa, "sfb": sample_sfb, "c": sample_c, "amax": sample_amax
         }  # fmt: skip
         super().__init__(
-            samples,
-            alpha=1.0,
-            acc_dtype=acc_dtype,
-            mma_tiler_mn=mma_tiler_mn,
-            cluster_shape_mn=cluster_shape_mn,
-            sf_vec_size=sf_vec_size,
-            arch=arch,
-        )
+            samples, alpha=1.0, acc_dtype=acc_dtype, mma_tiler_mn=mma_tiler_mn, cluster_shape_mn=cluster_shape_mn,
+            sf_vec_size=sf_vec_size, arch=arch,
+        )  # fmt: skip
 
     def check_options(self) -> None:
         a, c, (rows, columns) = self.kind("a"), self.kind("c"), self.mma_tiler_mn

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.api_base import TupleDict
-from cudnn.gemm.arguments import Argument, Column, Matrix, amax, operands, quantizer
+from cudnn.gemm.arguments import Argument, Column, Matrix
 from cudnn.gemm.base import call, check_major
 from cudnn.gemm.reference import product
-from cudnn.gemm_srelu.api import RESULT_TYPES, SquaredReluGemm, quantized_results
+from cudnn.gemm_srelu.api import SquaredReluGemm, quantized_results
 from cudnn.gemm_srelu.reference import squared_relu_backward
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -44,13 +44,9 @@ class GemmDsrelu(SquaredReluGemm):
     """
 
     arguments = (
-        *operands(),
+        *SquaredReluGemm.shared,
         Argument("c", Matrix("m", "n", "mn"), ("float16", "bfloat16", "float32")),
-        Argument("d", Matrix("m", "n", "mn"), RESULT_TYPES),
         Argument("dprob", Column("m"), ("float32",), fill=0.0),
-        Argument("prob", Column("m"), ("float32",)),
-        *quantizer("sfd", "n"),
-        amax(),
     )
 
     def __init__(
@@ -80,15 +76,9 @@ class GemmDsrelu(SquaredReluGemm):
             "norm_const": sample_norm_const,
         }  # fmt: skip
         super().__init__(
-            samples,
-            alpha=alpha,
-            acc_dtype=acc_dtype,
-            mma_tiler_mn=mma_tiler_mn,
-            cluster_shape_mn=cluster_shape_mn,
-            sf_vec_size=sf_vec_size,
-            arch=arch,
-        )
-        self.vector_f32 = vector_f32
+            samples, alpha=alpha, acc_dtype=acc_dtype, mma_tiler_mn=mma_tiler_mn, cluster_shape_mn=cluster_shape_mn,
+            sf_vec_size=sf_vec_size, arch=arch, vector_f32=vector_f32,
+        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         return (

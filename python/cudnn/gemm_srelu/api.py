@@ -18,8 +18,15 @@ RESULT_TYPES = ("float16", "bfloat16", "float32", *FLOAT8)
 
 
 class SquaredReluGemm(FusedGemm):
-    """What the squared ReLU and its backward pass share: the rules for c, d and the tile."""
+    """What the squared ReLU and its backward pass share: most arguments, the rules for c, d and the tile."""
 
+    shared: ClassVar = (
+        *operands(),
+        Argument("d", Matrix("m", "n", "mn"), RESULT_TYPES),
+        Argument("prob", Column("m"), ("float32",)),
+        *quantizer("sfd", "n"),
+        amax(),
+    )
     quantized = ("d", "sfd")
     tile_n: ClassVar = (64, 128, 192, 256)
     largest_cluster = 4
@@ -82,14 +89,7 @@ class GemmSrelu(SquaredReluGemm):
         arch: as for :class:`cudnn.GemmSwiglu`.
     """
 
-    arguments = (
-        *operands(),
-        Argument("c", Matrix("m", "n", "mn"), RESULT_TYPES),
-        Argument("d", Matrix("m", "n", "mn"), RESULT_TYPES),
-        Argument("prob", Column("m"), ("float32",)),
-        *quantizer("sfd", "n"),
-        amax(),
-    )
+    arguments = (*SquaredReluGemm.shared, Argument("c", Matrix("m", "n", "mn"), RESULT_TYPES))
 
     def __init__(
         self,
@@ -116,15 +116,9 @@ class GemmSrelu(SquaredReluGemm):
             "prob": sample_prob, "sfd": sample_sfd, "amax": sample_amax, "norm_const": sample_norm_const,
         }  # fmt: skip
         super().__init__(
-            samples,
-            alpha=alpha,
-            acc_dtype=acc_dtype,
-            mma_tiler_mn=mma_tiler_mn,
-            cluster_shape_mn=cluster_shape_mn,
-            sf_vec_size=sf_vec_size,
-            arch=arch,
-        )
-        self.vector_f32 = vector_f32
+            samples, alpha=alpha, acc_dtype=acc_dtype, mma_tiler_mn=mma_tiler_mn, cluster_shape_mn=cluster_shape_mn,
+            sf_vec_size=sf_vec_size, arch=arch, vector_f32=vector_f32,
+        )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
         return (

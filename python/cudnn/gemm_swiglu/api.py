@@ -93,15 +93,10 @@ class GemmSwiglu(FusedGemm):
             "amax": sample_amax, "sfc": sample_sfc, "norm_const": sample_norm_const,
         }  # fmt: skip
         super().__init__(
-            samples,
-            alpha=alpha,
-            acc_dtype=acc_dtype,
-            mma_tiler_mn=mma_tiler_mn,
-            cluster_shape_mn=cluster_shape_mn,
-            sf_vec_size=sf_vec_size,
-            arch=arch,
-        )
-        self.vector_f32, self.ab12_stages = vector_f32, ab12_stages
+            samples, alpha=alpha, acc_dtype=acc_dtype, mma_tiler_mn=mma_tiler_mn, cluster_shape_mn=cluster_shape_mn,
+            sf_vec_size=sf_vec_size, arch=arch, vector_f32=vector_f32,
+        )  # fmt: skip
+        self.ab12_stages = ab12_stages
 
     @property
     def _plain(self) -> bool:

@@ -7,12 +7,14 @@ import torch
 from cudnn.errors import refusal
 from cudnn.gemm_swiglu.api import GemmSwiglu, gemm_swiglu_wrapper, wrapper_results
 from cudnn.gemm_swiglu.reference import swiglu_backward
-from cudnn.ops._gemm import fake, present
-
-_ORDER = ("ab12", "c", "sfc", "amax")
+from cudnn.ops._gemm import operator
 
 
-@torch.library.custom_op("cudnn::gemm_swiglu", mutates_args=())
+@operator(
+    GemmSwiglu,
+    ("ab12", "c", "sfc", "amax"),
+    lambda o: wrapper_results(o["a"], o["sfa"], o["c_major"], o["ab12_dtype"], o["c_dtype"]),
+)
 def gemm_swiglu(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -30,37 +32,9 @@ def gemm_swiglu(
     Shapes, types and errors as those of :class:`cudnn.GemmSwiglu`. A result that there is not has no elements.
     Gradients flow to ``a`` and ``b`` of 16 or 32 bits, from ``ab12``, which must be stored, and ``c``.
     """
-    results = gemm_swiglu_wrapper(
-        a,
-        b,
-        alpha,
-        c_major,
-        ab12_dtype,
-        c_dtype,
-        sfa_tensor=sfa,
-        sfb_tensor=sfb,
-        norm_const_tensor=norm_const,
-        sf_vec_size=sf_vec_size,
-    )
-    ab12, c, sfc, amax = present(results, [f"{name}_tensor" for name in _ORDER], a)
-    return ab12, c, sfc, amax
-
-
-@gemm_swiglu.register_fake
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    alpha: float = 1.0,
-    c_major: str = "n",
-    ab12_dtype: torch.dtype | None = torch.float32,
-    c_dtype: torch.dtype = torch.float16,
-    sfa: torch.Tensor | None = None,
-    sfb: torch.Tensor | None = None,
-    norm_const: torch.Tensor | None = None,
-    sf_vec_size: int = 16,
-) -> tuple[torch.Tensor, ...]:
-    results = wrapper_results(a, sfa, c_major, ab12_dtype, c_dtype)
-    return fake(GemmSwiglu, a, b, results, _ORDER, sf_vec_size)
+    options = {"sfa_tensor": sfa, "sfb_tensor": sfb, "norm_const_tensor": norm_const, "sf_vec_size": sf_vec_size}
+    results: Any = gemm_swiglu_wrapper(a, b, alpha, c_major, ab12_dtype, c_dtype, **options)
+    return results
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
