@@ -288,7 +288,10 @@ def test_a_fault_of_the_whole_graph() -> None:
     (reason,) = graph.explain().reasons
     assert reason.nodes == ()
     assert "set_output(True)" in reason.cures[0]
-    assert "one operation or more" in reference_graph().explain().reasons[0].rule
+    empty = reference_graph().explain()
+    assert "one operation or more" in empty.reasons[0].rule
+    assert "nodes\n" not in empty.text()
+    assert "one operation or more" in "".join(ElementTree.fromstring(empty.svg()).itertext())
 
 
 def test_a_rule_found_while_lowering_is_not_narrowed(h200: Any) -> None:

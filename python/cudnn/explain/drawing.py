@@ -9,7 +9,7 @@ from cudnn.explain.model import ExplainedNode, Explanation
 from cudnn.explain.text import refusal, shape
 
 LEGEND = {
-    "node": "operation",
+    "operation": "operation",
     "refused": "refused operation",
     "view": "view: an offset into memory, without a kernel",
     "input": "input",
@@ -63,7 +63,7 @@ def drawing(explained: Explanation) -> Drawing:
 def _kind(node: ExplainedNode) -> str:
     if node.refused:
         return "refused"
-    return "view" if node.operations == () else "node"
+    return "view" if node.operations == () else "operation"
 
 
 def _operations(node: ExplainedNode) -> str:

@@ -7,7 +7,7 @@ from cudnn.explain.model import Explanation
 
 _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "scalar": ("{{", "}}"), "virtual": ("(", ")")}
 _STYLES = {
-    "node": "fill:#d7ecd9,stroke:#2e7d32,color:#111",
+    "operation": "fill:#d7ecd9,stroke:#2e7d32,color:#111",
     "refused": "fill:#f8d7d7,stroke:#b71c1c,color:#111",
     "view": "fill:#eeeeee,stroke:#757575,color:#111",
     "input": "fill:#dbe9f9,stroke:#1565c0,color:#111",
@@ -21,7 +21,7 @@ def render(explained: Explanation) -> str:
     """A flowchart; what a plan fuses stands in a subgraph with the plan's name."""
     caption, boxes, arrows = drawing(explained)
     plan = explained.plan if explained.plan is not None and explained.plan.tag != "reference" else None
-    inside = [box for box in boxes if box.kind in ("node", "virtual")] if plan is not None else []
+    inside = [box for box in boxes if box.kind in ("operation", "virtual")] if plan is not None else []
     lines = [f"%% {line}" for line in caption]
     lines.append("flowchart TD")
     lines += [f"  {_box(box)}" for box in boxes if box not in inside]

@@ -7,9 +7,9 @@ to the mean position of its neighbours, and the order fixed so is spread out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from itertools import pairwise
 from statistics import fmean
-from xml.sax.saxutils import escape
 
 from cudnn.explain.drawing import LEGEND, Arrow, Box, Drawing, drawing
 from cudnn.explain.model import Explanation
@@ -18,7 +18,7 @@ _CHARACTER, _LINE, _PAD, _GAP, _BETWEEN = 6.7, 15.0, 8.0, 22.0, 46.0  # pixels, 
 _BEND = 8.0  # width that an arrow takes where it passes a layer
 _SWEEPS = 8
 _COLOURS = {
-    "node": ("#d7ecd9", "#2e7d32"),
+    "operation": ("#d7ecd9", "#2e7d32"),
     "refused": ("#f8d7d7", "#b71c1c"),
     "view": ("#eeeeee", "#757575"),
     "input": ("#dbe9f9", "#1565c0"),
@@ -75,14 +75,16 @@ def _layers(drawn: Drawing) -> tuple[list[list[str]], dict[Arrow, list[str]]]:
     depth = {box.key: 0 for box in drawn.boxes}
     while True:  # as often as the longest path has arrows: graphs are small
         deeper = {a.target: depth[a.source] + 1 for a in drawn.arrows if depth[a.target] <= depth[a.source]}
-        if not deeper or max(depth.values()) > len(depth):  # a cycle, in a graph that will be refused, ends too
+        if not deeper or max(depth.values(), default=0) > len(
+            depth
+        ):  # a cycle, in a graph that will be refused, ends too
             break
         depth |= deeper
     targets = {arrow.target for arrow in drawn.arrows}
     for box in drawn.boxes:  # what nothing computes stands right above its first reader
         if box.key not in targets:
             depth[box.key] = min(depth[arrow.target] for arrow in drawn.arrows if arrow.source == box.key) - 1
-    layers: list[list[str]] = [[] for _ in range(max(depth.values()) + 1)]
+    layers: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
     for box in drawn.boxes:
         layers[depth[box.key]].append(box.key)
     chains: dict[Arrow, list[str]] = {}
@@ -107,11 +109,13 @@ def _neighbours(chains: dict[Arrow, list[str]]) -> tuple[dict[str, list[str]], d
 def _untangle(layers: list[list[str]], chains: dict[Arrow, list[str]]) -> None:
     """Sorts every layer by the mean position of its neighbours, downwards and upwards in turn."""
     above, below = _neighbours(chains)
+    place = {key: position for layer in layers for position, key in enumerate(layer)}
     for sweep in range(_SWEEPS):
         toward, order = (above, layers) if sweep % 2 == 0 else (below, layers[::-1])
         for layer in order:
-            place = {key: position for other in layers for position, key in enumerate(other)}
-            layer.sort(key=lambda key: fmean(place[other] for other in toward.get(key, [key])))
+            means = {key: fmean(place[other] for other in toward.get(key, [key])) for key in layer}
+            layer.sort(key=means.__getitem__)
+            place |= {key: position for position, key in enumerate(layer)}
 
 
 def _spread(
@@ -131,7 +135,7 @@ def _spread(
         for layer in order:
             wishes = [fmean(across[other] for other in toward.get(key, [key])) for key in layer]
             _place(layer, wishes, width, across)
-    left = min(across[key] - width(key) / 2 for key in across) - _PAD
+    left = min((across[key] - width(key) / 2 for key in across), default=0.0) - _PAD
     return {key: middle - left for key, middle in across.items()}
 
 
@@ -186,13 +190,13 @@ def _leaves(arrow: Arrow) -> bool:
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal", size: int = 11) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}" '
-        f'fill="#111111">{escape(text)}</text>'
+        f'fill="#111111">{escape(text, quote=False)}</text>'
     )
 
 
 def _rectangle(kind: str, x: float, y: float, width: float, height: float) -> str:
     fill, stroke = _COLOURS[kind]
-    radius = 3 if kind in ("node", "refused", "view") else 10
+    radius = 3 if kind in ("operation", "refused", "view") else 10
     dashes = ' stroke-dasharray="4 3"' if kind == "virtual" else ""
     thick = 2.5 if kind == "output" else 1.2
     return (
@@ -205,7 +209,7 @@ def _box(box: Box, x: float, y: float, width: float, height: float) -> list[str]
     top = y - height / 2
     parts = [_rectangle(box.kind, x - width / 2, top, width, height)]
     for line, text in enumerate(box.lines):
-        weight = "bold" if line == 0 and box.kind in ("node", "refused", "view") else "normal"
+        weight = "bold" if line == 0 and box.kind in ("operation", "refused", "view") else "normal"
         parts.append(_text(x, top + _PAD / 2 + _LINE * (line + 0.75), text, "middle", weight))
     return parts
 

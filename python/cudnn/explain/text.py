@@ -25,10 +25,9 @@ def render(explained: Explanation) -> str:
     ]
     for reason in explained.reasons:
         lines += ["", *refusal(reason)]
-    lines += ["", "nodes"]
-    for node in explained.nodes:
-        lines += _node(explained, node)
-    lines += ["", "tensors", *_table([_tensor(tensor) for tensor in explained.tensors])]
+    if explained.nodes:
+        lines += ["", "nodes", *(line for node in explained.nodes for line in _node(explained, node))]
+        lines += ["", "tensors", *_table([_tensor(tensor) for tensor in explained.tensors])]
     if explained.plan is not None:
         lines += ["", *_plan(explained, explained.plan)]
     lines += _configurations("other configurations, best first", explained.candidates)
