@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 import cudnn
-from support.graphs import like, run
+from cudnn.datatypes import _cudnn_to_torch_data_type
+from support.fuzz.harness import Memory
+from support.graphs import FLOAT, HALF, MODES, like, reference_graph
+
+INT32, BOOLEAN = cudnn.data_type.INT32, cudnn.data_type.BOOLEAN
+CAP, FAR = 3.0, -1e30
 
 
 @dataclass
 class Problem:
-    """One attention problem: shapes and features. Lengths, where given, are those of a padding mask."""
+    """One attention problem: shapes and features.
+
+    Attributes:
+        lengths_q, lengths_kv: Of a padding mask.
+        options: Arguments of both passes as they are.
+        dropout: Probability; the mask that was drawn is the output RNG_DUMP.
+        own_mask: Dropout by a mask and a scale of the caller's.
+        statistics: Outputs Max and Sum_exp too.
+        modifier: A function of the scores, by its name in ``MODIFIERS``.
+        ragged: Only the valid rows are in memory, one batch entry after the other.
+        page: Tokens of a page, where K and V are paged; else 0. ``packed``: the tables have no gaps.
+        blocks: A mask of tiles of 128 rows and 128 columns.
+    """
 
     b: int = 2
     h_q: int = 4
@@ -28,6 +48,15 @@ class Problem:
     lengths_q: tuple[int, ...] = ()
     lengths_kv: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    dropout: float = 0.0
+    own_mask: bool = False
+    sink: bool = False
+    statistics: bool = False
+    modifier: str = ""
+    ragged: bool = False
+    page: int = 0
+    packed: bool = False
+    blocks: bool = False
 
     @property
     def left(self) -> int | None:
@@ -80,7 +109,26 @@ class Problem:
         }
         if self.bias:
             made["bias"] = torch.randn(self.bias, device=device).to(dtype)
+        if self.sink:
+            made["sink"] = torch.randn(1, self.h_q, 1, 1, device=device)
+        if self.own_mask:
+            made["mask"] = (torch.rand(self.b, self.h_q, self.s_q, self.s_kv, device=device) < 0.5).to(dtype)
+        if self.blocks:
+            tiles = -(-self.s_q // 128), -(-self.s_kv // 128)
+            made["block_mask"] = torch.randint(
+                1, 256, (self.b, self.h_q, tiles[0], -(-tiles[1] // 8)), dtype=torch.uint8, device=device
+            )
         return made
+
+    def tiles(self, block_mask: torch.Tensor) -> torch.Tensor:
+        """``[b, h_q, s_q, s_kv]``: the tiles that take part, one at a time."""
+        seen = torch.zeros(self.b, self.h_q, self.s_q, self.s_kv, dtype=torch.bool)
+        for entry, head, row, byte in torch.cartesian_prod(*(torch.arange(n) for n in block_mask.shape)).tolist():
+            for bit in range(8):
+                column = 128 * (8 * byte + bit)
+                keep = bool(int(block_mask[entry, head, row, byte]) >> bit & 1)
+                seen[entry, head, 128 * row : 128 * (row + 1), column : column + 128] = keep
+        return seen
 
     def lengths(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """seq_len_q and seq_len_kv."""
@@ -101,12 +149,63 @@ class Problem:
         }
 
 
+@dataclass
+class Modifier:
+    """A function of the scores for the graph and for PyTorch, and its gradient for the graph; ``cap``: a constant."""
+
+    forward: Callable[..., cudnn.tensor]
+    backward: Callable[..., cudnn.tensor]
+    formula: Callable[[torch.Tensor], torch.Tensor]
+
+
+def softcap(cap: cudnn.tensor) -> Modifier:
+    """``cap * tanh(scores / cap)``."""
+    kept: list[cudnn.tensor] = []
+
+    def forward(graph: Any, scores: cudnn.tensor) -> cudnn.tensor:
+        kept[:] = [graph.div(scores, cap)]
+        return graph.mul(graph.tanh(kept[0]), cap)
+
+    def backward(graph: Any, gradient: cudnn.tensor) -> cudnn.tensor:
+        return graph.tanh_backward(gradient, kept[0])
+
+    return Modifier(forward, backward, lambda x: CAP * torch.tanh(x / CAP))
+
+
+def own_causal(far: cudnn.tensor) -> Modifier:
+    """A causal mask made of the indices of the scores."""
+
+    def forward(graph: Any, scores: cudnn.tensor) -> cudnn.tensor:
+        row, column = (graph.gen_index(scores, axis, compute_data_type=INT32).set_data_type(INT32) for axis in (2, 3))
+        keep = graph.cmp_ge(row, column, compute_data_type=BOOLEAN).set_data_type(BOOLEAN)
+        return graph.binary_select(scores, far, keep)
+
+    def formula(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.ones_like(x, dtype=torch.bool).tril(), x, FAR)
+
+    return Modifier(forward, lambda graph, gradient: gradient, formula)
+
+
+MODIFIERS = {"softcap": (softcap, CAP), "own causal": (own_causal, FAR)}
+
+
+def slope(head: int, heads: int) -> float:
+    """That of ALiBi (Press et al., 2022, and the authors' code for numbers that are no power of two)."""
+    if math.log2(heads).is_integer():
+        return 2 ** (-8 * (head + 1) / heads)
+    below = 2 ** math.floor(math.log2(heads))
+    return slope(head, below) if head < below else slope(2 * (head - below), 2 * below)
+
+
 def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """O, Stats, dQ, dK, dV (and dBias), computed in ``dtype`` by matrix products, softmax and autograd."""
+    """O, Stats, Max, Sum_exp, dQ, dK, dV, dBias, dSink, in ``dtype`` by matrix products, softmax and autograd.
+
+    ``tensors`` has the mask of dropout, where there is one, as ``mask``.
+    """
     leaves = {
         name: x.detach().to(dtype).clone().requires_grad_()
         for name, x in tensors.items()
-        if name in ("q", "k", "v", "bias")
+        if name in ("q", "k", "v", "bias", "sink")
     }
     q = leaves["q"]
     k = leaves["k"].repeat_interleave(problem.h_q // problem.h_k, 1)
@@ -114,23 +213,40 @@ def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.d
     scores = q @ k.transpose(2, 3)
     if problem.scale is not None:
         scores = scores * problem.scale
+    if problem.modifier:
+        make, _ = MODIFIERS[problem.modifier]
+        scores = make(cudnn.tensor()).formula(scores)
     if problem.bias:
         scores = scores + leaves["bias"]
-    visible = problem.visible().to(q.device)
+    if problem.options.get("use_alibi_mask"):
+        distance = torch.arange(problem.s_kv) - torch.arange(problem.s_q).unsqueeze(1)
+        lines = torch.stack([slope(head, problem.h_q) * distance for head in range(problem.h_q)])
+        scores = scores + lines.to(scores)
+    visible = problem.visible()
+    if problem.blocks:
+        visible = visible & problem.tiles(tensors["block_mask"])
+    visible = visible.to(q.device)
+    if problem.sink:  # one more column, whose weight is not kept
+        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
+        scores = torch.cat([scores, leaves["sink"].expand(*scores.shape[:3], 1)], -1)
     alive = visible.any(-1, keepdim=True)
     masked = scores.masked_fill(~visible & alive, float("-inf"))  # rows that see nothing are put right below
-    o = torch.where(alive, masked.softmax(-1), 0.0) @ v
+    weights = torch.where(alive, masked.softmax(-1), 0.0)[..., : problem.s_kv]
+    if "mask" in tensors:
+        weights = weights * tensors["mask"].to(dtype) / (1 - (problem.dropout or OWN_DROPOUT))
+    o = weights @ v
+    largest = torch.where(alive, masked.amax(-1, keepdim=True), float("-inf"))
     stats = torch.where(alive, masked.logsumexp(-1, keepdim=True), float("-inf"))
-    names = ["q", "k", "v", *(["bias"] if problem.bias else [])]
+    named = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink": "dSink"}
     valid = problem.valid(str(q.device))["q"]
-    gradients = torch.autograd.grad(
-        o, [leaves[name] for name in names], torch.where(valid, tensors["dO"].to(dtype), 0.0)
-    )
-    found = {"O": o.detach(), "Stats": stats.detach()}
-    named = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias"}
-    return found | {named[name]: gradient for name, gradient in zip(names, gradients, strict=True)}
+    gradients = torch.autograd.grad(o, list(leaves.values()), torch.where(valid, tensors["dO"].to(dtype), 0.0))
+    found = {"O": o, "Stats": stats, "Max": largest, "Sum_exp": torch.where(alive, torch.exp(stats - largest), 0.0)}
+    return {name: x.detach() for name, x in found.items()} | {
+        named[name]: gradient for name, gradient in zip(leaves, gradients, strict=True)
+    }
 
 
+OWN_DROPOUT = 0.5  # exact in FLOAT, and its inverse too
 BOTTOM_RIGHT = cudnn.diagonal_alignment.BOTTOM_RIGHT
 CASES = {
     "plain": Problem(),
@@ -168,19 +284,155 @@ CASES = {
     "bias for each batch entry": Problem(bias=(2, 1, 192, 192)),
     "bias, causal": Problem(bias=(1, 4, 192, 192), options={"use_causal_mask": True}),
     "bias, padding": Problem(bias=(1, 4, 192, 192), lengths_q=(77, 192), lengths_kv=(128, 33)),
-}
+    "ALiBi, causal": Problem(options={"use_alibi_mask": True, "use_causal_mask": True}),
+    "ALiBi of three heads": Problem(h_q=3, h_k=1, h_v=1, options={"use_alibi_mask": True, "use_causal_mask": True}),
+    "dropout": Problem(dropout=0.25),
+    "dropout, causal": Problem(dropout=0.25, options={"use_causal_mask": True}),
+    "dropout, padding, bias": Problem(
+        dropout=0.4, bias=(1, 4, 192, 192), lengths_q=(77, 192), lengths_kv=(128, 33)
+    ),
+    "a dropout mask": Problem(own_mask=True),
+    "sink": Problem(sink=True),
+    "sink, causal": Problem(sink=True, options={"use_causal_mask": True}),
+    "sink, padding": Problem(sink=True, lengths_q=(77, 192), lengths_kv=(128, 33)),
+    "statistics": Problem(statistics=True),
+    "softcap": Problem(modifier="softcap"),
+    "a causal mask as score modifier": Problem(modifier="own causal"),
+    "ragged": Problem(ragged=True, s_kv=200, lengths_q=(77, 192), lengths_kv=(200, 33)),
+    "ragged, causal": Problem(
+        ragged=True, lengths_q=(192, 60), lengths_kv=(192, 60), options={"use_causal_mask": True}
+    ),
+    "ragged, sliding window": Problem(
+        ragged=True, lengths_q=(77, 192), lengths_kv=(77, 192),
+        options={"use_causal_mask": True, "sliding_window_length": 40},
+    ),
+    "paged": Problem(page=64, lengths_q=(77, 192), lengths_kv=(128, 190)),
+    "paged, causal": Problem(page=64, lengths_q=(77, 192), lengths_kv=(128, 192), options={"use_causal_mask": True}),
+    "paged, packed tables": Problem(page=64, packed=True, lengths_q=(77, 192), lengths_kv=(60, 190)),
+    "paged, one query": Problem(page=64, s_q=1, lengths_q=(1, 1), lengths_kv=(128, 190)),
+    "ragged queries, paged": Problem(ragged=True, page=64, lengths_q=(77, 192), lengths_kv=(128, 190)),
+}  # fmt: skip
+DROPOUT_CASES = [name for name, problem in CASES.items() if problem.dropout]
+BACKWARD_CASES = [name for name, problem in CASES.items() if problem.h_k == problem.h_v and not problem.page]
 
 
-@dataclass
+def _offsets(lengths: Sequence[int], step: int, device: Any = "cpu") -> torch.Tensor:
+    """Where each batch entry starts, and where the last one ends, ``[b + 1, 1, 1, 1]``."""
+    return torch.tensor([0, *accumulate(step * n for n in lengths)], dtype=torch.int32, device=device).view(-1, 1, 1, 1)
+
+
+def _rows(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The valid rows of ``[b, h, s, d]`` one after the other, ``[rows, h, d]``."""
+    return torch.cat([entry[:, :length].transpose(0, 1) for entry, length in zip(x, lengths, strict=True)])
+
+
 class Described:
-    """A graph with attention in it: the data of its inputs, and its outputs by name."""
+    """A graph with attention in it: the data of its inputs, and its outputs by name.
 
-    graph: cudnn.pygraph
-    inputs: dict[cudnn.tensor, torch.Tensor]
-    outputs: dict[str, cudnn.tensor]
+    ``lengths`` has the rows of each batch entry of the outputs that are ragged.
+    """
+
+    def __init__(self, graph: cudnn.pygraph, problem: Problem, device: torch.device) -> None:
+        self.graph, self.problem, self.device = graph, problem, device
+        self.inputs: dict[cudnn.tensor, torch.Tensor] = {}
+        self.outputs: dict[str, cudnn.tensor] = {}
+        self.lengths: dict[str, Sequence[int]] = {}
+        self._offsets: dict[tuple[Any, ...], cudnn.tensor] = {}
+
+    # Inputs.
+    def tensor(self, name: str, data: torch.Tensor) -> cudnn.tensor:
+        made = like(self.graph, data, name)
+        self.inputs[made] = data
+        return made
+
+    def number(self, value: float) -> cudnn.tensor:
+        """A FLOAT of one element, passed by value."""
+        made = self.graph.tensor([1] * 4, [1] * 4, FLOAT, is_pass_by_value=True)
+        self.inputs[made] = torch.full((1, 1, 1, 1), value)
+        return made
+
+    def rows(self, name: str, data: torch.Tensor, lengths: Sequence[int]) -> cudnn.tensor:
+        """Q, K, V, O or Stats, ragged where the problem says so."""
+        if not self.problem.ragged:
+            return self.tensor(name, data)
+        made = self.graph.tensor(list(data.shape), [1] * 4, data.dtype, name=name)
+        self._make_ragged(made, lengths)
+        self.inputs[made] = data if data.is_meta else _rows(data, lengths)
+        return made
+
+    def _make_ragged(self, tensor: cudnn.tensor, lengths: Sequence[int]) -> None:
+        _, heads, rows, size = tensor.get_dim()
+        tensor.set_stride([rows * heads * size, size, heads * size, 1])
+        key = (*lengths, heads * size)
+        if key not in self._offsets:
+            self._offsets[key] = self.tensor("offsets", _offsets(lengths, heads * size, self.device))
+        tensor.set_ragged_offset(self._offsets[key])
+
+    def pages(self, name: str, data: torch.Tensor, lengths: Sequence[int]) -> dict[str, cudnn.tensor]:
+        """K or V cut into pages that lie in any order, and the table that finds them."""
+        page = self.problem.page
+        count = -(-data.shape[2] // page)
+        whole = torch.nn.functional.pad(data, (0, 0, 0, count * page - data.shape[2]))
+        numbers = torch.randperm(len(data) * count, device=self.device).int()
+        container = torch.empty(len(data) * count, data.shape[1], page, data.shape[3], dtype=data.dtype,
+                                device=data.device)  # fmt: skip
+        if not data.is_meta:
+            container[numbers.long()] = whole.unflatten(2, (count, page)).transpose(1, 2).flatten(0, 1)
+        table = numbers.view(len(data), 1, count, 1)
+        used = [-(-length // page) for length in lengths]
+        made = self.tensor(f"pages of {name}", table)
+        if self.problem.packed:
+            made.set_ragged_offset(self.tensor("offsets of pages", _offsets(used, 1, self.device)))
+            self.inputs[made] = _rows(table, used)
+        return {name: self.tensor(name, container), f"paged_attention_{name}_table": made}
+
+    # Outputs.
+    def output(self, name: str, dim: Sequence[int], dtype: Any) -> cudnn.tensor:
+        """An output that the caller makes."""
+        strides = [math.prod(dim[axis + 1 :]) for axis in range(len(dim))]
+        self.outputs[name] = self.graph.tensor(list(dim), strides, dtype, name=name)
+        return self.outputs[name]
+
+    def give(self, name: str, tensor: cudnn.tensor, dim: Sequence[int], lengths: Sequence[int]) -> None:
+        """An output that the method made: real, and ragged where the problem says so."""
+        self.outputs[name] = tensor.set_output(True)
+        if self.problem.ragged:
+            self.lengths[name] = lengths
+            self._make_ragged(tensor.set_dim(list(dim)), lengths)
 
     def run(self) -> dict[str, torch.Tensor]:
-        return dict(zip(self.outputs, run(self.graph, self.inputs, *self.outputs.values()), strict=True))
+        """Builds and executes the graph; nothing may be written outside the outputs and the workspace.
+
+        Rows that a ragged output leaves out are 0 in what is returned.
+        """
+        self.graph.build(MODES)
+        memory: dict[str, Memory] = {}
+        for name, tensor in self.outputs.items():
+            dim, stride = tensor.get_dim(), tensor.get_stride()
+            count = 1 + sum((extent - 1) * step for extent, step in zip(dim, stride, strict=True))
+            if name in self.lengths:
+                count = sum(self.lengths[name]) * dim[1] * dim[3]
+            kind = _cudnn_to_torch_data_type(tensor.get_data_type())
+            memory[name] = Memory(count, kind, self.device)
+        workspace = Memory(self.graph.get_workspace_size(), torch.uint8, self.device)
+        pack = {tensor: memory[name].elements for name, tensor in self.outputs.items()}
+        self.graph.execute({**self.inputs, **pack}, workspace.elements)
+        assert workspace.guards_hold(), "wrote outside the workspace"
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.outputs.items():
+            assert memory[name].guards_hold(), f"wrote outside {name}"
+            found[name] = self._dense(name, tensor, memory[name].elements)
+        return found
+
+    def _dense(self, name: str, tensor: cudnn.tensor, elements: torch.Tensor) -> torch.Tensor:
+        if name not in self.lengths:
+            return elements.as_strided(tensor.get_dim(), tensor.get_stride())
+        _, heads, _, size = dim = tensor.get_dim()
+        whole = torch.zeros(dim, dtype=elements.dtype, device=elements.device)
+        entries = elements.view(-1, heads, size).split(list(self.lengths[name]))
+        for entry, rows in zip(whole, entries, strict=True):
+            entry[:, : len(rows)] = rows.transpose(0, 1)
+        return whole
 
 
 def describe(
@@ -193,38 +445,92 @@ def describe(
     **options: Any,
 ) -> Described:
     """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number."""
-    inputs: dict[cudnn.tensor, torch.Tensor] = {}
-
-    def tensor(name: str, value: torch.Tensor) -> cudnn.tensor:
-        made = graph.tensor_like(value, name) if name == "scale" else like(graph, value, name)
-        inputs[made] = value
-        return made
-
+    device = data["q"].device
+    made = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
+    rows = [problem.rows(entry) for entry in range(problem.b)]
+    columns = [problem.columns(entry) for entry in range(problem.b)]
     backward = "Stats" in data
-    arguments: dict[str, Any] = {**problem.options, **options, "name": "attention"}
-    arguments["attn_scale"] = problem.scale if scale is None else tensor("scale", scale)
-    arguments |= {name: tensor(name, data[name]) for name in ("q", "k", "v", *(["bias"] if problem.bias else []))}
+    arguments: dict[str, Any] = {**problem.options, **options, "name": "attention", "attn_scale": problem.scale}
+    if scale is not None:
+        arguments["attn_scale"] = graph.tensor_like(scale, "scale")
+        made.inputs[arguments["attn_scale"]] = scale
+    arguments["q"] = made.rows("q", data["q"], rows)
+    for name in "kv":
+        if problem.page:
+            arguments |= made.pages(name, data[name], columns)
+        else:
+            arguments[name] = made.rows(name, data[name], columns)
+    if problem.page:
+        arguments["paged_attention_max_seq_len_kv"] = problem.s_kv
+    arguments |= {name: made.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
     if problem.lengths_q:
-        device = data["q"].device.type
-        lengths = problem.lengths("cpu" if device == "meta" else device)
-        arguments |= {"use_padding_mask": True, **{name: tensor(name, value) for name, value in lengths.items()}}
-    outputs: dict[str, cudnn.tensor] = {}
+        lengths = problem.lengths(str(made.device))
+        arguments |= {"use_padding_mask": True, **{name: made.tensor(name, value) for name, value in lengths.items()}}
+    if problem.sink:
+        arguments["sink_token"] = made.tensor("sink", data["sink"])
+    if problem.own_mask:
+        factors = (1 / (1 - OWN_DROPOUT), 1 - OWN_DROPOUT)[: 1 + backward]
+        scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in factors)
+        arguments["dropout"] = (made.tensor("mask", data["mask"]), *scales)
+    elif problem.dropout:
+        seeds = (made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
+                 for name, value in (("seed", 1234567), ("offset", 89)))  # fmt: skip
+        arguments["dropout"] = (problem.dropout, *seeds)
+        arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
+    if problem.modifier:
+        make, value = MODIFIERS[problem.modifier]
+        modifier = make(made.number(value))
+        arguments["score_mod"] = modifier.forward
+        if backward:
+            arguments["score_mod_bprop"] = modifier.backward
     if backward:
         if problem.bias and d_bias:
-            bias = data["bias"]
-            outputs["dBias"] = arguments["dBias"] = graph.tensor(list(bias.shape), list(bias.stride()), bias.dtype)
-        given = {name: tensor(name, data[port]) for name, port in (("o", "O"), ("dO", "dO"), ("stats", "Stats"))}
-        gradients = graph.sdpa_backward(**arguments, **given)
-        outputs = dict(zip(("dQ", "dK", "dV"), gradients, strict=True)) | outputs
+            arguments["dBias"] = made.output("dBias", data["bias"].shape, data["bias"].dtype)
+        if problem.sink:
+            arguments["dSink_token"] = made.output("dSink", data["sink"].shape, FLOAT)
+        given = (("o", "O"), ("dO", "dO"), ("stats", "Stats"))
+        arguments |= {name: made.rows(name, data[port], rows) for name, port in given}
+        for name, gradient in zip("qkv", graph.sdpa_backward(**arguments), strict=True):
+            made.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
     else:
+        shape = [problem.b, problem.h_q, problem.s_q, 1]
+        if problem.statistics:
+            arguments |= {"score_max": made.output("Max", shape, FLOAT),
+                          "score_sum_exp": made.output("Sum_exp", shape, FLOAT)}  # fmt: skip
         o, statistics = graph.sdpa(**arguments, generate_stats=stats)
-        outputs = {"O": o} | ({"Stats": statistics} if stats else {})
-    for output in outputs.values():
-        output.set_output(True)
-    return Described(graph, inputs, outputs)
+        assert o is not None
+        made.give("O", o, [*shape[:3], problem.d_v], rows)
+        if statistics is not None:
+            made.give("Stats", statistics, shape, rows)
+    return made
 
 
 def described_backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The forward pass's data with O and Stats of the right shape, for graphs that are built but not run."""
     o = torch.empty_like(data["dO"])
     return {**data, "O": o, "Stats": torch.empty(*o.shape[:3], 1, device=o.device)}
+
+
+def small(graph: cudnn.pygraph, s_q: int = 64, s_kv: int = 64, d: int = 64, kind: Any = HALF) -> list[cudnn.tensor]:
+    """q, k, v with batch and sequence before heads in memory."""
+    shapes = [[2, 4, s_q, d], [2, 2, s_kv, d], [2, 2, s_kv, d]]
+    return [graph.tensor(dim, [dim[1] * dim[2] * d, d, dim[1] * d, 1], kind) for dim in shapes]
+
+
+def checked(graph: cudnn.pygraph | None = None, **options: Any) -> list[Any]:
+    """Validates a small forward graph."""
+    shape: dict[str, Any] = {name: options.pop(name) for name in ("s_q", "s_kv", "d", "kind") if name in options}
+    graph = graph or reference_graph(HALF)
+    results = graph.sdpa(*small(graph, **shape), name="attention", **options)
+    for result in results:
+        if result is not None:
+            result.set_output(True)
+    graph.validate()
+    return results
+
+
+def checked_backward(graph: cudnn.pygraph, d: int = 64, d_v: int | None = None, s: int = 64, **options: Any) -> None:
+    """Validates a small backward graph."""
+    problem = Problem(d_qk=d, d_v=d_v or d, s_q=s, s_kv=s, options=options)
+    data = described_backward_data(problem, problem.tensors(torch.float16, "meta"))
+    describe(graph, problem, data).graph.validate()
