@@ -14,7 +14,7 @@ import cudnn
 from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run
 
 MODE = cudnn.moe_grouped_matmul_mode
-INT32 = cudnn.data_type.INT32
+INT8, INT32, E4M3 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3
 
 
 class Routing:
@@ -191,9 +191,19 @@ def test_cudnn_builds_a_plan(kind: object, device_properties: Any) -> None:
 
 
 @pytest.mark.deviceless_919
-def test_cudnn_gathers(device_properties: Any) -> None:
+@pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, E4M3])
+def test_cudnn_gathers(kind: object, device_properties: Any) -> None:
+    graph = planned_graph(device_properties, io=kind)
+    y = forward(graph, kind, rows=256, mode=MODE.GATHER, token_index=indices(graph, 512))
+    y.set_data_type(HALF if kind is E4M3 else kind)
+    assert configurations(graph) > 0
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize(("kind", "compute", "out"), [(E4M3, FLOAT, HALF), (INT8, INT32, INT32)], ids=["fp8", "int8"])
+def test_cudnn_takes_eight_bits(kind: object, compute: object, out: object, device_properties: Any) -> None:
     graph = planned_graph(device_properties)
-    forward(graph, rows=256, mode=MODE.GATHER, token_index=indices(graph, 512))
+    forward(graph, kind, compute_data_type=compute).set_data_type(out)
     assert configurations(graph) > 0
 
 

@@ -329,6 +329,17 @@ def test_parameters_without_shape_take_theirs_from_x() -> None:
     assert batch[0].get_stride() == [4, 1, 4, 4]
 
 
+def test_statistics_take_the_type_of_outputs() -> None:
+    for io in (HALF, FLOAT):
+        graph = reference_graph(io)
+        x, scale = graph.tensor([8, 32, 1, 1], [32, 1, 32, 32]), graph.tensor([1, 32, 1, 1], [32, 1, 32, 32])
+        found = graph.layernorm(TRAINING, x, scale, scale)
+        for tensor in found:
+            tensor.set_output(True)
+        graph.validate()
+        assert {tensor.get_data_type() for tensor in found} == {io}
+
+
 def test_names_and_shapes_of_outputs() -> None:
     graph = reference_graph()
     x = graph.tensor([8, 32, 1, 1], [32, 1, 32, 32])

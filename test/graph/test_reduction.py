@@ -138,6 +138,16 @@ def test_cudnn_has_engines_after_matmul(mode: str, dims: list[int], device_prope
     assert configurations(after_matmul(device_properties, mode, dims)) > 0
 
 
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("mode", [mode for mode in FORMULAS if mode not in ("MUL", "MUL_NO_ZEROS", "NORM2")])
+def test_cudnn_has_engines_for_channels_last_tensors(mode: str, device_properties: Any) -> None:
+    for dims in ([1, 64, 1, 1], [4, 1, 16, 16], [1, 1, 1, 1]):
+        graph = planned_graph(device_properties)
+        x = graph.tensor([4, 64, 16, 16], [16384, 1, 1024, 64])
+        graph.reduction(x, MODE[mode]).set_output(True).set_data_type(FLOAT).set_dim(dims)
+        assert configurations(graph) > 0
+
+
 def test_what_no_lowering_makes_is_refused(h200: Any) -> None:
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"reduction: mode: got NORM2; .*second graph"):
         configurations(after_matmul(h200, "NORM2", [4, 64, 1]))
