@@ -1,6 +1,6 @@
 """``cudnn selftest``: microkernels and the dense fused GEMMs on a chip, held against what is known of them.
 
-On a GPU the GEMMs run in a child process, which is replaced after a fault or a hang, as that of the microkernels is.
+On a GPU the GEMMs run in child processes, which are replaced after a fault or a hang, as that of the microkernels is.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import importlib
 import importlib.metadata
 import json
 import multiprocessing
+import os
 import platform
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.lazy import torch
 
 USUAL = 60  # variants of the matrix that are tried without --full
+PROCESSES = 8  # at most, that share a GPU
 LIMIT = 180.0  # seconds for one of them on a GPU, its compilation and the start of a process included
 _SHOWN = 40  # failures that are printed; the JSON has all
 _PACKAGES = ("cudnn-fused", "torch", "nvidia-cutlass-dsl", "numpy", "cuda-bindings")
@@ -57,9 +61,8 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
              "date": datetime.date.today().isoformat(), "python": platform.python_version(), **_versions()}  # fmt: skip
     _show(console, about, findings)
     if json_file:
-        Path(json_file).write_text(
-            json.dumps({"about": about, "findings": [asdict(f) for f in findings]}, indent=1) + "\n"
-        )
+        lines = ",\n".join(json.dumps(asdict(finding)) for finding in findings)
+        Path(json_file).write_text(f'{{"about": {json.dumps(about)},\n"findings": [\n{lines}\n]}}\n')
     return int(any(finding.verdict == FAILED for finding in findings))
 
 
@@ -125,29 +128,55 @@ def _emulated(chosen: Sequence[Variant], arch: str) -> Iterator[Finding]:
         yield found
 
 
-def _on_gpu(chosen: Sequence[Variant]) -> Iterator[Finding]:
-    processes = multiprocessing.get_context("spawn")
-    left = list(chosen)
-    while left:
-        ours, theirs = processes.Pipe(duplex=False)
-        child = processes.Process(target=_serve, args=(tuple(left), theirs), daemon=True)
-        child.start()
+class _Child:
+    """A process that tries variants on the GPU, one after the other, until one may have cost it the GPU."""
+
+    def __init__(self) -> None:
+        processes = multiprocessing.get_context("spawn")
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
         theirs.close()
-        sound = True
-        while left and sound:
-            variant = left.pop(0)
-            try:
-                found, sound = ours.recv() if ours.poll(LIMIT) else (_failure(variant, f"no end in {LIMIT:g} s"), False)
-            except EOFError:
-                found, sound = _failure(variant, "the process ended"), False
-            yield found
-        child.kill()
-        child.join()
+
+    def attempt(self, variant: Variant) -> tuple[Finding, bool]:
+        """What became of a variant, and whether the process goes on."""
+        try:
+            self._pipe.send(variant)
+            return self._pipe.recv() if self._pipe.poll(LIMIT) else (_failure(variant, f"no end in {LIMIT:g} s"), False)
+        except (EOFError, OSError):
+            return _failure(variant, "the process ended"), False
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
-def _serve(chosen: Sequence[Variant], pipe: Any) -> None:
-    """The child: sends a finding for each variant, and whether it goes on; an error may have cost it the GPU."""
-    for variant in chosen:
+def _on_gpu(chosen: Sequence[Variant]) -> Iterator[Finding]:
+    """Findings in order. Several processes share the GPU, since compilation takes the most time."""
+    mine, children = threading.local(), list[_Child]()
+
+    def attempt(variant: Variant) -> Finding:
+        if getattr(mine, "child", None) is None:
+            mine.child = _Child()
+            children.append(mine.child)
+        found, sound = mine.child.attempt(variant)
+        if not sound:
+            mine.child.end()
+            mine.child = None
+        return found
+
+    with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as threads:
+        try:
+            yield from threads.map(attempt, chosen)
+        finally:
+            for child in children:
+                child.end()
+
+
+def _serve(pipe: Any) -> None:
+    """The child: answers each variant with a finding, and whether it goes on."""
+    while True:
+        variant = pipe.recv()
         try:
             found, sound = try_variant(variant, "cuda"), True
         except Exception as error:  # whatever goes wrong is what the report is for
