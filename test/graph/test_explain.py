@@ -355,6 +355,45 @@ def test_a_change_that_cudnn_accepts(h200: Any) -> None:
     assert graph.get_plan_name().startswith("eng")
 
 
+def test_two_faults_are_two_reasons(h200: Any) -> None:
+    graph = planned_graph(h200, compute=HALF)
+    graph.tanh(product(graph, "relu"), name="last").set_output(True)
+    refused_by_cudnn(graph)
+    reasons = graph.explain().reasons
+    assert sorted(reason.nodes for reason in reasons) == [(1,), (2,)]
+    for reason in reasons:
+        cure = (
+            "use compute_data_type=FLOAT in this node: cuDNN then builds a plan of this node, though not of the graph"
+        )
+        assert any(text.startswith(cure) for text in reason.cures)
+
+
+def test_parts_that_have_nothing_in_common(h200: Any) -> None:
+    graph = planned_graph(h200)
+    product(graph).set_output(True)
+    x, scale = tensor(graph, "x", 8, 64, 1, 1), tensor(graph, "scale", 1, 64, 1, 1, data_type=FLOAT)
+    epsilon = graph.tensor_like(torch.full((1, 1, 1, 1), 1e-5))
+    y, _ = graph.rmsnorm(cudnn.norm_forward_phase.INFERENCE, x, scale, epsilon=epsilon, name="norm")
+    y.set_output(True)
+    (reason,) = graph.explain().reasons
+    assert reason.nodes == (0, 1, 2)
+    assert "supports its 2 unconnected parts, each alone" in reason.rule
+    assert reason.cures == ("build a graph of each: mm (matmul) + act (gelu); norm (rmsnorm)",)
+
+
+def test_a_failure_that_is_over(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = planned_graph(h200)
+    product(graph).set_output(True)
+    configurations(graph)
+    with monkeypatch.context() as patch:
+        failing(patch, lambda tag: True)
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError):
+            graph.build_plans()
+    (reason,) = graph.explain().reasons
+    assert reason.rule == "cuDNN builds no plan of this graph (heuristic modes A, FALLBACK)"
+    assert reason.cures == ("call the failed step again: cuDNN supports the same graph now",)
+
+
 def test_no_change_helps(h200: Any) -> None:
     if cudnn.backend_version() < 92200:
         pytest.skip("cuDNN has the operation from 9.22 on")

@@ -47,11 +47,15 @@ class Probe:
     def refused(self, part: Sequence[int]) -> tuple[Part, str] | None:
         """The first connected component that is refused, with cuDNN's message; None where all are supported."""
         for component in self.components(part):
-            if component not in self._answers:
-                self._answers[component] = self._message(self.cut(component), self._building)
-            if self._answers[component]:
-                return component, self._answers[component]
+            if self.message(component):
+                return component, self.message(component)
         return None
+
+    def message(self, part: Part) -> str:
+        """What is said against one graph of these nodes, ``""`` where it is supported."""
+        if part not in self._answers:
+            self._answers[part] = self._ask(self.cut(part), self._building)
+        return self._answers[part]
 
     def components(self, part: Sequence[int]) -> list[Part]:
         """The sets of nodes that hand tensors to one another."""
@@ -93,9 +97,9 @@ class Probe:
 
     def runs(self, nodes: Sequence[Node]) -> bool:
         """Whether cuDNN builds a plan for these nodes."""
-        return not self._message(nodes, building=True)
+        return not self._ask(nodes, building=True)
 
-    def _message(self, nodes: Sequence[Node], building: bool) -> str:
+    def _ask(self, nodes: Sequence[Node], building: bool) -> str:
         graph = twin_of(self.graph, nodes)
         try:
             graph.validate()
@@ -113,6 +117,8 @@ def narrowed(graph: pygraph, error: Exception, asked: Sequence[heur_mode], build
     probe = Probe(graph, asked, building)
     everything = tuple(range(len(graph.nodes)))
     text = said(error)
+    if not probe.message(everything):
+        return [Reason(everything, text, ("call the failed step again: cuDNN supports the same graph now",))]
     modes = [mode for mode in _MODES if mode not in asked]
     if modes and Probe(graph, modes, building).runs(probe.cut(everything)):
         names = ", ".join(mode.name for mode in modes)
@@ -126,10 +132,8 @@ def narrowed(graph: pygraph, error: Exception, asked: Sequence[heur_mode], build
     if found:
         return found
     parts = probe.components(everything)
-    if len(parts) > 1:
-        cure = f"build a graph of each: {_listed(probe, parts)}"
-        return [Reason(everything, f"{text}; cuDNN supports its {len(parts)} unconnected parts, each alone", (cure,))]
-    return [Reason(everything, text, ("call the failed step again: cuDNN supports the same graph now",))]
+    rule = f"cuDNN refuses the graph, and supports its {len(parts)} unconnected parts, each alone"
+    return [Reason(everything, rule, (f"build a graph of each: {_listed(probe, parts)}",), probe.message(everything))]
 
 
 def _smallest(probe: Probe, part: Part, message: str) -> tuple[Part, str]:
