@@ -36,6 +36,21 @@ class Op:
     result: str = "float"
     weight: float = 1.0
 
+    def approx(self, *arguments: Approx) -> Approx:
+        if self.result == "bool":
+            return apply(self.function, *arguments)
+        own = APPROXIMATE if self.approximate else 0.0
+        return apply(self.function, *arguments, relative=max(own, 2**-22), absolute=own)
+
+
+class Remainder(Op):
+    """The one operation that jumps and rises again within an interval: what happens at its ends bounds nothing."""
+
+    def approx(self, *arguments: Approx) -> Approx:
+        count = apply(torch.trunc, apply(torch.div, *arguments, relative=2**-20))
+        own = APPROXIMATE
+        return apply(lambda a, b, n: a - b * n, *arguments, count, relative=own, absolute=own)
+
 
 def _derivative(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
     def gradient(loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +112,7 @@ _OPS = [
     Op("add_square", lambda a, b: a + b * b, _TWO),
     Op("max", torch.maximum, _TWO),
     Op("min", torch.minimum, _TWO),
-    Op("mod", torch.fmod, (ANY, (0.4, 1e9)), approximate=True, weight=0.5),
+    Remainder("mod", torch.fmod, (ANY, (0.4, 1e9)), approximate=True, weight=0.5),
     Op("pow", torch.pow, (_POSITIVE, (-2.0, 2.0)), approximate=True),
     Op("relu_backward", lambda dy, x: torch.where(x > 0, dy, 0.0 * dy), _TWO, weight=2),
     Op("leaky_relu_backward", lambda dy, x: torch.where(x > 0, dy, 0.1 * dy), _TWO, {"negative_slope": 0.1}),
@@ -150,18 +165,15 @@ class Program:
             results.append(made)
         return results
 
-    def formula(self, x: Approx, data: dict[str, torch.Tensor], intermediate: torch.dtype) -> list[Approx]:
-        """Every result, before it is stored in the type of an output."""
+    def formula(self, x: Approx, data: dict[str, torch.Tensor], output: torch.dtype) -> list[Approx]:
+        """Every result; ``output`` is the type of the taps. Later operations may read those rounded, or not."""
         results = [x]
-        for step in self.instructions:
+        for index, step in enumerate(self.instructions, start=1):
             op = OPS[step.op]
             arguments = [results[int(a[1:])] if a[0] == "x" else Approx(data[a].double()) for a in step.arguments]
-            own = APPROXIMATE if op.approximate else 0.0
-            made = apply(op.function, *arguments, relative=max(own, 2**-22), absolute=own)
-            if op.result == "bool":
-                made = apply(op.function, *arguments)
-            elif step.dtype is not None or intermediate is not torch.float32:
-                made = made.stored(getattr(torch, step.dtype) if step.dtype else intermediate)
+            made = op.approx(*arguments)
+            if op.result != "bool" and (step.dtype is not None or index in self.taps):
+                made = made.stored(getattr(torch, step.dtype) if step.dtype else output)
             results.append(made)
         return results
 

@@ -191,7 +191,7 @@ class ConvolutionCase(Case):
         result = contraction(function, first, second, io)
         if self.io != "int8":  # Winograd's and Fourier's transforms spread errors over the tile
             result = Approx(result.value, result.bound + UNIT[io] * result.value.abs().max())
-        values = self.after.formula(result, data, torch.float32)
+        values = self.after.formula(result, data, output)
         found = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"Y": values[-1].stored(output)}
         # Statistics read what is stored, or what has not been rounded yet: the bound of the former covers both.
         stored = found["Y"]

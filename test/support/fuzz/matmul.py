@@ -191,8 +191,8 @@ class MatmulCase(Case):
             for name, before in (("A", self.before_a), ("B", self.before_b))
         )
         product = contraction(torch.matmul, a, b, getattr(torch, self.operand))
-        values = self.after.formula(product, data, torch.float32)
         output = getattr(torch, self.output)
+        values = self.after.formula(product, data, output)
         # The reduction reads what is stored, or what has not been rounded yet.
         found = {f"tap{i}": values[i].stored(output) for i in self.after.taps} | {"C": values[-1].stored(output)}
         if self.reduction is not None:
