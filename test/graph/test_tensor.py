@@ -78,6 +78,8 @@ def test_setters_chain_and_getters_return_copies() -> None:
     assert tensor.get_ragged_offset_multiplier() == 2
     tensor.get_dim().append(9)
     assert tensor.get_dim() == [2, 3]
+    ragged = cudnn.pygraph().tensor([2, 1], [1, 1], ragged_offset=offsets, ragged_offset_multiplier=64)
+    assert (ragged.get_ragged_offset(), ragged.get_ragged_offset_multiplier()) == (offsets, 64)
 
 
 def test_set_output_is_the_opposite_of_virtual() -> None:

@@ -125,12 +125,14 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, NormalizationMethods, SubGr
         reordering_type: tensor_reordering = tensor_reordering.NONE,
         name: str = "",
         uid: int = -1,
+        ragged_offset_multiplier: int = 1,
     ) -> Tensor:
         """A tensor described by shape and strides in elements. A negative ``uid`` leaves the choice to the library."""
-        return Tensor(
+        tensor = Tensor(
             dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name,
             None if uid < 0 else int(uid),
         )  # fmt: skip
+        return tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
 
     def tensor_like(self, source: Any, name: str = "") -> Tensor:
         """A tensor described by another: a graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from cudnn.backend import library
+from cudnn.backend.attributes import Attribute
 from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
 from cudnn.backend.handle import Handle, default_handle, resolve
 from cudnn.backend.memory import copy_to_device, copy_upper_halves
@@ -266,6 +268,7 @@ class CudnnProgram:
                 refusal("execute", "override_uids", str([*changed]), "None for this graph", "build the graph with "
                         "is_override_shape_enabled=True")
             )  # fmt: skip
+        library.require(Attribute.OPERATIONGRAPH_IS_OVERRIDE_SHAPE_ENABLED.since, "overriding shapes at execution")
         for uid in changed:
             parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
