@@ -92,9 +92,9 @@ def test_quantize(rows: int, blocks: int, batch: int, seed: int, types: Any, til
         scale.set_reordering_type(TILED)
     graph.build(MODES)
     assert (y.get_name(), scale.get_name()) == ("q::Y", "q::scale")
-    assert (scale.get_dim(), scale.get_stride()) == ([batch, rows, blocks], [rows * blocks, blocks, 1])
-    data = torch.zeros(x.numel() // (2 if kind is FP4 else 1), dtype=torch.uint8)
     tall, wide = padded(rows, blocks) if tiles else (rows, blocks)
+    assert (scale.get_dim(), scale.get_stride()) == ([batch, tall, wide], [tall * wide, wide, 1])
+    data = torch.zeros(x.numel() // (2 if kind is FP4 else 1), dtype=torch.uint8)
     scales = torch.zeros(batch * tall * wide, dtype=torch.uint8)
     graph.execute({tensor: x, y: data, scale: scales})
 
@@ -139,6 +139,18 @@ def test_dequantize(
     assert torch.equal(result.double(), expected)
 
 
+def test_the_wrapper_allocates_whole_tiles() -> None:
+    x = torch.randn(1, 5, 64)
+    with cudnn.Graph() as graph:
+        y, scale = graph.block_scale_quantize(x, 32, name="q")
+        y.set_output(True).set_data_type(E4M3)
+        scale.set_output(True).set_data_type(E8M0).set_reordering_type(TILED)
+    data, scales = graph(x)
+    assert list(scales.shape) == [1, 128, 4]
+    factors = e8m0_values(from_tiles(scales.view(torch.uint8).flatten(), 1, 5, 2))
+    torch.testing.assert_close(data.double() * factors.repeat_interleave(32, 2), x.double(), rtol=2**-4, atol=0.01)
+
+
 def test_scales_along_columns_and_squares() -> None:
     x = torch.randn(6, 8)
     for size, dims in (([2, 1], [3, 8]), ([3, 4], [2, 2]), ([2], [3, 8]), ([4], [6, 2])):
@@ -174,7 +186,7 @@ def test_transposed_quantisation_has_the_blocks_fastest() -> None:
     _, tiles = graph.block_scale_quantize(like(graph, x), 32, axis=1, transpose=True)
     tiles.set_reordering_type(TILED).set_output(True)
     graph.validate()
-    assert tiles.get_stride() == [256, 1, 2]  # as cuDNN wants it: batch, row, block
+    assert (tiles.get_dim(), tiles.get_stride()) == ([3, 4, 128], [512, 1, 4])  # batch, row, block
 
 
 @pytest.mark.parametrize(("kind", "scale_kind", "size"), [(FP4, E4M3, 16), (E4M3, E8M0, 32)], ids=["nvfp4", "mxfp8"])
@@ -316,7 +328,7 @@ def test_cudnn_multiplies_scales_in_rows(kind: object, scale_kind: object, size:
 def test_cudnn_quantises_a_product_on_blackwell_only(axis: int, transpose: bool, b200: Any, h200: Any) -> None:
     def build(device: Any) -> cudnn.pygraph:
         graph = planned_graph(device)
-        a, b = graph.tensor([3, 256, 512], [131072, 512, 1]), graph.tensor([3, 512, 128], [65536, 128, 1])
+        a, b = graph.tensor([3, 224, 512], [114688, 512, 1]), graph.tensor([3, 512, 96], [49152, 96, 1])
         y, scale = graph.block_scale_quantize(graph.matmul(a, b), 32, axis, transpose)
         y.set_output(True).set_data_type(E4M3)
         scale.set_output(True).set_data_type(E8M0).set_reordering_type(TILED)

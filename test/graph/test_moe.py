@@ -86,6 +86,15 @@ def test_backward_is_the_gradient(tokens: int, experts: int, seed: int) -> None:
     assert result.stride() == (24, 1, 6)
 
 
+def test_the_wrapper_takes_arrays() -> None:
+    routing = Routing(6, 3, 1, 0)
+    x, w, first = torch.randn(1, 6, 8), weights(3, 8, 4), routing.column(routing.first).view(-1, 1, 1)
+    with cudnn.Graph() as graph:
+        graph.moe_grouped_matmul(x, w, first).set_output(True)
+    rows = [x[0, row] @ w[expert] for row, expert in enumerate(routing.experts)]
+    torch.testing.assert_close(graph(x, w, first)[0], torch.stack(rows))
+
+
 def test_serialisation() -> None:
     routing = Routing(5, 3, 2, 0)
     values = [
@@ -151,7 +160,7 @@ def forward(graph: cudnn.pygraph, kind: object = HALF, **options: Any) -> cudnn.
     ("build", "words"),
     [
         (lambda g: forward(g, FLOAT, mode=MODE.GATHER), ["token_index: got nothing", "mode GATHER"]),
-        (lambda g: forward(g, FLOAT, token_index=indices(g, 512)), ["token_index: got a value", "none", "mode NONE"]),
+        (lambda g: forward(g, FLOAT, top_k=2, token_index=indices(g, 512)), ["token_index: got a value", "mode NONE"]),
         (lambda g: forward(g, FLOAT, mode=MODE.SCATTER, token_index=indices(g, 512), token_ks=indices(g, 512)),
          ["top_k: got nothing"]),
         (lambda g: forward(g, FLOAT, mode=1), ["mode: got 1", "SCATTER"]),

@@ -132,9 +132,14 @@ class BlockScaleQuantize(Node):
         self.fill_output("Y", x.dim, lambda dims: strides_in_order(dims, order) if self.transpose else [*x.stride])
         needed = [*x.dim]
         needed[self._axis] //= self.block_size
-        if scale.reordering_type is tensor_reordering.F8_128x4:  # cuDNN wants the blocks of a row side by side
+        whole = [*needed]
+        if scale.reordering_type is tensor_reordering.F8_128x4:
+            # cuDNN wants whole tiles, and the blocks of a row side by side.
             order = sorted(stride_order(x.dim, x.stride), key=lambda axis: axis != self._axis)
-        scale.fill(needed, lambda dims: strides_in_order(dims, order))
+            for axis in range(max(len(whole) - 2, 0), len(whole)):
+                tile = 4 if axis == self._axis else 128
+                whole[axis] = math.ceil(whole[axis] / tile) * tile
+        scale.fill(whole, lambda dims: strides_in_order(dims, order))
         if not _fits(scale, needed):
             raise ValueError(
                 refusal(self.where, f"output scale (tensor {scale.name!r})", f"dim={scale.dim}",
@@ -217,7 +222,8 @@ class BlockScaleMethods(NodeList):
             transpose: Y is stored with ``axis`` fastest and the other dimensions in their order after it.
 
         Returns:
-            ``[Y, scale]``: Y has the shape of ``input``, the scale that shape over ``block_size`` along ``axis``.
+            ``[Y, scale]``: Y has the shape of ``input``, the scale that shape over ``block_size`` along ``axis``, in the
+            layout F8_128x4 padded to 128 rows and 4 blocks.
         """
         node = self._add(
             BlockScaleQuantize, name, compute_data_type, {"X": input}, ["Y", "scale"],

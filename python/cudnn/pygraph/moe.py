@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
@@ -181,7 +180,7 @@ class MoeMethods(NodeList):
             token_ks: INT32 ``[1, rows, 1]``, SCATTER only: which of its token's ``top_k`` experts row r belongs to.
             mode: NONE: output row r is the product of row r. GATHER: of token ``token_index[r]``. SCATTER: the product
                 of row r goes to output row ``token_index[r] * top_k + token_ks[r]``.
-            top_k: Experts for each token, SCATTER only.
+            top_k: Experts for each token. SCATTER needs it; the other modes take it from the rows.
 
         Returns:
             OUTPUT ``[1, rows, N]``, row-major unless its strides are set.
@@ -191,8 +190,10 @@ class MoeMethods(NodeList):
         if not isinstance(mode, moe_grouped_matmul_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = "cudnn.moe_grouped_matmul_mode. NONE, GATHER, SCATTER"
             raise ValueError(refusal(where, "mode", repr(mode), allowed, "pass one of them"))
-        given: Mapping[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
+        given: dict[str, object] = {"token_index": token_index, "token_ks": token_ks, "top_k": top_k or None}
         needed = {NONE: (), GATHER: ("token_index",), SCATTER: ("token_index", "token_ks", "top_k")}[mode]
+        if mode is not SCATTER:
+            del given["top_k"]  # the number of rows says it
         for argument, value in given.items():
             if (value is not None) != (argument in needed):
                 allowed = (
