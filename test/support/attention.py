@@ -60,7 +60,8 @@ class Problem:
 
     @property
     def left(self) -> int | None:
-        return self.options.get("sliding_window_length", self.options.get("diagonal_band_left_bound"))
+        names = ("sliding_window_length", "diagonal_band_left_bound", "left_bound")
+        return next((self.options[name] for name in names if name in self.options), None)
 
     @property
     def right(self) -> int | None:
