@@ -85,7 +85,7 @@ class AttentionCase(Case):
     """Attention, or its backward pass.
 
     Attributes:
-        strides: Of Q, K, V and O (of the gradients too), logical shape ``[b, h, s, d]``.
+        strides: Of Q, K, V and O, logical shape ``[b, h, s, d]``; of the gradients, where they lie in another way.
         starts: By tensor, where it is ragged: first element of each batch entry, and the end of the last one.
         gap: Tokens between the entries of a ragged tensor.
         page: Tokens of a page, where K and V are paged; else 0.
@@ -212,7 +212,9 @@ class AttentionCase(Case):
             options["use_deterministic_algorithm"] = True
         outputs |= self._call_backward(graph, tensors, options | operands)
         for name in ("dQ", "dK", "dV"):
-            outputs[name].set_dim(self.shape.dims(name)).set_stride(self.strides[name[1].lower()])
+            outputs[name].set_dim(self.shape.dims(name)).set_stride(
+                self.strides.get(name, self.strides[name[1].lower()])
+            )
         self._offsets(tensors, outputs)
         return outputs
 
@@ -484,12 +486,21 @@ class Draw:
         if self.backward:
             self._dense("o", "o")
             self._dense("do", "o")
+            if not ragged and self.chance(0.25):
+                self._other_layouts()
             if "o" in self.starts:
                 self.starts["do"] = self.starts["o"]
                 self.inputs["start_do"] = self.inputs["start_o"]
             dims = (*s.dims("q")[:3], 1)
             self.strides.setdefault("stats", packed(dims, range(4)))
             self.inputs["stats"] = Spec(dims, self.strides["stats"], "float32", span=self._span("stats"))
+
+    def _other_layouts(self) -> None:
+        """Lays the gradients out in another way than what they are gradients of."""
+        dims = self.shape.dims("o")
+        self.inputs["do"] = Spec(dims, packed(dims, self.rng.choice([*_ORDERS.values()])), self.io)
+        for name in ("dQ", "dK", "dV"):
+            self.strides[name] = packed(self.shape.dims(name), self.rng.choice([*_ORDERS.values()]))
 
     def _packed(self, letter: str, dims: tuple[int, ...]) -> tuple[int, ...]:
         """Strides in memory that Q, K and V share: ``[b, s, 3, h, d]`` or with the heads of all three in a row."""
@@ -589,7 +600,7 @@ class Draw:
             made["d_sink"] = "sink" in features and self.chance(0.7)
         else:
             made["statistics"] = pick(
-                rng, {("Stats",): 6, (): 4, ("Max", "Sum_exp"): 1, ("Stats", "Max", "Sum_exp"): 0.2}
+                rng, {("Stats",): 6, (): 4, ("Max", "Sum_exp"): 1, ("Stats", "Max", "Sum_exp"): 0.05}
             )
             if "Stats" not in made["statistics"] and "stats" in self.starts:
                 del self.starts["stats"], self.inputs["start_stats"]

@@ -43,7 +43,7 @@ class ConvolutionCase(Case):
 
     family = "convolution"
     full = 1050
-    most_refused = 0.15
+    most_refused = 0.12
 
     method: str
     output: str

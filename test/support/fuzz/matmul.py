@@ -52,7 +52,7 @@ class MatmulCase(Case):
 
     family = "matmul"
     full = 2100
-    most_refused = 0.15
+    most_refused = 0.1
 
     operand: str
     output: str
@@ -69,13 +69,13 @@ class MatmulCase(Case):
         types = pick(rng, _TYPES)
         operand, output = types[2:]
         narrow = operand in _FP8 or "int8" in types[:2]
-        rank = pick(rng, {3: 9, 4: 1})
+        rank = pick(rng, {3: 0.98, 4: 0.02})  # cuDNN 9.19 multiplies tensors of three dimensions only
         largest = pick(rng, {64: 2, 256: 4, 768: 1})
         m, n, k = (extent(rng, largest) for _ in range(3))
         if narrow:  # sixteen bytes a row
             m, n, k = (max(16, extent // 16 * 16) for extent in (m, n, k))
         batch = [pick(rng, {1: 3, 2: 1, 3: 1, 8: 1, 5: 0.5}) for _ in range(rank - 2)]
-        shared = pick(rng, {"": 6, "A": 0.5, "B": 2})
+        shared = pick(rng, {"": 6, "A": 0.2, "B": 2})
         slices: dict[str, tuple[int, int, int]] = {}
         inputs: dict[str, Spec] = {}
         for name, dims in (("A", [m, k]), ("B", [k, n])):
