@@ -52,6 +52,47 @@ def test_values(mode: str, data: st.DataObject) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6, check_stride=False)
 
 
+@pytest.mark.parametrize("mode", FORMULAS)
+@pytest.mark.parametrize("closed", [False, True], ids=["to the end", "to another offset"])
+def test_groups_of_rows(mode: str, closed: bool) -> None:
+    x, bounds = torch.randn(1, 9, 5), [0, 1, 6, 8] if closed else [0, 1, 6]
+    first = torch.tensor(bounds, dtype=torch.int32).view(-1, 1, 1)
+    graph = reference_graph()
+    tensor, offsets = like(graph, x), like(graph, first)
+    y = graph.reduction(tensor, MODE[mode], group_offset=offsets).set_output(True)
+    if closed:
+        y.set_dim([3, 1, 5])
+    (result,) = run(graph, {tensor: x, offsets: first}, y)
+    parts = [FORMULAS[mode](x[0, a:b].T) for a, b in zip(bounds, [*bounds[1:], 9], strict=True)][:3]
+    torch.testing.assert_close(result, torch.stack(parts).unsqueeze(1), rtol=1e-5, atol=1e-6, check_stride=False)
+
+
+def test_groups_that_do_not_rise_are_refused() -> None:
+    graph = reference_graph()
+    x, offsets = graph.tensor([1, 4, 2], [8, 2, 1]), graph.tensor([2, 1, 1], [1, 1, 1], INT32)
+    y = graph.reduction(x, MODE.ADD, group_offset=offsets).set_output(True)
+    with pytest.raises(ValueError, match="rising values from 0 to 4"):
+        run(graph, {x: torch.ones(1, 4, 2), offsets: torch.tensor([[[2]], [[2]]], dtype=torch.int32)}, y)
+
+
+def grouped(graph: cudnn.pygraph, mode: str = "ADD") -> cudnn.tensor:
+    x, offsets = graph.tensor([1, 512, 128], [65536, 128, 1]), graph.tensor([4, 1, 1], [1, 1, 1], INT32)
+    return graph.reduction(x, MODE[mode], group_offset=offsets).set_output(True).set_data_type(FLOAT)
+
+
+@pytest.mark.deviceless_919
+def test_cudnn_takes_the_description_of_groups(h200: Any, libcudnn: Any) -> None:
+    """The descriptor is checked when the operation graph is built; 9.28 has no engine for the reduction alone."""
+    graph = planned_graph(h200)
+    grouped(graph)
+    graph.validate()
+    if libcudnn.version < 92400:
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"needs cuDNN 9\.24"):
+            graph.build_operation_graph()
+    else:
+        graph.build_operation_graph()
+
+
 def test_integers_are_exact() -> None:
     x = torch.randint(-1000, 1000, (4, 300), dtype=torch.int32)
     graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
@@ -110,6 +151,8 @@ def test_serialisation() -> None:
         (lambda g, x: g.reduction(x, MODE.NOT_SET), ValueError, ["mode", "ADD, MUL"]),
         (lambda g, x: g.reduction(x, "ADD"), ValueError, ["mode", "'ADD'", "reduction_mode"]),
         (lambda g, x: g.reduction(torch.ones(3), MODE.ADD), TypeError, ["input X"]),
+        (lambda g, x: grouped(g).set_dim([3, 2, 128]), ValueError, ["group_offset", "[groups, 1, 128]"]),
+        (lambda g, x: grouped(g).set_dim([5, 1, 128]), ValueError, ["group_offset", "dim=[5, 1, 128]"]),
         (lambda g, x: g.genstats(x)[0], ValueError, ["genstats", "rank"]),
         (lambda g, x: g.genstats(g.tensor([2, 3, 4], [12, 4, 1]))[0].set_dim([1, 4, 1]), ValueError, ["dim=[1, 3, 1]"]),
     ],
@@ -149,6 +192,10 @@ def test_cudnn_has_engines_for_channels_last_tensors(mode: str, device_propertie
 
 
 def test_what_no_lowering_makes_is_refused(h200: Any) -> None:
+    graph = planned_graph(h200)
+    grouped(graph, "AVG")
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="AVG of groups"):
+        configurations(graph)
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"reduction: mode: got NORM2; .*second graph"):
         configurations(after_matmul(h200, "NORM2", [4, 64, 1]))
     for mode in ("AVG", "NORM1", "MUL_NO_ZEROS"):

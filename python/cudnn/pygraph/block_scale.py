@@ -222,8 +222,8 @@ class BlockScaleMethods(NodeList):
             transpose: Y is stored with ``axis`` fastest and the other dimensions in their order after it.
 
         Returns:
-            ``[Y, scale]``: Y has the shape of ``input``, the scale that shape over ``block_size`` along ``axis``, in the
-            layout F8_128x4 padded to 128 rows and 4 blocks.
+            ``[Y, scale]``: Y has the shape of ``input``; the scale has it with the extent along ``axis`` divided by
+            ``block_size``, in the layout F8_128x4 padded to 128 rows and 4 blocks.
         """
         node = self._add(
             BlockScaleQuantize, name, compute_data_type, {"X": input}, ["Y", "scale"],

@@ -25,20 +25,39 @@ FLOATING = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBL
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Reduction(Node):
-    """Y = X reduced over the dimensions in which Y has extent 1 and X has not."""
+    """Y = X reduced over the dimensions in which Y has extent 1 and X has not.
+
+    With the optional input GROUP_OFFSET, ``[1, rows, N]`` becomes ``[groups, 1, N]``: each group of rows by itself.
+    """
 
     tag = "REDUCTION"
     method = "reduction"
+    exact_ports = frozenset({"GROUP_OFFSET"})
 
     mode: reduction_mode
 
     def infer(self, context: Context) -> None:
-        x, y = self.inputs["X"], self.outputs["Y"]
+        x, y, first = self.inputs["X"], self.outputs["Y"], self.inputs.get("GROUP_OFFSET")
+        if first is not None:
+            return self._infer_groups(x, y, first)
         y.fill(x.dim, channels_last)
         if len(y.dim) != len(x.dim) or any(out not in (1, extent) for extent, out in zip(x.dim, y.dim, strict=True)):
             raise ValueError(
                 refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim} for an input of dim={x.dim}",
                         "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape")
+            )  # fmt: skip
+
+    def _infer_groups(self, x: Tensor, y: Tensor, first: Tensor) -> None:
+        self.rank_check([3], "X", "GROUP_OFFSET")
+        y.fill([first.dim[0], 1, x.dim[2]], channels_last)
+        groups = y.dim[0]
+        whole = first.dim == [first.dim[0], 1, 1] and first.data_type is data_type.INT32 and x.dim[0] == 1
+        if not whole or groups not in (first.dim[0], first.dim[0] - 1) or y.dim[1:] != [1, x.dim[2]]:
+            raise ValueError(
+                refusal(self.where, "group_offset",
+                        f"{first.data_type.name} dim={first.dim} for dim={x.dim} to dim={y.dim}",
+                        f"INT32 [groups, 1, 1], or one more, for [1, rows, {x.dim[2]}] to [groups, 1, {x.dim[2]}]",
+                        "correct the shapes")
             )  # fmt: skip
 
     def lower(self, lowering: Lowering) -> None:
@@ -48,6 +67,7 @@ class Reduction(Node):
             {
                 a.OPERATION_REDUCTION_XDESC: x,
                 a.OPERATION_REDUCTION_YDESC: self.outputs["Y"],
+                a.OPERATION_REDUCTION_GROUP_OFFSET_DESC: self.inputs.get("GROUP_OFFSET"),
                 a.OPERATION_REDUCTION_DESC: lowering.descriptor(
                     be.DescriptorType.REDUCTION,
                     {
@@ -71,6 +91,10 @@ class Reduction(Node):
                 refusal(self.where, "mode", mode.name, "any other mode with cuDNN", "reduce x * x with ADD and take "
                         "the root in a second graph, or run this one with backend='reference'")
             )  # fmt: skip
+        if mode is reduction_mode.AVG and "GROUP_OFFSET" in self.inputs:
+            raise cudnnGraphNotSupportedError(
+                refusal(self.where, "mode", "AVG of groups", "AVG of whole dimensions with cuDNN", "use ADD and divide")
+            )
         if mode not in plain:
             return be.ReduceTensorOp[mode.name], x
         if self.compute_data_type not in FLOATING:
@@ -102,9 +126,21 @@ class Reduction(Node):
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
         x = values["X"]
         kept = self.outputs["Y"].dim
+        if "GROUP_OFFSET" in values:
+            return {"Y": self._by_group(x, values["GROUP_OFFSET"].flatten().tolist())}
         axes = [axis for axis, extent in enumerate(x.shape) if extent != kept[axis]]
         # PyTorch takes an empty list of dimensions for all of them, so there is always one of extent 1.
         return {"Y": _REDUCE[self.mode.name](x.unsqueeze(-1), [*axes, -1]).squeeze(-1)}
+
+    def _by_group(self, x: Any, first: list[int]) -> Any:
+        ends = [*first[1:], x.shape[1]][: self.outputs["Y"].dim[0]]
+        if any(not 0 <= start < end <= x.shape[1] for start, end in zip(first, ends, strict=False)):
+            raise ValueError(
+                refusal(self.where, "group_offset", str(first), f"rising values from 0 to {x.shape[1]}",
+                        "sort the rows by group and pass where each group begins")
+            )  # fmt: skip
+        groups = [x[:, start:end] for start, end in zip(first, ends, strict=False)]
+        return torch.cat([_REDUCE[self.mode.name](rows, [1]) for rows in groups])
 
 
 def _product(x: Any, axes: list[int]) -> Any:
@@ -163,7 +199,12 @@ class ReductionMethods(NodeList):
     """The methods that add reductions."""
 
     def reduction(
-        self, input: Tensor, mode: reduction_mode, compute_data_type: object = NOT_SET, name: str = ""
+        self,
+        input: Tensor,
+        mode: reduction_mode,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+        group_offset: Tensor | None = None,
     ) -> Tensor:
         """Reduces ``input`` over every dimension in which the shape set on the result with ``set_dim()`` has extent 1.
 
@@ -171,12 +212,17 @@ class ReductionMethods(NodeList):
         absolute values), NORM2 (root of the sum of squares) or MUL_NO_ZEROS (product of what is not 0). cuDNN has the
         first five; AVG, NORM1 and MUL_NO_ZEROS become element-wise operations and one of these, and NORM2 is for the
         reference executor. Returns Y, which has the shape of ``input`` until it is set and channels-last strides.
+
+        ``group_offset``, INT32 ``[groups, 1, 1]``, divides the rows of an input ``[1, rows, N]`` at rising offsets into
+        groups, which are reduced each to a row of ``[groups, 1, N]``. The last group ends with the rows, or at one more
+        offset. cuDNN describes it from 9.24; 9.28 has no engine for it alone.
         """
         if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = ", ".join(member.name for member in reduction_mode if member)
             where = f"{name} (reduction)" if name else "reduction"
             raise ValueError(refusal(where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them"))
-        return self._add(Reduction, name, compute_data_type, {"X": input}, ["Y"], mode=mode).outputs["Y"]
+        inputs = {"X": input, "GROUP_OFFSET": group_offset}
+        return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]
 
     def genstats(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> list[Tensor]:
         """Sums per channel of ``input`` ``[N, C, ...]`` and of its squares, the start of batch normalisation.
