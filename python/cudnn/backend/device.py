@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 
 from cudnn.backend.attributes import Attribute
@@ -17,6 +19,11 @@ class DeviceProperties:
         by_number = isinstance(source, int)
         attribute = Attribute.DEVICEPROP_DEVICE_ID if by_number else Attribute.DEVICEPROP_JSON_REPRESENTATION
         self.descriptor = Descriptor.make(DescriptorType.DEVICEPROP, {attribute: source})
+
+    @functools.cached_property
+    def sm_version(self) -> int:
+        """Compute capability, 90 for 9.0."""
+        return json.loads(self.serialize())["deviceVer"] // 10
 
     def serialize(self) -> str:
         """The description as JSON text."""

@@ -103,9 +103,7 @@ class AttentionForward(Attention):
             support.refuse_composite(self)
             unheard = "; unfuse_fma has no effect on it" if self.unfuse_fma else ""
             _log.info("%s: COMPOSITE implementation: %s%s", self.where, reason, unheard)
-            paged = "Page_table_K" in self.inputs
-            key = graph.pages("K", transposed=True) if paged else self.transposed(lowering, "K")
-            self.compose(graph, key, statistics)
+            self.compose(graph, self.key(graph, lowering), statistics)
             lowering.expand(graph)
         else:
             _log.info("%s: UNIFIED implementation, cuDNN's one operation for attention", self.where)
@@ -186,12 +184,21 @@ class AttentionForward(Attention):
 
     def compose(self, graph: ScoreGraph, key: Tensor, statistics: Mapping[str, Tensor]) -> None:
         """Attention in smaller operations; ``key`` is K as ``[b, h_k, d_qk, s_kv]``."""
-        q, seq_len_q, seq_len_kv = self.inputs["Q"], *graph.lengths
-        scores = graph.scores(graph.product(q, key, m=seq_len_q, n=seq_len_kv))
+        seq_len_q, seq_len_kv = graph.lengths
+        scores = graph.scores(graph.product(self.query(graph), key, m=seq_len_q, n=seq_len_kv))
         scores = graph.apply(self.SCORE_STEPS, scores)
         softmax = graph.softmax if graph.version >= BAND_MASK_SINCE else graph.small_softmax
         weights = graph.dropped(softmax(scores, self.inputs.get("Sink"), statistics))
         self.sum_values(graph, weights)
+
+    def query(self, graph: ScoreGraph) -> Tensor:
+        """Q ``[b, h_q, s_q, d_qk]``."""
+        return self.inputs["Q"]
+
+    def key(self, graph: ScoreGraph, lowering: Lowering) -> Tensor:
+        """K as ``[b, h_k, d_qk, s_kv]``."""
+        paged = "Page_table_K" in self.inputs
+        return graph.pages("K", transposed=True) if paged else self.transposed(lowering, "K")
 
     def values(self, graph: ScoreGraph) -> Tensor:
         """V ``[b, h_v, s_kv, d_v]``."""

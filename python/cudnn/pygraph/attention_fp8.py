@@ -26,7 +26,7 @@ from cudnn.reference.memory import rounded
 _log = logging.getLogger("cudnn")
 
 
-def _infer_amax(node: Node) -> None:
+def infer_amax(node: Node) -> None:
     """Shapes and types of the largest absolute values."""
     for port, tensor in node.outputs.items():
         if port.startswith("Amax"):
@@ -41,7 +41,7 @@ def _descaled(values: Mapping[str, Any], scale: Any, *ports: str) -> Any:
     return scale
 
 
-def _largest(x: Any) -> Any:
+def largest(x: Any) -> Any:
     return x.abs().amax().view(1, 1, 1, 1)
 
 
@@ -59,7 +59,7 @@ class AttentionFp8Forward(AttentionForward):
 
     def infer(self, context: Context) -> None:
         super().infer(context)
-        _infer_amax(self)
+        infer_amax(self)
 
     def check(self, context: Context) -> None:
         support.check_fp8_forward(self, context, support.loaded_version())
@@ -82,7 +82,7 @@ class AttentionFp8Forward(AttentionForward):
         weights, statistics = attention_weights(values["Q"], self.dense(values, "K"), masks)
         stored = rounded(weights * values["Scale_s"], self.inputs["Q"].data_type, self.where).to(weights.dtype)
         total = weighted_sum(stored, self.dense(values, "V"), masks) * values["Descale_s"] * values["Descale_v"]
-        found = {"O": total * values["Scale_o"], "Amax_S": _largest(weights), "Amax_O": _largest(total), **statistics}
+        found = {"O": total * values["Scale_o"], "Amax_S": largest(weights), "Amax_O": largest(total), **statistics}
         if "RNG_DUMP" in self.outputs and masks.dropout is not None:
             found["RNG_DUMP"] = masks.dropout[0]
         return found
@@ -103,7 +103,7 @@ class AttentionFp8Backward(AttentionBackward):
 
     def infer(self, context: Context) -> None:
         super().infer(context)
-        _infer_amax(self)
+        infer_amax(self)
 
     def check(self, context: Context) -> None:
         support.check_fp8_backward(self, context, support.loaded_version())
@@ -169,7 +169,7 @@ class AttentionFp8Backward(AttentionBackward):
             return rounded(x * values[scale], self.inputs[like].data_type, self.where).to(x.dtype)
 
         def store_scores(x: Any) -> Any:
-            results["Amax_dP"] = _largest(x)
+            results["Amax_dP"] = largest(x)
             return stored(x, "Scale_dP", "dO")
 
         q, k, v, o, d_o, stats = (values[port] for port in ("Q", "K", "V", "O", "dO", "Stats"))
@@ -181,7 +181,7 @@ class AttentionFp8Backward(AttentionBackward):
         )  # fmt: skip
         for port, a, b in (("dQ", "dP", "k"), ("dK", "dP", "q"), ("dV", "s", "dO")):
             total = found[port] * values[f"Descale_{a}"] * values[f"Descale_{b}"]
-            results[f"Amax_{port}"] = _largest(total)
+            results[f"Amax_{port}"] = largest(total)
             results[port] = total * values[f"Scale_{port}"]
         if "dSink" in self.outputs:
             results["dSink"] = found["dSink"]

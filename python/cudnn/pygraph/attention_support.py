@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn.backend import library
 from cudnn.backend.library import format_version
-from cudnn.enums import data_type
+from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.node import NOT_SET, Context
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cudnn.pygraph.attention import AttentionForward
     from cudnn.pygraph.attention_backward import AttentionBackward
     from cudnn.pygraph.attention_fp8 import AttentionFp8Backward, AttentionFp8Forward
+    from cudnn.pygraph.attention_mxfp8 import AttentionMxfp8Forward
     from cudnn.pygraph.attention_scores import Attention
     from cudnn.pygraph.tensor import Tensor
 
@@ -504,6 +505,34 @@ def _fp8_sink(node: Attention, sm: int | None) -> Iterator[Rule]:
         "Sink" in node.inputs and _is_hopper(sm), UNSUPPORTED, "sink_token", f"fp8 tensors on compute capability {sm}",
         "fp16 or bf16 tensors", "convert them, or leave it out"
     )  # fmt: skip
+
+
+def check_mxfp8_forward(node: AttentionMxfp8Forward, context: Context, version: int) -> None:
+    """Refuses what the forward pass on MXFP8 tensors does not support."""
+    sm = context.sm_version
+    with_version = f"cuDNN {format_version(version)}"
+    _apply(node, [
+        Rule(version < 92100, UNSUPPORTED, "MXFP8 tensors", with_version, "cuDNN 9.21 or newer",
+             "install a newer nvidia-cudnn package"),
+        Rule(sm is not None and sm // 10 != 10, UNSUPPORTED, "MXFP8 tensors", f"compute capability {sm}",
+             "10.0 or 10.3 (Blackwell)", "use sdpa_fp8()"),
+    ])  # fmt: skip
+    _apply(node, _layout(node, ("Q", "K", "V", "O")))
+    _apply(node, _masks(node, version))
+    _apply(node, _types(context))
+    for port, axis in (("Q", 3), ("K", 3), ("V", 2)):
+        scale, dims = node.inputs[f"Descale_{port.lower()}"], [*node.inputs[port].dim]
+        dims[axis] = -(-dims[axis] // 32)
+        what = f"descale_{port.lower()} (tensor {scale.name!r})"
+        _apply(node, [
+            Rule(scale.data_type is not data_type.FP8_E8M0, ValueError, what, scale.data_type.name, "FP8_E8M0",
+                 "convert the scales"),
+            Rule(scale.reordering_type is not tensor_reordering.F8_128x4, ValueError, what,
+                 f"reordering {scale.reordering_type.name}", "F8_128x4", "store the scales so, and say so"),
+            Rule(scale.dim[:2] != dims[:2] or any(have < need for have, need in zip(scale.dim, dims, strict=True)),
+                 ValueError, what, f"dim={scale.dim}", f"dim={dims}, or more in the last two as padding",
+                 "pass a scale for every 32 elements"),
+        ])  # fmt: skip
 
 
 def _fp8(version: int, sm: int | None) -> Iterator[Rule]:

@@ -37,6 +37,7 @@ from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.attention import AttentionMethods
 from cudnn.pygraph.attention_fp8 import Fp8AttentionMethods
+from cudnn.pygraph.attention_mxfp8 import Mxfp8AttentionMethods
 from cudnn.pygraph.lowering import Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods
@@ -52,7 +53,7 @@ _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
 
-class pygraph(AttentionMethods, Fp8AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
+class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
     """A graph of operations on tensors.
 
     Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call
@@ -91,7 +92,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, NormalizationMethods, SubGr
         if backend not in (None, "cudnn", "reference"):
             raise ValueError(refusal("pygraph", "backend", repr(backend), "'cudnn', 'reference' or None", "choose one"))
         if sm_version is None and device_property is not None:
-            sm_version = json.loads(device_property.serialize())["deviceVer"] // 10
+            sm_version = device_property.sm_version
         super().__init__(
             Context(
                 library_type(io_data_type),

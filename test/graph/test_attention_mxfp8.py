@@ -1,0 +1,117 @@
+"""Attention on MXFP8 tensors: the formula, what it refuses, and plans for a B200."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from support.graphs import BFLOAT16, FLOAT, configurations, planned_graph, reference_graph
+
+E4M3, E8M0 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FP8_E8M0
+TILED = cudnn.tensor_reordering.F8_128x4
+B, H, S, D = 2, 4, 128, 128
+
+
+def packed(dims: list[int]) -> list[int]:
+    strides = [1]
+    for extent in reversed(dims[1:]):
+        strides.insert(0, strides[0] * extent)
+    return strides
+
+
+def describe(graph: cudnn.pygraph, heads: int = 2, scale: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Tensors by name, with O, Stats and Amax_O."""
+    shapes = {"q": [B, H, S, D], "k": [B, heads, S, D], "v": [B, heads, S, D]}
+    shapes |= {"descale_q": [B, H, S, D // 32], "descale_k": [B, heads, S, D // 32]}
+    shapes |= {"descale_v": [B, heads, S // 32, D]}
+    tensors: dict[str, Any] = {}
+    for name, dims in shapes.items():
+        layout: dict[str, Any] = (
+            {"data_type": E8M0, "reordering_type": TILED} if name.startswith("descale") else {"data_type": E4M3}
+        )
+        if name == "descale_k":
+            layout |= scale or {}
+            dims = layout.pop("dim", dims)
+        tensors[name] = graph.tensor(dim=dims, stride=packed(dims), **layout)
+    results: list[Any] = graph.sdpa_mxfp8(
+        **tensors, attn_scale=0.09, generate_stats=True, use_causal_mask=True, name="attention", **options
+    )
+    o, stats, amax = results
+    o.set_output(True).set_dim([B, H, S, D]).set_stride([H * S * D, D, H * D, 1]).set_data_type(BFLOAT16)
+    stats.set_output(True)
+    amax.set_output(True)
+    return tensors | {"O": o, "Stats": stats, "Amax_O": amax}
+
+
+def tiled(scales: torch.Tensor) -> torch.Tensor:
+    """Scales ``[b, h, rows, columns]`` in tiles of 128 x 4, as PTX lays them out: row r of 32 gets r, r + 32, ..."""
+    b, h, rows, columns = scales.shape
+    padded = torch.zeros(b, h, -(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8)
+    padded[:, :, :rows, :columns] = scales
+    tiles = padded.view(b * h, padded.shape[2] // 128, 4, 32, padded.shape[3] // 4, 4)
+    return tiles.permute(0, 1, 4, 3, 2, 5).contiguous().flatten()
+
+
+def test_reference_agrees_with_pytorch() -> None:
+    torch.manual_seed(0)
+    graph = reference_graph(E4M3, FLOAT, FLOAT)
+    tensors = describe(graph)
+    data: dict[str, torch.Tensor] = {}
+    exact: dict[str, torch.Tensor] = {}
+    for name in "qkv":
+        dims = tensors[name].get_dim()
+        data[name] = torch.randn(dims).to(torch.float8_e4m3fn)
+        exponents = torch.randint(125, 129, tensors[f"descale_{name}"].get_dim(), dtype=torch.uint8)
+        # A padded tile is written where the extents are no multiples of 128 and 4.
+        data[f"descale_{name}"] = tiled(exponents).view(torch.float8_e8m0fnu)
+        factors = torch.exp2(exponents.double() - 127).repeat_interleave(32, 2 if name == "v" else 3)
+        exact[name] = data[name].double() * factors
+    graph.build([cudnn.heur_mode.A])
+    found = {
+        "O": torch.empty(B, S, H, D, dtype=torch.bfloat16).transpose(1, 2),
+        "Stats": torch.empty(B, H, S, 1),
+        "Amax_O": torch.empty(1, 1, 1, 1),
+    }
+    graph.execute({tensors[name]: value for name, value in (data | found).items()}, None)
+    k, v = (exact[name].repeat_interleave(2, 1) for name in "kv")
+    scores = (exact["q"] @ k.transpose(2, 3) * 0.09).masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
+    o = scores.softmax(-1) @ v
+    torch.testing.assert_close(found["O"].double(), o, atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(found["Stats"].double(), scores.logsumexp(-1, keepdim=True), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["Amax_O"].double().item(), o.abs().max().item(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        ({"data_type": E4M3}, "descale_k .* got FP8_E4M3; allowed: FP8_E8M0"),
+        ({"reordering_type": cudnn.tensor_reordering.NONE}, "descale_k .* got reordering NONE; allowed: F8_128x4"),
+        ({"dim": [B, 2, S, 2]}, r"descale_k .* got dim=\[2, 2, 128, 2\]; allowed: dim=\[2, 2, 128, 4\]"),
+    ],
+)
+def test_refuses_scales(scale: dict[str, Any], text: str) -> None:
+    graph = reference_graph(E4M3, FLOAT, FLOAT)
+    describe(graph, scale=scale)
+    with pytest.raises(ValueError, match=text):
+        graph.validate()
+
+
+def test_plans_for_blackwell(b200: Any, libcudnn: Any) -> None:
+    graph = planned_graph(b200, E4M3)
+    describe(graph)
+    if libcudnn.version < 92100:
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"MXFP8 tensors: got cuDNN .*9\.21 or newer"):
+            graph.validate()
+    else:
+        assert configurations(graph) > 0
+        graph.build_plans()
+
+
+def test_refuses_hopper(h200: Any) -> None:
+    graph = planned_graph(h200, E4M3)
+    describe(graph)
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"MXFP8 tensors: got (cuDNN|compute capability 90)"):
+        graph.validate()
