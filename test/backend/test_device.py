@@ -22,6 +22,10 @@ def test_device_properties_round_trip(device_properties: DeviceProperties) -> No
     assert create_device_properties(text).serialize() == text
 
 
+def test_compute_capability(h200: DeviceProperties, b200: DeviceProperties) -> None:
+    assert (h200.sm_version, b200.sm_version) == (90, 100)
+
+
 def test_incomplete_device_properties_name_what_is_missing() -> None:
     with pytest.raises(CudnnError, match=r"DEVICEPROP failed: .*BAD_PARAM"):
         create_device_properties('{"deviceVer": 900}')
