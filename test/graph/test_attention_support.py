@@ -5,14 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import cudnn
 from cudnn.pygraph import attention_support
-from support.attention import checked, checked_backward, small
+from support.attention import (
+    BACKWARD_CASES,
+    CASES,
+    Problem,
+    checked,
+    checked_backward,
+    describe,
+    described_backward_data,
+    small,
+)
 from support.graphs import FLOAT, HALF, reference_graph
 
 INT32 = cudnn.data_type.INT32
-UNIFIED = cudnn.attention_implementation.UNIFIED
+UNIFIED, COMPOSITE = cudnn.attention_implementation.UNIFIED, cudnn.attention_implementation.COMPOSITE
 NOT_SUPPORTED = cudnn.cudnnGraphNotSupportedError
 
 
@@ -144,3 +154,241 @@ def test_refuses_versions(version: int, options: dict[str, Any], text: str, monk
 def test_unified_computes_in_float_only() -> None:
     with pytest.raises(NOT_SUPPORTED, match=r"UNIFIED, but .*FLOAT only"):
         checked(reference_graph(HALF, compute=HALF), implementation=UNIFIED)
+
+
+# Versions, devices and combinations, in the order of the checks.
+def validate(problem: Problem, version: int, sm: int | None, backward: bool, **options: Any) -> None:
+    """The checks of a version of cuDNN on a device."""
+    graph = cudnn.pygraph(
+        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, backend="reference", sm_version=sm
+    )
+    data = problem.tensors(torch.float16, "meta")
+    if backward:
+        data = described_backward_data(problem, data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_support, "loaded_version", lambda: version)
+        describe(graph, problem, data, **options).graph.validate()
+
+
+NEW = 92800
+CAUSAL = {"use_causal_mask": True}
+BOTTOM_RIGHT = {"use_causal_mask_bottom_right": True}
+WINDOW = {"diagonal_band_left_bound": 9}
+PADDED = {"lengths_q": (77, 192), "lengths_kv": (128, 33)}
+ALIBI = {"use_alibi_mask": True}
+BIAS = (1, 4, 192, 192)
+# Version, compute capability, problem, class, text.
+BOTH = {
+    "a broken cuDNN": (91001, None, Problem(), NOT_SUPPORTED, "9.10.0 or 9.10.1"),
+    "windows of 9.14.0": (91400, None, Problem(s_kv=2048, options=WINDOW), NOT_SUPPORTED, "9.14.0 and s_kv > 1024"),
+    "a score modifier and a mask": (
+        NEW, None, Problem(modifier="softcap", options=CAUSAL), NOT_SUPPORTED, "score_mod: got with a right bound"
+    ),
+    "a score modifier and padding": (
+        NEW, None, Problem(modifier="softcap", **PADDED), NOT_SUPPORTED, "score_mod: got with a padding mask"
+    ),
+    "a score modifier and a window": (
+        NEW, None, Problem(modifier="softcap", options=WINDOW), NOT_SUPPORTED, "score_mod: got with a left bound"
+    ),
+    "ALiBi alone": (NEW, None, Problem(options=ALIBI), NOT_SUPPORTED, "use_alibi_mask: got right bound None"),
+    "ALiBi to the right": (
+        NEW, None, Problem(options={**ALIBI, "diagonal_band_right_bound": 3}), NOT_SUPPORTED, "right bound 3"
+    ),
+    "ALiBi bottom right": (
+        NEW, None, Problem(options={**ALIBI, **BOTTOM_RIGHT}), NOT_SUPPORTED, "bottom-right causal mask: got with ALiBi"
+    ),
+    "dropout bottom right": (
+        NEW, None, Problem(dropout=0.5, options=BOTTOM_RIGHT), NOT_SUPPORTED, "got with dropout; allowed: neither bias"
+    ),
+    "bottom right of odd lengths": (
+        90500, None, Problem(s_kv=200, options=BOTTOM_RIGHT), NOT_SUPPORTED, "multiples of 64 before cuDNN 9.6"
+    ),
+    "window bottom right of two lengths": (
+        90500, None, Problem(s_kv=256, options={**BOTTOM_RIGHT, **WINDOW}), NOT_SUPPORTED, "s_q=192 != s_kv=256"
+    ),
+    "ragged without lengths": (NEW, None, Problem(ragged=True), NOT_SUPPORTED, "ragged tensors: got no padding mask"),
+    "a window of too many rows": (
+        NEW, None, Problem(s_q=256, options=WINDOW), NOT_SUPPORTED, "left_bound: got 9 with s_q=256 > s_kv=192"
+    ),
+    "a window and a bias": (
+        90900, None, Problem(bias=BIAS, options={**WINDOW, **CAUSAL}), NOT_SUPPORTED, "neither before cuDNN 9.10.2"
+    ),
+    "a negative right bound": (
+        NEW, None, Problem(options={"diagonal_band_right_bound": -2}), RuntimeError, "right_bound: got -2"
+    ),
+    "a sink before 9.13": (91200, None, Problem(sink=True), ValueError, "sink_token: got cuDNN 9.12.0"),
+    "Volta": (NEW, 70, Problem(), NOT_SUPPORTED, "compute capability 70; allowed: 80"),
+    "one dropped row": (91900, None, Problem(s_q=1, dropout=0.5), NOT_SUPPORTED, "dropout: got s_q=1 with cuDNN 9.19"),
+}  # fmt: skip
+PAGED = {"page": 64, **PADDED}
+FORWARD = {
+    **BOTH,
+    "heads": (NEW, None, Problem(d_qk=36), NOT_SUPPORTED, "head size: got d_qk=36"),
+    "an empty window": (
+        90900, None, Problem(options={**CAUSAL, "diagonal_band_left_bound": 0}), RuntimeError, "left_bound: got 0"
+    ),
+    "a window alone": (90900, None, Problem(options=WINDOW), NOT_SUPPORTED, "with a causal mask before cuDNN 9.10.2"),
+    "window bottom right on Hopper": (
+        90900, 90, Problem(options={**BOTTOM_RIGHT, **WINDOW}), NOT_SUPPORTED, "cuDNN newer than 9.9.0"
+    ),
+    "one causal row": (90900, None, Problem(s_q=1, options=CAUSAL), NOT_SUPPORTED, "s_q: got 1 with cuDNN 9.9.0"),
+    "one wide row": (90900, 100, Problem(s_q=1, d_qk=192), NOT_SUPPORTED, "s_q: got 1 with cuDNN 9.9.0"),
+    "one row with a sink": (NEW, None, Problem(s_q=1, sink=True), NOT_SUPPORTED, "sink_token: got s_q=1"),
+    "wide pages": (90900, None, Problem(d_qk=192, **PAGED), NOT_SUPPORTED, "a head size of 192 with cuDNN 9.9.0"),
+    "ragged pages": (90600, None, Problem(ragged=True, **PAGED), NOT_SUPPORTED, "a ragged tensor with cuDNN 9.6.0"),
+    "pages without lengths": (NEW, None, Problem(page=64), NOT_SUPPORTED, "paged attention: got no sequence lengths"),
+    "pages before 9.5": (90400, None, Problem(**PAGED), NOT_SUPPORTED, "paged attention: got with cuDNN 9.4.0"),
+    "packed tables": (91001 - 100, None, Problem(packed=True, **PAGED), NOT_SUPPORTED, "packed page tables with"),
+    "pages beside a shorter bias": (
+        NEW, None, Problem(bias=(1, 1, 192, 1), **PAGED), NOT_SUPPORTED, "max_seq_len_kv: got 192 with bias"
+    ),
+    "Ampere": (90900, 80, Problem(d_qk=136), NOT_SUPPORTED, "head size on compute capability 80: got 136"),
+    "Hopper": (90900, 90, Problem(d_v=264), NOT_SUPPORTED, "head size on compute capability 90: got 264"),
+    "Blackwell": (90800, 100, Problem(d_v=192), NOT_SUPPORTED, "head size on compute capability 100: got 192"),
+    "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "or cuDNN 9.18.1 or newer"),
+    "all statistics": (92000, None, Problem(statistics=True), NOT_SUPPORTED, "score_max and score_sum_exp"),
+}  # fmt: skip
+BACKWARD = {
+    **BOTH,
+    "an empty window": (
+        NEW, None, Problem(options={**CAUSAL, "diagonal_band_left_bound": 0}), RuntimeError, "left_bound: got 0"
+    ),
+    "192 on an old Blackwell": (91000 + 2, 100, Problem(d_qk=192, d_v=128), NOT_SUPPORTED, "d_qk=192, d_v=128"),
+    "256 on an old Blackwell": (92200, 100, Problem(d_qk=256, d_v=256), NOT_SUPPORTED, "d_qk=256, d_v=256"),
+    "dBias with padding": (90400, None, Problem(bias=BIAS, **PADDED), NOT_SUPPORTED, "dBias: got padding, or s_q=192"),
+    "ragged dBias": (
+        90500, None, Problem(bias=BIAS, ragged=True, **PADDED), NOT_SUPPORTED, "dBias: got ragged tensors, grouped"
+    ),
+    "ragged dBias on Blackwell": (
+        NEW, 100, Problem(bias=BIAS, ragged=True, **PADDED), NOT_SUPPORTED, "dBias: got ragged tensors on compute"
+    ),
+    "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "cuDNN 9.18.1 or newer, Stats not"),
+    "ragged statistics on Ampere": (NEW, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "Stats not ragged"),
+    "a narrow dBias": (91900, None, Problem(bias=(1, 4, 1, 192)), NOT_SUPPORTED, "which writes outside it"),
+    "a dropout mask": (91900, None, Problem(own_mask=True), NOT_SUPPORTED, "ignores the inverse of its scale"),
+    "dSink with dropout": (91900, None, Problem(sink=True, dropout=0.5), NOT_SUPPORTED, "dSink_token: got with"),
+}  # fmt: skip
+RULES = [(False, name, *rule) for name, rule in FORWARD.items()] + [
+    (True, name, *rule) for name, rule in BACKWARD.items()
+]
+
+
+@pytest.mark.parametrize(("backward", "name", "version", "sm", "problem", "error", "text"), RULES)
+def test_refuses_combinations(
+    backward: bool, name: str, version: int, sm: int | None, problem: Problem, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        validate(problem, version, sm, backward)
+
+
+DETERMINISTIC = {"use_deterministic_algorithm": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "sm", "problem", "options", "refused"),
+    [
+        (91700, 100, Problem(), DETERMINISTIC, "cuDNN 9.18 or newer"),
+        (91800, 100, Problem(), DETERMINISTIC, ""),
+        (NEW, 100, Problem(dropout=0.5), DETERMINISTIC, "and dBias, dropout or ALiBi"),
+        (NEW, 100, Problem(options={**ALIBI, **CAUSAL}), DETERMINISTIC, "and dBias, dropout or ALiBi"),
+        (NEW, 100, Problem(bias=BIAS), DETERMINISTIC, "and dBias, dropout or ALiBi"),
+        (91700, 90, Problem(dropout=0.5), DETERMINISTIC, ""),
+        (NEW, None, Problem(), {"max_total_seq_len_q": 100}, "max_total_seq_len_q, max_total_seq_len_kv: got given"),
+        (NEW, None, Problem(ragged=True, **PADDED), {"max_total_seq_len_kv": 300}, ""),
+        (NEW, 100, Problem(d_qk=256, d_v=256), {}, ""),
+    ],
+)
+def test_algorithms_of_the_backward_pass(
+    version: int, sm: int | None, problem: Problem, options: dict[str, Any], refused: str
+) -> None:
+    if refused:
+        with pytest.raises(NOT_SUPPORTED, match=refused):
+            validate(problem, version, sm, True, **options)
+    else:
+        validate(problem, version, sm, True, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refuses_no_supported_case(name: str) -> None:
+    for sm in (90, 100):
+        validate(CASES[name], NEW, sm, backward=False)
+        if name in BACKWARD_CASES:
+            validate(CASES[name], NEW, sm, backward=True)
+
+
+def test_dsink_needs_the_sink() -> None:
+    graph = reference_graph(HALF)
+    q, k, v = small(graph)
+    stats, d_sink = graph.tensor([2, 4, 64, 1], [256, 64, 1, 1], FLOAT), graph.tensor([1, 4, 1, 1], [4, 1, 1, 1], FLOAT)
+    gradients = graph.sdpa_backward(q, k, v, graph.tensor_like(q), graph.tensor_like(q), stats, dSink_token=d_sink)
+    for gradient in gradients:
+        gradient.set_output(True)
+    with pytest.raises(ValueError, match="dSink_token: got given without sink_token"):
+        graph.validate()
+
+
+def test_longest_sequence_is_for_pages() -> None:
+    with pytest.raises(NOT_SUPPORTED, match="paged_attention_max_seq_len_kv: got 64 without page tables"):
+        checked(paged_attention_max_seq_len_kv=64)
+
+
+@pytest.mark.parametrize(
+    ("version", "problem", "text"),
+    [
+        (91300, Problem(), "the operation itself needs cuDNN 9.13.1"),
+        (91301, Problem(blocks=True), "a block mask needs cuDNN 9.14.0"),
+        (91400, Problem(**PADDED), "a padding mask needs cuDNN 9.15.0"),
+        (91400, Problem(**PAGED), "a padding mask needs cuDNN 9.15.0"),
+        (92000, Problem(bias=BIAS), "bias needs cuDNN 9.21.0"),
+        (92000, Problem(options={**ALIBI, **CAUSAL}), "ALiBi needs cuDNN 9.21.0"),
+        (92000, Problem(options=BOTTOM_RIGHT), "a causal or sliding-window mask needs cuDNN 9.21.0"),
+        (92000, Problem(sink=True), "a sink needs cuDNN 9.21.0"),
+        (92000, Problem(modifier="softcap"), "a score modifier needs cuDNN 9.21.0"),
+        (92100, Problem(dropout=0.5), "dropout needs cuDNN 9.22.0"),
+        (NEW, Problem(dropout=0.5), "dropout with statistics is not among its features"),
+        (NEW, Problem(own_mask=True), "a dropout mask of the user is not among its features"),
+    ],
+)
+def test_what_the_one_operation_needs(version: int, problem: Problem, text: str) -> None:
+    with pytest.raises(NOT_SUPPORTED, match=f"implementation: got UNIFIED, but {text}"):
+        validate(problem, version, None, False, implementation=UNIFIED)
+
+
+def test_what_only_the_one_operation_has() -> None:
+    with pytest.raises(NOT_SUPPORTED, match="block_mask: got the COMPOSITE implementation; allowed: the UNIFIED one"):
+        validate(Problem(blocks=True), NEW, None, False, implementation=COMPOSITE)
+
+
+WRONG_ARGUMENTS = {
+    "dropout of all": (lambda one: {"dropout": (1.0, one, one)}, ValueError, "a probability of 1.0"),
+    "negative dropout": (lambda one: {"dropout": (-0.1, one, one)}, ValueError, "a probability of -0.1"),
+    "a probability alone": (lambda one: {"dropout": 0.5}, TypeError, r"dropout: got \(float\)"),
+    "seeds no tensors": (lambda one: {"dropout": (0.5, 1, 2)}, TypeError, r"dropout: got \(float, int, int\)"),
+    "a bool for statistics": (lambda one: {"score_max": True}, TypeError, "Max: got bool"),
+    "two names of a bias": (lambda one: {"bias": one, "attn_bias": one}, RuntimeError, "bias and attn_bias"),
+    "no tensor for a sink": (lambda one: {"sink_token": 0.5}, TypeError, "input Sink"),
+    "a sink of another shape": (lambda one: {"sink_token": one}, ValueError, r"Sink .*h_q, 1, 1\] = \[1, 4, 1, 1\]"),
+    "a modifier of no result": (lambda one: {"score_mod": lambda graph, x: None}, TypeError, "returned NoneType"),
+    "page tables of one entry": (
+        lambda one: {"paged_attention_k_table": one, "paged_attention_max_seq_len_kv": 64}, ValueError, "Page_table_K"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_refuses_arguments(name: str) -> None:
+    options, error, text = WRONG_ARGUMENTS[name]
+    graph = reference_graph(HALF)
+    with pytest.raises(error, match=text):
+        checked(graph, **options(graph.tensor([1] * 4, [1] * 4, FLOAT)))
+
+
+def test_ragged_offsets_are_integers_of_each_entry() -> None:
+    for kind, count in ((FLOAT, 3), (INT32, 2)):
+        graph = reference_graph(HALF)
+        q, k, v = small(graph)
+        q.set_ragged_offset(graph.tensor([count, 1, 1, 1], [1] * 4, kind))
+        lengths = [graph.tensor([2, 1, 1, 1], [1] * 4, INT32) for _ in range(2)]
+        graph.sdpa(q, k, v, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1])[0].set_output(True)
+        with pytest.raises(ValueError, match=r"ragged_offset of tensor .*INT32 or INT64 \[b \+ 1, 1, 1, 1\]"):
+            graph.validate()
