@@ -26,7 +26,7 @@ def chunks() -> Iterator[object]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "start"), chunks())
+@pytest.mark.parametrize(("family", "start"), [*chunks()])
 def test_random_graphs(family: str, start: int) -> None:
     outcomes = [run(FAMILIES[family].draw(seed), "cuda", "cudnn") for seed in range(start, start + _CHUNK)]
     failed = [f"seed {o.case.seed} ({o.plan or 'no plan'}): {o.message}" for o in outcomes if o.status == "failed"]

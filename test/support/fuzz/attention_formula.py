@@ -104,7 +104,7 @@ class Problem:
         return 2 * self.score_error + _EXP
 
     def softmax(self) -> tuple[torch.Tensor, dict[str, Approx]]:
-        """The weights; Stats, Max and Sum_exp. Stats of valid rows that see nothing are -inf."""
+        """The weights; Stats, Max and Sum_exp. Stats of rows that see nothing are -inf; the sink, where one is."""
         largest = self.scores.amax(-1, keepdim=True)
         if self.sink is not None:
             largest = torch.maximum(largest, self.sink)
@@ -116,6 +116,8 @@ class Problem:
             total = total + torch.exp(self.sink - shift)
         weights = torch.where(alive, powers / total, 0.0)
         stats = torch.where(alive, shift + total.log(), -torch.inf)
+        if self.sink is not None:
+            stats = torch.where(self.valid_rows & ~alive, self.sink, stats)
         anything = torch.where(self.valid_rows & alive, 0.0, torch.inf)
         return weights, {
             "Stats": Approx(stats, torch.where(alive, self.relative + 2**-20 * stats.abs(), 0.0)),
