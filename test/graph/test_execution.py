@@ -143,6 +143,7 @@ def test_calls_with_addresses() -> None:
     raw = (ctypes.c_void_p * 2)(*pointers)
     calls = [
         lambda: graph._execute({2: pointers[0], 5: pointers[1]}, 0),
+        lambda: graph._execute_plan_at_index({2: pointers[0], 5: pointers[1]}, 0, 0, None, [5], [[4, 6]], [[6, 1]]),
         lambda: graph._execute_with_ptrs(pointers, 0),
         lambda: graph._execute_with_raw_ptrs(ctypes.addressof(raw), 2, 0),
     ]

@@ -570,8 +570,20 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         """Nothing is left to prepare: plans keep their variant packs by themselves."""
         self._planned()
 
-    def _execute(self, pointers: Mapping[int, int], workspace: int, handle: Handle | int | None = None) -> None:
-        pygraph.execute(self, pointers, workspace, handle)
+    def _execute(
+        self, pointers: Mapping[int, int], workspace: int, handle: Handle | int | None = None, *override: Any
+    ) -> None:
+        pygraph.execute(self, pointers, workspace, handle, *override)
+
+    def _execute_plan_at_index(
+        self,
+        pointers: Mapping[int, int],
+        workspace: int,
+        index: int,
+        handle: Handle | int | None = None,
+        *override: Any,
+    ) -> None:
+        self.execute_plan_at_index(pointers, workspace, index, handle, *override)
 
     def _execute_with_ptrs(self, pointers: Sequence[int], workspace: int, handle: Handle | int | None = None) -> None:
         """Addresses in the order of ``_get_variant_pack_uids_sorted()``. Nothing is checked but their number."""
