@@ -213,6 +213,7 @@ class _Bench:
         default = torch.cuda.default_stream(self._device)
         external = torch.cuda.ExternalStream
         self._stream = external(handle.stream, device=self._device) if handle.stream else default
+        torch.cuda.synchronize(self._device)  # the data may have been written on another stream
         self._other = torch.empty(_OTHER_DATA, dtype=torch.uint8, device=self._device)
         self._events = [
             tuple(torch.cuda.Event(enable_timing=True) for _ in ("start", "end")) for _ in range(iterations)
@@ -243,16 +244,18 @@ class _Bench:
         return TunedPlan(index, tag, took, size)
 
     def _time(self, call: Callable[[], None]) -> float:
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP):
-                call()
-            for start, end in self._events:
-                # Pushes the data out of the cache, and takes longer than the host needs to queue the call.
-                self._other.zero_()
-                start.record()
-                call()
-                end.record()
-        self._stream.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UP):
+                    call()
+                for start, end in self._events:
+                    # Pushes the data out of the cache, and takes longer than the host needs to queue the call.
+                    self._other.zero_()
+                    start.record()
+                    call()
+                    end.record()
+        finally:
+            self._stream.synchronize()  # what was queued still uses the memory of this measurement
         return 1e3 * statistics.median(start.elapsed_time(end) for start, end in self._events)
 
 

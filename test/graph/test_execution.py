@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import cudnn
 from cudnn.backend import cuda_graph
+from cudnn.backend.handle import gpu_available
 from cudnn.backend.plan import Origin
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
 
@@ -173,6 +175,72 @@ def test_the_layout_of_a_copy_is_that_of_the_driver() -> None:
     assert (ctypes.sizeof(fields), fields.target.offset, fields.width_bytes.offset) == (200, 88, 176)
     side = cuda_graph._Side
     assert [getattr(side, name).offset for name in ("host", "device", "pitch", "height")] == [40, 48, 72, 80]
+
+
+class FakeDriver:
+    """Keeps a list of calls; nodes and graphs are numbers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 0) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._nodes = nodes
+        self._next = 100
+        monkeypatch.setattr(cuda_graph, "_driver", self)
+        monkeypatch.setattr(cuda_graph, "on_device", lambda device: contextlib.nullcontext(ctypes.c_void_p(7)))
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        if name == "cuGraphGetNodes":
+            arguments[2]._obj.value = self._nodes
+        elif name in ("cuGraphCreate", "cuGraphAddMemcpyNode", "cuGraphAddChildGraphNode"):
+            self._next += 1
+            arguments[0]._obj.value = self._next
+            self.calls.append((name, [*arguments[2]] if "Add" in name else self._next))
+        elif name == "cuGraphChildGraphNodeGetGraph":
+            arguments[1]._obj.value = 55
+            self.calls.append((name, arguments[0].value))
+        else:
+            self.calls.append((name, arguments[0].value))
+
+
+def test_nodes_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch)
+    words = (ctypes.c_int32 * 2)(1, 2)
+    copies = [cuda_graph.words_to_device(4096, words), cuda_graph.upper_halves(8192, 0, 10)]
+    handle: Any = type("Handle", (), {"device": 0})
+
+    def fill(graph: int) -> None:
+        driver.calls.append(("fill", graph))
+
+    chain = cuda_graph.Chain(handle, 1, copies[:1], fill, copies[1:])
+    assert driver.calls == [
+        ("cuGraphAddMemcpyNode", []),
+        ("cuGraphCreate", 102),
+        ("fill", 102),
+        ("cuGraphAddChildGraphNode", [101]),
+        ("cuGraphDestroy", 102),
+        ("cuGraphAddMemcpyNode", [103]),
+    ]
+    driver.calls.clear()
+    chain.update(handle, copies[:1], fill, copies[1:])
+    assert driver.calls == [
+        ("cuGraphMemcpyNodeSetParams", 101),
+        ("cuGraphMemcpyNodeSetParams", 104),
+        ("cuGraphChildGraphNodeGetGraph", 103),
+        ("fill", 55),
+    ]
+
+
+def test_a_cuda_graph_with_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, nodes=3)
+    handle: Any = type("Handle", (), {"device": 0})
+    with pytest.raises(ValueError, match="graph: got a CUDA graph with nodes; allowed: an empty one"):
+        cuda_graph.Chain(handle, 1, [], lambda graph: None, [])
+
+
+def test_a_refusal_of_the_driver_is_named() -> None:
+    if gpu_available():
+        pytest.skip("the driver that stands in for a GPU's refuses everything")
+    with pytest.raises(RuntimeError, match="cuGraphCreate failed: CUDA driver error 100"):
+        cuda_graph._driver("cuGraphCreate")
 
 
 def test_a_cuda_graph_needs_a_plan_that_can_fill_one(h200: Any) -> None:

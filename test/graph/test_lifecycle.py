@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.pygraph import lowering
 from support.graphs import FLOAT, HALF, MODES, configurations, planned_graph, reference_graph
 
 
@@ -414,6 +415,23 @@ def test_two_builds_with_plans(h200: Any) -> None:
     name = graph.get_plan_name()
     graph.build(MODES)
     assert graph.get_plan_name() == name
+
+
+@pytest.mark.parametrize(("status", "error"), [(3001, cudnn.cudnnGraphNotSupportedError), (2000, cudnn.CudnnError)])
+def test_what_cudnn_calls_not_supported_is_named_so(
+    status: int, error: type[Exception], h200: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the operation graph is finalized, a call that programs leave unguarded."""
+
+    def refuse(*_: Any) -> None:
+        raise cudnn.CudnnError("finalizing the descriptor OPERATIONGRAPH failed", status, "")
+
+    monkeypatch.setattr(lowering, "OperationGraph", refuse)
+    graph = planned_graph(h200)
+    linear(graph)
+    graph.validate()
+    with pytest.raises(error, match="finalizing the descriptor OPERATIONGRAPH failed"):
+        graph.build_operation_graph()
 
 
 def test_a_graph_that_cudnn_refuses(h200: Any) -> None:
