@@ -1,19 +1,23 @@
-"""Attention by cuDNN against PyTorch in float64, forward and backward, with outputs full of NaN before each run."""
+"""Attention by cuDNN against PyTorch in float64, forward and backward.
+
+Before each run the outputs are full of NaN, and guards lie round them and round the workspace.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import cudnn
-from support.attention import CASES, Described, Problem, attention, describe
-from support.graphs import FLOAT
+from cudnn.backend import library
+from support.attention import BACKWARD_CASES, CASES, DROPOUT_CASES, Described, Problem, attention, describe
+from support.graphs import FLOAT, MODES
 
 pytestmark = pytest.mark.gpu
 AUTO, COMPOSITE = cudnn.attention_implementation.AUTO, cudnn.attention_implementation.COMPOSITE
-BACKWARD_CASES = [name for name, problem in CASES.items() if problem.h_k == problem.h_v]
 
 
 def new_graph(dtype: torch.dtype) -> cudnn.pygraph:
@@ -22,7 +26,7 @@ def new_graph(dtype: torch.dtype) -> cudnn.pygraph:
 
 def buildable(described: Described) -> Described:
     try:
-        described.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        described.graph.build(MODES)
     except cudnn.cudnnGraphNotSupportedError as error:
         pytest.skip(str(error))
     return described
@@ -34,11 +38,32 @@ def solve(problem: Problem, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor]
     return data, attention(problem, data, torch.float64), attention(problem, data, dtype)
 
 
+def forward(problem: Problem, dtype: torch.dtype, **options: Any) -> tuple[dict[str, torch.Tensor], ...]:
+    """Fresh inputs, what cuDNN makes of them, and the two solutions of ``solve``, with the mask that dropout drew."""
+    data = problem.tensors(dtype, "cuda")
+    # Before 9.21 it is Stats, or the largest score and the sum.
+    stats = not (problem.statistics and library.version() < 92100)
+    found = buildable(describe(new_graph(dtype), problem, data, **{"stats": stats, **options})).run()
+    if problem.dropout:
+        data["mask"] = found.pop("RNG_DUMP")
+    return data, found, attention(problem, data, torch.float64), attention(problem, data, dtype)
+
+
+def backward(problem: Problem, dtype: torch.dtype, **options: Any) -> tuple[dict[str, torch.Tensor], ...]:
+    """As ``forward``, with the gradients, from O and Stats of cuDNN's own forward pass."""
+    data, found, exact, rough = forward(problem, dtype)
+    given = {name: x for name, x in data.items() if name != "mask" or problem.own_mask} | found
+    gradients = buildable(describe(new_graph(dtype), problem, given, **options)).run()
+    if problem.dropout:
+        assert torch.equal(gradients.pop("RNG_DUMP"), data["mask"])
+    return data, gradients, exact, rough
+
+
 def check(problem: Problem, found: dict[str, torch.Tensor], exact: dict[str, Any], rough: dict[str, Any]) -> None:
     """At most twice the error of the same computation in the output type, plus that type's own rounding."""
     valid = problem.valid("cuda")
     for name, result in found.items():
-        if name == "dBias":
+        if name in ("dBias", "dSink"):
             mask = torch.ones_like(result, dtype=torch.bool)
         else:
             mask = valid["kv" if name in ("dK", "dV") else "q"].expand(result.shape)
@@ -57,10 +82,79 @@ def check(problem: Problem, found: dict[str, torch.Tensor], exact: dict[str, Any
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name: str, dtype: torch.dtype, implementation: Any) -> None:
+    _, found, exact, rough = forward(CASES[name], dtype, implementation=implementation)
+    check(CASES[name], found, exact, rough)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", BACKWARD_CASES)
+def test_backward(name: str, dtype: torch.dtype, deterministic: bool) -> None:
+    _, found, exact, rough = backward(CASES[name], dtype, use_deterministic_algorithm=deterministic)
+    check(CASES[name], found, exact, rough)
+
+
+SHAPES = {
+    "one head of K and V": {"h_k": 1, "h_v": 1},
+    "heads of 128": {"d_qk": 128, "d_v": 128},
+    "heads of 192 and 128": {"d_qk": 192, "d_v": 128},
+    "heads of 256": {"d_qk": 256, "d_v": 256},
+    "heads of 72 and 40": {"d_qk": 72, "d_v": 40},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["padding, causal", "ragged, causal", "dropout, causal", "sink, causal", "softcap"])
+def test_head_sizes(name: str, shape: str) -> None:
+    problem = dataclasses.replace(CASES[name], **SHAPES[shape])
+    _, found, exact, rough = forward(problem, torch.bfloat16)
+    check(problem, found, exact, rough)
+    _, found, exact, rough = backward(problem, torch.bfloat16)
+    check(problem, found, exact, rough)
+
+
+@pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])
+@pytest.mark.parametrize("name", ["padding", "padding, causal"])
+def test_rows_of_padding(name: str, implementation: Any) -> None:
+    """They get O = 0, and from 9.14 statistics of -inf."""
     problem = CASES[name]
-    data, exact, rough = solve(problem, dtype)
-    described = buildable(describe(new_graph(dtype), problem, data, implementation=implementation))
-    check(problem, described.run(), exact, rough)
+    _, found, _, _ = forward(problem, torch.float16, implementation=implementation)
+    padding = ~problem.valid("cuda")["q"]
+    assert bool((found["O"][padding.expand_as(found["O"])] == 0).all())
+    if library.version() >= 91400:
+        assert bool(torch.isneginf(found["Stats"][padding.expand_as(found["Stats"])]).all())
+
+
+@pytest.mark.parametrize("name", DROPOUT_CASES)
+def test_dropout_mask(name: str) -> None:
+    """Ones in the share asked for, where the scores take part."""
+    problem = CASES[name]
+    data, _, _, _ = forward(problem, torch.float16)
+    live = data["mask"][problem.visible().to("cuda").expand_as(data["mask"])]
+    assert set(live.unique().tolist()) == {0.0, 1.0}
+    keep = 1 - problem.dropout
+    assert abs(live.mean().item() - keep) < 6 * (keep * problem.dropout / live.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["causal", "bias", "ragged, causal", "one head of K and V", "dropout", "sink"])
+def test_deterministic_algorithm(name: str) -> None:
+    """The same bits twice, forward and backward, with work for many multiprocessors."""
+    problem = CASES[name]
+    if not problem.lengths_q and not problem.bias:
+        problem = dataclasses.replace(problem, s_q=1024, s_kv=1024)
+    data, found, _, _ = forward(problem, torch.float16)
+    given = {key: x for key, x in data.items() if key != "mask"}
+    described = describe(new_graph(torch.float16), problem, {**given, **found}, use_deterministic_algorithm=True)
+    first, second = (buildable(described).run() for _ in range(2))
+    for port, x in first.items():
+        assert torch.equal(x, second[port]), port
+
+
+@pytest.mark.parametrize("tokens", [{}, {"max_total_seq_len_q": 256, "max_total_seq_len_kv": 256}])
+def test_bounds_on_all_tokens(tokens: dict[str, int]) -> None:
+    """Of ragged tensors: the workspace is shorter, the guards behind it hold, the gradients are the same."""
+    _, found, exact, rough = backward(CASES["ragged, causal"], torch.float16, **tokens)
+    check(CASES["ragged, causal"], found, exact, rough)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "padding", "bias"])
@@ -72,16 +166,6 @@ def test_forward_without_statistics(name: str) -> None:
     check(problem, found, exact, rough)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", BACKWARD_CASES)
-def test_backward(name: str, dtype: torch.dtype) -> None:
-    problem = CASES[name]
-    data, exact, rough = solve(problem, dtype)
-    forward = buildable(describe(new_graph(dtype), problem, data)).run()
-    described = buildable(describe(new_graph(dtype), problem, {**data, **forward}))
-    check(problem, described.run(), exact, rough)
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", ["plain", "causal"])
 def test_scale_as_a_tensor(name: str, device: str) -> None:
@@ -89,17 +173,17 @@ def test_scale_as_a_tensor(name: str, device: str) -> None:
     problem = CASES[name]
     data, exact, rough = solve(problem, torch.float16)
     scale = torch.full((1, 1, 1, 1), problem.scale, device=device)
-    forward = describe(new_graph(torch.float16), problem, data, scale=scale).run()
-    check(problem, forward, exact, rough)
-    backward = describe(new_graph(torch.float16), problem, {**data, **forward}, scale=scale).run()
-    check(problem, backward, exact, rough)
+    found = describe(new_graph(torch.float16), problem, data, scale=scale).run()
+    check(problem, found, exact, rough)
+    gradients = describe(new_graph(torch.float16), problem, {**data, **found}, scale=scale).run()
+    check(problem, gradients, exact, rough)
 
 
 def test_bias_without_its_gradient() -> None:
     problem = CASES["bias"]
     data, exact, rough = solve(problem, torch.float16)
-    forward = describe(new_graph(torch.float16), problem, data).run()
-    check(problem, describe(new_graph(torch.float16), problem, {**data, **forward}, d_bias=False).run(), exact, rough)
+    found = describe(new_graph(torch.float16), problem, data).run()
+    check(problem, describe(new_graph(torch.float16), problem, {**data, **found}, d_bias=False).run(), exact, rough)
 
 
 @pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])
@@ -119,7 +203,7 @@ def test_statistics_in_bfloat16_stay_inside_their_buffer(name: str) -> None:
     data, exact, _ = solve(problem, torch.bfloat16)
     described = describe(new_graph(torch.bfloat16), problem, data)
     described.outputs["Stats"].set_data_type(cudnn.data_type.BFLOAT16)
-    described.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    described.graph.build(MODES)
     count = exact["Stats"].numel()
     memory = torch.full((2 * count,), 7.0, dtype=torch.bfloat16, device="cuda")
     o = torch.full_like(data["dO"], float("nan"))
@@ -140,26 +224,28 @@ def test_the_same_tensor_as_key_and_value() -> None:
     q, k = graph.tensor_like(data["q"]), graph.tensor_like(data["k"])
     o, _ = graph.sdpa(q, k, k, attn_scale=problem.scale, use_causal_mask=True, implementation=COMPOSITE)
     o.set_output(True)
-    found = Described(graph, {q: data["q"], k: data["k"]}, {"O": o}).run()
-    check(problem, found, exact, rough)
+    described = Described(graph, problem, torch.device("cuda"))
+    described.inputs, described.outputs = {q: data["q"], k: data["k"]}, {"O": o}
+    check(problem, described.run(), exact, rough)
 
 
-def test_cuda_graph_replay_with_new_data() -> None:
-    problem = CASES["causal"]
+@pytest.mark.parametrize("name", ["causal", "ALiBi, causal", "bias", "sink, causal", "softcap"])
+def test_cuda_graph_replay_with_new_data(name: str) -> None:
+    problem = CASES[name]
     data = problem.tensors(torch.float16, "cuda")
-    forward = describe(new_graph(torch.float16), problem, data)
-    found = forward.run()
-    graph = describe(new_graph(torch.float16), problem, {**data, **found})
-    graph.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-    results = {tensor: torch.empty_like(data[name[1:].lower()]) for name, tensor in graph.outputs.items()}
+    first = describe(new_graph(torch.float16), problem, data)
+    found = first.run()
+    second = describe(new_graph(torch.float16), problem, {**data, **found})
+    gradients = second.run()
     spaces = [
         torch.empty(max(each.graph.get_workspace_size(), 1), dtype=torch.uint8, device="cuda")
-        for each in (forward, graph)
+        for each in (first, second)
     ]
 
     def step() -> None:
-        forward.graph.execute({**forward.inputs, **{forward.outputs[port]: found[port] for port in found}}, spaces[0])
-        graph.graph.execute({**graph.inputs, **results}, spaces[1])
+        first.graph.execute({**first.inputs, **{first.outputs[port]: x for port, x in found.items()}}, spaces[0])
+        results = {second.outputs[port]: x for port, x in gradients.items()}
+        second.graph.execute({**second.inputs, **results}, spaces[1])
 
     step()
     torch.cuda.synchronize()
@@ -167,13 +253,13 @@ def test_cuda_graph_replay_with_new_data() -> None:
     with torch.cuda.graph(captured):
         step()
     fresh = problem.tensors(torch.float16, "cuda")
-    for name, value in fresh.items():
-        data[name].copy_(value)
-    for result in (*found.values(), *results.values()):
+    for port, value in fresh.items():
+        data[port].copy_(value)
+    for result in (*found.values(), *gradients.values()):
         result.fill_(float("nan"))
     captured.replay()
     exact, rough = attention(problem, data, torch.float64), attention(problem, data, torch.float16)
-    check(problem, found | {name: results[tensor] for name, tensor in graph.outputs.items()}, exact, rough)
+    check(problem, found | gradients, exact, rough)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -184,7 +270,7 @@ def test_one_tensor_as_query_key_and_value(causal: bool) -> None:
     q = graph.tensor_like(x)
     o, _ = graph.sdpa(q, q, q, is_inference=True, attn_scale=0.125, use_causal_mask=causal)
     o.set_output(True)
-    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.build(MODES)
     found = torch.full_like(x, float("nan"))
     graph.execute({q: x, o: found}, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda"))
     wide = x.double()
