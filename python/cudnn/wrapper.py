@@ -66,8 +66,9 @@ class Graph:
         inputs, outputs: The order of positional arguments and results: names, uids, tensors, or the arrays used in the
             block. Default: inputs in order of first use (scalars on the CPU keep the value from the block, and may be
             passed too), outputs in order of creation.
-        heuristics: Modes asked in turn; default A, then FALLBACK. With CUDNN_FIND the first call measures every plan
-            on its data and keeps the fastest, as :func:`cudnn.autotune` does.
+        heuristics: Modes asked in turn; default A, then FALLBACK. With CUDNN_FIND the first call with tensors
+            (not addresses, and outside of a stream capture) measures every plan on them and keeps the fastest, as
+            :func:`cudnn.autotune` does.
         workspace_alloc: Allocates the workspace once, at the end of the block. A graph called from several threads at
             once needs False and a ``workspace=`` per call.
         **pygraph_kwargs: As for :class:`cudnn.pygraph`. Here intermediate and compute types default to FLOAT, the io
@@ -324,10 +325,10 @@ class Graph:
             _check_auto(handle)
             handle = default_handle(graph._device())  # pyright: ignore[reportPrivateUsage]
         pack, made = self._bind(args)
-        if self._untuned and not _capturing():
+        if self._untuned and self._tunable(graph, [workspace, *pack.values()]):
             self._untuned = False
-            if not graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
-                self._autotune(args, workspace, handle=handle)
+            none = workspace is None and not self._workspace_alloc  # then the plan may need none either
+            self._autotune(args, self._workspace if none else workspace, handle=handle)
         if workspace is None:
             if self._workspace_size and not self._workspace_alloc:
                 raise RuntimeError(
@@ -349,6 +350,13 @@ class Graph:
         report = autotune(graph, pack, workspace, handle=handle, **options)
         self._prepare(graph)
         return report
+
+    @staticmethod
+    def _tunable(graph: pygraph, data: Sequence[Any]) -> bool:
+        """Not while a stream is captured, and not where data are bare addresses, whose size nobody knows."""
+        if graph._runs_on_reference():  # pyright: ignore[reportPrivateUsage]
+            return False
+        return not torch.cuda.is_current_stream_capturing() and not any(isinstance(item, int) for item in data)
 
     def _bind(self, args: Sequence[Any]) -> tuple[dict[Tensor, Any], dict[Tensor, Any]]:
         """The data of a call by tensor, and those of them that are outputs allocated here."""
@@ -456,10 +464,6 @@ class Graph:
         self._prepare(graph)
         self._graph = self._described = graph
         return self
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _identity(value: Any) -> Any:

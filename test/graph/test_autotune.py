@@ -69,6 +69,37 @@ def test_the_mode_that_tunes_by_itself() -> None:
         torch.testing.assert_close(graph(x, w), x @ w)
 
 
+def test_when_a_first_call_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with tensors, outside of a capture; without a workspace only among plans that need none."""
+    x, w = torch.randn(1, 4, 8), torch.randn(1, 8, 5)
+    graphs: list[cudnn.Graph] = []
+    for allocate in (True, False):
+        with cudnn.Graph(heuristics=[cudnn.heur_mode.CUDNN_FIND], workspace_alloc=allocate) as graph:
+            graph.matmul(x, w, name="mm")
+        graphs.append(graph)
+    capturing, asked = True, []
+    monkeypatch.setattr(cudnn.pygraph, "_runs_on_reference", lambda self: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(cudnn.Graph, "_autotune", lambda self, tensors, space, handle: asked.append((tensors, space)))
+    graphs[0](x, w)
+    capturing = False
+    graphs[0]({"mm::0": x.data_ptr(), "mm::1": w, "mm::C": torch.empty(1, 4, 5)})
+    assert asked == []
+    for _ in range(2):
+        graphs[0](x, w)
+    ((tensors, space),) = asked
+    assert tensors[0] is x
+    assert space is None
+    asked.clear()
+    graphs[1](x, w)
+    assert asked[0][1].nbytes == 0
+    asked.clear()
+    graphs[1]._untuned = True
+    given = torch.empty(64, dtype=torch.uint8)
+    graphs[1](x, w, workspace=given)
+    assert asked[0][1] is given
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
