@@ -283,7 +283,8 @@ class _Choice:
     def write(self, tag: str) -> None:
         """Keeps the name of the plan. A folder that cannot be written to costs the next run a measurement."""
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
             with open(descriptor, "w") as file:
                 json.dump({**self._what, "plan": tag}, file)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.launch import cache
 from support.graphs import planned_graph, reference_graph
 
 module: Any = importlib.import_module("cudnn.autotune")  # ``cudnn.autotune`` itself is the function
@@ -218,6 +219,20 @@ def test_a_damaged_choice_is_made_anew(
     path.write_bytes(content)
     assert choice.read() is None
     assert "cannot be read and is written anew" in caplog.text
+
+
+def test_the_command_that_clears_the_cache_clears_choices(
+    h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "kernels"))
+    graph = planned_graph(h200)
+    product(graph)
+    choice = module._Choice(graph, "a GPU")
+    choice.write("eng1")
+    assert choice.read() == "eng1"
+    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700  # kernels are not kept where others may write
+    assert cache.clear() == 0
+    assert choice.read() is None
 
 
 def test_a_folder_that_cannot_be_written_to(

@@ -166,9 +166,9 @@ def files() -> Iterator[Listed]:
 
 
 def clear() -> int:
-    """Removes every compiled kernel; the number of files removed."""
+    """Removes every compiled kernel, and what ``cudnn.autotune`` chose; the number of kernels removed."""
     removed = 0
-    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock"):
+    for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*"):
         for path in list(folder().glob(pattern)):
             path.unlink(missing_ok=True)
             removed += pattern == f"*{_SUFFIX}"
