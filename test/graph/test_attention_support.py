@@ -218,7 +218,6 @@ BOTH = {
     ),
     "a sink before 9.13": (91200, None, Problem(sink=True), ValueError, "sink_token: got cuDNN 9.12.0"),
     "Volta": (NEW, 70, Problem(), NOT_SUPPORTED, "compute capability 70; allowed: 80"),
-    "one dropped row": (91900, None, Problem(s_q=1, dropout=0.5), NOT_SUPPORTED, "dropout: got s_q=1 with cuDNN 9.19"),
 }  # fmt: skip
 PAGED = {"page": 64, **PADDED}
 FORWARD = {
@@ -264,9 +263,6 @@ BACKWARD = {
     ),
     "ragged on Ampere": (91800, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "cuDNN 9.18.1 or newer, Stats not"),
     "ragged statistics on Ampere": (NEW, 86, Problem(ragged=True, **PADDED), NOT_SUPPORTED, "Stats not ragged"),
-    "a narrow dBias": (91900, None, Problem(bias=(1, 4, 1, 192)), NOT_SUPPORTED, "which writes outside it"),
-    "a dropout mask": (91900, None, Problem(own_mask=True), NOT_SUPPORTED, "ignores the inverse of its scale"),
-    "dSink with dropout": (91900, None, Problem(sink=True, dropout=0.5), NOT_SUPPORTED, "dSink_token: got with"),
 }  # fmt: skip
 RULES = [(False, name, *rule) for name, rule in FORWARD.items()] + [
     (True, name, *rule) for name, rule in BACKWARD.items()
@@ -279,6 +275,30 @@ def test_refuses_combinations(
 ) -> None:
     with pytest.raises(error, match=text):
         validate(problem, version, sm, backward)
+
+
+# What cuDNN 9.19 was seen to compute wrongly on an H200: whether backward, problem, text.
+ONE_ROW = {"s_q": 1, "lengths_q": (1, 1), "lengths_kv": (128, 33)}
+WRONG = {
+    "one dropped row": (False, Problem(s_q=1, dropout=0.5), "dropout: got s_q=1 with cuDNN 9.19.0"),
+    "one dropped row, backward": (True, Problem(s_q=1, dropout=0.5), "dropout: got s_q=1 with cuDNN 9.19.0"),
+    "a bias for each head": (False, Problem(bias=(1, 4, 1, 1)), "bias: got dim=.* which misreads it"),
+    "ragged statistics of one row": (False, Problem(ragged=True, **ONE_ROW), "Stats: got ragged with s_q=1"),
+    "a bias for each column": (True, Problem(bias=(1, 4, 1, 192)), "bias: got dim=.* with which dQ is wrong"),
+    "ragged wide heads": (True, Problem(ragged=True, d_qk=256, **PADDED), "head size: got d_qk=256, d_v=64 of ragged"),
+    "dSink of ragged statistics": (True, Problem(ragged=True, sink=True, **PADDED), "dSink_token: got ragged Stats"),
+    "a narrow dBias": (True, Problem(bias=(1, 4, 192, 1)), "dBias: got dim=.* which writes outside it"),
+    "a dropout mask": (True, Problem(own_mask=True), "dropout: got a mask .* ignores the inverse of its scale"),
+    "dSink with dropout": (True, Problem(sink=True, dropout=0.5), "dSink_token: got with dropout .* scales it wrongly"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_refuses_what_is_computed_wrongly(name: str) -> None:
+    backward, problem, text = WRONG[name]
+    with pytest.raises(NOT_SUPPORTED, match=text):
+        validate(problem, 91900, 90, backward)
+    validate(problem, 91901, 90, backward)
 
 
 DETERMINISTIC = {"use_deterministic_algorithm": True}
