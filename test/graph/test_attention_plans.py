@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -78,6 +79,23 @@ def test_bounds_on_all_tokens_shrink_the_workspace(name: str, h200: Any) -> None
         sizes.append(lowered(graph, library.version()).bindings.workspace_size)
     heads, length, size = 4, 192, 64
     assert sizes == [2 * heads * length * (size + 1) * 4, 256 * heads * (size + 1) * 4]
+
+
+@pytest.mark.parametrize(
+    ("version", "sm", "size", "bounded"),
+    [(92800, 90, 64, True), (90500, 90, 64, False), (92800, 90, 72, False), (91800, 86, 64, True),
+     (91801, 86, 64, False), (91801, 120, 64, False)],
+)  # fmt: skip
+def test_bounds_on_all_tokens_where_engines_know_them(
+    version: int, sm: int, size: int, bounded: bool, h200: Any
+) -> None:
+    problem = dataclasses.replace(CASES["ragged"], d_qk=size, d_v=size)
+    data = described_backward_data(problem, problem.tensors(torch.float16, "meta"))
+    graph = describe(planned_graph(h200), problem, data, max_total_seq_len_q=256).graph
+    graph.validate()
+    lowering = Lowering(dataclasses.replace(graph.context, sm_version=sm), graph.nodes, version)
+    lowering.run(graph.nodes)
+    assert (lowering.bindings.workspace_size < 2 * 4 * 192 * size * 4) is bounded
 
 
 @pytest.mark.deviceless_919

@@ -110,8 +110,9 @@ class AttentionBackward(Attention):
         """Memory for the row sums of dO * O and, unless dQ is written directly, for dQ as it is accumulated."""
         q, stats, d_q = self.inputs["Q"].dim, self.inputs["Stats"], self.outputs["dQ"]
         total = self.max_total_seq_len_q
-        if lowering.version < 90600 or q[3] % 16:
-            total = None
+        family = (lowering.context.sm_version or 0) // 10
+        if lowering.version < 90600 or q[3] % 16 or (lowering.version >= 91801 and family in (8, 12)):
+            total = None  # the engines know no bound
 
         def place(dims: list[int], like: Tensor) -> Tensor:
             made = Tensor(dims, row_major(dims), data_type.FLOAT)
