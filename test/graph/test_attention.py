@@ -27,10 +27,11 @@ from support.attention import (
     attention,
     checked,
     describe,
+    described_backward_data,
     slope,
     small,
 )
-from support.graphs import FLOAT, HALF, reference_graph
+from support.graphs import FLOAT, HALF, MODES, reference_graph
 
 DOUBLE = cudnn.data_type.DOUBLE
 COMPOSITE = cudnn.attention_implementation.COMPOSITE
@@ -311,3 +312,39 @@ def test_description_round_trip() -> None:
     restored.deserialize(repr(graph))
     assert repr(restored) == repr(graph)
     assert '"right_bound": 0' in repr(graph)
+
+
+@pytest.mark.parametrize("name", [name for name, problem in CASES.items() if not problem.modifier])
+def test_descriptions_round_trip(name: str) -> None:
+    """And what is restored computes the same."""
+    problem = shrunk(CASES[name])
+    described = describe(reference_graph(), problem, problem.tensors(torch.float32))
+    expected = described.run()
+    restored = reference_graph()
+    restored.deserialize(described.graph.serialize())
+    assert repr(restored) == repr(described.graph)
+    results = {port: torch.full_like(x, float("nan")) for port, x in expected.items()}
+    data = {tensor.get_uid(): value for tensor, value in described.inputs.items()}
+    restored.execute({**data, **{described.outputs[port].get_uid(): x for port, x in results.items()}}, None)
+    for port, x in results.items():
+        assert torch.equal(x, expected[port]), port
+
+
+def test_functions_are_not_restored() -> None:
+    """Their graph is described, with their names, but does not run without them."""
+    for backward in (False, True):
+        problem = shrunk(CASES["softcap"])
+        data = problem.tensors(torch.float32)
+        if backward:
+            data = described_backward_data(problem, data)
+        graph = describe(reference_graph(), problem, data).graph
+        graph.build(MODES)
+        assert '"score_mod": "forward"' in repr(graph)
+        restored = reference_graph()
+        restored.deserialize(repr(graph))
+        assert repr(restored) == repr(graph)
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="name of a Python function, 'forward'"):
+            restored.validate()
+        restored.deserialize(graph.serialize())
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="name of a Python function, 'forward'"):
+            restored.execute({uid: torch.zeros(100_000) for uid in range(100)}, None)

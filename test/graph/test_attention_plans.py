@@ -141,6 +141,7 @@ def plan(graph: cudnn.pygraph) -> None:
         pytest.skip("a real driver loads no kernels for another device")
     graph.build_plans()
     assert graph.get_workspace_size() >= 0
+    assert graph.get_plan_name() in json.loads(bytes(graph.serialize()))["tag"]
 
 
 @pytest.mark.deviceless_919

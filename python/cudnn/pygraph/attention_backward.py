@@ -57,6 +57,10 @@ class AttentionBackward(Attention):
     )  # fmt: skip
     BAND_STEPS = (ScoreGraph.right_bounded, ScoreGraph.left_bounded)
 
+    @property
+    def functions(self) -> tuple[ScoreModifier | None, ...]:
+        return self.score_mod, self.score_mod_bprop
+
     def infer(self, context: Context) -> None:
         self.check_shapes()
         q, v = self.inputs["Q"].dim, self.inputs["V"].dim
@@ -74,7 +78,7 @@ class AttentionBackward(Attention):
             self.check_shape("dSink", lambda dim: dim == [1, q[1], 1, 1], f"[1, h_q, 1, 1] = {[1, q[1], 1, 1]}")
         if "RNG_DUMP" in self.outputs:
             self.outputs["RNG_DUMP"].fill(self.score_dim)
-        self.record(context, self.score_mod, self.score_mod_bprop)
+        self.record(context)
 
     def check(self, context: Context) -> None:
         support.check_backward(self, context, support.loaded_version())

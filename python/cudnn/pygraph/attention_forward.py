@@ -61,7 +61,7 @@ class AttentionForward(Attention):
         self.check_shape("O", lambda dim: dim == dims, f"dim={dims}")
         self.outputs["O"].fill(dims, lambda dims: strides_like(q.stride, q.dim, dims))
         self.infer_statistics([*q.dim[:3], 1])
-        self.record(context, self.score_mod)
+        self.record(context)
 
     def infer_statistics(self, dims: list[int]) -> None:
         """Shapes and types of the outputs that describe the softmax, and of the dropout mask."""

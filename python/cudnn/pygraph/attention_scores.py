@@ -90,6 +90,11 @@ class Attention(Node):
         return frozenset((*EXACT_PORTS, *modifier_ports))
 
     @property
+    def functions(self) -> tuple[ScoreModifier | None, ...]:
+        """The score modifiers, that of the forward pass first."""
+        return (self.score_mod,)
+
+    @property
     def bottom_right(self) -> bool:
         return self.diagonal_alignment == diagonal_alignment.BOTTOM_RIGHT
 
@@ -193,11 +198,28 @@ class Attention(Node):
                 )
             )
 
-    def record(self, context: Context, *modifiers: ScoreModifier | None) -> None:
+    def attributes(self) -> dict[str, Any]:
+        """As any node's; a function becomes its name, by which a restored graph can refuse to run without it."""
+        found = super().attributes()
+        return {key: getattr(value, "__name__", repr(value)) if callable(value) else value
+                for key, value in found.items()}  # fmt: skip
+
+    def check_functions(self) -> None:
+        """Refuses to go on with the names of functions."""
+        for function in self.functions:
+            if isinstance(function, str):
+                raise cudnnGraphNotSupportedError(
+                    refusal(self.where, "score modifier", f"the name of a Python function, {function!r}, from a "
+                            "serialised graph", "the function", "build the graph anew with it, or restore its plan")
+                )  # fmt: skip
+
+    def record(self, context: Context) -> None:
         """Runs the score modifiers once, to learn what tensors they use and to refuse what they do wrong.
 
         What they use becomes inputs of the node. They run again when the node is lowered.
         """
+        self.check_functions()
+        modifiers = self.functions
         for port in [port for port in self.inputs if port.startswith(MODIFIER_PORT)]:
             del self.inputs[port]
         if not any(modifiers):
@@ -224,6 +246,7 @@ class Attention(Node):
 
     def masks(self, values: Mapping[str, Any]) -> Masks:
         """The same in the terms of the reference formulas."""
+        self.check_functions()
         masks = Masks(
             scale=values.get("Attn_scale", self.attn_scale),
             bias=values.get("Bias"),
