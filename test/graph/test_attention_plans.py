@@ -199,6 +199,14 @@ def test_auto_falls_back_to_composite_where_no_engine_is_left(h200: Any, caplog:
     assert "COMPOSITE implementation: cuDNN has no engine for the UNIFIED one" in caplog.text
 
 
+def test_unfused_multiplication_and_addition(h200: Any, caplog: pytest.LogCaptureFixture) -> None:
+    line = chosen(planned_graph(h200), caplog, unfuse_fma=True, implementation=COMPOSITE)
+    assert line == "COMPOSITE implementation: asked for; unfuse_fma has no effect on it"
+    graph = planned_graph(h200)
+    assert chosen(graph, caplog, unfuse_fma=True).startswith("UNIFIED")
+    assert configurations(graph) > 0
+
+
 def test_user_tensors_stay_as_they_are(h200: Any) -> None:
     graph = planned_graph(h200)
     q, k, _ = small(graph)

@@ -204,7 +204,7 @@ def attention_gradients(
         score_scale: Factor on dS before it is multiplied with Q and K; None for ``masks.scale``.
         store_weights, store_scores: How P, for dV, and dS, for dQ and dK, are rounded.
     """
-    q, o, d_o = (_valid(x, masks.seq_len_q) for x in (q, o, d_o))
+    q, o, d_o, stats = (_valid(x, masks.seq_len_q) for x in (q, o, d_o, stats))
     k, v = (_valid(x, masks.seq_len_kv) for x in (k, v))
     k_heads, v_heads = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     scores = masks.scores(q, k_heads)
