@@ -69,6 +69,34 @@ def test_the_transposed_view_of_a_tensor_follows_it(h200: Any) -> None:
     }  # K itself is not in the operation graph, and O stays as it was built
 
 
+@pytest.mark.deviceless_919
+def test_fewer_rows_of_ragged_tensors(h200: Any) -> None:
+    """Their lengths end them in any case: cuDNN before 9.21, which knows no overrides, need not be told."""
+    graph = overridable(h200)
+    dims, (batch, rows) = [2, 4, 64, 32], (9000, 128)
+    offset = graph.tensor([3, 1, 1, 1], [1] * 4, cudnn.data_type.INT32)
+    q, k, v = (graph.tensor(dims, [8192, 32, rows, 1], uid=uid, ragged_offset=offset) for uid in (1, 2, 3))
+    lengths: dict[str, Any] = {
+        f"seq_len_{side}": graph.tensor([2, 1, 1, 1], [1] * 4, cudnn.data_type.INT32) for side in ("q", "kv")
+    }
+    results: list[Any] = graph.sdpa(q, k, v, is_inference=True, use_padding_mask=True, **lengths)
+    results[0].set_output(True).set_uid(4).set_dim(dims).set_stride([8192, 32, rows, 1]).set_ragged_offset(offset)
+    graph.validate()
+    graph.build_operation_graph()
+    program = graph._cudnn()
+    fewer = [1, 4], [[2, 4, 48, 32]] * 2, [[batch, 32, rows, 1]] * 2
+    others = [([1, 4, 48, 32], [batch, 32, rows, 1]), ([2, 4, 48, 32], [batch, 32, 2 * rows, 1])]
+    if cudnn.backend_version() < 92100:
+        assert program._overriding(*fewer) is None
+        for shape, strides in others:
+            with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="overriding shapes at execution"):
+                program._overriding([1], [shape], [strides])
+    else:
+        override = program._overriding(*fewer)
+        assert override is not None
+        assert set(override[0]) == {1, 4}
+
+
 def test_overrides_that_change_nothing_are_dropped(h200: Any) -> None:
     graph = planned_graph(h200)  # not built for overrides: such calls are ordinary ones
     attention(graph)

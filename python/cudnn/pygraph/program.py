@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from cudnn.pygraph.dlpack import data_pointer
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
 from cudnn.pygraph.tensor import Tensor
+
+_log = logging.getLogger("cudnn")
+OVERRIDES_SINCE = Attribute.OPERATIONGRAPH_IS_OVERRIDE_SHAPE_ENABLED.since  # before, cuDNN 9.19 computes garbage
 
 VariantPack = Mapping[Any, Any]
 Shape = tuple[list[int], list[int]]  # extents, strides
@@ -252,6 +256,8 @@ class CudnnProgram:
     ) -> Override | None:
         """Overrides as cuDNN must see them: of every uid over the same memory, and only where something changes."""
         changed = changed_shapes(self._shapes, (uids, shapes, strides))
+        if self.override_shape and library.version() < OVERRIDES_SINCE:
+            changed = {uid: given for uid, given in changed.items() if not self._shortens(uid, *given)}
         if not changed:
             return None
         self._refuse_overrides(changed)
@@ -262,13 +268,23 @@ class CudnnProgram:
                 found[uid] = [dims[axis] for axis in alias.axes], [steps[axis] for axis in alias.axes]
         return [*found], [dims for dims, _ in found.values()], [steps for _, steps in found.values()]
 
+    def _shortens(self, uid: int, dims: list[int], strides: list[int]) -> bool:
+        """Whether an override only bounds the rows of a ragged tensor, which end where its lengths say anyway."""
+        tensor = self._tensors[uid]
+        if tensor.ragged_offset is None or dims[2] > tensor.dim[2] or strides[1:] != tensor.stride[1:]:
+            return False
+        others = [dims[axis] == tensor.dim[axis] for axis in (0, 1, 3)]
+        if all(others):
+            _log.info("%s: the override of its sequence has no effect, and is left out", self._label(uid))
+        return all(others)
+
     def _refuse_overrides(self, changed: Iterable[int]) -> None:
         if not self.override_shape:
             raise ValueError(
                 refusal("execute", "override_uids", str([*changed]), "None for this graph", "build the graph with "
                         "is_override_shape_enabled=True")
             )  # fmt: skip
-        library.require(Attribute.OPERATIONGRAPH_IS_OVERRIDE_SHAPE_ENABLED.since, "overriding shapes at execution")
+        library.require(OVERRIDES_SINCE, "overriding shapes at execution")
         for uid in changed:
             parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
             if parts or uid in self.bindings.narrowed or self.bindings.scratch:
