@@ -22,7 +22,8 @@ from cudnn import launch
 from cudnn.bench import GPU, compare, ratio
 from cudnn.bench.rmsnorm_rht_amax import EPS, SHAPES, errors, tensors
 from cudnn.rmsnorm_rht_amax.api import _KERNEL
-from cudnn_kernels.norm.heuristics import SHARED_MEMORY, RmsNormRhtAmaxConfiguration
+from cudnn_kernels.configuration import SHARED_MEMORY
+from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 
 MORE_SHAPES = ((65536, 2048), (16384, 7168), (8192, 16384), (4096, 32768))
 

@@ -8,9 +8,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.runtime import make_fake_stream
 
-from cudnn_kernels.configuration import GemmConfiguration
+from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration
 from cudnn_kernels.epilogue.operation import Epilogue, Sizes
 from cudnn_kernels.types import fake_operand, fake_scales
+
+BARRIERS = 2048  # bytes set aside for them and for alignment
 
 
 def stand_ins(configuration: GemmConfiguration, epilogue: Epilogue) -> tuple[Any, ...]:
@@ -31,12 +33,13 @@ def stand_ins(configuration: GemmConfiguration, epilogue: Epilogue) -> tuple[Any
     )
 
 
-def ring_stages(free: int, stage: int) -> int:
-    """Buffers of ``stage`` bytes that fit into ``free`` bytes, at most eight.
+def ring_stages(taken: int, stage: int) -> int:
+    """Buffers of ``stage`` bytes that fit beside the epilogue, which has ``taken`` bytes, at most eight.
 
     Raises:
         ValueError: not even two do, and a mainloop holds one while it waits for the next.
     """
+    free = SHARED_MEMORY - taken - BARRIERS
     if free < 2 * stage:
         raise ValueError(f"two k tiles of {stage} bytes do not fit into {free} beside the epilogue: take smaller parts")
     return min(8, free // stage)

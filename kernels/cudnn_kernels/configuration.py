@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+BITS: Mapping[str, int] = {
+    "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32, "float4_e2m1fn_x2": 4,
+}  # fmt: skip
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA may use, on Hopper and Blackwell alike
+K_BYTES = 128  # of a k tile: one row of the widest swizzle
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,12 @@ class GemmProblem:
     vector: int = 0
     tile: tuple[int, int] | None = None
     cluster: tuple[int, int] | None = None
+
+    def configured(self, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any) -> GemmConfiguration:
+        """What is asked for, with a tile (m, n), a cluster and what else is ``chosen``."""
+        shape = (*tile, K_BYTES * 8 // BITS[self.a])
+        same = (self.a, self.b, self.epilogue, self.schedule, self.a_major, self.b_major, self.scale, self.vector)
+        return GemmConfiguration(*same, tile=shape, cluster=cluster, **chosen)
 
 
 @dataclass(frozen=True)

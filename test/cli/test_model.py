@@ -264,6 +264,18 @@ def test_with_a_disassembler_the_machine_code_is_read(monkeypatch: pytest.Monkey
     assert len(read) == len(set(read)) == 2 * (1 + 4)
 
 
+@pytest.mark.usefixtures("without_disassembler")
+def test_what_fills_tensor_memory_is_shown() -> None:
+    """256 columns and factors leave room for one accumulator, so that the products wait for the epilogue."""
+    code, output = invoke("gemm_amax", "--model", "--dtype", "mxfp8", "--shapes", "8192x8192x8192")
+    assert code == 0
+    tiles = [line.partition(f"{model.LABEL}: ")[2] for line in output.splitlines() if " rounds, " in line]
+    blackwell = [line for line in tiles if "accumulator" in line]
+    assert {line.split("x")[1] for line in blackwell if "1 accumulator:" in line} == {"256"}
+    assert {line.split("x")[1] for line in blackwell if "2 accumulators:" in line} == {"128"}
+    assert len(tiles) - len(blackwell) == 2  # Hopper's, in registers
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

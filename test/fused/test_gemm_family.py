@@ -609,6 +609,8 @@ def test_tile_and_cluster_are_followed_on_blackwell(family: Family) -> None:
     if family.name in ("gemm_srelu", "gemm_dsrelu"):
         problem = case(family.name, 256, 512, 512, dtype=FP4, scale=E8M0, device="meta")
         assert operation(problem, mma_tiler_mn=(128, 192))._plan_for("sm_100a").gemm.tile[:2] == (128, 256)
+        problem = case(family.name, 256, 512, 512, out=F32, side=F32, device="meta")  # more would spill registers
+        assert operation(problem, mma_tiler_mn=(128, 192))._plan_for("sm_100a").gemm.tile[:2] == (128, 128)
 
 
 @pytest.mark.parametrize(

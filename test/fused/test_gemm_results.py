@@ -1,18 +1,21 @@
 """Results of the dense fused GEMMs, the same problems everywhere: reference, emulated architectures, GPU.
 
 The matrix is that of ``cudnn selftest``, its tensors and definitions are those of the tests. Without ``--full`` the
-emulators run a fixed sample of it; the whole takes about half an hour:
+emulators run a fixed sample of it; the whole takes about 45 minutes of one core:
 
     pytest -n auto test/fused/test_gemm_results.py --full
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import cudnn
 from cudnn import launch
@@ -116,6 +119,66 @@ def test_matrix(where: str, variant: Variant) -> None:
     problem = of_variant(variant, "cuda" if where == "gpu" else "cpu")
     execute(problem, where, mma_tiler_mn=variant.tile, cluster_shape_mn=variant.cluster)
     check(problem, slack=slack(problem))
+
+
+CLUSTERS = [(m, n) for m in (1, 2, 4) for n in (1, 2, 4) if m * n <= 8]
+
+
+def drawn(draw: random.Random) -> tuple[Any, dict[str, Any]]:
+    """A problem that its API takes, and options; others are drawn again. Sizes reach beyond tiles and clusters."""
+
+    def size(most: int, *steps: int) -> int:
+        step = draw.choice(steps)
+        return step * draw.randint(1, most // step)
+
+    while True:
+        name, formats = draw.choice(NAMES), draw.choice([*SCALED_FORMATS, *PLAIN_FORMATS])
+        results = [draw.choice((BF16, F16, F32, E4M3, E5M2)) for _ in range(2)]
+        given = {
+            "m": size(520, 1, 8, 128), "n": size(520, 8, 64, 128), "k": size(400, 8, 32), "l": draw.randint(1, 2),
+            "majors": "".join(map(draw.choice, ("mk", "nk", "mn"))), "out": results[0], "side": results[1],
+            "amax": draw.choice((None, True)), **formats,
+        }  # fmt: skip
+        chosen = {
+            "mma_tiler_mn": (draw.choice((128, 256)), draw.choice((32, 64, 96, 128, 192, 256))),
+            "cluster_shape_mn": draw.choice(CLUSTERS),
+        }
+        try:
+            problem = case(name, **given, device="meta")
+            made = {**options(problem), **chosen, "arch": "sm_100a"}
+            problem.family.cls(**problem.samples(), **made).check_support()
+        except (ValueError, NotImplementedError, RuntimeError):
+            continue  # also where random operands cannot be made, of an odd k
+        return case(name, **given), chosen
+
+
+PLAIN_FORMATS = [{"dtype": dtype} for dtype in (BF16, F16, F32, E4M3, E5M2)]
+SCALED_FORMATS = [{key: given[key] for key in given if key in ("dtype", "scale", "vector")} for given in BLOCK_SCALED]
+BRIEFLY: dict[str, Any] = {"derandomize": True, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+def try_random_problem(where: str, seed: int) -> None:
+    problem, chosen = drawn(random.Random(seed))
+    execute(problem, where, **chosen)
+    check(problem, slack=slack(problem))
+
+
+@pytest.mark.parametrize("where", ["reference", *ARCHITECTURES])
+@settings(max_examples=2, **BRIEFLY)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_problems(where: str, seed: int) -> None:
+    """Sizes, types, majors, tiles and clusters of any kind."""
+    try_random_problem(where, seed)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", range(8))  # for as many processes
+@pytest.mark.parametrize("where", [WHERE[0], *ARCHITECTURES])
+@settings(max_examples=6, **{**BRIEFLY, "derandomize": False})
+@given(seed=st.integers(0, 2**32 - 1))
+def test_many_random_problems(where: str, share: int, seed: int) -> None:
+    try_random_problem(where, seed)
 
 
 def test_every_variant_has_room_for_two_k_tiles() -> None:

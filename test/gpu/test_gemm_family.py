@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn import launch
+from cudnn_kernels.configuration import GemmConfiguration
+from cudnn_kernels.epilogue import StoreTile
+from cudnn_kernels.schedule import Dense
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -358,3 +362,16 @@ def test_tensors_unlike_the_samples_never_reach_the_kernel(name: str) -> None:
             gemm.execute(**{**of.arguments(), **change})
     gemm.execute(**of.arguments())
     check(of, slack=2e-5)
+
+
+def test_clusters_of_sixteen() -> None:
+    """More than the eight CTAs that a kernel may have in a cluster without asking for it."""
+    if launch.device_architecture(0) != "sm_90a":
+        pytest.skip("a configuration of Hopper's GEMM")
+    c = GemmConfiguration("bfloat16", "bfloat16", (StoreTile("d", "float32"),), Dense(), tile=(128, 64, 64),
+                          cluster=(4, 4))  # fmt: skip
+    a, b = (gemms.plain(size, 200, 2, device="cuda") for size in (1100, 600))
+    d = torch.full((2, 1100, 600), torch.nan, device="cuda").permute(1, 2, 0)
+    kernel = launch.kernel("cudnn_kernels.sm90.gemm:Gemm", c, "sm_90a")
+    kernel(a.tensor, b.tensor, d, 128, torch.cuda.current_stream().cuda_stream)
+    gemms.assert_rounded(d, gemms.matmul(a, b), 2e-5)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_types_and_majors(arch: str, types: Types, major: str) -> None:
 
 CLUSTERS = {
     HOPPER: [(1, 1), (2, 1), (1, 2), (2, 2)],
-    BLACKWELL: [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2)],
+    BLACKWELL: [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (4, 4)],
 }
 TILES = {  # those of ping-pong have 64 rows
     HOPPER: [(128, 64), (128, 128), (128, 192), (128, 256), (256, 128), (64, 128), (64, 256)],
@@ -100,7 +101,10 @@ def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[
     [
         *((HOPPER, (64 if cluster[1] == 1 else 128, 64), cluster) for cluster in CLUSTERS[HOPPER]),
         *((BLACKWELL, (128, 64), cluster) for cluster in CLUSTERS[BLACKWELL]),
-        *((BLACKWELL, (256, 64), cluster) for cluster in ((2, 1), (2, 2), (4, 1), (4, 2))),
+        *((BLACKWELL, (256, 64), cluster) for cluster in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))),
+        pytest.param(BLACKWELL, (256, 64), (16, 1), marks=pytest.mark.full),
+        pytest.param(BLACKWELL, (256, 64), (8, 2), marks=pytest.mark.full),
+        pytest.param(HOPPER, (128, 64), (4, 4), marks=pytest.mark.full),
     ],
 )
 def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
@@ -109,6 +113,14 @@ def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) ->
     launch = check(arch, PLAIN[0], 648, 264, 136, 2, major="mn" if cluster == (1, 2) else "kk",
                    **options(arch, tile, cluster))  # fmt: skip
     assert launch.grid == (*cluster, max(1, 4 // size))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
+    """What the driver refuses unless the kernel has the attribute for it, CU_FUNC_ATTRIBUTE_NON_PORTABLE_...: 14."""
+    module = gemm.host_module(arch, configured(arch, PLAIN[0], tile=(128, 64), cluster=(4, 4)))
+    constants = "".join(rf"%\w+ = llvm.mlir.constant\({value} : i32\) : i32\n\s+" for value in (14, 1))
+    assert re.search(rf"{constants}.* @_cudaKernelSetAttributeForDevice\(", module)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +246,9 @@ def test_random_problems(arch: str, data: Any) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("share", range(8))  # for as many processes
 @pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
-def test_many_random_problems(arch: str, data: Any) -> None:
+def test_many_random_problems(arch: str, share: int, data: Any) -> None:
     random_problem(arch, data)

@@ -6,11 +6,8 @@ import re
 
 import pytest
 
-from cudnn_kernels.norm.heuristics import (
-    SHARED_MEMORY,
-    USUAL_COLUMNS,
-    configure_rmsnorm_rht_amax,
-)
+from cudnn_kernels.configuration import SHARED_MEMORY
+from cudnn_kernels.norm.heuristics import USUAL_COLUMNS, configure_rmsnorm_rht_amax
 from support.compiled import compile_kernel
 
 ARCHITECTURES = ["sm_90a", "sm_100a"]

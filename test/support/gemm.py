@@ -71,6 +71,12 @@ def compiled(arch: str, c: GemmConfiguration) -> Callable[..., None]:
         return compiler.compile_for(arch, module.Gemm(c), *module.arguments(c))
 
 
+def host_module(arch: str, c: GemmConfiguration) -> str:
+    """What loads and launches the kernel, as the compiler's text."""
+    module = importlib.import_module(MODULES[arch])
+    return str(compiler.compile_for(arch, module.Gemm(c), *module.arguments(c)).ir_module)
+
+
 def matrix(rows: int, columns: int, batch: int, dtype: str, column_major: bool = False) -> torch.Tensor:
     """NaN in a tensor (rows, columns, l), or bytes with all bits set."""
     shape = (batch, columns, rows) if column_major else (batch, rows, columns)

@@ -12,7 +12,17 @@ from dataclasses import asdict
 
 from cudnn.bench import model
 from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
-from cudnn_kernels.epilogue import Amax, QuantizeRows, Scale, StoreTile, Swiglu
+from cudnn_kernels.epilogue import (
+    Amax,
+    LoadTile,
+    MultiplyColumn,
+    QuantizeRows,
+    Scale,
+    SquaredReluBackward,
+    StoreTile,
+    SumRow,
+    Swiglu,
+)
 from cudnn_kernels.schedule import Dense
 from cudnn_kernels.sm90.heuristics import configure as hopper
 from cudnn_kernels.sm100.heuristics import configure as blackwell
@@ -23,6 +33,11 @@ E4M3, E5M2, E8M0, FP4 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float
 END = (QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3))
 QUANTISED = (Scale(), StoreTile("ab12", "bfloat16"), Swiglu(), *END)
 PLAIN = (Amax(), StoreTile("c", "bfloat16", "m"))
+WIDE = (
+    Scale(), LoadTile("c", "float32"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
+    Amax(), StoreTile("d", "float32"),
+)  # fmt: skip
+TILES = (((256, 256), (2, 1)), ((128, 128), (1, 1)))
 
 
 def configurations() -> dict[str, tuple[str, GemmConfiguration]]:
@@ -39,10 +54,14 @@ def configurations() -> dict[str, tuple[str, GemmConfiguration]]:
             problem = GemmProblem(a, a, epilogue, Dense(), 1024, 4096, majors[0], majors[-1])
             found.append(("sm_90a", hopper(problem)))
         for a, scale, vector in (("float32", "", 0), (E5M2, "", 0), (E4M3, E8M0, 32), (FP4, E8M0, 32), (FP4, E8M0, 16)):
-            for tile, cluster in (((256, 256), (2, 1)), ((128, 128), (1, 1))):
-                majors = ("k", "k") if a == FP4 else ("m", "n")
-                problem = GemmProblem(a, a, epilogue, Dense(), 1024, 4096, *majors, scale, vector, tile, cluster)
+            majors = ("k", "k") if a == FP4 else ("m", "n")
+            for tiling in TILES:
+                problem = GemmProblem(a, a, epilogue, Dense(), 1024, 4096, *majors, scale, vector, *tiling)
                 found.append(("sm_100a", blackwell(problem)))
+    for a, scale, vector in (("bfloat16", "", 0), (FP4, E4M3, 16)):  # the most that an epilogue holds in registers
+        for tiling in (*TILES, ((128, 256), (1, 1))):
+            problem = GemmProblem(a, a, WIDE, Dense(), 1024, 4096, "k", "k", scale, vector, *tiling)
+            found.append(("sm_100a", blackwell(problem)))
     return {model.key(arch, configuration): (arch, configuration) for arch, configuration in found}
 
 

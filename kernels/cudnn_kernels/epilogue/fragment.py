@@ -18,12 +18,14 @@ class RowLayout:
 
     A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
     ``neighbours``-th run of ``run`` columns. ``matrices``: a warp's values are 8 x 8 matrices as stmatrix has them.
+    A reduction keeps ``chains`` results at first, which do not wait for each other, and combines them in the end.
     """
 
     slots: int
     neighbours: int
     run: int
     matrices: bool
+    chains: int = 1
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
@@ -37,6 +39,11 @@ class RowLayout:
         """The column of the value at a position of ``order``."""
         run, offset = position // self.run, position % self.run
         return (run * self.neighbours + thread % self.neighbours) * self.run + offset
+
+    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
+        """Tells of a position of ``order`` whether it is in the group's first so many rows and columns."""
+        row_exists = self.row(thread, slot) < rows
+        return lambda position: row_exists & (self.column(thread, position) < columns)
 
     def across(self, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
         """``combine`` over the threads that share a row: all of them get the result."""
@@ -58,6 +65,12 @@ class Fragment:
     def row_values(self, slot: int) -> list[Float32]:
         """The values of a row slot, from left to right."""
         return [self.values[i] for i in self.rows.order(self.width, slot)]
+
+
+def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
+    """Combines values with results that are kept, each value with the next of them."""
+    for i, value in enumerate(values):
+        chains[i % len(chains)] = combine(chains[i % len(chains)], value)
 
 
 def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:

@@ -229,10 +229,9 @@ def clear_each(fragment: Fragment, rows: Int32, columns: Int32, thread: Int32) -
     """As above, value by value."""
     layout = fragment.rows
     for slot in range(layout.slots):
-        row_exists = layout.row(thread, slot) < rows
+        inside = layout.inside(thread, slot, rows, columns)
         for position, i in enumerate(layout.order(fragment.width, slot)):
-            inside = row_exists & (layout.column(thread, position) < columns)
-            fragment.values[i] = pick(inside, fragment.values[i], Float32(0.0))
+            fragment.values[i] = pick(inside(position), fragment.values[i], Float32(0.0))
 
 
 def first_warp(thread: Int32) -> cutlass.Boolean:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.fragment import Fragment, accumulate
 from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
 from cudnn_kernels.types import fake
 
@@ -21,16 +23,15 @@ class Amax(Operation):
         return (fake("float32", (cute.sym_int(),), 0, align=4),)
 
     def begin(self, tile: Tile) -> None:
-        self.largest = Float32(0.0)
+        self.largest = [Float32(0.0)] * self.plan.layout.chains
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
-        for i in range(cute.size(x)):
-            self.largest = cute.arch.fmax(self.largest, cute.math.absf(x[i]), nan=True)
+        accumulate(self.largest, [cute.math.absf(x[i]) for i in range(cute.size(x))], larger)
 
     def end(self, tile: Tile) -> None:
         (amax,) = self.parameters
-        raise_amax(amax, tile.expert if self.o.by_expert else Int32(0), self.largest)
+        raise_amax(amax, tile.expert if self.o.by_expert else Int32(0), functools.reduce(larger, self.largest))
 
 
 class SumRow(Operation):
@@ -42,19 +43,24 @@ class SumRow(Operation):
         return (fake("float32", (sizes.m, 1, sizes.l), None, align=4),)
 
     def begin(self, tile: Tile) -> None:
-        self.sums = [Float32(0.0)] * self.plan.layout.slots
+        layout = self.plan.layout
+        self.sums = [[Float32(0.0)] * layout.chains for _ in range(layout.slots)]
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        for slot in range(self.plan.layout.slots):
-            for value in values[self.o.value].row_values(slot):
-                self.sums[slot] = self.sums[slot] + value
+        for slot, sums in enumerate(self.sums):
+            accumulate(sums, values[self.o.value].row_values(slot), operator.add)
 
     def end(self, tile: Tile) -> None:
         (sums,) = self.parameters
         layout = self.plan.layout
-        for slot in range(layout.slots):
-            total = layout.across(self.sums[slot], lambda a, b: a + b)
+        for slot, mine in enumerate(self.sums):
+            total = layout.across(functools.reduce(operator.add, mine), operator.add)
             add_to_row(sums, self.row(tile, slot), tile.batch, total, tile.thread % layout.neighbours == 0)
+
+
+def larger(a: Float32, b: Float32) -> Float32:
+    """The larger one, NaN if one is."""
+    return cute.arch.fmax(a, b, nan=True)
 
 
 @cute.jit

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cudnn_kernels.configuration import SHARED_MEMORY
+
 BLOCK = 16  # columns that the Hadamard transform mixes
 WARP = 32
-SHARED_MEMORY = 227 * 1024  # bytes a CTA may use, on SM90 and SM100 alike
 TEAMS = 4
 MOST_AT_ONCE = 128 * 1024  # bytes of two row buffers for each team
 

@@ -10,7 +10,7 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, TFloat32, const_expr
+from cutlass import Float32, Int32, TFloat32, const_expr, select_
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
@@ -38,25 +38,33 @@ from cudnn_kernels.types import DTYPES
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
 MMA_WARP, LOAD_WARP, FETCH_WARP = 4, 5, 6
-SHARED_MEMORY = 227 * 1024
 TENSOR_MEMORY = 512  # columns
 POINTER_BARRIER, GROUP_BARRIER = 1, 2  # named barriers
 
 
 @dataclass(frozen=True)
 class TensorMemoryRows(RowLayout):
-    """A thread has a whole row: lane for lane of tensor memory."""
+    """A thread has a whole row: lane for lane of tensor memory.
+
+    One chain of additions would last longer than all else, and what waits for it would fill the registers; of four, the
+    compiler starts more at once than registers hold.
+    """
 
     slots: int = 1
     neighbours: int = 1
     run: int = 32
     matrices: bool = False
+    chains: int = 2
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         return range(width)
 
     def row(self, thread: Int32, slot: int) -> Int32:
         return thread
+
+    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
+        end = Int32(select_(thread < rows, columns, Int32(0)))  # so that one comparison and one choice do for a value
+        return lambda position: self.column(thread, position) < end
 
 
 class Gemm:
@@ -190,7 +198,7 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(SHARED_MEMORY - self.epilogue.bytes() - 2048, self.stage_bytes())
+        return ring_stages(self.epilogue.bytes(), self.stage_bytes())
 
     def plan(self) -> Plan:
         """What the epilogue must know."""

@@ -34,7 +34,6 @@ from cudnn_kernels.types import DTYPES
 
 GROUP = 128  # threads of a warpgroup
 CONSUMERS = 2  # warpgroups that multiply
-SHARED_MEMORY = 227 * 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 TURN_BARRIER, GROUP_BARRIER = 1, 3  # first of the named barriers: one each for both warpgroups
 
@@ -130,7 +129,7 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(SHARED_MEMORY - self.epilogue.bytes() - 2048, self.stage_bytes())
+        return ring_stages(self.epilogue.bytes(), self.stage_bytes())
 
     def stage_bytes(self) -> int:
         """Bytes of a tile of A and a tile of B."""
@@ -239,10 +238,7 @@ class Gemm:
                     atom_b, tB[None, k], tBsB[None, stage], tma_bar_ptr=ring.full + stage,
                     mcast_mask=cutlass.Int16(mask_b) if const_expr(cm > 1) else None,
                 )  # fmt: skip
-                stage += 1
-                if stage == ring.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
+                stage, phase = advanced(ring, stage, phase)
 
     @cute.jit
     def consume(
@@ -294,8 +290,7 @@ class Gemm:
             self.epilogue.begin(tile)
             if const_expr(c.pingpong):
                 self.take_turn(group)
-            multiply = const_expr(self.multiply_and_add if c.promote else self.multiply)
-            multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+            self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
             if const_expr(c.pingpong):
                 if index + clusters < total:
                     self.give_turn(group)
@@ -325,62 +320,42 @@ class Gemm:
         position: Int32,
         k_tiles: Int32,
     ) -> None:
-        """The products of a tile. One k tile's are in flight while the next one's are issued."""
+        """The products of a tile. One k tile's are in flight while the next one's are issued.
+
+        With ``promote``, the sum of so many k tiles is added to float32 registers; meanwhile the other warpgroup
+        multiplies.
+        """
+        promote = const_expr(self.c.promote)
         stage, phase = position % ring.stages, position // ring.stages % 2
         last = stage
+        sums = acc
+        if const_expr(promote):
+            acc.fill(0.0)
+            sums = self.fragment(Float32, self.tile_n)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
+            if const_expr(promote):
+                mma.set(warpgroup.Field.ACCUMULATE, k % promote != 0)
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
+                cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if k > 0:
-                self.release(ring.empty + last)
-            last = stage
-            stage += 1
-            if stage == ring.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        warpgroup.wait_group(0)
-        self.release(ring.empty + last)
-
-    @cute.jit
-    def multiply_and_add(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        tCrA: cute.Tensor,
-        tCrB: cute.Tensor,
-        ring: Ring,
-        position: Int32,
-        k_tiles: Int32,
-    ) -> None:
-        """The same where the tensor cores' sum lacks bits: that of ``promote`` k tiles is added to float32 registers.
-
-        Meanwhile the other warpgroup multiplies.
-        """
-        stage, phase = position % ring.stages, position // ring.stages % 2
-        acc.fill(0.0)
-        short = self.fragment(Float32, self.tile_n)
-        for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-            mma.set(warpgroup.Field.ACCUMULATE, k % self.c.promote != 0)
-            warpgroup.fence()
-            for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                cute.gemm(mma, short, tCrA[None, None, block, stage], tCrB[None, None, block, stage], short)
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
+            if const_expr(promote):
+                warpgroup.wait_group(0)
+                self.release(ring.empty + stage)
+                if k % promote == promote - 1 or k == k_tiles - 1:
+                    acc.store(acc.load() + sums.load())
+            else:
+                warpgroup.wait_group(1)
+                if k > 0:
+                    self.release(ring.empty + last)
+                last = stage
+            stage, phase = advanced(ring, stage, phase)
+        if const_expr(not promote):
             warpgroup.wait_group(0)
-            self.release(ring.empty + stage)
-            if k % self.c.promote == self.c.promote - 1 or k == k_tiles - 1:
-                acc.store(acc.load() + short.load())
-            stage += 1
-            if stage == ring.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+            self.release(ring.empty + last)
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
@@ -413,6 +388,16 @@ class Gemm:
     def group_barrier(self, group: Int32) -> None:
         """Waits for the warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
+
+
+@cute.jit
+def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """The buffer after this one, and the phase of its barriers."""
+    stage += 1
+    if stage == ring.stages:
+        stage = Int32(0)
+        phase = phase ^ 1
+    return stage, phase
 
 
 def arguments(configuration: Configuration) -> tuple[Any, ...]:

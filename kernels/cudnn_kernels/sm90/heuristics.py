@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
+from cudnn_kernels.configuration import BITS, GemmConfiguration, GemmProblem
 from cudnn_kernels.epilogue import LoadTile, QuantizeRows, StoreTile, Swiglu
 
-BITS = {"bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32}
-K_BYTES = 128  # of a k tile: one row of the widest swizzle
 MANY_COLUMNS = 8192
 
 
@@ -32,13 +30,4 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, 256), "part": 128 if pairs else 64}
     if bits == 8:
         choice["promote"] = 1
-    return GemmConfiguration(
-        problem.a,
-        problem.b,
-        problem.epilogue,
-        problem.schedule,
-        problem.a_major,
-        problem.b_major,
-        cluster=(2, 1),
-        **{**choice, "tile": (*choice["tile"], K_BYTES * 8 // bits)},
-    )
+    return problem.configured(cluster=(2, 1), **choice)

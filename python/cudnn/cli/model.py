@@ -61,6 +61,8 @@ def show(name: str, options: bench.Options, clock: float) -> None:
 def predicted(c: Any, kernel: model.Kernel, p: model.Prediction, flops: float) -> list[str]:
     """A prediction in words: the whole problem, then one tile of one CTA."""
     size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}" + ", ping-pong" * c.pingpong
+    if kernel.accumulators:
+        size += f", {kernel.accumulators} accumulator" + "s" * (kernel.accumulators > 1)
     e, cycles = kernel.facts.epilogue, p.cycles
     epilogue = {
         f"{e.instructions} instructions of a thread": cycles.issue,

@@ -83,7 +83,8 @@ class GemmSrelu(SquaredReluGemm):
         alpha: where ``execute`` is given none.
         acc_dtype: float32.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 128 for
-            operands with scale factors; on sm_90a the library chooses tiles by itself.
+            operands with scale factors, at most 128 if c and d are float32; on sm_90a the library chooses tiles by
+            itself.
         sf_vec_size: elements along k, or along n for sfd, that share a scale factor: 16 or 32.
         vector_f32: a hint of other architectures.
         arch: as for :class:`cudnn.GemmSwiglu`.
