@@ -39,7 +39,7 @@ def attention(graph: cudnn.pygraph) -> list[cudnn.tensor]:
     """Q (uid 1), K (2) and V (3), O (4): [2, 4, 64, 32], causal, in small operations."""
     dims = [2, 4, 64, 32]
     q, k, v = (graph.tensor(dims, packed(*dims), uid=uid) for uid in (1, 2, 3))
-    o, _ = graph.sdpa(q, k, v, attn_scale=0.125, is_inference=True, use_causal_mask=True, implementation=COMPOSITE)
+    o: Any = graph.sdpa(q, k, v, attn_scale=0.125, is_inference=True, use_causal_mask=True, implementation=COMPOSITE)[0]
     return [q, k, v, o.set_output(True).set_uid(4)]
 
 
