@@ -289,7 +289,7 @@ WRONG = {
     "dSink of ragged statistics": (True, Problem(ragged=True, sink=True, **PADDED), "dSink_token: got ragged Stats"),
     "a narrow dBias": (True, Problem(bias=(1, 4, 192, 1)), "dBias: got dim=.* which writes outside it"),
     "a dropout mask": (True, Problem(own_mask=True), "dropout: got a mask .* ignores the inverse of its scale"),
-    "dSink with dropout": (True, Problem(sink=True, dropout=0.5), "dSink_token: got with dropout .* scales it wrongly"),
+    "dSink with dropout": (True, Problem(sink=True, dropout=0.5), "dSink_token: got dropout .* scales it wrongly"),
 }
 
 

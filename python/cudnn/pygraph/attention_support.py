@@ -14,6 +14,7 @@ from cudnn.backend import library
 from cudnn.backend.library import format_version
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph import attention_faults as faults
 from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.node import NOT_SET, Context
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
 
 NEWEST = sys.maxsize
-SEEN_IN = 91900  # the newest version that was run on a GPU: what it computes wrongly is refused up to it
 UNSUPPORTED = cudnnGraphNotSupportedError
 
 
@@ -76,8 +76,8 @@ def check_forward(node: AttentionForward, context: Context, version: int) -> Non
         *_forward_heads(node, version, sm),
         *_ragged_device(node, version, sm),
         *_statistics(node, version),
-        *_dropped_row(node, version),
     ])  # fmt: skip
+    faults.refuse_forward(node, version)
 
 
 def check_backward(node: AttentionBackward, context: Context, version: int) -> None:
@@ -98,37 +98,11 @@ def check_backward(node: AttentionBackward, context: Context, version: int) -> N
         *_right_bound(node),
         *_deterministic(node, version, sm),
         *_bias_gradient(node, version, sm),
-        *_wrong_gradients(node, version),
         *_types(context),
         *_device(sm),
     ])  # fmt: skip
     _apply(node, _sink(node, version))
-
-
-def _dropped_row(node: Attention, version: int) -> Iterator[Rule]:
-    yield Rule(
-        node.has_dropout and node.score_dim[2] == 1 and version <= SEEN_IN, UNSUPPORTED, "dropout",
-        f"s_q=1 with cuDNN {format_version(version)}, which computes it wrongly",
-        f"more than one row of Q, or a cuDNN newer than {format_version(SEEN_IN)}", "leave dropout out"
-    )  # fmt: skip
-
-
-def _wrong_gradients(node: AttentionBackward, version: int) -> Iterator[Rule]:
-    """What cuDNN was seen to compute wrongly, or to write outside its tensor, on an H200."""
-    seen = version <= SEEN_IN
-    newer = f"or a cuDNN newer than {format_version(SEEN_IN)}"
-    gradient = node.outputs.get("dBias")
-    yield Rule(
-        seen and gradient is not None and gradient.dim[2:] != node.score_dim[2:], UNSUPPORTED, "dBias",
-        f"dim={gradient.dim if gradient else []} with cuDNN {format_version(version)}, which writes outside it",
-        f"s_q and s_kv, {node.score_dim[2:]}, as last extents, {newer}", "sum a full gradient"
-    )  # fmt: skip
-    yield Rule(
-        seen and "Dropout_mask" in node.inputs, UNSUPPORTED, "dropout",
-        f"a mask of the user's with cuDNN {format_version(version)}, which ignores the inverse of its scale",
-        f"a probability with seed and offset, {newer}", "use the random mask"
-    )  # fmt: skip
-    yield from _dropped_row(node, version)
+    faults.refuse_backward(node, version)
 
 
 def _statistics(node: Attention, version: int) -> Iterator[Rule]:
@@ -220,11 +194,6 @@ def _sink(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
         "Sink" in node.inputs and version < 91300, ValueError, "sink_token", f"cuDNN {format_version(version)}",
         "cuDNN 9.13 or newer", "install a newer nvidia-cudnn package"
-    )  # fmt: skip
-    yield Rule(
-        "dSink" in node.outputs and node.has_dropout and version <= SEEN_IN, UNSUPPORTED, "dSink_token",
-        f"with dropout and cuDNN {format_version(version)}, which scales it wrongly",
-        f"a cuDNN newer than {format_version(SEEN_IN)}", "leave dropout out"
     )  # fmt: skip
 
 
@@ -452,8 +421,9 @@ def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int)
         *_fp8_outputs(node, version, sm, ("O",)),
         *_statistics(node, version),
         *_fp8_sink(node, sm),
-        *_fp8_wrong(node, version, sm),
     ])  # fmt: skip
+    if _is_hopper(sm):
+        faults.refuse_fp8_forward(node, version)
 
 
 def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: int) -> None:
@@ -481,22 +451,8 @@ def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: in
              f"compute capability {sm} with cuDNN {format_version(version)}", "cuDNN 9.19 or newer, and no dropout",
              "leave it out"),
     ])  # fmt: skip
-
-
-def _fp8_wrong(node: AttentionFp8Forward, version: int, sm: int | None) -> Iterator[Rule]:
-    """What cuDNN was seen to do wrongly on an H200."""
-    if not _is_hopper(sm) or version > SEEN_IN:
-        return
-    d_qk, d_v = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
-    newer = f"or a cuDNN newer than {format_version(SEEN_IN)}"
-    yield Rule(
-        d_v > d_qk, UNSUPPORTED, "head size", f"d_qk={d_qk}, d_v={d_v} with fp8 tensors and cuDNN "
-        f"{format_version(version)}, which reads outside V", f"d_v up to d_qk, {newer}", "pad Q and K with zeros"
-    )  # fmt: skip
-    yield Rule(
-        "Max" in node.outputs, UNSUPPORTED, "score_max", f"fp8 tensors with cuDNN {format_version(version)}, which "
-        "writes it times log2(e)", f"fp16 or bf16 tensors, {newer}", "leave it out"
-    )  # fmt: skip
+    if hopper:
+        faults.refuse_fp8_backward(node, version)
 
 
 def _fp8_sink(node: Attention, sm: int | None) -> Iterator[Rule]:
