@@ -34,6 +34,8 @@ from cudnn.pygraph.tensor import Tensor as tensor
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
+    from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
+    from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
     from cudnn.gemm_amax import GemmAmax as GemmAmax
     from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
     from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper
@@ -102,6 +104,8 @@ __all__ = [
 
 # The fused APIs, each with the module that its first use loads: `import cudnn` loads neither PyTorch nor the CuTe DSL.
 _LAZY = {
+    "causal_conv1d_backward": "cudnn.backend.causal_conv1d",
+    "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
     **{
         name: f"cudnn.{module}"
@@ -115,7 +119,7 @@ _LAZY = {
         for name in (operation, f"{operation}Sm100", f"{module}_wrapper", f"{module}_wrapper_sm100")
     },
 }
-_LAZY_MODULES = ("gemm", "ops")
+_LAZY_MODULES = ("experimental", "gemm", "ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,330 @@
+"""Scaled dot-product attention on PyTorch tensors: graphs of one attention node, forward and backward."""
+
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cudnn.enums import diagonal_alignment as alignments
+from cudnn.errors import refusal
+from cudnn.experimental.ops._graphs import GraphCache, Tensors, is_readable, run
+from cudnn.pygraph.graph import pygraph
+
+_WHERE = "scaled_dot_product_attention"
+_fprop_cache: GraphCache = {}
+_bprop_cache: GraphCache = {}
+Maybe = torch.Tensor | None
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Maybe = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    diagonal_alignment: int = alignments.TOP_LEFT,
+    left_bound: int = -1,
+    right_bound: int = -1,
+    seq_len_q: Maybe = None,
+    seq_len_kv: Maybe = None,
+    cumulative_seq_len_q: Maybe = None,
+    cumulative_seq_len_kv: Maybe = None,
+) -> torch.Tensor:
+    """``softmax(scale * Q K^T, masked) V``: the arguments of PyTorch's function, and bands and lengths. Differentiable.
+
+    Where a row sees no key, its result and its gradients are 0. So are those of rows beyond an entry's length.
+
+    Args:
+        query, key, value: ``[B, H_q, S_q, D]``, ``[B, H_kv, S_kv, D]``, ``[B, H_kv, S_kv, D_v]`` in one type, in any
+            strides; copied where cuDNN cannot read them in place. float16 or bfloat16 on CUDA; on the CPU also float32
+            and float64.
+        attn_mask, dropout_p: There are none; refused.
+        is_causal: ``right_bound=0``, unless a right bound is given.
+        scale: None: ``D ** -0.5``.
+        enable_gqa: Lets H_q be a multiple of H_kv.
+        diagonal_alignment: 0: the diagonal starts at the first row and key. 1: it ends at the last ones, of each entry
+            where lengths are given.
+        left_bound: A row sees keys greater than its diagonal less this; -1: no bound.
+        right_bound: A row sees keys up to its diagonal plus this; -1: no bound.
+        seq_len_q, seq_len_kv: Integers, B of them: the rows and keys of each entry. One alone: the other is full.
+        cumulative_seq_len_q, cumulative_seq_len_kv: Integers, B + 1 of them, from 0 up; both or none. All tensors are
+            packed: entry b has the tokens ``cumulative[b]`` to ``cumulative[b + 1] - 1`` of the B * S tokens that
+            ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
+
+    Returns:
+        ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
+
+    Raises:
+        NotImplementedError: attn_mask or dropout_p.
+        ValueError: shapes, bounds or lengths.
+        cudnnGraphNotSupportedError: what cuDNN does not support.
+    """
+    if attn_mask is not None:
+        raise NotImplementedError(
+            refusal(_WHERE, "attn_mask", "a tensor", "None", "use is_causal, bounds or lengths, or bias= of cudnn.sdpa")
+        )
+    if dropout_p != 0:
+        raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0: there is no dropout"))
+    heads = [x.shape[1] for x in (query, key, value) if x.ndim == 4]
+    if not enable_gqa and len(set(heads)) > 1:
+        got = f"{', '.join(map(str, heads))} of query, key and value"
+        raise ValueError(refusal(_WHERE, "heads", got, "the same number", "pass enable_gqa=True"))
+    return sdpa(
+        query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale), is_causal,
+        int(diagonal_alignment), left_bound, right_bound, seq_len_q, seq_len_kv, cumulative_seq_len_q,
+        cumulative_seq_len_kv,
+    )[0]  # fmt: skip
+
+
+class Layout:
+    """Where the tokens of each entry lie, of query (with the result) or of key and value."""
+
+    def __init__(self, side: str, x: torch.Tensor, lengths: Maybe, starts: Maybe, varying: bool) -> None:
+        """
+        Args:
+            side: "q" or "kv".
+            x: ``[B, H, S, D]``.
+            lengths, starts: ``seq_len`` and ``cumulative_seq_len``.
+            varying: Whether any lengths are given, for this side or the other.
+        """
+        self._batch, self._longest = x.shape[0], x.shape[2]
+        self._starts = self._integers(f"cumulative_seq_len_{side}", starts, self._batch + 1)
+        self._lengths = self._integers(f"seq_len_{side}", lengths, self._batch)
+        if self._lengths is None and self._starts is not None:
+            self._lengths = self._starts.diff()
+        if self._lengths is None and varying:
+            self._lengths = x.new_full((self._batch,), self._longest, dtype=torch.int32)
+
+    @staticmethod
+    def _integers(name: str, given: Maybe, count: int) -> Maybe:
+        if given is None:
+            return None
+        if given.numel() != count or given.is_floating_point():
+            got = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise ValueError(refusal(_WHERE, name, got, f"{count} integers"))
+        return given.flatten().int()
+
+    def readable(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as the graph can read it; a copy where it lies otherwise."""
+        packed = self._starts is not None
+        even = not packed or x.shape[0] == 1 or x.stride(0) == x.shape[2] * x.stride(2)
+        return x if even and is_readable(x) else _new(x, x.shape, packed).copy_(x)
+
+    def inputs(self, side: str, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the graph reads besides the tensors: lengths, and the first element of each entry of each tensor."""
+        found: dict[str, torch.Tensor] = {}
+        if self._lengths is not None:
+            found[f"seq_len_{side}"] = self._lengths.view(-1, 1, 1, 1)
+        if self._starts is not None:
+            steps = {x.stride(2) for x in tensors.values()}
+            offsets = {step: (self._starts.long() * step).view(-1, 1, 1, 1) for step in steps}
+            found |= {f"offset_{name}": offsets[x.stride(2)] for name, x in tensors.items()}
+        return found
+
+    def clear(self, *tensors: torch.Tensor) -> None:
+        """Zeros in the tokens that belong to no entry: cuDNN may leave anything there."""
+        if self._lengths is None:
+            return
+        token = torch.arange(self._batch * self._longest, device=self._lengths.device)
+        if self._starts is None:
+            entry, start = token // self._longest, token // self._longest * self._longest
+            used = token - start < self._lengths[entry]
+        else:
+            entry = torch.searchsorted(self._starts, token, right=True) - 1
+            inside = (entry >= 0) & (entry < self._batch)
+            entry = entry.clamp(0, self._batch - 1)
+            used = inside & (token - self._starts[entry] < self._lengths[entry])
+        unused = ~used.view(self._batch, 1, self._longest, 1)
+        for x in tensors:
+            x.masked_fill_(unused, 0)
+
+
+def _layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tuple[Layout, Layout]:
+    if (lengths[2] is None) != (lengths[3] is None):
+        missing = "cumulative_seq_len_q" if lengths[2] is None else "cumulative_seq_len_kv"
+        raise ValueError(refusal(_WHERE, missing, "None beside the other", "both or neither", "pass both"))
+    varying = any(x is not None for x in lengths)
+    return Layout("q", q, lengths[0], lengths[2], varying), Layout("kv", k, lengths[1], lengths[3], varying)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bounds: Mapping[str, int]) -> None:
+    shapes = {"query": tuple(q.shape), "key": tuple(k.shape), "value": tuple(v.shape)}
+    ranks = [x.ndim == 4 for x in (q, k, v)]
+    if not all(ranks) or q.shape[0] != k.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
+        allowed = "[B, H_q, S_q, D], [B, H_kv, S_kv, D] and [B, H_kv, S_kv, D_v]"
+        raise ValueError(refusal(_WHERE, "shapes", shapes, allowed))
+    kinds = {"query": (q.dtype, q.device), "key": (k.dtype, k.device), "value": (v.dtype, v.device)}
+    if len(set(kinds.values())) > 1:
+        got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
+        raise ValueError(refusal(_WHERE, "types and devices", got, "one type, and one device, for all three"))
+    if alignment not in (0, 1):
+        raise ValueError(refusal(_WHERE, "diagonal_alignment", alignment, "0 (top left) or 1 (bottom right)"))
+    for name, bound in bounds.items():
+        if bound < -1:
+            raise ValueError(refusal(_WHERE, name, bound, "-1 for none, or 0 and more"))
+
+
+def _options(
+    attn_scale: float, is_causal: bool, diagonal_alignment: int, left_bound: int, right_bound: int
+) -> dict[str, Any]:
+    """The arguments of the attention node."""
+    right = 0 if is_causal and right_bound == -1 else right_bound
+    return {
+        "attn_scale": attn_scale,
+        "diagonal_alignment": alignments(diagonal_alignment),
+        "diagonal_band_left_bound": None if left_bound == -1 else left_bound,
+        "diagonal_band_right_bound": None if right == -1 else right,
+    }
+
+
+def _ragged(t: Tensors, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives the tensors their offsets, where there are any."""
+    for name, tensor in tensors.items():
+        if f"offset_{name}" in t:
+            tensor.set_ragged_offset(t[f"offset_{name}"])
+    return dict(tensors)
+
+
+def _lengths(t: Tensors) -> dict[str, Any]:
+    if "seq_len_q" not in t:
+        return {}
+    return {"use_padding_mask": True, "seq_len_q": t["seq_len_q"], "seq_len_kv": t["seq_len_kv"]}
+
+
+def describe_forward(graph: pygraph, t: Tensors, **options: Any) -> Tensors:
+    """The graph of the forward pass."""
+    _ragged(t, t)
+    o, stats = graph.sdpa(t["q"], t["k"], t["v"], generate_stats=True, **_lengths(t), **options)
+    return _ragged(t, {"o": o, "stats": stats})
+
+
+def describe_backward(graph: pygraph, t: Tensors, **options: Any) -> Tensors:
+    """The graph of the backward pass."""
+    _ragged(t, t)
+    lengths = _lengths(t)
+    gradients = graph.sdpa_backward(t["q"], t["k"], t["v"], t["o"], t["do"], t["stats"], **lengths, **options)
+    return _ragged(t, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+def _new(x: torch.Tensor, shape: Sequence[int], packed: bool) -> torch.Tensor:
+    """Memory of x's type for ``[B, H, S, D]``: contiguous, or, packed, with tokens contiguous."""
+    batch, heads, longest, size = shape
+    return x.new_empty(batch, longest, heads, size).transpose(1, 2) if packed else x.new_empty(shape)
+
+
+def _results(q: torch.Tensor, v: torch.Tensor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return _new(q, (*q.shape[:3], v.shape[3]), packed), q.new_empty((*q.shape[:3], 1), dtype=kind)
+
+
+def _gradient(x: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Memory for the gradient, in x's order of strides where cuDNN can write it."""
+    return _new(x, x.shape, packed) if packed or x.stride(3) != 1 else torch.empty_like(x)
+
+
+@torch.library.custom_op("cudnn::sdpa", mutates_args=())
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    diagonal_alignment: int,
+    left_bound: int,
+    right_bound: int,
+    seq_len_q: torch.Tensor | None,
+    seq_len_kv: torch.Tensor | None,
+    cumulative_seq_len_q: torch.Tensor | None,
+    cumulative_seq_len_kv: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(O, Stats) of :func:`scaled_dot_product_attention`. Stats ``[B, H_q, S_q, 1]``, in float32 (float64 for float64),
+    is ``log(sum(exp(scores)))`` of each row, for the backward pass."""
+    _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
+    rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    o, stats = _results(q, v, cumulative_seq_len_q is not None)
+    if not q.numel() or not k.numel():
+        return o.zero_(), stats.fill_(-torch.inf)
+    q, k, v = rows.readable(q), keys.readable(k), keys.readable(v)
+    inputs = {"q": q, "k": k, "v": v, **rows.inputs("q", q=q, o=o), **keys.inputs("kv", k=k, v=v)}
+    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound)
+    run(_fprop_cache, describe_forward, inputs, {"o": o, "stats": stats}, options)
+    rows.clear(o)
+    return o, stats
+
+
+@sdpa.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _results(q, v, others[7] is not None)
+
+
+@torch.library.custom_op("cudnn::sdpa_bwd", mutates_args=())
+def sdpa_bwd(
+    dO: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    attn_scale: float,
+    is_causal: bool,
+    diagonal_alignment: int,
+    left_bound: int,
+    right_bound: int,
+    seq_len_q: torch.Tensor | None,
+    seq_len_kv: torch.Tensor | None,
+    cumulative_seq_len_q: torch.Tensor | None,
+    cumulative_seq_len_kv: torch.Tensor | None,
+    is_deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV) from what :func:`sdpa` got and gave, and the gradient of O.
+
+    ``is_deterministic`` asks cuDNN for the same bits every time.
+    """
+    _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
+    rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    packed = cumulative_seq_len_q is not None
+    dq, dk, dv = (_gradient(x, packed) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q, k, v = rows.readable(q), keys.readable(k), keys.readable(v)
+    o = rows.readable(o)
+    do = rows.readable(dO) if dO.stride() == o.stride() else _new(o, o.shape, packed).copy_(dO)
+    inputs = {
+        "q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, **rows.inputs("q", q=q, o=o, do=do, dq=dq),
+        **keys.inputs("kv", k=k, v=v, dk=dk, dv=dv),
+    }  # fmt: skip
+    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound)
+    options["use_deterministic_algorithm"] = is_deterministic
+    run(_bprop_cache, describe_backward, inputs, {"dq": dq, "dk": dk, "dv": dv}, options)
+    rows.clear(dq)
+    keys.clear(dk, dv)
+    return dq, dk, dv
+
+
+@sdpa_bwd.register_fake
+def _(
+    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    packed = others[9] is not None
+    return _gradient(q, packed), _gradient(k, packed), _gradient(v, packed)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[8:])
+    ctx.options = inputs[3:8]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
+    q, k, v, o, stats, *lengths = ctx.saved_tensors
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return *sdpa_bwd(d_o, q, k, v, o, stats, *ctx.options, *lengths, deterministic), *[None] * 9
+
+
+sdpa.register_autograd(_backward, setup_context=_setup)

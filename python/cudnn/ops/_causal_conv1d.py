@@ -1,0 +1,159 @@
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from cudnn.backend import causal_conv1d as backend
+from cudnn.backend import library
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
+
+_WHERE = "causal_conv1d"
+_ACTIVATIONS = {"identity": 0, "silu": 1}
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 9}
+"""``cudnnDataType_t`` by type."""
+
+
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "identity"
+) -> torch.Tensor:
+    """Each channel convolved with its own filter over the past: ``[B, C, T]``, in the type of x.
+
+        y[b, c, t] = act(bias[c] + sum over i < W of weight[c, i] * x[b, c, t - (W - 1) + i])      x is 0 before t = 0
+
+    Sums are in float32. Differentiable once. On CUDA tensors it needs cuDNN 9.22; on CPU tensors PyTorch computes it.
+
+    Args:
+        x: ``[B, C, T]``; float32, float16 or bfloat16, in any strides; copied where it is not contiguous.
+        weight: ``[C, W]`` of the same type. On CUDA W is 2 to 8, 16, 32, 64, 128 or 256.
+        bias: ``[C]`` of the same type; None for zeros.
+        activation: "identity" or "silu".
+
+    Raises:
+        ValueError: shapes, the type, the activation, tensors of several devices.
+        TypeError: tensors of several types.
+        cudnnGraphNotSupportedError: an older cuDNN, or a W that it does not have.
+    """
+    _check(x, weight, bias, activation)
+    return causal_conv1d_fwd_primitive(x, weight, x.new_zeros(x.shape[1]) if bias is None else bias, activation)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    ranks = {"x": "[B, C, T]", "weight": "[C, W]", "bias": "[C]"}
+    for name, tensor in given.items():
+        if tensor.ndim != ranks[name].count(",") + 1:
+            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(tensor.shape), ranks[name]))
+    types = {name: tensor.dtype for name, tensor in given.items()}
+    if len(set(types.values())) > 1:
+        raise TypeError(refusal(_WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)"))
+    if x.dtype not in _TYPES:
+        raise ValueError(refusal(_WHERE, "type of x", x.dtype, ", ".join(map(str, _TYPES))))
+    devices = {name: str(tensor.device) for name, tensor in given.items()}
+    if len(set(devices.values())) > 1 or x.device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(refusal(_WHERE, "devices", devices, "one device, cuda or cpu", "move them to one"))
+    channels = {name: tensor.shape[1 if name == "x" else 0] for name, tensor in given.items()}
+    if any(count != x.shape[1] for count in channels.values()):
+        raise ValueError(refusal(_WHERE, "channels", channels, "the same number in all tensors"))
+    if weight.shape[1] < 1:
+        raise ValueError(refusal(_WHERE, "shape of weight", tuple(weight.shape), "[C, W] with W of 1 or more"))
+    if activation not in _ACTIVATIONS:
+        raise ValueError(refusal(_WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS))))
+
+
+@torch.library.custom_op("cudnn::causal_conv1d_fwd_primitive", mutates_args=())
+def causal_conv1d_fwd_primitive(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """y of :func:`causal_conv1d`, contiguous."""
+    _check(x, weight, bias, activation)
+    if not x.is_cuda:
+        z = _linear(x, weight, bias)
+        return (F.silu(z) if activation == "silu" else z).to(x.dtype).contiguous()
+    x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
+    y = torch.empty_like(x)
+    if y.numel():
+        _launch(backend.forward, (x, weight, bias, y), (_TYPES[x.dtype], _ACTIVATIONS[activation]))
+    return y
+
+
+@causal_conv1d_fwd_primitive.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("cudnn::causal_conv1d_bwd_primitive", mutates_args=())
+def causal_conv1d_bwd_primitive(
+    grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+) -> list[torch.Tensor]:
+    """Gradients of x, weight and bias in the type of x; those of weight and bias are summed in float32."""
+    _check(x, weight, bias, activation)
+    if not x.is_cuda:
+        return [gradient.to(x.dtype).contiguous() for gradient in _gradients(grad_out, x, weight, bias, activation)]
+    grad_out, x, weight, bias = (tensor.contiguous() for tensor in (grad_out, x, weight, bias))
+    # cuDNN adds to the sums.
+    d_weight, d_bias = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (weight, bias))
+    dx = torch.empty_like(x)
+    if dx.numel():
+        tensors = (x, weight, bias, grad_out, dx, d_weight, d_bias)
+        _launch(backend.backward, tensors, (_TYPES[x.dtype], _TYPES[torch.float32], _ACTIVATIONS[activation]))
+    return [dx, d_weight.to(x.dtype), d_bias.to(x.dtype)]
+
+
+@causal_conv1d_bwd_primitive.register_fake
+def _(
+    grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weight, bias)]
+
+
+def _launch(function: Any, tensors: tuple[torch.Tensor, ...], kinds: tuple[int, ...]) -> None:
+    """Calls cuDNN on the current stream of the tensors' device; the first two are x and weight."""
+    x, weight = tensors[:2]
+    library.require(backend.SINCE, _WHERE)
+    if weight.shape[1] not in backend.WIDTHS:
+        allowed = f"{', '.join(map(str, backend.WIDTHS))} on CUDA"
+        raise cudnnGraphNotSupportedError(
+            refusal(_WHERE, "W of weight", weight.shape[1], allowed, "pad the filter with zeros at its beginning")
+        )
+    with torch.cuda.device_of(x):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        function(stream, *(tensor.data_ptr() for tensor in tensors), *x.shape, weight.shape[1], *kinds)
+
+
+def _past(x: torch.Tensor, width: int) -> torch.Tensor:
+    return F.pad(x.float(), (width - 1, 0))
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The convolution before the activation, in float32."""
+    width = weight.shape[1]
+    return F.conv1d(_past(x, width), weight.float().unsqueeze(1), bias.float(), groups=x.shape[1])
+
+
+def _gradients(
+    grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, ...]:
+    """Those of x, weight and bias, in float32."""
+    dz = grad_out.float()
+    if activation == "silu":
+        z = _linear(x, weight, bias)
+        s = torch.sigmoid(z)
+        dz = dz * s * (1 + z * (1 - s))
+    width = weight.shape[1]
+    dx = F.conv1d(F.pad(dz, (0, width - 1)), weight.float().flip(1).unsqueeze(1), groups=x.shape[1])
+    d_weight = torch.einsum("bct,bcwt->cw", dz, _past(x, width).unfold(2, x.shape[2], 1))
+    return dx, d_weight, dz.sum((0, 2))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.activation = inputs[3]
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
+    return *causal_conv1d_bwd_primitive(grad_out, *ctx.saved_tensors, ctx.activation), None
+
+
+causal_conv1d_fwd_primitive.register_autograd(_backward, setup_context=_setup)

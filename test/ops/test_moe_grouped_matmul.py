@@ -1,0 +1,214 @@
+"""``cudnn.experimental.ops.moe_grouped_matmul``: results, gradients, cache, compilation, refusals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.experimental.ops import _graphs, moe_grouped_matmul
+from cudnn.experimental.ops.moe_grouped_matmul import _graph_cache
+
+pytestmark = pytest.mark.filterwarnings("error")
+F64 = torch.float64
+M, K, N = 12, 8, 16
+OFFSETS = {"even": [0, 4, 8], "uneven": [0, 1, 1], "first empty": [0, 0, 7], "last empty": [0, 5, 12]}
+MODES_OF_ROWS = ["none", "gather", "scatter"]
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> None:
+    torch.manual_seed(0)
+    _graph_cache.clear()
+
+
+def operands(dtype: torch.dtype = F64, experts: int = 3, rows: int = M) -> list[torch.Tensor]:
+    """Tokens, weights with K contiguous, and the gradient of the result."""
+    token, weight, d_out = torch.randn(1, M, K), torch.randn(experts, N, K), torch.randn(1, rows, N)
+    return [token.to(dtype), weight.to(dtype).mT, d_out.to(dtype)]
+
+
+def offsets(first: list[int]) -> torch.Tensor:
+    return torch.tensor(first, dtype=torch.int32).view(-1, 1, 1)
+
+
+def indices(mode: str) -> dict[str, Any]:
+    """The index tensors of a mode: 24 rows gathered from 12 tokens, 12 rows scattered as 2 each of 6 tokens."""
+    if mode == "gather":
+        return {"mode": mode, "token_index": torch.randint(M, (1, 24, 1), dtype=torch.int32)}
+    if mode == "scatter":
+        place = torch.randperm(M).int().view(1, M, 1)
+        return {"mode": mode, "token_index": place // 2, "token_ks": place % 2, "top_k": 2}
+    return {}
+
+
+def formula(token: torch.Tensor, weight: torch.Tensor, first: list[int], given: dict[str, Any]) -> torch.Tensor:
+    """Row by row."""
+    places = range(token.shape[1]) if given.get("mode") != "gather" else given["token_index"].flatten().tolist()
+    rows = [
+        token[0, place] @ weight[max(expert for expert, start in enumerate(first) if start <= row)]
+        for row, place in enumerate(places)
+    ]
+    if given.get("mode") == "scatter":
+        order = (given["token_index"] * 2 + given["token_ks"]).flatten().tolist()
+        rows = [rows[order.index(row)] for row in range(len(rows))]
+    return torch.stack(rows)[None]
+
+
+def gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_() for x in tensors[:2]]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[2])]
+
+
+@pytest.mark.parametrize("mode", MODES_OF_ROWS)
+@pytest.mark.parametrize("name", OFFSETS)
+def test_results_and_gradients(name: str, mode: str) -> None:
+    given = indices(mode)
+    tensors = operands(rows=24 if mode == "gather" else M)
+    function = functools.partial(moe_grouped_matmul, first_token_offset=offsets(OFFSETS[name]), **given)
+    found = gradients(function, tensors)
+    expected = gradients(lambda *x: formula(*x, OFFSETS[name], given), tensors)
+    assert found[0].is_contiguous()
+    assert found[2].stride(1) == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3), (torch.float32, 1e-6)])
+def test_types(dtype: torch.dtype, eps: float) -> None:
+    token, weight, _ = operands(dtype)
+    found = moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]))
+    assert found.dtype is dtype
+    expected = formula(token.double(), weight.double(), OFFSETS["even"], {})
+    torch.testing.assert_close(found.double(), expected, rtol=eps, atol=1e-6)
+
+
+def test_gradients_pass_the_numerical_test() -> None:
+    token, weight, _ = (x.requires_grad_() for x in operands())
+    for mode in MODES_OF_ROWS:
+        function = functools.partial(moe_grouped_matmul, first_token_offset=offsets([0, 1, 7]), **indices(mode))
+        assert torch.autograd.gradcheck(function, [token, weight], fast_mode=True)
+
+
+def test_one_gradient_alone() -> None:
+    """That of the weight, which needs a newer cuDNN, is not computed unasked."""
+    token, weight, d_out = operands()
+    token.requires_grad_()
+    moe_grouped_matmul(token, weight, offsets(OFFSETS["even"])).backward(d_out)
+    (expected,) = torch.autograd.grad(formula(token, weight, OFFSETS["even"], {}), token, d_out)
+    torch.testing.assert_close(token.grad, expected)
+    assert len(_graph_cache) == 2
+
+
+def test_any_strides_of_tokens_and_offsets() -> None:
+    token, weight, _ = operands()
+    flat = torch.tensor(OFFSETS["uneven"])
+    for strided in (token.mT.contiguous().mT, token[:, :1].expand(-1, M, -1)):
+        found = moe_grouped_matmul(strided, weight, flat)
+        torch.testing.assert_close(found, formula(strided, weight, OFFSETS["uneven"], {}))
+
+
+def test_no_tokens() -> None:
+    token, weight, _ = operands()
+    weight.requires_grad_()
+    out = moe_grouped_matmul(token[:, :0], weight, offsets([0, 0, 0]))
+    assert out.shape == (1, 0, N)
+    out.sum().backward()
+    assert not weight.grad.any()
+
+
+def test_one_graph_for_each_configuration() -> None:
+    token, weight, _ = operands()
+    for first, rows, count in (([0, 4, 8], M, 1), ([0, 1, 2], M, 1), ([0, 1, 2], 8, 2)):
+        moe_grouped_matmul(token[:, :rows], weight, offsets(first))
+        assert len(_graph_cache) == count
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("mode", MODES_OF_ROWS)
+def test_compiled(mode: str, dynamic: bool) -> None:
+    given = indices(mode)
+    tensors = operands(rows=24 if mode == "gather" else M)
+
+    def layer(token: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return moe_grouped_matmul(2 * token, weight, offsets([0, 1, 7]), **given) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for one, other in zip(gradients(compiled, tensors), gradients(layer, tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", MODES_OF_ROWS)
+def test_operators_are_registered_right(mode: str) -> None:
+    given = indices(mode)
+    token, weight, d_out = operands()
+    arguments = (offsets([0, 1, 7]), given.get("token_index"), given.get("token_ks"), mode, given.get("top_k", 1))
+    leaves = token.clone().requires_grad_(), weight.clone().requires_grad_()
+    operator = torch.ops.cudnn.moe_grouped_matmul
+    assert set(torch.library.opcheck(operator, (*leaves, *arguments)).values()) == {"SUCCESS"}
+    backward = torch.ops.cudnn.moe_grouped_matmul_bwd
+    assert set(torch.library.opcheck(backward, (d_out, token, arguments[0])).values()) == {"SUCCESS"}
+
+
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "mode": (ValueError, "mode: got 'combine'; allowed: 'none' or 'gather' or 'scatter'", {"mode": "combine"}),
+    "no index": (ValueError, "token_index: got None; allowed: token_index with mode 'gather'", {"mode": "gather"}),
+    "no ks": (
+        ValueError,
+        "token_ks: got None; allowed: token_index, token_ks with mode 'scatter'",
+        {"mode": "scatter", "token_index": torch.zeros(1, M, 1).int()},
+    ),
+    "an index too many": (
+        ValueError,
+        "token_index: got a tensor; allowed: neither index with mode 'none'",
+        {"token_index": torch.zeros(1, M, 1).int()},
+    ),
+    "shapes": (ValueError, r"shapes of token and weight: got \(1, 12, 4\)", {"token": torch.zeros(1, M, 4)}),
+    "rank": (ValueError, r"shapes of token and weight: got \(12, 8\)", {"token": torch.zeros(M, K)}),
+    "types": (ValueError, "types of token and weight: got torch.float16", {"token": torch.zeros(1, M, K).half()}),
+    "order": (
+        ValueError,
+        r"strides of weight: got \(128, 16, 1\); .* pass weight.mT.contiguous\(\).mT",
+        {"weight": torch.zeros(3, K, N)},
+    ),
+    "offsets": (ValueError, "offsets and indices: got torch.float32", {"first_token_offset": torch.zeros(3)}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    error, words, given = REFUSED[name]
+    token, weight, _ = operands(torch.float32)
+    usual = {"token": token, "weight": weight, "first_token_offset": offsets(OFFSETS["even"])}
+    with pytest.raises(error, match=words):
+        moe_grouped_matmul(**usual | given)
+
+
+def test_what_cudnn_does_not_support_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise cudnn.cudnnGraphNotSupportedError("no engine for this")
+
+    monkeypatch.setattr(_graphs, "run", refuse)
+    with pytest.raises(RuntimeError, match="no engine for this"):
+        moe_grouped_matmul(*operands()[:2], offsets(OFFSETS["even"]))
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("mode", ["none", "gather"])
+def test_cudnn_has_plans(mode: str, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph as on a GPU."""
+    built: list[cudnn.pygraph] = []
+
+    def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
+        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
+
+    monkeypatch.setattr(_graphs, "run", plan)
+    token, weight, _ = operands(torch.bfloat16)
+    moe_grouped_matmul(token, weight, offsets(OFFSETS["even"]), **indices(mode))
+    assert [graph.get_execution_plan_count() > 0 for graph in built] == [True]
