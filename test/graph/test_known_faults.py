@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, cast
 
 import pytest
 
 import cudnn
+from cudnn.backend import library
 from cudnn.pygraph import known_faults
-from support.graphs import HALF, configurations, planned_graph, reference_graph
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, planned_graph, reference_graph
 
 CUBLASLT = cudnn.behavior_note.CUBLASLT_DEPENDENCY
 NEWER = known_faults.SEEN_IN + 100
@@ -73,7 +77,7 @@ def test_concatenation_with_a_convolution_is_refused() -> None:
     known_faults.refuse(graph.nodes, NEWER)
 
 
-def linear(graph: cudnn.pygraph, **relu: float) -> None:
+def linear(graph: cudnn.pygraph, **relu: Any) -> None:
     c = graph.matmul(tensor(graph, 1, 256, 240), tensor(graph, 1, 240, 192))
     graph.relu(c, **relu).set_output(True)
 
@@ -95,4 +99,106 @@ def test_a_relu_with_options_keeps_off_cublaslt(options: dict[str, float], h200:
 def test_a_plain_relu_may_use_it(h200: Any) -> None:
     graph = planned_graph(h200)
     linear(graph)
-    assert known_faults.faulty_engines(graph.nodes) is None
+    assert not [*known_faults.faulty_engines(graph.nodes, library.version())]
+
+
+# Convolutions.
+def response(graph: cudnn.pygraph, kernels: int) -> cudnn.tensor:
+    image, weight = channels_last(graph, 1, 32, 19, 22), channels_last(graph, kernels, 32, 1, 4)
+    return graph.conv_fprop(image, weight, padding=[0, 3], stride=[1, 2], dilation=[1, 1])
+
+
+def data_gradient(graph: cudnn.pygraph, stride: int, fused: int) -> cudnn.tensor:
+    loss, weight = channels_last(graph, 2, 16, 8, 8), channels_last(graph, 16, 64, 3, 3)
+    made = graph.conv_dgrad(loss, weight, padding=[1, 1], stride=[stride] * 2, dilation=[1, 1])
+    dims = [2, 64, 7 * stride + 1, 7 * stride + 1]
+    made.set_dim(dims).set_stride(channels_last_strides(dims))
+    for _ in range(fused):
+        made = graph.tanh(made)
+    return made
+
+
+def filter_gradient(graph: cudnn.pygraph, *padding: tuple[int, int]) -> cudnn.tensor:
+    pre, post = zip(*padding, strict=True)
+    extents = [64 + a + b - 2 for a, b in padding]
+    image, loss = channels_last(graph, 3, 16, *[64] * len(pre)), channels_last(graph, 3, 80, *extents)
+    ones = [1] * len(pre)
+    return graph.conv_wgrad(image, loss, pre_padding=pre, post_padding=post, stride=ones, dilation=ones)
+
+
+def channels_last_strides(dims: Sequence[int]) -> list[int]:
+    strides, step = [prod(dims[1:]), 1], prod(dims[1:])
+    for extent in dims[2:]:
+        step //= extent
+        strides.append(step)
+    return strides
+
+
+def channels_last(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
+    return graph.tensor(dims, channels_last_strides(dims))
+
+
+# Graph, types, engine.
+WRONG: dict[str, tuple[Callable[[cudnn.pygraph], cudnn.tensor], object, str]] = {
+    "strided data gradient, four operations": (lambda graph: data_gradient(graph, 2, 4), HALF, "eng1"),
+    "28 channels out": (lambda graph: graph.relu(response(graph, 28)), BFLOAT16, "eng7_k24=27"),
+    "filter gradient, one dimension": (lambda graph: filter_gradient(graph, (3, 3)), FLOAT, "eng20"),
+    "filter gradient, unequal padding": (lambda graph: filter_gradient(graph, (1, 1), (1, 0)), FLOAT, "eng20"),
+}
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("name", WRONG)
+def test_convolutions_keep_off_engines_that_go_wrong(name: str, h200: Any) -> None:
+    build, io, engine = WRONG[name]
+    graph = planned_graph(h200, io)
+    build(graph).set_output(True)
+    graph.validate()
+    assert [*known_faults.faulty_engines(graph.nodes, known_faults.SEEN_IN)] == [known_faults.Engines(name=engine)]
+    assert not [*known_faults.faulty_engines(graph.nodes, NEWER)]
+    names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
+    barred = [index for index, name in enumerate(names) if f"{name}_".startswith(f"{engine}_")]
+    if library.version() > known_faults.SEEN_IN:
+        return
+    assert barred
+    for index in barred:
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=f"{engine}.* computes such graphs wrongly"):
+            graph.build_plan_at_index(index)
+    graph.build_plans()  # another engine is left
+    assert graph.get_plan_name() not in [names[index] for index in barred]
+
+
+RIGHT: dict[str, Callable[[cudnn.pygraph], cudnn.tensor]] = {
+    "strided data gradient, three operations": lambda graph: data_gradient(graph, 2, 3),
+    "data gradient, four operations": lambda graph: data_gradient(graph, 1, 4),
+    "32 channels out": lambda graph: graph.relu(response(graph, 32)),
+    "filter gradient, two dimensions": lambda graph: filter_gradient(graph, (1, 1), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_convolutions_that_came_out_right_keep_all_engines(name: str) -> None:
+    graph = reference_graph(HALF)
+    RIGHT[name](graph).set_output(True)
+    graph.validate()
+    assert not [*known_faults.faulty_engines(graph.nodes, known_faults.SEEN_IN)]
+
+
+def test_an_engine_is_not_mistaken_for_another() -> None:
+    class Config:
+        def __init__(self, tag: str) -> None:
+            self.tag = tag
+
+    engine = known_faults.Engines(name="eng1")
+    barred = [tag for tag in ("eng1", "eng1_k24=8", "eng10", "eng10_k2=1") if engine.obstacle(cast("Any", Config(tag)))]
+    assert barred == ["eng1", "eng1_k24=8"]
+
+
+def test_the_log_names_the_engines(caplog: pytest.LogCaptureFixture, h200: Any) -> None:
+    graph = planned_graph(h200)
+    linear(graph, negative_slope=0.1)
+    graph.validate()
+    with caplog.at_level(logging.INFO, "cudnn"):
+        graph.build_operation_graph()
+    assert "engines with the note CUBLASLT_DEPENDENCY left out: they compute it wrongly" in caplog.text
+    assert str(known_faults.Engines(name="eng20")) == "engines eng20"

@@ -373,7 +373,7 @@ class PlanList:
 
     def deselect_engines(self, names: Sequence[str]) -> None:
         """Bars configurations whose tag contains one of these texts, such as ``"eng3"``."""
-        self._bar(lambda config: next((f"barred by name ({name})" for name in names if name in config.tag), ""))
+        self.bar(lambda config: next((f"barred by name ({name})" for name in names if name in config.tag), ""))
 
     def deselect_workspace_greater_than(self, size: int) -> None:
         """Bars configurations that need more than ``size`` bytes of workspace."""
@@ -382,29 +382,28 @@ class PlanList:
             need = config.workspace_size
             return f"needs {need} bytes of workspace, over the limit of {size}" if need > size else ""
 
-        self._bar(bar)
+        self.bar(bar)
 
     def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Bars configurations with any of these notes."""
-        self._bar(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
+        self.bar(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
 
     def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Bars configurations with any of these notes."""
-        self._bar(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
+        self.bar(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
 
     def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Bars configurations that lack any of these notes."""
-        self._bar(
+        self.bar(
             lambda config: _first("lacks the note", [note for note in notes if note not in config.numerical_notes])
         )
 
     def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Bars configurations that lack any of these notes."""
-        self._bar(
-            lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes])
-        )
+        self.bar(lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes]))
 
-    def _bar(self, bar: Callable[[EngineConfig], str]) -> None:
+    def bar(self, bar: Callable[[EngineConfig], str]) -> None:
+        """Bars configurations for the reason that the function gives, the empty string for none."""
         self._bars.append(bar)
         if self.chosen is not None and bar(self.configs[self.chosen]):
             self.chosen = None

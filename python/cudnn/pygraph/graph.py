@@ -251,10 +251,9 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             kernel_cache=self._kernel_cache,
             where=self._where(),
         )
-        note = known_faults.faulty_engines(self.nodes)
-        if note is not None:
-            _log.info("graph %r: engines with the note %s are left out: they compute it wrongly", self.name, note.name)
-            plans.deselect_behavior_notes([note])
+        for engines in known_faults.faulty_engines(self.nodes, library.version()):
+            _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
+            plans.bar(engines.obstacle)
         self._program = CudnnProgram(
             plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape
         )
