@@ -182,7 +182,7 @@ def own_causal(far: cudnn.tensor) -> Modifier:
         return graph.binary_select(scores, far, keep)
 
     def formula(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(torch.ones_like(x, dtype=torch.bool).tril(), x, FAR)
+        return torch.where(torch.ones_like(x, dtype=torch.bool).tril(), x, max(FAR, torch.finfo(x.dtype).min))
 
     return Modifier(forward, lambda graph, gradient: gradient, formula)
 
