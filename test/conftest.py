@@ -21,7 +21,7 @@ from cudnn.errors import CudnnLibraryError  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="kernels in every configuration; takes about half an hour")
+    parser.addoption("--full", action="store_true", help="kernels in every configuration; over an hour of one core")
 
 
 def pytest_configure(config: pytest.Config) -> None:
