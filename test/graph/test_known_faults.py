@@ -77,6 +77,45 @@ def test_concatenation_with_a_convolution_is_refused() -> None:
     known_faults.refuse(graph.nodes, NEWER)
 
 
+def test_gathered_tokens_are_refused() -> None:
+    graph = reference_graph(HALF)
+    first, index = (graph.tensor(dims, [1, 1, 1], cudnn.data_type.INT32) for dims in ([4, 1, 1], [1, 64, 1]))
+    mode = cudnn.moe_grouped_matmul_mode.GATHER
+    weight = graph.tensor([4, 32, 16], [512, 1, 32])
+    y = graph.moe_grouped_matmul(tensor(graph, 1, 64, 32), weight, first, index, mode=mode, name="experts")
+    y.set_output(True)
+    graph.validate()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"experts .*mode: got GATHER with cuDNN 9\.19"):
+        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+    known_faults.refuse(graph.nodes, NEWER)
+
+
+def test_negative_block_scales_are_refused() -> None:
+    graph = reference_graph(HALF)
+    scaled = graph.block_scale_dequantize(tensor(graph, 1, 64, 64), tensor(graph, 1, 64, 2), [1, 32], True, name="d")
+    graph.matmul(scaled, tensor(graph, 1, 64, 32)).set_output(True)
+    graph.validate()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"d .*is_negative_scale: got True with cuDNN"):
+        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+    known_faults.refuse(graph.nodes, NEWER)
+
+
+@pytest.mark.deviceless_919
+def test_int8_convolutions_keep_off_engines_for_floating_point(h200: Any) -> None:
+    graph = planned_graph(h200, *[cudnn.data_type.INT32] * 3)
+    x, w = (graph.tensor(dims, [prod(dims[1:]), 1, dims[3] * dims[1], dims[1]], cudnn.data_type.INT8)
+            for dims in ([2, 64, 8, 8], [64, 64, 3, 3]))  # fmt: skip
+    graph.conv_fprop(x, w, [1, 1], [1, 1], [1, 1]).set_output(True)
+    names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
+    if library.version() > known_faults.SEEN_IN:
+        return
+    barred = [index for index, name in enumerate(names) if name.split("_")[0] in ("eng0", "eng28")]
+    assert 0 < len(barred) < len(names)
+    for index in barred:
+        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="computes such graphs wrongly"):
+            graph.build_plan_at_index(index)
+
+
 def linear(graph: cudnn.pygraph, **relu: Any) -> None:
     c = graph.matmul(tensor(graph, 1, 256, 240), tensor(graph, 1, 240, 192))
     graph.relu(c, **relu).set_output(True)

@@ -48,6 +48,8 @@ def refuse_fp8_forward(node: AttentionFp8Forward, version: int) -> None:
     _refuse(node, version, [
         Fault(d_v > d_qk, "head size", f"d_qk={d_qk}, d_v={d_v} with fp8 tensors", "which reads outside V",
               "d_v up to d_qk", "pad Q and K with zeros"),
+        Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory that is not its own", "no dropout",
+              "use fp16 or bf16 tensors"),
         Fault("Max" in node.outputs, "score_max", "fp8 tensors", "which writes it times log2(e)",
               "fp16 or bf16 tensors", "leave it out"),
     ])  # fmt: skip

@@ -11,8 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn.backend.library import format_version
-from cudnn.enums import behavior_note
+from cudnn.enums import behavior_note, data_type, moe_grouped_matmul_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph.block_scale import BlockScaleDequantize
 from cudnn.pygraph.convolution import (
     Convolution,
     ConvolutionDataGradient,
@@ -20,6 +21,7 @@ from cudnn.pygraph.convolution import (
     ConvolutionForward,
 )
 from cudnn.pygraph.matmul import Matmul
+from cudnn.pygraph.moe import MoeGroupedMatmul
 from cudnn.pygraph.node import Node
 from cudnn.pygraph.pointwise import Pointwise
 from cudnn.pygraph.structure import Concatenate
@@ -39,6 +41,17 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
     if all(isinstance(node, Pointwise) for node in nodes):
         for node in nodes:
             _refuse_broadcast(node, version)
+    for node in nodes:
+        if isinstance(node, MoeGroupedMatmul) and node.mode is moe_grouped_matmul_mode.GATHER:
+            raise cudnnGraphNotSupportedError(
+                refusal(node.where, "mode", f"GATHER with cuDNN {format_version(version)}, which accesses memory that "
+                        "is not its own", f"NONE, or {_NEWER}", "gather the tokens with the array library")
+            )  # fmt: skip
+        if isinstance(node, BlockScaleDequantize) and node.is_negative_scale:
+            raise cudnnGraphNotSupportedError(
+                refusal(node.where, "is_negative_scale", f"True with cuDNN {format_version(version)}, which ignores it",
+                        f"False, or {_NEWER}", "negate the product")
+            )  # fmt: skip
     if any(isinstance(node, Convolution) for node in nodes):
         for node in nodes:
             if isinstance(node, Concatenate):
@@ -117,6 +130,11 @@ def _faulty_for_convolution(node: Node, fused: int) -> Iterator[Engines]:
     multiple of 8, right for 11 others. Engine 20, filter gradient: wrong for the only one of one dimension, also the
     only one with unequal padding, right for 5 others.
     """
+    if isinstance(node, ConvolutionForward):
+        kinds = node.inputs["X"].data_type, node.outputs["Y"].data_type
+        if kinds == (data_type.INT8, data_type.INT32):  # every element was wrong, in all of 6 shapes
+            yield Engines(name="eng0")
+            yield Engines(name="eng28")
     if isinstance(node, ConvolutionDataGradient) and max(node.stride) > 1 and fused > 3:
         yield Engines(name="eng1")
     if isinstance(node, ConvolutionForward) and node.outputs["Y"].dim[1] % 8 != 0:
