@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -138,11 +140,13 @@ def test_zeros_where_there_is_no_token(name: str, monkeypatch: pytest.MonkeyPatc
             assert tokens.sum() == tokens[used].numel()
 
 
-@pytest.mark.parametrize("b", [0, 2])
-def test_no_tokens(b: int) -> None:
-    problem = dataclasses.replace(CASES["plain"], b=b, s_q=0 if b else 24)
-    found = gradients(scaled_dot_product_attention, problem.tensors(F64))
-    assert [x.shape for x in found] == [x.shape for x in [problem.tensors(F64)[3], *problem.tensors(F64)[:3]]]
+@pytest.mark.parametrize(("b", "s_q", "s_kv"), [(0, 24, 24), (2, 0, 24), (2, 24, 0)])
+def test_no_tokens(b: int, s_q: int, s_kv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_new", lambda x, shape, packed: x.new_full(shape, torch.nan))
+    problem = dataclasses.replace(CASES["plain"], b=b, s_q=s_q, s_kv=s_kv)
+    *leaves, d_o = problem.tensors(F64)
+    found = gradients(scaled_dot_product_attention, [*leaves, d_o])
+    assert [x.shape for x in found] == [x.shape for x in (d_o, *leaves)]
     assert not any(x.any() for x in found)
 
 
@@ -162,6 +166,24 @@ def test_one_graph_for_each_configuration() -> None:
     for case, options, count in calls:
         gradients(functools.partial(scaled_dot_product_attention, **options), case.tensors(F64))
         assert (len(_fprop_cache), len(_bprop_cache)) == (count, count)
+
+
+def test_threads_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, built = _graphs.build, []
+
+    def slow(*arguments: Any) -> Any:
+        built.append(arguments)
+        time.sleep(0.05)
+        return build(*arguments)
+
+    monkeypatch.setattr(_graphs, "build", slow)
+    problem = CASES["causal"]
+    tensors = [problem.tensors(F64) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda x: scaled_dot_product_attention(*x[:3], is_causal=True), tensors)]
+    assert len(built) == 1
+    for x, result in zip(tensors, found, strict=True):
+        torch.testing.assert_close(result, problem.solve(*x[:3]))
 
 
 def test_gradients_of_any_strides_share_a_graph() -> None:

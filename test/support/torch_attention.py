@@ -114,6 +114,7 @@ CASES = {
     "lengths, bottom right": Varying(
         **{**LENGTHS, "lengths_q": [10, 5]}, options={"is_causal": True, "diagonal_alignment": 1}
     ),
+    "rows that see nothing": Varying(**LENGTHS, options={"is_causal": True, "diagonal_alignment": 1}),
     "lengths of keys": Varying(lengths_kv=[17, 5], options={"is_causal": True}),
     "lengths of rows": Varying(lengths_q=[10, 24]),
     "an empty entry": Varying(lengths_q=[0, 24], lengths_kv=[0, 24]),

@@ -42,10 +42,11 @@ def run(
         found = cache.get(key)
         if found is None:
             with _building:
-                found = build(describe, inputs, outputs, options, backend(device))
-                while len(cache) >= MOST:
-                    del cache[next(iter(cache))]
-                cache[key] = found
+                if key not in cache:  # another thread may have built it meanwhile
+                    while len(cache) >= MOST:
+                        del cache[next(iter(cache))]
+                    cache[key] = build(describe, inputs, outputs, options, backend(device))
+                found = cache[key]
         graph, tensors = found
         workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=device)
         graph.execute({tensors[name]: x for name, x in data.items()}, workspace)

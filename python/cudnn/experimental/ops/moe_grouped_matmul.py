@@ -30,7 +30,7 @@ def moe_grouped_matmul(
     """Every token by the weights of its expert: ``[1, rows, N]``, row-major, in the type of token. Sums in float32.
 
     Differentiable in token and weight. The gradient of token copies the weights, whose order cuDNN wants transposed;
-    that of weight needs cuDNN 9.22.
+    that of weight needs cuDNN 9.22, and its build for CUDA 13. Forward it needs cuDNN 9.15.
 
     Args:
         token: ``[1, M, K]``, float16, bfloat16 or float32, sorted by expert; for "gather" in any order.

@@ -98,7 +98,8 @@ class Layout:
         self._lengths = self._integers(f"seq_len_{side}", lengths, self._batch)
         if self._lengths is None and self._starts is not None:
             self._lengths = self._starts.diff()
-        if self._lengths is None and varying:
+        self._is_full = self._lengths is None
+        if self._is_full and varying:
             self._lengths = x.new_full((self._batch,), self._longest, dtype=torch.int32)
 
     @staticmethod
@@ -129,18 +130,16 @@ class Layout:
 
     def clear(self, *tensors: torch.Tensor) -> None:
         """Zeros in the tokens that belong to no entry: cuDNN may leave anything there."""
-        if self._lengths is None:
+        if self._is_full or self._lengths is None:
             return
-        token = torch.arange(self._batch * self._longest, device=self._lengths.device)
+        places = torch.arange(self._batch * self._longest, device=self._lengths.device)
         if self._starts is None:
-            entry, start = token // self._longest, token // self._longest * self._longest
-            used = token - start < self._lengths[entry]
+            unused = places[: self._longest].view(1, 1, -1, 1) >= self._lengths.view(-1, 1, 1, 1)
         else:
-            entry = torch.searchsorted(self._starts, token, right=True) - 1
-            inside = (entry >= 0) & (entry < self._batch)
-            entry = entry.clamp(0, self._batch - 1)
-            used = inside & (token - self._starts[entry] < self._lengths[entry])
-        unused = ~used.view(self._batch, 1, self._longest, 1)
+            entry = torch.searchsorted(self._starts, places, right=True) - 1
+            some = entry.clamp(0, self._batch - 1)
+            used = (entry == some) & (places - self._starts[some] < self._lengths[some])
+            unused = ~used.view(self._batch, 1, self._longest, 1)
         for x in tensors:
             x.masked_fill_(unused, 0)
 
