@@ -158,6 +158,8 @@ def experts(token: torch.Tensor, weight: torch.Tensor, first: list[int]) -> torc
 @pytest.mark.parametrize("gathered", [False, True])
 def test_experts(e: int, m: int, k: int, n: int, gathered: bool) -> None:
     """Result and gradient of the tokens; that of the weight where cuDNN has it."""
+    if gathered and cudnn.backend_version() <= 91900:
+        pytest.skip("cuDNN 9.19 gathers from memory that is not its own; refused")
     kind = torch.float16
     token, weight = torch.randn(1, m, k, device="cuda").to(kind), torch.randn(e, n, k, device="cuda").to(kind).mT
     first = sorted(torch.randint(m, (e,)).tolist())
