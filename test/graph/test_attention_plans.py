@@ -307,3 +307,21 @@ def test_one_tensor_in_three_roles_has_three_uids(implementation: cudnn.attentio
     assert len(bindings.aliases) == 2  # of K and V; a uid that the plan does not know would be refused at execution
     assert sorted({*bindings.user, *bindings.aliases}) == sorted([*bindings.user, *bindings.aliases])
     assert set(bindings.user) == {q.uid, o.uid}  # the caller still hands over one tensor
+
+
+@pytest.mark.deviceless_919
+def test_a_score_modifier_makes_its_own_constants(h200: Any) -> None:
+    """On the graph that it is handed, which has the methods of ``pygraph`` that make tensors."""
+    graph = planned_graph(h200)
+    q, k, v = (graph.tensor([2, 4, 64, 64], [16384, 4096, 64, 1]) for _ in range(3))
+
+    whole, kind = cudnn.data_type.INT32, cudnn.data_type.BOOLEAN
+
+    def modifier(inner: Any, scores: cudnn.tensor) -> cudnn.tensor:
+        row = inner.gen_index(scores, 2, compute_data_type=whole).set_data_type(whole)
+        keep = inner.cmp_ge(row, inner.tensor_scalar(5), compute_data_type=kind).set_data_type(kind)
+        return inner.binary_select(inner.mul(scores, inner.tensor_scalar(2.0)), inner.tensor_scalar(-1e9), keep)
+
+    results: list[Any] = graph.sdpa(q, k, v, is_inference=True, score_mod=modifier)
+    results[0].set_output(True)
+    assert configurations(graph) > 0

@@ -26,12 +26,9 @@ from cudnn.datatypes import (
 from cudnn.enums import (
     behavior_note,
     build_plan_policy,
-    data_type,
     heur_mode,
     knob_type,
     numerical_note,
-    scalar_type,
-    tensor_reordering,
 )
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
@@ -114,46 +111,12 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         self._program: CudnnProgram | ReferenceProgram | None = None
         settings.configure_logging()
 
-    # Tensors.
-    def tensor(
-        self,
-        dim: Sequence[int],
-        stride: Sequence[int],
-        data_type: object = NOT_SET,
-        is_virtual: bool = False,
-        is_pass_by_value: bool = False,
-        ragged_offset: Tensor | None = None,
-        reordering_type: tensor_reordering = tensor_reordering.NONE,
-        name: str = "",
-        uid: int = -1,
-        ragged_offset_multiplier: int = 1,
-    ) -> Tensor:
-        """A tensor described by shape and strides in elements. A negative ``uid`` leaves the choice to the library."""
-        tensor = Tensor(
-            dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name,
-            None if uid < 0 else int(uid),
-        )  # fmt: skip
-        return tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
-
     def tensor_like(self, source: Any, name: str = "") -> Tensor:
-        """A tensor described by another: a graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.
-
-        A CPU array of one element is passed by value. Other CPU arrays make the graph one for the reference executor.
-        """
-        tensor = Tensor.like(source, name)
+        """As in a sub-graph. CPU arrays of more than one element make the graph one for the reference executor."""
+        tensor = super().tensor_like(source, name)
         if not isinstance(source, Tensor) and not tensor.is_pass_by_value:
             on_cpu = source.device.type == "cpu" if _is_torch_tensor(source) else source.__dlpack_device__()[0] == 1
             self._arrays_on.add("cpu" if on_cpu else "gpu")
-        return tensor
-
-    def tensor_scalar(self, value: int | float, scalar_type: scalar_type = scalar_type.RUNTIME_PARAM) -> Tensor:
-        """A constant: FLOAT for a float, INT32 (INT64 where it does not fit) for an int."""
-        if isinstance(value, float):
-            kind = data_type.FLOAT
-        else:
-            kind = data_type.INT32 if -(2**31) <= value < 2**31 else data_type.INT64
-        tensor = Tensor.constant(value, kind)
-        tensor.is_compile_time_constant = scalar_type.name == "COMPILE_TIME_CONST"
         return tensor
 
     # From description to plans.
