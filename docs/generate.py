@@ -14,6 +14,7 @@ from typing import Any
 import cudnn
 from cudnn import settings
 from cudnn.pygraph.node import NodeList
+from cudnn.pygraph.subgraph import SubGraph
 
 _DOCS = Path(__file__).parent
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -23,7 +24,7 @@ _COMMON = ("self", "compute_data_type", "name")
 def _families() -> Iterator[type]:
     """The classes that hold the methods of `pygraph`, one a family of operations, in the order of its bases."""
     for cls in cudnn.pygraph.__mro__[1:]:
-        if issubclass(cls, NodeList) and cls is not NodeList:
+        if issubclass(cls, NodeList) and cls not in (NodeList, SubGraph):
             yield cls
 
 
@@ -64,7 +65,7 @@ def operations() -> str:
     for family in _families():
         rows = [_row(names, method) for method, names in _methods(family).items()]
         if rows:
-            title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", family.__name__.removesuffix("Methods")).capitalize()
+            title = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", family.__name__.removesuffix("Methods")).capitalize()
             parts += [f"## {title}", "", "| method | arguments | what |", "|---|---|---|", *rows, ""]
     return "\n".join(parts).rstrip()
 
