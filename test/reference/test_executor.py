@@ -155,3 +155,22 @@ def test_importing_cudnn_imports_no_torch() -> None:
         check=True,
         env={"PYTHONPATH": f"{root / 'python'}:{root / 'kernels'}", "PATH": ""},
     )
+
+
+def test_rows_between_the_entries_of_a_ragged_tensor_are_left_alone() -> None:
+    graph = reference_graph()
+    heads, size, lengths, starts = 2, 8, (3, 2), (0, 5, 10)  # tokens; two and three lie between
+    step = heads * size
+    offset = graph.tensor([3, 1, 1, 1], [1] * 4, cudnn.data_type.INT32)
+    q, k, v = (graph.tensor([2, heads, 4, size], [4 * step, size, step, 1]).set_ragged_offset(offset) for _ in "qkv")
+    rows = graph.tensor([2, 1, 1, 1], [1] * 4, cudnn.data_type.INT32)
+    o = graph.sdpa(q, k, v, is_inference=True, use_padding_mask=True, seq_len_q=rows, seq_len_kv=rows)[0]
+    assert o is not None
+    o.set_output(True).set_dim(q.get_dim()).set_stride(q.get_stride()).set_ragged_offset(offset)
+    graph.build(MODES)
+    made = torch.full((10, heads, size), float("nan"))
+    data = {tensor: torch.randn(10, heads, size) for tensor in (q, k, v)}
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    graph.execute({**data, offset: step * torch.tensor(starts, dtype=torch.int32), rows: counts, o: made})
+    written = ~made.isnan().flatten(1).any(1)
+    assert written.tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 3

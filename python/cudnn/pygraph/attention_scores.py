@@ -129,6 +129,9 @@ class Attention(Node):
         """``[b, h_q, s_q, s_kv]``."""
         return [*self.inputs["Q"].dim[:3], self.s_kv]
 
+    def rows(self, port: str) -> Tensor | None:
+        return self.inputs.get("Seq_len_kv" if port in ("dK", "dV") else "Seq_len_q")
+
     @property
     def has_bounds(self) -> bool:
         return self.left_bound is not None or self.right_bound is not None

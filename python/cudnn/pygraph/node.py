@@ -77,6 +77,10 @@ class Node:
         """
         raise NotImplementedError
 
+    def rows(self, port: str) -> Tensor | None:
+        """The input that says how many rows each batch entry of a ragged output has, where one does."""
+        return None
+
     # What it inherits.
     @property
     def where(self) -> str:

@@ -36,15 +36,19 @@ class ReferenceProgram:
         produced = {id(tensor) for node in nodes for tensor in node.outputs.values()}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
+        self._rows: dict[int, Tensor] = {}  # of ragged outputs: the tensor with the rows of each entry
         for node in nodes:
             for tensor in (*node.inputs.values(), *(t.ragged_offset for t in node.tensors() if t.ragged_offset)):
                 if id(tensor) not in produced and tensor.value is None:
                     assert tensor.uid is not None
                     self._inputs[tensor.uid] = tensor
-            for tensor in node.outputs.values():
+            for port, tensor in node.outputs.items():
                 if not tensor.is_virtual:
                     assert tensor.uid is not None
                     self._outputs[tensor.uid] = tensor
+                    rows = node.rows(port)
+                    if rows is not None:
+                        self._rows[tensor.uid] = rows
 
     @property
     def uids(self) -> list[int]:
@@ -71,7 +75,8 @@ class ReferenceProgram:
             for node in self._nodes:
                 results.update(self._run(node, values, device))
             for uid, tensor in self._outputs.items():
-                self._store(tensor, results[uid], buffers, device)
+                rows = self._rows.get(uid)
+                self._store(tensor, results[uid], buffers, device, None if rows is None else values[rows.get_uid()])
 
     def _check(self, buffers: Mapping[int, Any]) -> Any:
         for kind, tensors in (("input", self._inputs), ("output", self._outputs)):
@@ -112,28 +117,32 @@ class ReferenceProgram:
         return stored
 
     def _entries(
-        self, tensor: Tensor, buffers: Mapping[int, Any], device: Any, where: str
+        self, tensor: Tensor, buffers: Mapping[int, Any], device: Any, where: str, rows: Any = None
     ) -> dict[int, tuple[Any, Tensor]]:
-        """The batch entries of a ragged tensor that have rows: the bytes of each, and how they are laid out."""
+        """The batch entries of a ragged tensor that have rows: the bytes of each, and how they are laid out.
+
+        ``rows`` are their numbers; where they are not known, an entry ends where the next one starts.
+        """
         offset = tensor.ragged_offset
         assert offset is not None
         scale = tensor.ragged_offset_multiplier
         starts = [int(start) * scale for start in self._load(offset, buffers, device).flatten()]
+        most = [tensor.dim[2]] * (len(starts) - 1) if rows is None else [int(count) for count in rows.flatten()]
         found: dict[int, tuple[Any, Tensor]] = {}
         for entry, (start, end) in enumerate(itertools.pairwise(starts)):
             part = type(tensor).like(tensor, tensor.name)
-            part.dim[0], part.dim[2] = 1, min(tensor.dim[2], (end - start) // max(1, tensor.stride[2]))
+            part.dim[0], part.dim[2] = 1, min(tensor.dim[2], most[entry], (end - start) // max(1, tensor.stride[2]))
             if part.dim[2] > 0:
                 first = start * element_bits(tensor.data_type) // 8
                 raw = memory(buffers[tensor.get_uid()], first + span_bytes(part), device, where)
                 found[entry] = raw[first:], part
         return found
 
-    def _store(self, tensor: Tensor, value: Any, buffers: Mapping[int, Any], device: Any) -> None:
+    def _store(self, tensor: Tensor, value: Any, buffers: Mapping[int, Any], device: Any, rows: Any) -> None:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
         data = buffers[tensor.get_uid()]
         if tensor.ragged_offset is not None:
-            for entry, (raw, part) in self._entries(tensor, buffers, device, where).items():
+            for entry, (raw, part) in self._entries(tensor, buffers, device, where, rows).items():
                 write(raw, part, value[entry : entry + 1, :, : part.dim[2]], where)
             return
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
