@@ -12,6 +12,7 @@ import torch
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph import attention_support
+from cudnn.pygraph.known_faults import SEEN_IN
 from support.attention import Problem, attention
 from support.attention_fp8 import (
     BASE,
@@ -104,6 +105,7 @@ def in_half(outputs: dict[str, cudnn.tensor]) -> None:
         outputs[name].set_data_type(HALF)
 
 
+LENGTHS: dict[str, Any] = {"lengths_q": (1, 2), "lengths_kv": (3, 4)}
 BOTTOM_RIGHT = {"use_causal_mask_bottom_right": True}
 REFUSED = {
     "an old cuDNN": (90000, 90, Problem(**BASE), {}, "cuDNN 9.0.0; allowed: cuDNN 9.1"),
@@ -154,6 +156,7 @@ def test_refuses(
     [
         (False, sized(64, 128), "head size: got d_qk=64, d_v=128 .* reads outside V"),
         (False, Problem(**BASE, dropout=0.1), "dropout: got fp8 tensors .* memory that is not its own"),
+        (False, Problem(**BASE, s_q=256, **LENGTHS), "padding mask: got s_q=256 > s_kv=192 without another mask"),
         (False, Problem(**BASE, statistics=True), r"score_max: got fp8 tensors .* log2\(e\)"),
         (True, Problem(**BASE, s_q=100), "s_q: got 100 .* last rows of dQ zero"),
     ],
@@ -210,8 +213,9 @@ def test_refuses_other_types(h200: Any) -> None:
 def test_cudnn_has_engines_forward(name: str, kind: torch.dtype, h200: Any) -> None:
     problem = CASES[name]
     described = describe_fp8(new_graph(kind, device_property=h200), problem, tensors(problem, kind, "meta"))
-    if problem.statistics and library.version() <= 91900:
-        with pytest.raises(NOT_SUPPORTED, match="score_max: got fp8 tensors"):
+    wrong = "score_max" if problem.statistics else "dropout" if problem.dropout else ""
+    if wrong and library.version() <= SEEN_IN:
+        with pytest.raises(NOT_SUPPORTED, match=f"{wrong}: got fp8 tensors"):
             described.graph.validate()
     else:
         assert configurations(described.graph) > 0
@@ -223,7 +227,7 @@ def test_cudnn_has_engines_backward(name: str, h200: Any) -> None:
     problem = CASES[name]
     data = backward_data(problem, tensors(problem, E4M3, "meta"))
     graph = describe_fp8(new_graph(device_property=h200), problem, data).graph
-    if problem.s_q % 16 and library.version() <= 91900:
+    if problem.s_q % 16 and library.version() <= SEEN_IN:
         with pytest.raises(NOT_SUPPORTED, match="which leaves the last rows of dQ zero"):
             graph.validate()
     else:

@@ -45,11 +45,15 @@ def refuse_backward(node: AttentionBackward, version: int) -> None:
 def refuse_fp8_forward(node: AttentionFp8Forward, version: int) -> None:
     """Refuses what goes wrong in the forward pass in fp8 on Hopper."""
     d_qk, d_v = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
+    s_q, s_kv = node.score_dim[2:]
+    unbounded = node.use_padding_mask and not node.is_ragged and not node.has_bounds
     _refuse(node, version, [
         Fault(d_v > d_qk, "head size", f"d_qk={d_qk}, d_v={d_v} with fp8 tensors", "which reads outside V",
               "d_v up to d_qk", "pad Q and K with zeros"),
         Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory that is not its own", "no dropout",
               "use fp16 or bf16 tensors"),
+        Fault(unbounded and s_q > s_kv, "padding mask", f"s_q={s_q} > s_kv={s_kv} without another mask in fp8",
+              "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to as many rows as Q has"),
         Fault("Max" in node.outputs, "score_max", "fp8 tensors", "which writes it times log2(e)",
               "fp16 or bf16 tensors", "leave it out"),
     ])  # fmt: skip
