@@ -163,8 +163,8 @@ class Problem:
         s_error = weights * (
             p_error + (relative + 2**-20) * inner.abs() + 2**-20 * (self.dropped(d_p.abs()) + row.abs())
         )
-        rounded = s_error + 2 * unit * d_s.abs() + tiny
         scale = abs(self.scale)
+        rounded = s_error + 2 * unit * d_s.abs() + tiny / scale  # cuDNN rounds it times the scale
         found = {
             "dV": Approx(d_v, self.gathered(v_error, self.v.shape[1])),
             "dQ": Approx(self.scale * d_s @ k, scale * rounded @ k.abs()),

@@ -87,22 +87,29 @@ class _Draw(Draw):
     excluded = frozenset({"bias", "alibi", "dropout", "own mask", "softcap", "bottom_right", "sink"})
 
     def shape_of(self) -> Shape:
-        """Head sizes that are multiples of 16; 128 in the backward pass. cuDNN 9.19 goes wrong where d_v > d_qk."""
+        """Head sizes that are multiples of 16; 128 in the backward pass, and rows a multiple of 16."""
         s = super().shape_of()
         # cuDNN 9.19 has no engine for one query.
         d_qk, d_v = (128, 128) if self.backward else (max(16, size // 16 * 16) for size in (s.d_qk, s.d_v))
-        if not self.chance(0.02):
+        if not self.rarely():
             d_v = min(d_v, d_qk)
-        return Shape(s.b, s.h_q, s.h_k, s.h_k, max(2, s.s_q), s.s_kv, d_qk, d_v)
+        s_q = max(2, s.s_q)
+        if self.backward and not self.rarely():
+            s_q = -(-s_q // 16) * 16
+        return Shape(s.b, s.h_q, s.h_k, s.h_k, s_q, s.s_kv, d_qk, d_v)
 
     def features(self) -> set[str]:
         chosen = super().features() - self.excluded
-        return chosen - {"ragged"} if self.backward else chosen
+        if self.backward:
+            return chosen - {"ragged"}
+        if self.shape.s_q > self.shape.s_kv and not chosen & {"ragged", "causal", "window", "right"}:
+            chosen -= set() if self.rarely() else {"padding", "paged"}
+        return chosen
 
     def fields(self) -> dict[str, Any]:
         made = super().fields()
         rng = self.rng
-        if not self.chance(0.05):  # the others are refused, since cuDNN 9.19 computes them wrongly
+        if not self.rarely():
             made["statistics"] = tuple(name for name in made.get("statistics", ()) if name == "Stats")
         made["implementation"], made["stats_dtype"] = "AUTO", "float32"
         factors = dict.fromkeys(_BACKWARD if self.backward else _FORWARD, 1.0)
