@@ -16,6 +16,7 @@ import cudnn
 from support.fuzz import FAMILIES, Case
 from support.fuzz.approx import Approx, apply, compare
 from support.fuzz.attention import AttentionCase, Mask
+from support.fuzz.attention_formula import Problem
 from support.fuzz.chain import Program
 from support.fuzz.harness import plannable, run
 from support.fuzz.matmul import MatmulCase
@@ -145,6 +146,26 @@ def test_bounds_cover_jumps_and_slopes() -> None:
     assert compare(torch.tensor([1.0, 2.0, 3.0]), rounded_up).startswith("1 of 3 elements wrong; at [1] got 2")
     square = apply(lambda v: v * v, x)
     assert square.bound[2] == pytest.approx(3.25)
+
+
+def test_bounds_cover_a_gradient_of_scores_that_is_rounded_times_the_scale() -> None:
+    """As cuDNN stores dBias in fp16: small ones lie on a grid of 2^-24 / scale. A coarser grid is noticed."""
+    generator, scale = torch.Generator().manual_seed(0), 0.05
+    q, k, v, d_o = (torch.randn(1, 2, 96, 64, generator=generator).half().double() for _ in range(4))
+    bias = 3 * torch.randn(1, 2, 96, 96, generator=generator).double()
+    scores = scale * q @ k.mT + bias
+    weights = scores.softmax(-1)
+    o = (weights @ v).half().double()
+    exact = scale * weights * (d_o @ v.mT - (d_o * o).sum(-1, keepdim=True))
+    stats = scores.logsumexp(-1, keepdim=True)
+    problem = Problem(q, k, v, torch.float16, scale, bias)
+    allowed = problem.backward(o, d_o, stats, (1, 2, 96, 96))["dBias"].stored(torch.float16)
+
+    def stored(grid: float) -> torch.Tensor:
+        return ((exact / grid).half().double() * grid / scale).half()
+
+    assert compare(stored(1), allowed) == ""
+    assert "elements wrong" in compare(stored(8), allowed)
 
 
 def test_sweep_sums_up(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
