@@ -139,6 +139,7 @@ class Lowering:
             for tensor in node.tensors():
                 self._uids.assign(tensor)
         self._tensors: dict[int, Descriptor] = {}
+        self._same: dict[int, int] = {}
 
     def run(self, nodes: Iterable[Node]) -> None:
         """Lowers nodes in order."""
@@ -184,8 +185,13 @@ class Lowering:
         return value
 
     def uid(self, tensor: Tensor) -> int:
-        """The tensor's uid."""
-        return self._uids.assign(tensor)
+        """The uid of the tensor, or of the one that stands for it."""
+        uid = self._uids.assign(tensor)
+        return self._same.get(uid, uid)
+
+    def same(self, tensor: Tensor, other: Tensor) -> None:
+        """Lets ``other``, which is equal in all that counts, stand for a virtual tensor wherever it is used."""
+        self._same[self._uids.assign(tensor)] = self.uid(other)
 
     def data_type(self, kind: data_type) -> be.DataType:
         """cuDNN's number for a type."""

@@ -598,8 +598,7 @@ class Draw:
             if not self.backward:
                 del self.inputs["keep_inverse"]
         if self.backward:
-            wide = "q" in self.starts and s.d_qk > 192 and s.d_v <= 128
-            made["deterministic"] = not self.rarely() if wide else self.chance(0.2)
+            made["deterministic"] = self.chance(0.2)
             made["max_total"] = "q" in self.starts and self.chance(0.5)
             if bias_dims and self.chance(0.6) and (bias_dims[2:] == (s.s_q, s.s_kv) or self.rarely()):
                 made["d_bias"] = bias_dims
