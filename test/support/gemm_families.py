@@ -227,7 +227,7 @@ def check_quantized(found: Any, scales: Any, values: torch.Tensor, norm: float, 
     error = slack * values.abs().max() / limit * norm
     low, high = (gemms.e8m0_code_above((largest + sign * error).clamp(min=0)) for sign in (-1, 1))
     assert bool(((codes >= low) & (codes <= high)).all())
-    assert float((low == high).double().mean()) > 0.5  # TF32 leaves some open
+    assert float((low == high).double().mean()) > 0.3  # TF32 leaves some open
     factor = norm / gemms.e8m0_values(codes).repeat_interleave(32, 1)[:, :n]
     step = torch.finfo(found.dtype).eps * (values * factor).abs().clamp(
         min=2.0**-6 if found.dtype == E4M3 else 2.0**-14

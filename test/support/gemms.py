@@ -5,6 +5,7 @@ Nothing here uses the library: layouts and formats are worked out anew, index by
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,8 @@ def assert_rounded(found: torch.Tensor, expected: torch.Tensor, slack: float) ->
         spacing = info.eps * 2.0 ** torch.floor(torch.log2(expected.abs().clamp(min=least)))
         # A binade's first value may come of the one below, with half the distance; found may lie a binade above.
     allowed = 0.505 * spacing + slack * float(expected.abs().max().clamp(min=1e-30))
-    error = (found.double() - expected).abs()
+    # Beyond the largest number of float16 lies infinity.
+    limit = torch.finfo(torch.float16).max if found.dtype is torch.float16 else math.inf
+    error = (found.double().clamp(-limit, limit) - expected.clamp(-limit, limit)).abs()
     worst = (error - allowed).flatten().argmax()
     assert bool((error <= allowed).all()), f"error {error.flatten()[worst]}, allowed {allowed.flatten()[worst]}"
