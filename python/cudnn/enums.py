@@ -155,6 +155,25 @@ class convolution_mode(enum.IntEnum):  # noqa: N801
     CROSS_CORRELATION = 1
 
 
+class resample_mode(enum.IntEnum):  # noqa: N801
+    """Pooling, whose averages count padding or not, and interpolation."""
+
+    NOT_SET = 0
+    AVGPOOL_INCLUDE_PADDING = 1
+    AVGPOOL_EXCLUDE_PADDING = 2
+    BILINEAR = 3
+    NEAREST = 4
+    MAXPOOL = 5
+
+
+class padding_mode(enum.IntEnum):  # noqa: N801
+    """What stands around an image: zeros, negative infinity, or its nearest element."""
+
+    ZERO_PAD = 0
+    NEG_INF_PAD = 1
+    EDGE_VAL_PAD = 2
+
+
 knob_type = enum.IntEnum(
     "knob_type",
     "NOT_SET SWIZZLE TILE_SIZE EDGE MULTIPLY SPLIT_K_BUF TILEK STAGES REDUCTION_MODE SPLIT_K_SLC IDX_MODE SPECFILT "

@@ -19,6 +19,7 @@ PREFIXES: dict[str, type[Versioned]] = {
     "CUDNN_DATA_": enums.DataType,
     "CUDNN_POINTWISE_": enums.PointwiseMode,
     "CUDNN_REDUCE_TENSOR_": enums.ReduceTensorOp,
+    "CUDNN_RESAMPLE_": enums.ResampleMode,
     "CUDNN_TENSOR_REORDERING_": enums.TensorReordering,
     "CUDNN_NORM_FWD_": enums.NormFwdPhase,
     "CUDNN_GENSTATS_": enums.GenStatsMode,
@@ -75,6 +76,8 @@ def test_public_names_have_a_backend_number() -> None:
     pairs = [
         (public.data_type, enums.DataType),
         (public.reduction_mode, enums.ReduceTensorOp),
+        (public.resample_mode, enums.ResampleMode),
+        (public.padding_mode, enums.PaddingMode),
         (public.numerical_note, enums.NumericalNote),
         (public.behavior_note, enums.BehaviorNote),
         (public.knob_type, enums.KnobType),
@@ -90,7 +93,7 @@ def test_public_names_have_a_backend_number() -> None:
 
 @pytest.mark.deviceless_919
 @pytest.mark.parametrize(
-    "kind", [kind for kind in DescriptorType if not re.search("RESAMPLE|SIGNAL|INFO|BAND_MATRIX", kind.name)]
+    "kind", [kind for kind in DescriptorType if not re.search("SIGNAL|INFO|BAND_MATRIX", kind.name)]
 )
 def test_descriptors_are_gated_by_version(libcudnn: library.Library, kind: DescriptorType) -> None:
     if kind.since > libcudnn.version:

@@ -173,6 +173,24 @@ class ConvolutionMode(Versioned):
     CROSS_CORRELATION = 1
 
 
+class ResampleMode(Versioned):
+    """Pooling and interpolation (``CUDNN_RESAMPLE_``)."""
+
+    NEAREST = 0
+    BILINEAR = 1
+    AVGPOOL_INCLUDE_PADDING = 2
+    MAXPOOL = 3
+    AVGPOOL_EXCLUDE_PADDING = 4
+
+
+class PaddingMode(Versioned):
+    """What stands around an image (``CUDNN_``)."""
+
+    ZERO_PAD = 0
+    NEG_INF_PAD = 1
+    EDGE_VAL_PAD = 2
+
+
 class NanPropagation(Versioned):
     """What max and ReLU do with NaN (``CUDNN_``)."""
 

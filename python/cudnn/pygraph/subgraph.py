@@ -14,6 +14,7 @@ from cudnn.pygraph.moe import MoeMethods
 from cudnn.pygraph.node import NOT_SET
 from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.reduction import ReductionMethods
+from cudnn.pygraph.resample import ResampleMethods
 from cudnn.pygraph.rope import RopeMethods
 from cudnn.pygraph.structure import StructureMethods
 from cudnn.pygraph.tensor import Tensor
@@ -26,6 +27,7 @@ class SubGraph(
     BlockScaleMethods,
     ReductionMethods,
     ConvolutionMethods,
+    ResampleMethods,
     RopeMethods,
     StructureMethods,
 ):
