@@ -156,7 +156,6 @@ def test_refuses(
     [
         (False, sized(64, 128), "head size: got d_qk=64, d_v=128 .* reads outside V"),
         (False, Problem(**BASE, dropout=0.1), "dropout: got fp8 tensors .* memory that is not its own"),
-        (False, Problem(**BASE, s_q=256, **LENGTHS), "padding mask: got s_q=256 > s_kv=192 without another mask"),
         (False, Problem(**BASE, statistics=True), r"score_max: got fp8 tensors .* log2\(e\)"),
         (True, Problem(**BASE, s_q=100), "s_q: got 100 .* last rows of dQ zero"),
     ],
@@ -169,6 +168,14 @@ def test_refuses_what_is_computed_wrongly(
         described(problem, backward, 90)
     monkeypatch.setattr(attention_support, "loaded_version", lambda: 91901)
     described(problem, backward, 90)
+
+
+def test_warns_of_an_amax_that_is_too_large(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for version, count in ((91901, 0), (91900, 1)):
+        monkeypatch.setattr(attention_support, "loaded_version", lambda version=version: version)
+        described(Problem(**BASE, s_q=256, **LENGTHS), False, 90)
+        assert len(caplog.records) == count
+    assert "padding mask: got s_q=256 > s_kv=192 without another mask in fp8" in caplog.text
 
 
 @pytest.mark.parametrize(("sm", "sizes"), [(90, (256, 256)), (100, (128, 128)), (100, (192, 128)), (None, (272, 40))])

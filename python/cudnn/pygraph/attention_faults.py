@@ -1,11 +1,12 @@
 """Attention that cuDNN accepts and gets wrong: each of these was seen on an H200 with cuDNN 9.19.
 
-A graph in this list is refused up to ``known_faults.SEEN_IN``, since a wrong result without a word is worse. The table
-in docs/compatibility.md says what was seen.
+A graph in this list is refused up to ``known_faults.SEEN_IN``, or a warning says what may be wrong, since a wrong
+result without a word is worse. The table in docs/compatibility.md says what was seen.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cudnn.pygraph.attention_fp8 import AttentionFp8Backward, AttentionFp8Forward
     from cudnn.pygraph.attention_scores import Attention
 
+_log = logging.getLogger("cudnn")
+
 
 class Fault(NamedTuple):
     """What a graph must not have, and what cuDNN makes of it."""
@@ -30,6 +33,7 @@ class Fault(NamedTuple):
     effect: str
     allowed: str
     cure: str
+    refused: bool = True  # else a warning: what is wrong depends on the data, or is an output that few read
 
 
 def refuse_forward(node: AttentionForward, version: int) -> None:
@@ -53,7 +57,7 @@ def refuse_fp8_forward(node: AttentionFp8Forward, version: int) -> None:
         Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory that is not its own", "no dropout",
               "use fp16 or bf16 tensors"),
         Fault(unbounded and s_q > s_kv, "padding mask", f"s_q={s_q} > s_kv={s_kv} without another mask in fp8",
-              "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to as many rows as Q has"),
+              "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to as many rows as Q has", refused=False),
         Fault("Max" in node.outputs, "score_max", "fp8 tensors", "which writes it times log2(e)",
               "fp16 or bf16 tensors", "leave it out"),
     ])  # fmt: skip
@@ -73,10 +77,13 @@ def _refuse(node: Attention, version: int, faults: Iterable[Fault]) -> None:
         return
     for fault in faults:
         if fault.present:
-            raise cudnnGraphNotSupportedError(
-                refusal(node.where, fault.what, f"{fault.got} with cuDNN {format_version(version)}, {fault.effect}",
-                        f"{fault.allowed}, or a cuDNN newer than {format_version(SEEN_IN)}", fault.cure)
+            said = refusal(
+                node.where, fault.what, f"{fault.got} with cuDNN {format_version(version)}, {fault.effect}",
+                f"{fault.allowed}, or a cuDNN newer than {format_version(SEEN_IN)}", fault.cure
             )  # fmt: skip
+            if fault.refused:
+                raise cudnnGraphNotSupportedError(said)
+            _log.warning("%s", said)
 
 
 def _scores(node: Attention) -> Iterator[Fault]:
@@ -123,7 +130,7 @@ def _gradients(node: AttentionBackward) -> Iterator[Fault]:
     sink = "dSink" in node.outputs
     yield Fault(
         sink and node.inputs["Stats"].ragged_offset is not None, "dSink_token", "ragged Stats",
-        "which reads beyond them", "Stats that are not ragged", "let the forward pass write them padded"
+        "which reads beyond them", "Stats that are not ragged", "let the forward pass write them padded", refused=False
     )  # fmt: skip
     yield Fault(
         sink and node.has_dropout, "dSink_token", "dropout beside it", "which scales it wrongly", "no dropout",
