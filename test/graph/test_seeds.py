@@ -93,9 +93,17 @@ def test_attention_arguments_of_the_reference() -> None:
     torch.testing.assert_close(graph(q, k, v, bias), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_dropout_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match="dropout"), cudnn.Graph() as graph:
-        graph.sdpa(q=torch.randn(1, 1, 8, 8), k=torch.randn(1, 1, 8, 8), v=torch.randn(1, 1, 8, 8), dropout=0.1)
+def test_dropout_with_numbers_for_seed_and_offset() -> None:
+    q, k, v = torch.zeros(2, 4, 64, 8), torch.zeros(2, 4, 64, 8), torch.ones(2, 4, 64, 8)
+    with cudnn.Graph() as graph:
+        graph.sdpa(q=q, k=k, v=v, dropout=0.25, dropout_seed=7, dropout_offset=0)
+    o = graph(q, k, v)
+    assert torch.equal(o, graph(q, k, v))
+    kept = (o * 64 * 0.75).round()  # every weight is 1/64, and those kept are divided by 0.75
+    torch.testing.assert_close(o, kept / 64 / 0.75)
+    assert 0.7 < kept.mean() / 64 < 0.8
+    with pytest.raises(TypeError, match="dropout: got"), cudnn.Graph() as graph:
+        graph.sdpa(q=q, k=k, v=v, dropout=0.25)
 
 
 def test_no_scale_means_no_scaling() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cudnn.enums import attention_implementation, diagonal_alignment
+from cudnn.enums import attention_implementation, data_type, diagonal_alignment
 from cudnn.errors import refusal
 from cudnn.pygraph.attention_backward import AttentionBackward
 from cudnn.pygraph.attention_forward import AttentionForward
@@ -82,7 +82,8 @@ class AttentionMethods(NodeList):
             use_alibi_mask: Adds ``slope * (column - row)`` with a slope for each head (Press et al., 2022); with
                 ``diagonal_band_right_bound=0``.
             dropout: ``(probability, seed, offset)``, seed and offset INT64 tensors of one element, on the device or
-                passed by value; or ``(mask, scale)``, where mask broadcasts to the scores.
+                passed by value; or ``(mask, scale)``, where mask broadcasts to the scores; or a probability beside
+                ``dropout_seed`` and ``dropout_offset``, each a tensor or a number.
             rng_dump: A tensor ``[b, h_q, s_q, s_kv]`` that gets the random mask: 1 kept, 0 dropped.
             paged_attention_k_table, paged_attention_v_table: INT32 ``[b, 1, pages of an entry, 1]``. ``k`` and ``v``
                 are then containers ``[pages, h, tokens of a page, d]``; needs a padding mask.
@@ -110,7 +111,7 @@ class AttentionMethods(NodeList):
             _conflict(where, bias is not None, "bias and attn_bias", "both", "one of them, they are the same")
             bias = attn_bias
         if dropout_seed is not None or dropout_offset is not None:
-            dropout = (dropout, dropout_seed, dropout_offset)
+            dropout = (dropout, _random_state(dropout_seed), _random_state(dropout_offset))
         inputs, attributes = shared(
             where, q, k, v, attn_scale, bias, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
             use_causal_mask_bottom_right, sliding_window_length, diagonal_alignment, diagonal_band_left_bound,
@@ -297,6 +298,11 @@ def shared(
         "right_bound": _bound(where, "diagonal_band_right_bound", right_bound),
     }
     return inputs, attributes
+
+
+def _random_state(value: object) -> object:
+    """A seed or an offset as a tensor, where it is a number."""
+    return Tensor.constant(value, data_type.INT64, 4) if isinstance(value, int) else value
 
 
 def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
