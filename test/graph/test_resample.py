@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
+from cudnn.backend import library
+from cudnn.pygraph import known_faults
 from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, strided
 
 MODE, PAD = cudnn.resample_mode, cudnn.padding_mode
@@ -272,7 +274,6 @@ def backward(device: Any, mode: str, kind: Any = HALF, spatial: int = 2, *, by: 
     return graph
 
 
-@pytest.mark.deviceless_919
 @pytest.mark.parametrize("mode", OWN_PADDING)
 @pytest.mark.parametrize("kind", [HALF, BFLOAT16, FLOAT, INT8])
 def test_cudnn_has_engines(mode: str, kind: Any, device_properties: Any) -> None:
@@ -321,7 +322,6 @@ def fused(device: Any, mode: str, before: bool, after: bool) -> cudnn.pygraph:
     return graph
 
 
-@pytest.mark.deviceless_919
 @pytest.mark.parametrize("mode", OWN_PADDING)
 def test_cudnn_fuses_element_wise_operations(mode: str, device_properties: Any) -> None:
     assert configurations(fused(device_properties, mode, before=True, after=False)) > 0
@@ -336,7 +336,6 @@ def test_gradients_that_cudnn_refuses(h200: Any) -> None:
         configurations(backward(h200, "MAXPOOL", INT8, by="input"))
 
 
-@pytest.mark.deviceless_919
 @pytest.mark.parametrize("mode", ["MAXPOOL", AVERAGES[1]])
 def test_cudnn_builds_plans(mode: str, h200: Any) -> None:
     index = mode == "MAXPOOL"
@@ -344,3 +343,32 @@ def test_cudnn_builds_plans(mode: str, h200: Any) -> None:
         configurations(graph)
         graph.build_plans()
         assert graph.get_plan_name()
+
+
+WRONG: dict[str, Callable[[Any], cudnn.pygraph]] = {
+    "one spatial dimension": lambda device: forward(device, "MAXPOOL", spatial=1),
+    "an operation before it": lambda device: fused(device, "MAXPOOL", before=True, after=False),
+    "the gradient of an average": lambda device: backward(device, AVERAGES[0], by=""),
+    "BFLOAT16, channels last, without an index": lambda device: forward(device, "MAXPOOL", BFLOAT16),
+}
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_cudnn_was_seen_to_compute_wrongly_is_refused(fault: str, h200: Any) -> None:
+    graph = WRONG[fault](h200)
+    if library.version() > known_faults.SEEN_IN:
+        graph.validate()
+        return
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=f"got {fault} with cuDNN .*computes it wrongly"):
+        graph.validate()
+
+
+@pytest.mark.deviceless_919
+def test_what_it_computes_right_is_not(h200: Any) -> None:
+    for graph in (
+        forward(h200, AVERAGES[0]), forward(h200, "MAXPOOL", BFLOAT16, rows=True), forward(h200, "MAXPOOL", INT8),
+        forward(h200, "MAXPOOL", BFLOAT16, generate_index=True), backward(h200, "MAXPOOL", by="index"),
+        backward(h200, "MAXPOOL", by="input"), fused(h200, AVERAGES[1], before=False, after=True),
+    ):  # fmt: skip
+        assert configurations(graph) > 0
