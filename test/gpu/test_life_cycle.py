@@ -339,7 +339,7 @@ def test_the_wrapper_tunes_at_its_first_call(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_restored_kernel_cache_builds_at_once() -> None:
-    """10 ms of wall clock from the first call to the plan; cuDNN 9.19 was seen to take 29, and compiles nothing new."""
+    """10 ms of wall clock from the first call to the plan; cuDNN 9.19 was seen to take 29."""
     cache = cudnn.create_kernel_cache()
     product(kernel_cache=cache).build([cudnn.heur_mode.A])
     text = cache.serialize()

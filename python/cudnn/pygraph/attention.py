@@ -174,8 +174,9 @@ class AttentionMethods(NodeList):
             attn_scale ... diagonal_band_right_bound, dropout, score_mod, sink_token: As given to ``sdpa``; the second
                 form of dropout is ``(mask, scale, inverse of scale)``.
             rng_dump: As for ``sdpa``.
-            max_total_seq_len_q, max_total_seq_len_kv: At most so many tokens in all entries of a ragged tensor
-                together: less scratch memory.
+            max_total_seq_len_q: At most so many rows of Q in all entries of ragged tensors together: less scratch
+                memory.
+            max_total_seq_len_kv: Has no effect: there is no scratch memory for K and V.
             use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.

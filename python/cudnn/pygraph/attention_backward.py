@@ -40,8 +40,8 @@ class DropoutFactors(NamedTuple):
 class AttentionBackward(Attention):
     """dQ, dK, dV (and dBias, dSink) from the forward pass's inputs, O, Stats ``[b, h_q, s_q, 1]``, and the gradient dO.
 
-    ``max_total_seq_len_q`` and ``max_total_seq_len_kv`` bound the tokens of all entries of ragged tensors together, so
-    that scratch memory is not as long as the padded tensors.
+    ``max_total_seq_len_q`` bounds the rows of Q of all entries of ragged tensors together, so that scratch memory is
+    not as long as the padded tensors. There is none for K and V: ``max_total_seq_len_kv`` has no effect.
     """
 
     tag = "SDPA_BWD"
@@ -76,8 +76,7 @@ class AttentionBackward(Attention):
                              f"a shape that broadcasts to [b, h_q, s_q, s_kv] = {self.score_dim}")  # fmt: skip
         if "dSink" in self.outputs:
             self.check_shape("dSink", lambda dim: dim == [1, q[1], 1, 1], f"[1, h_q, 1, 1] = {[1, q[1], 1, 1]}")
-        if "RNG_DUMP" in self.outputs:
-            self.outputs["RNG_DUMP"].fill(self.score_dim)
+        self.infer_extras()
         self.record(context)
 
     def check(self, context: Context) -> None:
@@ -227,6 +226,4 @@ class AttentionBackward(Attention):
         found = attention_gradients(q, k, v, o, d_o, stats, masks)
         if "dBias" in self.outputs:
             found["dBias"] = found["dS"].sum_to_size(self.outputs["dBias"].dim)
-        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
-            found["RNG_DUMP"] = masks.dropout[0]
-        return found
+        return self.with_mask(found, masks)

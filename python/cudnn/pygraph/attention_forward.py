@@ -64,7 +64,7 @@ class AttentionForward(Attention):
         self.record(context)
 
     def infer_statistics(self, dims: list[int]) -> None:
-        """Shapes and types of the outputs that describe the softmax, and of the dropout mask."""
+        """Shapes and types of the outputs that describe the softmax, and of those beside it."""
         for port in self.STATISTICS:
             if port in self.outputs:
                 tensor = self.outputs[port]
@@ -72,8 +72,7 @@ class AttentionForward(Attention):
                 tensor.fill(dims)
                 if tensor.data_type is NOT_SET:
                     tensor.data_type = data_type.FLOAT
-        if "RNG_DUMP" in self.outputs:
-            self.outputs["RNG_DUMP"].fill(self.score_dim)
+        self.infer_extras()
 
     def check(self, context: Context) -> None:
         version = support.loaded_version()
@@ -214,6 +213,4 @@ class AttentionForward(Attention):
         masks = self.masks(values)
         masks.block_mask = values.get("Block_mask")
         found = attention_forward(values["Q"], self.dense(values, "K"), self.dense(values, "V"), masks)
-        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
-            found["RNG_DUMP"] = masks.dropout[0]
-        return found
+        return self.with_mask(found, masks)

@@ -11,38 +11,25 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.enums import attention_implementation, data_type, diagonal_alignment
+from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph import attention_support as support
 from cudnn.pygraph.attention import Dropout, add_outputs, shared, wants_stats, where_of
 from cudnn.pygraph.attention_backward import AttentionBackward
 from cudnn.pygraph.attention_forward import AttentionForward
 from cudnn.pygraph.attention_scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, NodeList
 from cudnn.pygraph.tensor import Tensor
-from cudnn.reference.attention import attention_gradients, attention_weights, weighted_sum
+from cudnn.reference.attention import attention_gradients, attention_weights, largest, weighted_sum
 from cudnn.reference.memory import rounded
 
 _log = logging.getLogger("cudnn")
-
-
-def infer_amax(node: Node) -> None:
-    """Shapes and types of the largest absolute values."""
-    for port, tensor in node.outputs.items():
-        if port.startswith("Amax"):
-            tensor.fill([1, 1, 1, 1])
-            if tensor.data_type is NOT_SET:
-                tensor.data_type = data_type.FLOAT
 
 
 def _descaled(values: Mapping[str, Any], scale: Any, *ports: str) -> Any:
     for port in ports:
         scale = (1.0 if scale is None else scale) * values[port]
     return scale
-
-
-def largest(x: Any) -> Any:
-    return x.abs().amax().view(1, 1, 1, 1)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -56,10 +43,6 @@ class AttentionFp8Forward(AttentionForward):
     method = "sdpa_fp8"
 
     SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.descaled, *AttentionForward.SCORE_STEPS[1:])
-
-    def infer(self, context: Context) -> None:
-        super().infer(context)
-        infer_amax(self)
 
     def check(self, context: Context) -> None:
         support.check_fp8_forward(self, context, support.loaded_version())
@@ -83,9 +66,7 @@ class AttentionFp8Forward(AttentionForward):
         stored = rounded(weights * values["Scale_s"], self.inputs["Q"].data_type, self.where).to(weights.dtype)
         total = weighted_sum(stored, self.dense(values, "V"), masks) * values["Descale_s"] * values["Descale_v"]
         found = {"O": total * values["Scale_o"], "Amax_S": largest(weights), "Amax_O": largest(total), **statistics}
-        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
-            found["RNG_DUMP"] = masks.dropout[0]
-        return found
+        return self.with_mask(found, masks)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -100,10 +81,6 @@ class AttentionFp8Backward(AttentionBackward):
     method = "sdpa_fp8_backward"
 
     SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.descaled, ScoreGraph.padded)
-
-    def infer(self, context: Context) -> None:
-        super().infer(context)
-        infer_amax(self)
 
     def check(self, context: Context) -> None:
         support.check_fp8_backward(self, context, support.loaded_version())

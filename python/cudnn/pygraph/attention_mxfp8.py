@@ -10,12 +10,11 @@ from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph import attention_support as support
 from cudnn.pygraph.attention import shared, wants_stats, where_of
 from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.attention_fp8 import infer_amax, largest
 from cudnn.pygraph.attention_scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList
 from cudnn.pygraph.tensor import Tensor
-from cudnn.reference.attention import attention_forward
+from cudnn.reference.attention import attention_forward, largest
 
 BLOCK = 32
 
@@ -31,10 +30,6 @@ class AttentionMxfp8Forward(AttentionForward):
     tag = "SDPA_MXFP8_FWD"
     method = "sdpa_mxfp8"
 
-    def infer(self, context: Context) -> None:
-        super().infer(context)
-        infer_amax(self)
-
     def check(self, context: Context) -> None:
         support.check_mxfp8_forward(self, context, support.loaded_version())
 
@@ -43,7 +38,7 @@ class AttentionMxfp8Forward(AttentionForward):
 
     def key(self, graph: ScoreGraph, lowering: Lowering) -> Tensor:
         scale = swapped(self.inputs["Descale_k"])
-        lowering.alias(scale, self.inputs["Descale_k"], 0)
+        lowering.alias(scale, self.inputs["Descale_k"], axes=[0, 1, 3, 2])
         return self._dequantized(graph, self.transposed(lowering, "K"), scale, [BLOCK, 1])
 
     def query(self, graph: ScoreGraph) -> Tensor:

@@ -273,6 +273,22 @@ class Attention(Node):
             masks.dropout = mask.to(values["Q"].device), 1 / keep
         return masks
 
+    def infer_extras(self) -> None:
+        """Shapes and types of the dropout mask, and of the largest absolute values that the passes in fp8 have."""
+        for port, tensor in self.outputs.items():
+            if port == "RNG_DUMP":
+                tensor.fill(self.score_dim)
+            elif port.startswith("Amax"):
+                tensor.fill([1, 1, 1, 1])
+                if tensor.data_type is data_type.NOT_SET:
+                    tensor.data_type = data_type.FLOAT
+
+    def with_mask(self, found: dict[str, Any], masks: Masks) -> dict[str, Any]:
+        """The results with the dropout mask, where it is wanted."""
+        if "RNG_DUMP" in self.outputs and masks.dropout is not None:
+            found["RNG_DUMP"] = masks.dropout[0]
+        return found
+
     def dense(self, values: Mapping[str, Any], port: str) -> Any:
         """K or V ``[b, h, s_kv, d]`` for the reference formulas, gathered from its pages where it is paged."""
         table = values.get(f"Page_table_{port}")

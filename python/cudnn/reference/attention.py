@@ -139,6 +139,11 @@ def softmax(scores: Any, sink: Any = None) -> tuple[Any, dict[str, Any]]:
     return weights, {"Stats": origin + torch.log(total), "Max": largest, "Sum_exp": total}
 
 
+def largest(x: Any) -> Any:
+    """The largest absolute value, ``[1, 1, 1, 1]``."""
+    return x.abs().amax().view(1, 1, 1, 1)
+
+
 def _heads(x: Any, count: int) -> Any:
     return x.repeat_interleave(count // x.shape[1], dim=1)
 
