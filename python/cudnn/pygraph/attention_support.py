@@ -434,7 +434,7 @@ def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: in
     _apply(node, _types(context))
     _apply(node, _sink(node, version))
     d = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
-    hopper = sm is not None and sm // 10 == 9
+    hopper = _is_hopper(sm)
     blackwell = sm is not None and sm // 10 == 10
     old = version < 91900 or node.has_dropout
     _apply(node, [
