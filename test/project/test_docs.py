@@ -60,6 +60,27 @@ def test_operations_table_lists_every_operation(generate: ModuleType) -> None:
         assert f"`{method}`" in table
 
 
+@pytest.mark.parametrize("method", ["conv_fprop", "conv_dgrad", "conv_wgrad", "resample"])
+def test_operations_table_says_which_empty_arguments_are_refused(method: str) -> None:
+    """`padding=()` looks optional, and a convolution without padding is refused: the row says so."""
+    import cudnn
+
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.HALF, compute_data_type=cudnn.data_type.FLOAT)
+    x, w = (graph.tensor(dim=[1, 8, 4, 4], stride=[128, 1, 32, 8]) for _ in range(2))
+    if method == "resample":
+        graph.resample(x, cudnn.resample_mode.MAXPOOL).set_output(True)
+    else:
+        getattr(graph, method)(x, w).set_output(True).set_dim([1, 8, 1, 1])
+    with pytest.raises(ValueError, match="not set") as refused:
+        graph.validate()
+    cure = re.search(r"pass for instance (\w+)=", str(refused.value))
+    assert cure is not None
+    table = (ROOT / "docs" / "operations.md").read_text().split("<!-- end -->")[0]
+    (row,) = re.findall(rf"^\| `{method}`.*$", table, re.MULTILINE)
+    assert f"`{cure[1]}=()`" in row
+    assert re.search(rf"(Needs|the same) `{cure[1]}`", row)
+
+
 def test_readme_has_two_commands_for_a_fresh_machine() -> None:
     text = (ROOT / "README.md").read_text()
     section = text.split("## A fresh machine")[1].split("\n#")[0]
@@ -69,6 +90,27 @@ def test_readme_has_two_commands_for_a_fresh_machine() -> None:
     assert commands[0].endswith("cudnn demo")
     assert "pytest" in commands[1]
     assert all("-c constraints.txt" in command for command in commands)
+
+
+def test_no_page_installs_the_package_from_an_index() -> None:
+    """No package index has it: pages install a clone."""
+    named = [
+        f"{_name(page)}: {line}"
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if re.search(r"pip install .*\bcudnn-fused\b", line)
+    ]
+    assert named == []
+
+
+def test_readme_says_what_the_reference_executor_runs() -> None:
+    """No operation of the graph API is "not yet" in the README's table while `docs/operations.md` has it."""
+    table = (ROOT / "README.md").read_text().split("## What works where")[1].split("\n## ")[0]
+    rows = [row.lower() for row in table.splitlines() if row.startswith("|") and "not yet" in row]
+    operations = (ROOT / "docs" / "operations.md").read_text().split("<!-- end -->")[0]
+    families = [title.lower() for title in re.findall(r"^## (.*)$", operations, re.MULTILINE)]
+    assert "block scale" in families
+    assert [row for row in rows for family in families if family.split()[0] in row and "fused api" not in row] == []
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -66,7 +66,7 @@ class Convolution(Node):
         return ", ".join(f"{port} dim={tensor.dim}" for port, tensor in {**self.inputs, **self.outputs}.items())
 
     def _check_lists(self, spatial: int) -> None:
-        # The API's reference text leaves out stride and dilation where they are 1, padding never.
+        # Published programs leave out stride and dilation where they are 1, never padding; the API refuses its absence.
         self.stride = self.stride or [1] * spatial
         self.dilation = self.dilation or [1] * spatial
         for what, argument, least in (
@@ -314,7 +314,8 @@ class ConvolutionMethods(NodeList):
         pre_padding: Sequence[int] = (),
         post_padding: Sequence[int] = (),
     ) -> Tensor:
-        """Convolution of ``image`` ``[N, C, *spatial]`` with ``weight`` ``[K, C / groups, *window]``.
+        """Convolution of ``image`` ``[N, C, *spatial]`` with ``weight`` ``[K, C / groups, *window]``. Needs
+        ``padding``, or ``pre_padding`` and ``post_padding``; ``stride`` and ``dilation`` are 1 unless given.
 
         Returns Y ``[N, K, *extents]`` with
         ``extents = 1 + (spatial + pre_padding + post_padding - dilation * (window - 1) - 1) // stride``.
@@ -339,7 +340,8 @@ class ConvolutionMethods(NodeList):
         post_padding: Sequence[int] = (),
         weight: Tensor | None = None,
     ) -> Tensor:
-        """Gradient of ``conv_fprop`` with respect to its image.
+        """Gradient of ``conv_fprop`` with respect to its image. Takes the same ``padding``, or ``pre_padding`` and
+        ``post_padding``, ``stride`` and ``dilation``.
 
         ``loss`` is the gradient of Y, ``[N, K, *extents]``; ``filter`` (or ``weight``) is the filter. Returns DX
         ``[N, C, *spatial]``: set its shape, save for stride 1 without groups, where only one fits and is inferred.
@@ -364,7 +366,8 @@ class ConvolutionMethods(NodeList):
         pre_padding: Sequence[int] = (),
         post_padding: Sequence[int] = (),
     ) -> Tensor:
-        """Gradient of ``conv_fprop`` with respect to its weight.
+        """Gradient of ``conv_fprop`` with respect to its weight. Takes the same ``padding``, or ``pre_padding`` and
+        ``post_padding``, ``stride`` and ``dilation``.
 
         ``loss`` is the gradient of Y, ``[N, K, *extents]``. Returns DW ``[K, C / groups, *window]``: set its shape,
         save for stride 1 without groups, where it is inferred.

@@ -249,10 +249,11 @@ class ResampleMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Any:
-        """Pooling of ``input`` ``[N, C, *spatial]``: the largest element, or the average, of each window.
+        """Pooling of ``input`` ``[N, C, *spatial]``: the largest element, or the average, of each window. Needs
+        ``window`` and ``stride``; ``pre_padding`` and ``post_padding`` are 0 unless given.
 
-        ``window``, ``stride`` and both paddings (0 by default) are lists of whole numbers, one per spatial dimension:
-        one to three. A padding is smaller than its window. cuDNN wants FLOAT for ``compute_data_type``.
+        All four are lists of whole numbers, one for each of the one to three spatial dimensions. A padding is smaller
+        than its window. cuDNN wants FLOAT for ``compute_data_type``.
 
         Args:
             resampling_mode: MAXPOOL, AVGPOOL_INCLUDE_PADDING (divides by the size of the window) or
@@ -289,7 +290,8 @@ class ResampleMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Tensor:
-        """Gradient of ``resample`` with respect to its input, from that of Y and the same options.
+        """Gradient of ``resample`` with respect to its input, from that of Y and the same ``window``, ``stride``,
+        ``pre_padding`` and ``post_padding``.
 
         MAXPOOL needs the ``index`` of the forward pass, or its ``input`` and ``output``: cuDNN the first for
         channels-last tensors, the other two for row-major ones. Returns DX: set its shape unless ``input`` is given.

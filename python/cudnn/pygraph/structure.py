@@ -346,7 +346,7 @@ class StructureMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Tensor:
-        """The part of ``input`` that Python ``slice`` objects with positive steps select, one per dimension.
+        """The part of ``input`` that ``slices`` select: Python ``slice`` objects, one per dimension, positive steps.
 
         The result has the strides of ``input`` times the steps, and its type. It is virtual and never passed to
         ``execute``: it shares the memory of ``input``. The slice of another operation's result needs cuDNN 9.22.
