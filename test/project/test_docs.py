@@ -10,27 +10,98 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+from cudnn.backend.handle import gpu_available
+from support.pages import PAGES, ROOT, Block, Page, current, describe_h200
 
-
-def _blocks(path: Path, language: str) -> list[tuple[int, str]]:
-    """Line number and text of a page's code blocks in a language."""
-    text = path.read_text()
-    return [(text.count("\n", 0, m.start(2)), m[2]) for m in _BLOCK.finditer(text) if m[1] == language]
+COMMANDS = [(page, block) for page in map(Page.read, PAGES) for block in page.commands]
+STALE = "the page shows {shown!r}: run `PYTHONPATH=test python -m support.pages --write {page}`"
 
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=_name)
-def test_code_blocks_run(page: Path) -> None:
-    """The blocks of a page run in order, in one namespace, each compiled with its place in the page."""
-    module = ModuleType("page")
-    for line, code in _blocks(page, "python"):
-        exec(compile("\n" * line + code, f"<{_name(page)}>", "exec"), vars(module))
+@pytest.mark.parametrize("path", [path for path in PAGES if Page.read(path).scripts], ids=_name)
+def test_code_blocks_run(path: Path) -> None:
+    """The Python blocks of a page run in order, in one namespace, and print what the page says that they print."""
+    page = Page.read(path)
+    outputs = page.run_scripts()
+    assert [block for block, _ in outputs] == [block for block in page.blocks if block.is_printed]
+    for block, printed in outputs:
+        assert current(block.text, printed), STALE.format(shown=block.text, page=page.name)
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [
+        pytest.param(
+            page, block, marks=[pytest.mark.full] * ("full" in block.conditions), id=f"{page.name}-{block.source}"
+        )
+        for page, block in COMMANDS
+    ],
+)
+def test_commands_print_what_the_pages_show(page: Page, block: Block, request: pytest.FixtureRequest) -> None:
+    """Those that the page says are of a version of cuDNN run where it is installed, for a described H200."""
+    (version,) = [text for text in block.conditions if text.startswith("cuDNN ")] or [""]
+    if not version:
+        printed = page.run_command(block)
+    else:
+        found = request.getfixturevalue("libcudnn").version
+        if version != f"cuDNN {found // 10000}.{found // 100 % 100}" or gpu_available():
+            pytest.skip(f"the page shows what {version} says, without a GPU")
+        printed = page.run_command(block, describe_h200(found))
+    assert current(block.text, printed), f"{STALE.format(shown=block.text, page=page.name)}\nnow: {printed}"
+
+
+def test_every_output_has_a_source() -> None:
+    """What looks like output comes from a block or a command, or names the test that checks it."""
+    blocks = [(page, block) for page in map(Page.read, PAGES) for block in page.blocks]
+    assert [
+        f"{page.name}:{block.line}" for page, block in blocks if block.is_output != (block.source is not None)
+    ] == []
+    for page, block in blocks:
+        if block.checked_by:
+            assert page.path.name in (ROOT / block.checked_by).read_text(), f"{block.checked_by} knows no {page.name}"
+
+
+def test_an_output_is_current_or_not() -> None:
+    assert current("took 2.5 s: error 3.8e-03\n", "took 13 s: error 1.2e-05\n")
+    assert current("a\n...\nz\n", "a\nb\nc\nz\n")
+    assert current(" table\n ──── \n 0.1 s\n", " table\n ────── \n  0.123 s\n")
+    assert not current("6,808 instructions\n", "6,984 instructions\n")
+    assert not current("none found\n", "none found\nexit code 1\n")
+
+
+def test_outputs_are_written_anew(tmp_path: Path) -> None:
+    """Times that moved leave a page alone; what is wrong is replaced, wherever it stands."""
+    from support import pages
+
+    text = """```python title="numbers_of_mine.py"
+ONE = 1
+```
+```python
+from numbers_of_mine import ONE
+print(ONE, "1.5 s")
+```
+<!-- output -->
+```text
+{first}
+```
+```python
+print("two")
+```
+<!-- output -->
+```text
+{second}
+```
+"""
+    path = tmp_path / "page.md"
+    path.write_text(text.format(first="1 2.5 s", second="old\nlines"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "ROOT", tmp_path)
+        page = Page.read(path)
+        pages.write(page, {block: new for block, new in page.run_scripts() if not current(block.text, new)})
+    assert path.read_text() == text.format(first="1 2.5 s", second="two")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +155,7 @@ def test_operations_table_says_which_empty_arguments_are_refused(method: str) ->
 def test_readme_has_two_commands_for_a_fresh_machine() -> None:
     text = (ROOT / "README.md").read_text()
     section = text.split("## A fresh machine")[1].split("\n#")[0]
-    commands = [m[2].strip() for m in _BLOCK.finditer(section)]
+    commands = [command.strip() for command in re.findall(r"^```\w+\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)]
     assert len(commands) == 2
     assert all("\n" not in command for command in commands)
     assert commands[0].endswith("cudnn demo")
