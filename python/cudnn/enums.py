@@ -8,7 +8,16 @@ from __future__ import annotations
 import enum
 
 
-class data_type(enum.IntEnum):  # noqa: N801
+class Enumeration(enum.IntEnum):
+    """Members are integers that print as ``data_type.HALF`` and show as ``<data_type.HALF: 3>``."""
+
+    __str__ = enum.Enum.__str__
+
+    def __format__(self, format_spec: str) -> str:  # that of int would print the number
+        return format(str(self), format_spec)
+
+
+class data_type(Enumeration):  # noqa: N801
     """Element type of a tensor or of a computation."""
 
     NOT_SET = 0
@@ -33,7 +42,7 @@ class data_type(enum.IntEnum):  # noqa: N801
     FP8_E5M3 = 19
 
 
-class heur_mode(enum.IntEnum):  # noqa: N801
+class heur_mode(Enumeration):  # noqa: N801
     """How engine configurations are found.
 
     ``A`` and ``B`` are cuDNN's heuristics, ``FALLBACK`` its list of last resort. ``OPENSOURCE`` stands for A, then
@@ -47,7 +56,7 @@ class heur_mode(enum.IntEnum):  # noqa: N801
     CUDNN_FIND = 4
 
 
-class norm_forward_phase(enum.IntEnum):  # noqa: N801
+class norm_forward_phase(Enumeration):  # noqa: N801
     """Whether a normalisation also writes the statistics that its backward pass needs."""
 
     NOT_SET = 0
@@ -55,7 +64,7 @@ class norm_forward_phase(enum.IntEnum):  # noqa: N801
     TRAINING = 2
 
 
-class reduction_mode(enum.IntEnum):  # noqa: N801
+class reduction_mode(Enumeration):  # noqa: N801
     """Operator of a reduction."""
 
     NOT_SET = 0
@@ -70,14 +79,14 @@ class reduction_mode(enum.IntEnum):  # noqa: N801
     MUL_NO_ZEROS = 9
 
 
-class build_plan_policy(enum.IntEnum):  # noqa: N801
+class build_plan_policy(Enumeration):  # noqa: N801
     """Build the first plan that works, or every plan."""
 
     HEURISTICS_CHOICE = 0
     ALL = 1
 
 
-class numerical_note(enum.IntEnum):  # noqa: N801
+class numerical_note(Enumeration):  # noqa: N801
     """Numerical properties of an engine configuration."""
 
     TENSOR_CORE = 0
@@ -92,7 +101,7 @@ class numerical_note(enum.IntEnum):  # noqa: N801
     STRICT_NAN_PROP = 9
 
 
-class behavior_note(enum.IntEnum):  # noqa: N801
+class behavior_note(Enumeration):  # noqa: N801
     """Behaviour of an engine configuration that its user may care about."""
 
     RUNTIME_COMPILATION = 0
@@ -102,7 +111,7 @@ class behavior_note(enum.IntEnum):  # noqa: N801
     CUBLASLT_DEPENDENCY = 4
 
 
-class tensor_reordering(enum.IntEnum):  # noqa: N801
+class tensor_reordering(Enumeration):  # noqa: N801
     """Special memory layouts. ``F8_128x4`` is the layout of block scale factors."""
 
     NONE = 0
@@ -111,14 +120,14 @@ class tensor_reordering(enum.IntEnum):  # noqa: N801
     F8_128x4 = 3
 
 
-class diagonal_alignment(enum.IntEnum):  # noqa: N801
+class diagonal_alignment(Enumeration):  # noqa: N801
     """Where the diagonal of a causal mask starts when the two sequence lengths differ."""
 
     TOP_LEFT = 0
     BOTTOM_RIGHT = 1
 
 
-class attention_implementation(enum.IntEnum):  # noqa: N801
+class attention_implementation(Enumeration):  # noqa: N801
     """One operation of cuDNN (``UNIFIED``), a pattern of smaller ones (``COMPOSITE``), or either (``AUTO``)."""
 
     AUTO = 0
@@ -126,21 +135,21 @@ class attention_implementation(enum.IntEnum):  # noqa: N801
     UNIFIED = 2
 
 
-class reshape_mode(enum.IntEnum):  # noqa: N801
+class reshape_mode(Enumeration):  # noqa: N801
     """``VIEW_ONLY`` reinterprets the memory; ``LOGICAL`` keeps the row-major order of the elements."""
 
     VIEW_ONLY = 1
     LOGICAL = 2
 
 
-class scalar_type(enum.IntEnum):  # noqa: N801
+class scalar_type(Enumeration):  # noqa: N801
     """Whether a scalar may change from call to call or is compiled into the plan."""
 
     RUNTIME_PARAM = 0
     COMPILE_TIME_CONST = 1
 
 
-class moe_grouped_matmul_mode(enum.IntEnum):  # noqa: N801
+class moe_grouped_matmul_mode(Enumeration):  # noqa: N801
     """How a grouped matrix product finds the rows of an expert."""
 
     NONE = 0
@@ -148,14 +157,14 @@ class moe_grouped_matmul_mode(enum.IntEnum):  # noqa: N801
     SCATTER = 2
 
 
-class convolution_mode(enum.IntEnum):  # noqa: N801
+class convolution_mode(Enumeration):  # noqa: N801
     """``CONVOLUTION`` mirrors the filter, ``CROSS_CORRELATION`` does not."""
 
     CONVOLUTION = 0
     CROSS_CORRELATION = 1
 
 
-class resample_mode(enum.IntEnum):  # noqa: N801
+class resample_mode(Enumeration):  # noqa: N801
     """Pooling, whose averages count padding or not, and interpolation."""
 
     NOT_SET = 0
@@ -166,7 +175,7 @@ class resample_mode(enum.IntEnum):  # noqa: N801
     MAXPOOL = 5
 
 
-class padding_mode(enum.IntEnum):  # noqa: N801
+class padding_mode(Enumeration):  # noqa: N801
     """What stands around an image: zeros, negative infinity, or its nearest element."""
 
     ZERO_PAD = 0
@@ -174,7 +183,7 @@ class padding_mode(enum.IntEnum):  # noqa: N801
     EDGE_VAL_PAD = 2
 
 
-knob_type = enum.IntEnum(
+knob_type = Enumeration(
     "knob_type",
     "NOT_SET SWIZZLE TILE_SIZE EDGE MULTIPLY SPLIT_K_BUF TILEK STAGES REDUCTION_MODE SPLIT_K_SLC IDX_MODE SPECFILT "
     "KERNEL_CFG WORKSPACE TILE_CGA_M TILE_CGA_N BLOCK_SIZE OCCUPANCY ARRAY_SIZE_PER_THREAD SPLIT_COLS TILE_ROWS "

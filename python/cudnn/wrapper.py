@@ -17,6 +17,8 @@ from cudnn.errors import refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import NOT_SET
+from cudnn.pygraph.schema import conforming
+from cudnn.pygraph.serialization import refusing
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -445,22 +447,26 @@ class Graph:
         graph = pygraph(handle=self._handle, **self._kwargs)
         graph.deserialize(*arguments)
         data = arguments[-1]
-        known = json.loads(data if isinstance(data, str) else bytes(data)).get("wrapper", {"names": {}, "values": []})
+        document = json.loads(data if isinstance(data, str) else bytes(data))
+        known = document.get("wrapper", {"names": {}, "values": []})
         tensors = {tensor.uid: tensor for node in graph.nodes for tensor in node.tensors()}
-        for name, uid in known["names"].items():
-            self._register(name, tensors[uid])
+        with refusing("names and values of a cudnn.Graph"):
+            for name, uid in known["names"].items():
+                self._register(name, tensors[uid])
+            for uid, number in known["values"]:
+                kind = _cudnn_to_torch_data_type(tensors[uid].data_type)
+                self._values[tensors[uid]] = torch.tensor(number, dtype=kind)
+            order = [conforming(known.get(what), list[int] | None, what) for what in ("inputs", "outputs")]
         for node in graph.nodes:
             for port, tensor in node.inputs.items():
                 self._register(tensor.name or f"{node.name}::{port}", tensor)
             for port, tensor in node.outputs.items():
                 self._register(f"{node.name}::{port}", tensor)
-        for uid, number in known["values"]:
-            self._values[tensors[uid]] = torch.tensor(number, dtype=_cudnn_to_torch_data_type(tensors[uid].data_type))
         if graph.get_execution_plan_count() == 0:
             graph.build(self._heuristics)
         else:
             self._untuned = False
-        self._order(graph, known.get("inputs"), known.get("outputs"))
+        self._order(graph, *order)
         self._prepare(graph)
         self._graph = self._described = graph
         return self

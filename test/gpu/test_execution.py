@@ -409,3 +409,12 @@ def test_nothing_is_allocated() -> None:
     for _ in range(10):
         it.graph.execute(data, workspace)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_tensor_that_no_operation_uses_is_an_extra_entry() -> None:
+    net = linear()
+    data = net.data()
+    unused = net.graph.tensor_like(data[net.bias])
+    for _ in range(2):  # the second call takes the path for data like those of the first
+        net.graph.execute({**data, unused: data[net.bias]}, net.workspace())
+        net.check(data)

@@ -64,17 +64,43 @@ def test_binary(method: str) -> None:
     assert_accurate(result, lambda dtype: BINARY[method](a.to(dtype), b.to(dtype)), torch.float16)
 
 
-@pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (4, 96, 1)])
+@pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (4, 96, 1), (1, 96, 128), (96, 128)])
 def test_broadcast(dims: tuple[int, ...]) -> None:
     a, b = draw(torch.bfloat16), draw(torch.bfloat16, dims=dims)
     try:
         result = one_node("add", a, b)
     except cudnn.cudnnGraphNotSupportedError:
-        # 9.19 adds a wrong operand beyond the first batch entry, so the library refuses all but one number per row.
+        # 9.19 adds a wrong operand beyond the first batch entry, so the library refuses all but one number per row,
+        # and a matrix that all entries share.
         assert cudnn.backend_version() <= known_faults.SEEN_IN
-        assert dims != (4, 96, 1)
+        assert dims not in ((4, 96, 1), (1, 96, 128), (96, 128))
         return
     assert_accurate(result, lambda dtype: a.to(dtype) + b.to(dtype), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", IO_TYPES, ids=str)
+def test_rotary_embeddings_in_place(kind: torch.dtype) -> None:
+    """Element-wise operations alone on the strided halves of a tensor, with a matrix that all batch entries share."""
+    memory = draw(kind, dims=(256, 4096, 32))
+    cos, sin = draw(kind, dims=(1, 4096, 16)), draw(kind, dims=(1, 4096, 16))
+    graph = gpu_graph(io=kind)
+    x1, x2, c, s = (like(graph, item) for item in (memory[..., :16], memory[..., 16:], cos, sin))
+    outs = [
+        graph.sub(graph.mul(x1, c), graph.mul(x2, s)).set_output(True).set_stride(x1.get_stride()),
+        graph.add(graph.mul(x2, c), graph.mul(x1, s)).set_output(True).set_stride(x1.get_stride()),
+    ]
+    graph.build(MODES)
+    before = memory.clone()
+    halves = memory[..., :16], memory[..., 16:]
+    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    data = {x1: halves[0], x2: halves[1], c: cos, s: sin, outs[0]: halves[0], outs[1]: halves[1]}
+    graph.execute(data, workspace)
+
+    def rotated(dtype: torch.dtype) -> torch.Tensor:
+        a, b, cosine, sine = (item.to(dtype) for item in (before[..., :16], before[..., 16:], cos, sin))
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+    assert_accurate(memory, rotated, kind)
 
 
 @pytest.mark.parametrize("method", COMPARISONS)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import cudnn
 from cudnn.pygraph import known_faults
 from gpu.common import assert_accurate, gpu_graph
-from support.graphs import HALF, like, run
+from support.graphs import FLOAT, HALF, like, run
 
 pytestmark = pytest.mark.gpu
 
@@ -72,3 +72,16 @@ def test_concatenation_after_a_convolution() -> None:
     (result,) = run(graph, {image: x, weight: w, kept: old}, y)
     assert torch.equal(result[:, :64], old)
     assert_accurate(result[:, 64:], lambda dtype: F.conv2d(x.to(dtype), w.to(dtype)), torch.float16)
+
+
+def test_a_slice_needs_no_compute_type() -> None:
+    """An int8 slice, widened to bf16 before a matrix product: only what computes names a type."""
+    memory = torch.randint(-4, 5, (2, 64, 192), dtype=torch.int8, device="cuda")
+    b = torch.randn(2, 128, 64, dtype=torch.bfloat16, device="cuda")
+    graph = cudnn.pygraph(backend="cudnn")
+    x, weight = like(graph, memory), like(graph, b)
+    part = graph.slice(x, [slice(0, 2), slice(0, 64), slice(32, 160)])
+    wide = graph.identity(part, compute_data_type=FLOAT).set_data_type(torch.bfloat16)
+    out = graph.matmul(wide, weight, compute_data_type=FLOAT).set_output(True).set_data_type(torch.bfloat16)
+    (result,) = run(graph, {x: memory, weight: b}, out)
+    assert_accurate(result, lambda dtype: memory[..., 32:160].to(dtype) @ b.to(dtype), torch.bfloat16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnn
 from cudnn.pygraph import attention_support
@@ -31,7 +32,7 @@ from support.attention import (
     slope,
     small,
 )
-from support.graphs import FLOAT, HALF, MODES, reference_graph
+from support.graphs import FLOAT, HALF, MODES, like, reference_graph, run
 
 DOUBLE = cudnn.data_type.DOUBLE
 COMPOSITE = cudnn.attention_implementation.COMPOSITE
@@ -165,6 +166,53 @@ def test_reference_does_not_read_padding(name: str) -> None:
         assert torch.equal(kept(problem, port, again[port].double()), kept(problem, port, x)), port
 
 
+def with_nan_in_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    q[1, 2, 3, 4] = float("nan")
+    return 0.3
+
+
+def with_an_infinite_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    k[0, 1, 0, 3] = float("inf")
+    return 0.3
+
+
+def with_nan_in_v(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    v[0, 0, 5, 1] = float("nan")
+    return 0.3
+
+
+def with_nan_as_scale(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    return float("nan")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("fault", [with_nan_in_q, with_an_infinite_key, with_nan_in_v, with_nan_as_scale])
+def test_nan_passes_through_as_in_pytorch(fault: Callable[..., float], causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v, d_o = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(4))
+    scale = fault(q, k, v)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = {"O": functional.scaled_dot_product_attention(*leaves, is_causal=causal, scale=scale)}
+    wanted |= dict(zip(("dQ", "dK", "dV"), torch.autograd.grad(wanted["O"], leaves, d_o), strict=True))
+
+    graph = double_graph()
+    inputs = [like(graph, x) for x in (q, k, v)]
+    o, stats = graph.sdpa(*inputs, attn_scale=scale, generate_stats=True, use_causal_mask=causal)
+    stats.set_output(True).set_data_type(DOUBLE)
+    forward = run(graph, dict(zip(inputs, (q, k, v), strict=True)), o.set_output(True), stats)
+    found = dict(zip(("O", "Stats"), forward, strict=True))
+    graph = double_graph()
+    given = [q, k, v, found["O"], d_o, found["Stats"]]
+    inputs = [like(graph, x) for x in given]
+    outs = [out.set_output(True).set_dim(q.shape).set_stride(q.stride())
+            for out in graph.sdpa_backward(*inputs, attn_scale=scale, use_causal_mask=causal)]  # fmt: skip
+    found |= dict(zip(("dQ", "dK", "dV"), run(graph, dict(zip(inputs, given, strict=True)), *outs), strict=True))
+    assert not torch.isfinite(wanted["O"]).all()
+    for port, x in wanted.items():
+        torch.testing.assert_close(found[port], x, equal_nan=True, msg=lambda text, port=port: f"{port}: {text}")
+
+
 def test_dropout_keeps_the_share_asked_for() -> None:
     """The mask holds ones and zeros, and depends on the seed and on the offset."""
     problem = dataclasses.replace(CASES["dropout"], s_q=64, s_kv=64, d_qk=8, d_v=8)
@@ -296,8 +344,8 @@ def test_gradients_by_default() -> None:
         gradient.set_output(True)
     graph.validate()
     assert [gradient.get_name() for gradient in gradients] == ["attention::dQ", "attention::dK", "attention::dV"]
-    for gradient, like in zip(gradients, (q, k, v), strict=True):
-        assert (gradient.get_dim(), gradient.get_stride()) == (like.get_dim(), like.get_stride())
+    for gradient, source in zip(gradients, (q, k, v), strict=True):
+        assert (gradient.get_dim(), gradient.get_stride()) == (source.get_dim(), source.get_stride())
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,28 @@ def test_reference_agrees_with_pytorch(name: str, kind: torch.dtype) -> None:
             assert (got - wanted).norm() <= 0.02 * wanted.norm(), port
 
 
+@pytest.mark.usefixtures("_newest")
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_nan_passes_through(name: str) -> None:
+    problem = dataclasses.replace(CASES["plain"], s_q=9, s_kv=11, d_qk=16, d_v=32)
+    data = tensors(problem)
+    broken = data[name].float()
+    broken[1, 2, 3, 4] = float("nan")
+    data[name] = broken.to(E4M3)
+    found = describe_fp8(new_graph(E4M3, backend="reference"), problem, data).run()
+    missing = torch.zeros_like(found["O"], dtype=torch.bool)
+    missing[1, 2, 3 if name == "q" else slice(None), slice(None) if name == "q" else 4] = True
+    assert torch.equal(found["O"].isnan(), missing)
+    assert found["Amax_O"].isnan()
+    assert found["Amax_S"].isnan() == (name == "q")
+    assert torch.equal(found["Stats"].isnan()[..., 0], missing.any(-1) & (name == "q"))
+    given = {**data, **{port: found[port] for port in ("O", "Stats")}}
+    gradients = describe_fp8(new_graph(E4M3, backend="reference"), problem, given).run()
+    assert gradients["dQ"][1, 2, 3].float().isnan().all()
+    assert gradients["dK"][1, 2].float().isnan().all()
+    assert gradients["Amax_dP"].isnan()
+
+
 @pytest.mark.parametrize("name", ["plain", "grouped heads", "sliding window", "padding, causal"])
 def test_formula_is_that_of_attention(name: str) -> None:
     """With the scales taken out, the results are those of attention, as near as fp8 comes to them."""

@@ -25,7 +25,7 @@ def tensor(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
     return graph.tensor(dims, strides)
 
 
-@pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (1, 96, 128), (96, 128)])
+@pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (96, 1), (128,)])
 def test_operands_spread_over_the_batch_are_refused(dims: tuple[int, ...]) -> None:
     graph = reference_graph(HALF)
     graph.relu(graph.add(tensor(graph, 4, 96, 128), tensor(graph, *dims), name="sum")).set_output(True)
@@ -35,10 +35,20 @@ def test_operands_spread_over_the_batch_are_refused(dims: tuple[int, ...]) -> No
     known_faults.refuse(graph.nodes, NEWER)
 
 
-@pytest.mark.parametrize("dims", [(4, 96, 128), (4, 96, 1), (1, 1, 1), (1,)])
+@pytest.mark.parametrize("dims", [(4, 96, 128), (4, 96, 1), (1, 96, 128), (96, 128), (1, 1, 1), (1,)])
 def test_operands_that_come_out_right_are_not(dims: tuple[int, ...]) -> None:
     graph = reference_graph(HALF)
     graph.add(tensor(graph, 4, 96, 128), tensor(graph, *dims)).set_output(True)
+    graph.validate()
+    known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+
+
+def test_rotary_embeddings_are_not() -> None:
+    graph = reference_graph(HALF)
+    x1, x2 = (graph.tensor([256, 4096, 16], [4096 * 32, 32, 1]) for _ in range(2))
+    cos, sin = tensor(graph, 1, 4096, 16), tensor(graph, 1, 4096, 16)
+    graph.sub(graph.mul(x1, cos), graph.mul(x2, sin)).set_output(True).set_stride(x1.get_stride())
+    graph.add(graph.mul(x2, cos), graph.mul(x1, sin)).set_output(True).set_stride(x1.get_stride())
     graph.validate()
     known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -275,3 +277,128 @@ def test_half_precision_round_trip() -> None:
     data, out = torch.randn(2, 3, dtype=torch.float16), torch.empty(2, 3, dtype=torch.float16)
     restored(graph.serialize(), backend="reference").execute({10: data, 11: out})
     torch.testing.assert_close(out, torch.exp(data.float()).half())
+
+
+# Data from anywhere.
+def attention() -> cudnn.pygraph:
+    graph = reference_graph()
+    q, k, v = (graph.tensor([2, 4, 8, 16], [512, 128, 16, 1]) for _ in range(3))
+    graph.sdpa(q, k, v, attn_scale=0.25, is_inference=True, use_causal_mask=True)[0].set_output(True)
+    graph.build(MODES)
+    return graph
+
+
+def pieces() -> cudnn.pygraph:
+    """Not built: a description of operations with attributes of every kind."""
+    graph = reference_graph()
+    x, w = graph.tensor([2, 4, 8, 8], [256, 1, 32, 4]), graph.tensor([4, 4, 3, 3], [36, 1, 12, 4])
+    y = graph.conv_fprop(x, w, padding=[1, 1], stride=[1, 1], dilation=[1, 1])
+    y = graph.relu(graph.slice(y, [slice(0, 1)]), upper_clip=3.0)
+    graph.reduction(y, cudnn.reduction_mode.MAX).set_dim([1, 4, 1, 1]).set_output(True)
+    return graph
+
+
+def called() -> cudnn.Graph:
+    with cudnn.Graph(backend="reference") as graph:
+        graph.mul(graph.matmul(torch.zeros(4, 8), torch.zeros(8, 3)), torch.full((1, 1), 2.0)).set_output(True)
+    return graph
+
+
+POOL: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 2**63, -(2**63), 10**400, 1.5, float("nan"), float("inf"), "", "ZERO_", "LOAD",
+    "eval", "__builtins__", "HALF", "NOT_SET", [], [1], [[1, 2]], ["a"], {}, {"a": 1},
+    {"enum": "__builtins__", "name": "eval"},
+    {"enum": "data_type", "name": "HALF"}, {"enum": "enum", "name": "IntEnum"}, {"enum": "Enumeration", "name": "mro"},
+]  # fmt: skip
+
+
+def mutate(document: Any, draw: random.Random) -> None:
+    """Changes, drops, adds or doubles one entry somewhere in a JSON structure."""
+    places: list[tuple[Any, Any]] = []
+    stack = [document]
+    while stack:
+        part = stack.pop()
+        entries = list(part.items() if isinstance(part, dict) else enumerate(part))
+        places += [(part, key) for key, _ in entries]
+        stack += [value for _, value in entries if isinstance(value, (dict, list))]
+    part, key = draw.choice(places)
+    change = draw.choice(["replace", "replace", "drop", "swap", "double"])
+    if change == "replace":
+        part[key] = copy.deepcopy(draw.choice(POOL))
+    elif change == "drop":
+        del part[key]
+    elif change == "swap":
+        other, where = draw.choice(places)
+        part[key] = copy.deepcopy(other[where])
+    elif isinstance(part, list):
+        part.insert(key, copy.deepcopy(part[key]))
+    else:
+        part[str(draw.choice(POOL))] = copy.deepcopy(part[key])
+
+
+def restore(data: bytes, wrapped: bool) -> None:
+    """Restores and, where that succeeds, looks at the graph; nothing but ValueErrors that say what to do."""
+    said = "To mend it"
+    # A cudnn.Graph builds a sound description at once, which may be refused like any other.
+    refused = (RuntimeError, NotImplementedError, cudnn.cudnnGraphNotSupportedError) if wrapped else ()
+    try:
+        graph = cudnn.Graph(backend="reference") if wrapped else cudnn.pygraph(backend="reference")
+        graph.deserialize(data)
+        repr(graph)
+    except (ValueError, *refused) as error:
+        said = str(error)
+    assert "To mend it" in said
+
+
+@pytest.mark.parametrize("made", [built, attention, pieces, called])
+def test_mutated_structures(made: Any) -> None:
+    draw, data = random.Random(made.__name__), made().serialize()
+    for _ in range(1000):
+        document = json.loads(data)
+        for _ in range(draw.choice([1, 1, 2, 5])):
+            mutate(document, draw)
+        restore(json.dumps(document).encode(), made is called)
+
+
+def test_mutated_bytes() -> None:
+    draw, data = random.Random(0), built().serialize()
+    for _ in range(1000):
+        mutated = bytearray(data)
+        for _ in range(draw.choice([1, 1, 3])):
+            at = draw.randrange(len(mutated))
+            end = at + draw.choice([0, 1, 1, 8, len(mutated)])
+            mutated[at:end] = draw.randbytes(draw.choice([0, 1, 1, 8]))
+        restore(bytes(mutated), wrapped=False)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"null", b"[]", 7, None, [1, 2, 300], ["a"], "{", object()]
+)
+def test_what_is_no_structure(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"deserialize: data: got .*To mend it, serialise the graph again"):
+        cudnn.pygraph(backend="reference").deserialize(data)
+
+
+@pytest.mark.parametrize("mode", ["ZERO_", "LOAD", "__CLASS__", "SAVE"])
+def test_names_of_torch_functions_are_no_modes(mode: str) -> None:
+    graph = reference_graph()
+    graph.relu(graph.tensor([2, 3], [3, 1])).set_output(True)
+    graph.build(MODES)
+    data = graph.serialize().replace(b"RELU_FWD", mode.encode())
+    with pytest.raises(ValueError, match=f"pointwise: mode: got '{mode}'; allowed: "):
+        cudnn.pygraph(backend="reference").deserialize(data)
+
+
+@pytest.mark.parametrize("named", [("__builtins__", "eval"), ("enum", "IntEnum"), ("Enumeration", "mro")])
+def test_only_enumerations_are_named(named: tuple[str, str]) -> None:
+    data = built_reduction().replace(b'"reduction_mode"', json.dumps(named[0]).encode())
+    with pytest.raises(ValueError, match=f"no graph .KeyError: '{named[0]}'"):
+        cudnn.pygraph(backend="reference").deserialize(data.replace(b'"MAX"', json.dumps(named[1]).encode()))
+
+
+def built_reduction() -> bytes:
+    graph = reference_graph()
+    x = graph.tensor([2, 3], [3, 1])
+    graph.reduction(x, cudnn.reduction_mode.MAX).set_dim([2, 1]).set_output(True)
+    graph.build(MODES)
+    return graph.serialize()

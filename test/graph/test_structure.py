@@ -12,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, shapes, strided
+from support.graphs import (
+    BFLOAT16,
+    FLOAT,
+    HALF,
+    configurations,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+    shapes,
+    strided,
+)
 
 LOGICAL, VIEW_ONLY = cudnn.reshape_mode.LOGICAL, cudnn.reshape_mode.VIEW_ONLY
 INT64 = cudnn.data_type.INT64
@@ -306,3 +317,39 @@ def test_cudnn_takes_the_description(method: str, h200: Any, libcudnn: Any) -> N
             graph.build_operation_graph()
     else:
         graph.build_operation_graph()
+
+
+def test_moving_elements_needs_no_compute_type() -> None:
+    """As in a matrix product of an int8 slice, widened to bf16, that names a compute type where one is needed."""
+    graph = cudnn.pygraph(backend="reference")
+    memory = torch.randint(-4, 5, (2, 8, 24), dtype=torch.int8)
+    b = torch.randn(2, 16, 4, dtype=torch.bfloat16)
+    x, weight = like(graph, memory), like(graph, b)
+    part = graph.slice(x, [slice(0, 2), slice(0, 8), slice(4, 20)])
+    wide = graph.identity(part, compute_data_type=FLOAT).set_data_type(BFLOAT16)
+    out = graph.matmul(wide, weight, compute_data_type=FLOAT).set_output(True).set_data_type(BFLOAT16)
+    (result,) = run(graph, {x: memory, weight: b}, out)
+    wanted = memory[..., 4:20].float() @ b.float()
+    torch.testing.assert_close(result.float(), wanted, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("method", ["reshape", "transpose", "concatenate"])
+def test_the_others_that_move_need_none_either(method: str) -> None:
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=HALF, backend="reference")
+    x = graph.tensor([4, 6], [6, 1])
+    made = {
+        "reshape": lambda: graph.reshape(x, reshape_mode=LOGICAL).set_dim([3, 8]).set_stride([8, 1]),
+        "transpose": lambda: graph.transpose(x, [1, 0]),
+        "concatenate": lambda: graph.concatenate([x, x], 0),
+    }[method]()
+    data = torch.randn(4, 6, dtype=torch.float16)
+    (result,) = run(graph, {x: data}, made.set_output(True))
+    wanted = {"reshape": data.view(3, 8), "transpose": data.T, "concatenate": torch.cat([data, data])}[method]
+    assert torch.equal(result, wanted)
+
+
+def test_arithmetic_does_need_one() -> None:
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=HALF, backend="reference")
+    graph.neg(graph.tensor([4, 6], [6, 1]), name="minus").set_output(True)
+    with pytest.raises(ValueError, match=r"minus \(neg\): compute_data_type: got none"):
+        graph.validate()

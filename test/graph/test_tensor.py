@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -237,3 +238,15 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
     graph.relu(graph.tensor(**options, name="odd"), name="act").set_output(True)
     with pytest.raises(ValueError, match=f"act.*tensor 'odd'.*{message}"):
         graph.validate()
+
+
+ENUMERATIONS = [value for value in vars(cudnn).values() if isinstance(value, type) and issubclass(value, enum.Enum)]
+
+
+@pytest.mark.parametrize("kind", ENUMERATIONS, ids=lambda kind: kind.__name__)
+def test_enumerations_print_by_name(kind: type[enum.IntEnum]) -> None:
+    for member in kind:
+        text = f"{kind.__name__}.{member.name}"
+        assert (str(member), f"{member}", repr(member)) == (text, text, f"<{text}: {member.value}>")
+        assert member == member.value
+        assert pickle.loads(pickle.dumps(member)) is member

@@ -163,7 +163,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
                         refusal(node.where, f"tensor {tensor.name!r}", "no data type", "a cudnn.data_type",
                                 "call set_data_type() on it, or give the graph io_data_type, intermediate_data_type")
                     )  # fmt: skip
-            if node.compute_data_type is NOT_SET:
+            if node.computes and node.compute_data_type is NOT_SET:
                 raise ValueError(
                     refusal(node.where, "compute_data_type", "none", "a cudnn.data_type",
                             "give it to the operation or to the graph")

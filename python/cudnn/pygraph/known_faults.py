@@ -99,18 +99,24 @@ def _refuse_crash(nodes: Sequence[Node]) -> None:
 
 
 def _refuse_broadcast(node: Node, version: int) -> None:
-    """Element-wise graphs alone: beyond batch entry 0 the operand is read from the wrong place."""
+    """Element-wise graphs alone: beyond batch entry 0 the operand is read from the wrong place.
+
+    Seen with operands of one row, one column or one element per batch entry. Those of the output's last two extents,
+    spread over the batch alone as in rotary embeddings, came out right.
+    """
     (out,) = node.outputs.values()
     if len(out.dim) != 3 or out.dim[0] == 1:
         return
     for port, tensor in node.inputs.items():
         dims = [1] * (3 - len(tensor.dim)) + tensor.dim
-        if prod(dims) > 1 and (dims[0] < out.dim[0] or dims[1] < out.dim[1]):
+        one_per_row, one_for_all_entries = dims[:2] == out.dim[:2], dims[1:] == out.dim[1:]
+        if prod(dims) > 1 and not one_per_row and not one_for_all_entries:
             raise cudnnGraphNotSupportedError(
                 refusal(node.where, f"input {port} (tensor {tensor.name!r})",
                         f"dim={tensor.dim} spread over dim={out.dim} with cuDNN {format_version(version)}",
-                        "where all operations are element-wise: the output's shape, one element, or one per row; or "
-                        + _NEWER, "expand the operand, or fuse the operation with the matmul that it follows")
+                        "where all operations are element-wise: the output's shape, with or without its batch, one "
+                        f"element, or one per row; or {_NEWER}",
+                        "expand the operand, or fuse the operation with the matmul that it follows")
             )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import ctypes
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
@@ -16,6 +16,7 @@ from cudnn.backend.handle import Handle
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
 from cudnn.pygraph.node import Context, Node, NodeList
+from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.tensor import Tensor
 
 _DESCRIPTOR = be.AttributeType.BACKEND_DESCRIPTOR
@@ -77,7 +78,7 @@ class Bindings:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Bindings:
-        return cls(
+        made = cls(
             user=fields["user"],
             constants={int(uid): (kind, value) for uid, (kind, value) in fields["constants"].items()},
             scratch=[Scratch(**item) for item in fields["scratch"]],
@@ -86,6 +87,10 @@ class Bindings:
             narrowed={int(uid): (offset, count) for uid, (offset, count) in fields["narrowed"].items()},
             workspace_size=fields["workspace_size"],
         )
+        for part in (made, *made.scratch, *made.aliases.values()):
+            for name, hint in get_type_hints(type(part)).items():
+                conforming(getattr(part, name), hint, name)
+        return made
 
 
 @contextlib.contextmanager

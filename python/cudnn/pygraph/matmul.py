@@ -54,7 +54,7 @@ class Matmul(Node):
                 refusal(self.where, "A and B", f"dim={a.dim} and dim={b.dim}",
                         "batch extents that are equal, 1, or multiples of one another", "reshape one of them")
             )  # fmt: skip
-        self.outputs["C"].fill([*batch, a.dim[-2], b.dim[-1]])
+        self.fill_output("C", [*batch, a.dim[-2], b.dim[-1]])
 
     def lower(self, lowering: Lowering) -> None:
         a = be.Attribute

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
 
-from cudnn import enums
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
 from cudnn.errors import refusal
 from cudnn.pygraph.layout import row_major
+from cudnn.pygraph.schema import ENUMERATIONS, conforming
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Node:
     tag: ClassVar[str]
     method: ClassVar[str]
     exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
+    computes: ClassVar[bool] = True  # False where elements are moved alone, which takes no compute type
 
     name: str = ""
     compute_data_type: data_type = NOT_SET
@@ -169,12 +171,16 @@ class Node:
 
     @staticmethod
     def from_description(fields: Mapping[str, Any], tensors: Mapping[int, Tensor]) -> Node:
-        """The node that ``describe()`` described, over tensors by uid."""
+        """The node that ``describe()`` described, over tensors by uid.
+
+        Raises:
+            ValueError, KeyError: a name or a number that no description has.
+        """
         cls = REGISTRY[fields["tag"]]
-        known = {field.name for field in dataclasses.fields(cls)}
-        attributes = {key: _decode(value) for key, value in fields.items() if key in known - _BASE_FIELDS}
+        hints = _hints(cls)
+        attributes = {key: conforming(_decode(fields[key]), hints[key], key) for key in fields.keys() & hints.keys()}
         return cls(
-            name=fields["name"],
+            name=conforming(fields["name"], str, "name"),
             compute_data_type=data_type[fields["compute_data_type"]],
             inputs={port: tensors[uid] for port, uid in fields["inputs"].items()},
             outputs={port: tensors[uid] for port, uid in fields["outputs"].items()},
@@ -183,6 +189,17 @@ class Node:
 
 
 _BASE_FIELDS = {field.name for field in dataclasses.fields(Node)}
+
+
+@functools.cache
+def _hints(cls: type[Node]) -> dict[str, Any]:
+    """The types of the attributes that an operation adds."""
+    hints = get_type_hints(cls)
+    return {
+        field.name: hints[field.name]
+        for field in dataclasses.fields(cls)
+        if field.init and field.name not in _BASE_FIELDS
+    }
 
 
 def _encode(value: Any) -> Any:
@@ -196,7 +213,7 @@ def _encode(value: Any) -> Any:
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
         described = cast(dict[str, str], value)
-        return getattr(enums, described["enum"])[described["name"]]
+        return ENUMERATIONS[described["enum"]][described["name"]]
     if isinstance(value, list):
         return [_decode(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value

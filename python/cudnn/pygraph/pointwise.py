@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ class Pointwise(Node):
     upper_clip: float | None = None
     swish_beta: float | None = None
     axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(refusal("pointwise", "mode", repr(self.mode), ", ".join(_MODES), "choose one of these"))
 
     @property
     def method(self) -> str:  # type: ignore[override]
@@ -161,9 +166,7 @@ class Pointwise(Node):
             return x * torch.sigmoid(self._beta * x)
         if self.mode == "GELU_APPROX_TANH_FWD":
             return torch.nn.functional.gelu(x, approximate="tanh")
-        name = _TORCH_NAMES.get(self.mode, _method(self.mode))
-        function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
-        return function(*operands)
+        return operator.attrgetter(_TORCH_FUNCTIONS[self.mode])(torch)(*operands)
 
     def _derivative(self, loss: Any, x: Any) -> Any:
         if self.mode == "RELU_BWD":
@@ -178,11 +181,24 @@ class Pointwise(Node):
             return torch.autograd.grad(forward._forward(leaf), leaf, loss.expand(leaf.shape))[0]
 
 
-# What torch calls a mode, where that is not the name of the method.
-_TORCH_NAMES = {
-    "MOD": "fmod", "MAX": "maximum", "MIN": "minimum", "IDENTITY": "clone", "CMP_EQ": "eq", "CMP_NEQ": "ne",
+# PyTorch's function for a mode.
+_TORCH_FUNCTIONS = {
+    "ADD": "add", "SUB": "sub", "MUL": "mul", "DIV": "div", "MAX": "maximum",
+    "MIN": "minimum", "MOD": "fmod", "POW": "pow", "CMP_EQ": "eq", "CMP_NEQ": "ne",
     "CMP_GT": "gt", "CMP_GE": "ge", "CMP_LT": "lt", "CMP_LE": "le",
+    "LOGICAL_AND": "logical_and", "LOGICAL_OR": "logical_or", "LOGICAL_NOT": "logical_not",
+    "SQRT": "sqrt", "RSQRT": "rsqrt", "RECIPROCAL": "reciprocal", "ERF": "erf",
+    "IDENTITY": "clone", "EXP": "exp", "LOG": "log", "NEG": "neg", "ABS": "abs",
+    "CEIL": "ceil", "FLOOR": "floor", "SIN": "sin", "COS": "cos", "TAN": "tan",
+    "TANH_FWD": "tanh", "SIGMOID_FWD": "sigmoid", "ELU_FWD": "nn.functional.elu", "GELU_FWD": "nn.functional.gelu",
+    "SOFTPLUS_FWD": "nn.functional.softplus",
 }  # fmt: skip
+_WRITTEN_OUT = ("RELU_FWD", "SWISH_FWD", "GELU_APPROX_TANH_FWD")
+_FORWARD = [mode for mode in (*_TORCH_FUNCTIONS, *_WRITTEN_OUT) if mode.endswith("_FWD")]
+_MODES = frozenset(
+    {*_TORCH_FUNCTIONS, *_WRITTEN_OUT, "ADD_SQUARE", "BINARY_SELECT", "GEN_INDEX"}
+    | {mode.replace("_FWD", "_BWD") for mode in _FORWARD}
+)
 
 
 def _method(mode: str) -> str:

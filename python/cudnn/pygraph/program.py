@@ -32,18 +32,17 @@ Override = tuple[Sequence[int], Sequence[Sequence[int]], Sequence[Sequence[int]]
 
 
 def keys_by_uid(variant_pack: VariantPack) -> dict[int, Any]:
-    """The keys of a dict of data, by uid, without those of None, or for None: so callers pass absent tensors."""
+    """The keys of a dict of data, by uid, without those of None, or for None: so callers pass absent tensors.
+
+    A tensor without a uid is in no built graph: its entry is one of those that nothing uses.
+    """
     found: dict[int, Any] = {}
     for key, data in variant_pack.items():
         if key is None or data is None:
             continue
         if isinstance(key, Tensor):
-            if key.uid is None:
-                raise ValueError(
-                    refusal("execute", f"key tensor {key.name!r}", "a tensor without uid", "tensors of a built graph",
-                            "use the tensors of the graph that is executed, or their uids")
-                )  # fmt: skip
-            found[key.uid] = key
+            if key.uid is not None:
+                found[key.uid] = key
         elif isinstance(key, int):
             found[int(key)] = key
         else:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.backend import library
 from cudnn.backend.plan import Origin
 from cudnn.enums import behavior_note, data_type, numerical_note
-from cudnn.errors import refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.lowering import Bindings
 from cudnn.pygraph.node import Context, Node
+from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -87,23 +89,48 @@ def dump(description: dict[str, Any], program: CudnnProgram | None, planned: boo
 
 
 def load(data: bytes | bytearray | str | Sequence[int]) -> Restored:
-    """Reads what ``dump`` wrote, or the JSON text of a description."""
-    try:
+    """Reads what ``dump`` wrote, or the JSON text of a description.
+
+    Raises:
+        ValueError: whatever is wrong with the data.
+    """
+    with refusing("data"):
         document = json.loads(data if isinstance(data, str) else bytes(data))
-        if document.get("format", FORMAT) == FORMAT:
+        written = document.get("format", FORMAT)
+        if written == FORMAT:
             return _restore(document, with_plan=not isinstance(data, str))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(refusal("deserialize", "format", f"{written!r:.80}", str(FORMAT), "serialise with this version"))
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Generator[None]:
+    """Whatever data from outside lead to while they are read, the caller gets a ValueError that says what to do."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(
-            refusal("deserialize", "data", f"{len(data)} bytes that are no graph ({type(error).__name__}: {error})",
+            refusal("deserialize", what, f"no graph ({type(error).__name__}: {error!s:.200})",
                     "what serialize() returned, or the JSON text of a graph", "serialise the graph again")
         ) from None  # fmt: skip
-    raise ValueError(
-        refusal("deserialize", "format", str(document["format"]), str(FORMAT), "serialise with this version")
-    )
 
 
 def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
+    restored = _read(document, with_plan)
+    # What was built was sound; a mere description may have been written before it was complete, and is only tried.
+    built = restored.plan is not None
+    incomplete = () if built else (ValueError, RuntimeError)
+    for node in (restored if built else _read(document, with_plan)).nodes:
+        with contextlib.suppress(cudnnGraphNotSupportedError, *incomplete):  # they come again when it is used
+            node.prepare(restored.context)
+    if built and any(tensor.uid is None for node in restored.nodes for tensor in node.tensors()):
+        raise ValueError("a plan with a tensor that has no uid")
+    return restored
+
+
+def _read(document: dict[str, Any], with_plan: bool) -> Restored:
     context = document["context"]
+    conforming(context["name"], str, "name")
+    conforming(context["sm_version"], int | None, "sm_version")
     tensors = {fields["uid"]: Tensor.from_description(fields) for fields in document["tensors"]}
     for fields in document["tensors"]:
         if "ragged_offset" in fields:
@@ -121,11 +148,11 @@ def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
         ),
         nodes,
         Bindings.from_json(document["bindings"]) if "bindings" in document else Bindings(),
-        context.get("on_cpu", False),
-        document.get("override_shape", False),
-        document.get("plan") if with_plan else None,
+        conforming(context.get("on_cpu", False), bool, "on_cpu"),
+        conforming(document.get("override_shape", False), bool, "override_shape"),
+        conforming(document.get("plan"), str | None, "plan") if with_plan else None,
         Origin(
-            document.get("tag", ""),
+            conforming(document.get("tag", ""), str, "tag"),
             [numerical_note[name] for name in document.get("numerical_notes", [])],
             [behavior_note[name] for name in document.get("behavior_notes", [])],
         ),

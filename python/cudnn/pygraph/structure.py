@@ -27,6 +27,7 @@ class _Moving(Node):
     """An operation on one tensor that computes nothing: values keep their type and pass unchanged."""
 
     exact_ports = frozenset({"X"})
+    computes = False
 
     def _reads_memory(self, lowering: Lowering) -> bool:
         """Whether Y can be X's own memory under another description, which every engine of every cuDNN reads."""
@@ -259,6 +260,7 @@ class Concatenate(Node):
 
     tag = "CONCATENATE"
     method = "concatenate"
+    computes = False
 
     axis: int
     in_place_index: int | None = None

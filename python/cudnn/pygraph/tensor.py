@@ -16,6 +16,7 @@ from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refusal
 from cudnn.pygraph.dlpack import describe
 from cudnn.pygraph.layout import row_major
+from cudnn.pygraph.schema import conforming
 
 NOT_SET = data_type.NOT_SET
 
@@ -270,11 +271,15 @@ class Tensor:
 
     @classmethod
     def from_description(cls, fields: dict[str, Any]) -> Tensor:
-        """The tensor that ``describe()`` described; its ragged offset is left for the caller to connect."""
-        tensor = cls(fields["dim"], fields["stride"], data_type[fields["data_type"]], name=fields["name"])
-        for key in _FIELDS:
-            if key in fields and key not in ("dim", "stride", "data_type", "reordering_type", "ragged_offset"):
-                setattr(tensor, key, fields[key])
+        """The tensor that ``describe()`` described; its ragged offset is left for the caller to connect.
+
+        Raises:
+            ValueError, KeyError: a name or a number that no description has.
+        """
+        checked = {key: conforming(fields[key], kind, key) for key, kind in _DESCRIBED.items() if key in fields}
+        tensor = cls(checked["dim"], checked["stride"], data_type[fields["data_type"]], name=checked["name"])
+        for key in checked:
+            setattr(tensor, key, checked[key])
         tensor.reordering_type = tensor_reordering[fields.get("reordering_type", "NONE")]
         return tensor
 
@@ -283,3 +288,8 @@ class Tensor:
 
 
 _FIELDS = [field for field in Tensor.__slots__ if field != "__weakref__"]
+_DESCRIBED: dict[str, Any] = {  # the types of what describe() gives, save names of enumerations and the ragged offset
+    "name": str, "uid": int, "dim": list[int], "stride": list[int], "is_virtual": bool, "is_pass_by_value": bool,
+    "value": int | float, "is_compile_time_constant": bool, "alignment": int, "vector_count": int,
+    "vector_dimension": int, "ragged_offset_multiplier": int,
+}  # fmt: skip

@@ -135,7 +135,7 @@ def softmax(scores: Any, sink: Any = None) -> tuple[Any, dict[str, Any]]:
     total = powers.sum(-1, keepdim=True)
     if sink is not None:
         total = total + torch.exp(sink - origin)
-    weights = torch.where(total > 0, powers / total, 0.0)
+    weights = torch.where(total == 0, 0.0, powers / total)  # a total of NaN is passed on
     return weights, {"Stats": origin + torch.log(total), "Max": largest, "Sum_exp": total}
 
 
@@ -213,7 +213,8 @@ def attention_gradients(
     k, v = (_valid(x, masks.seq_len_kv) for x in (k, v))
     k_heads, v_heads = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     scores = masks.scores(q, k_heads)
-    p = torch.exp(scores - stats).masked_fill(torch.isneginf(scores), 0.0)
+    # A row without any visible key has weights of 0; one with NaN among its scores has NaN everywhere.
+    p = torch.exp(scores - stats).masked_fill(torch.isneginf(scores) & ~torch.isnan(stats), 0.0)
     row_sums = (d_o * o).sum(-1, keepdim=True) * row_scale
     d_v = store_weights(masks.dropped(p)).transpose(-1, -2) @ d_o
     d_weights = masks.dropped(d_o @ v_heads.transpose(-1, -2) * d_weights_scale)
