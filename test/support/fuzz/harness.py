@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +94,19 @@ def plannable(case: Case, device: Any, build: bool = False) -> str:
     return ""
 
 
-def run(case: Case, device: str, backend: str) -> Outcome:
-    """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it."""
+def _build(graph: cudnn.pygraph) -> None:
+    graph.build(MODES)
+
+
+def run(case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], None] = _build) -> Outcome:
+    """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it.
+
+    ``build`` brings the graph from its description to the plan that runs.
+    """
     start = time.perf_counter()
     outcome = Outcome(case, "failed")
     try:
-        outcome.message, outcome.plan = _check(case, torch.device(device), backend)
+        outcome.message, outcome.plan = _check(case, torch.device(device), backend, build)
         outcome.status = "failed" if outcome.message else "passed"
     except cudnn.cudnnGraphNotSupportedError as error:
         outcome.status, outcome.message = "refused", str(error)
@@ -108,10 +116,12 @@ def run(case: Case, device: str, backend: str) -> Outcome:
     return outcome
 
 
-def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
+def _check(
+    case: Case, device: torch.device, backend: str, build: Callable[[cudnn.pygraph], None]
+) -> tuple[str, str]:
     """What is wrong, or the empty string, and the name of the plan."""
     graph, tensors, outputs = new_graph(case, backend=backend)
-    graph.build(MODES)
+    build(graph)
     generator = torch.Generator(device).manual_seed(case.seed)
     inputs: dict[str, Memory] = {}
     for name, spec in case.inputs.items():
