@@ -20,13 +20,22 @@ class Notebook(File):
 
 
 def markdown(notebook: dict[str, Any]) -> str:
-    """The cells one after another, code as code blocks."""
-    parts = [
-        source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
-        for cell in notebook["cells"]
-        for source in ["".join(cell["source"])]
-    ]
+    """The cells one after another, code as code blocks, each followed by its outputs."""
+    parts: list[str] = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [_shown(output) for output in cell.get("outputs", ())]
     return "\n\n".join(parts) + "\n"
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """What a cell printed as a block of text, a drawing as it is."""
+    if output["output_type"] == "stream":
+        return f"```text\n{''.join(output['text'])}```"
+    if "image/svg+xml" in output["data"]:
+        return f"<div>{''.join(output['data']['image/svg+xml'])}</div>"
+    return f"```text\n{''.join(output['data']['text/plain'])}\n```"
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -1,4 +1,4 @@
-"""The tutorials: notebooks without outputs; they run with and without a GPU, and cuDNN has plans for their graphs."""
+"""The tutorials: they run with and without a GPU, cuDNN has plans for them, and their stored outputs are current."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,10 +15,11 @@ import cudnn
 from cudnn.backend import library
 from cudnn.backend.handle import gpu_available
 from cudnn.pygraph import known_faults
+from support import notebooks
 from support.graphs import configurations
+from support.notebooks import NOTEBOOKS
+from support.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -29,9 +29,9 @@ def cells(path: Path, kind: str) -> list[str]:
 
 
 @functools.cache
-def run(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Runs the code cells in order, in a namespace of their own; returns its device, and the graphs that were built."""
-    module, graphs = ModuleType(path.stem), {}
+def run(path: Path) -> tuple[str, tuple[str, ...], list[list[notebooks.Output]]]:
+    """Runs the code cells; returns their device, the graphs that were built, and what each cell put out."""
+    graphs: dict[str, None] = {}
     create = cudnn.pygraph.create_execution_plans
 
     def record(graph: cudnn.pygraph, modes: Any) -> None:
@@ -40,9 +40,8 @@ def run(path: Path) -> tuple[str, tuple[str, ...]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn.pygraph, "create_execution_plans", record)
-        for number, code in enumerate(cells(path, "code"), start=1):
-            exec(compile(code, f"<{path.name} cell {number}>", "exec"), vars(module))
-    return vars(module)["device"], tuple(graphs)
+        module, outputs = notebooks.run(path)
+    return vars(module)["device"], tuple(graphs), outputs
 
 
 @every_notebook
@@ -51,6 +50,14 @@ def test_runs(path: Path, device: str) -> None:
     if device == "cpu" and gpu_available():
         pytest.skip("a GPU is here, so the tutorials use it")
     assert run(path)[0] == device
+
+
+@every_notebook
+def test_stored_outputs_are_current(path: Path) -> None:
+    if gpu_available():
+        pytest.skip("what is stored is what a machine without a GPU shows")
+    stale = notebooks.stale_cells(path, run(path)[2])
+    assert stale == [], "run `PYTHONPATH=test python -m support.notebooks --write`"
 
 
 @pytest.mark.deviceless_919
@@ -74,16 +81,28 @@ def test_cudnn_has_plans(path: Path, device_properties: Any) -> None:
 
 
 @every_notebook
-def test_is_a_notebook_without_outputs(path: Path) -> None:
+def test_is_a_notebook_with_outputs(path: Path) -> None:
     notebook = json.loads(path.read_text())
     assert notebook["nbformat"] == 4
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     for cell in notebook["cells"]:
         assert cell["cell_type"] in ("markdown", "code")
-        assert cell.get("outputs", []) == []
         assert cell.get("execution_count") is None
+    assert any(cell["outputs"] for cell in notebooks.code_cells(notebook)), "it shows nothing"
+    assert path.stat().st_size < 30_000, "outputs are small"
     assert cells(path, "markdown")[0].startswith("# ")
     assert re.search(r"\b(assert|close\()", cells(path, "code")[-1]), "it ends without comparing anything"
+
+
+def test_a_stale_output_is_seen(tmp_path: Path) -> None:
+    cell = {"cell_type": "code", "source": ["print('one')\n", "'two'"], "outputs": []}
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps({"cells": [cell]}))
+    _, outputs = notebooks.run(path)
+    assert notebooks.texts(outputs[0]) == {"stream": "one\n", "text/plain": "'two'"}
+    assert notebooks.stale_cells(path, outputs) == [1]
+    path.write_text(json.dumps({"cells": [{**cell, "outputs": outputs[0]}]}))
+    assert notebooks.stale_cells(path, outputs) == []
 
 
 def test_the_site_shows_every_notebook() -> None:
@@ -100,7 +119,12 @@ def test_a_page_holds_every_cell(path: Path) -> None:
     assert spec.loader is not None
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
-    page = hook.markdown(json.loads(path.read_text()))
+    notebook = json.loads(path.read_text())
+    page = hook.markdown(notebook)
     assert page.startswith("# ")
     assert all(f"```python\n{code}\n```\n" in page for code in cells(path, "code"))
     assert all(f"{text}\n" in page for text in cells(path, "markdown"))
+    for cell in notebooks.code_cells(notebook):
+        for kind, text in notebooks.texts(cell["outputs"]).items():
+            if kind != "text/plain":  # an explanation, which has a drawing
+                assert text in page

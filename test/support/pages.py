@@ -166,7 +166,7 @@ def _cleaned(text: str, folder: Path) -> str:
 
 def _comparable(text: str) -> str:
     """The text without what differs from run to run: times, errors of random data, and the widths of columns."""
-    text = re.sub(r"\d+(\.\d+)? (s|ms|us)\b", "<time>", text)
+    text = re.sub(r"\d+(\.\d+)? (s|ms|us)\b|\b\d+\.\d\d\b", "<time>", text)
     text = re.sub(r"\d\.\d+e[-+]\d\d", "<error>", text)
     return re.sub("─+", "─", text)
 
