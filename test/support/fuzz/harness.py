@@ -116,9 +116,7 @@ def run(case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], 
     return outcome
 
 
-def _check(
-    case: Case, device: torch.device, backend: str, build: Callable[[cudnn.pygraph], None]
-) -> tuple[str, str]:
+def _check(case: Case, device: torch.device, backend: str, build: Callable[[cudnn.pygraph], None]) -> tuple[str, str]:
     """What is wrong, or the empty string, and the name of the plan."""
     graph, tensors, outputs = new_graph(case, backend=backend)
     build(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from math import gcd, prod
@@ -126,12 +127,19 @@ class UnalignedMatmulCase(MatmulCase):
                 tensor.set_stride(self.c_strides)
         return outputs
 
+    def padded(self) -> UnalignedMatmulCase:
+        """The same product with every row on 16 bytes: a gap follows each row."""
+        inputs = {name: dataclasses.replace(spec, strides=_padded(spec)) for name, spec in self.inputs.items()}
+        return dataclasses.replace(self, inputs=inputs, c_strides=_padded(self._c()))
+
+    def _c(self) -> Spec:
+        batch = max(self.inputs["A"].dims[0], self.inputs["B"].dims[0])
+        return Spec((batch, self.inputs["A"].dims[1], self.inputs["B"].dims[2]), self.c_strides, self.output)
+
     def alignment(self) -> dict[str, dict[str, Any]]:
         """By tensor: shape, type, layout, bytes of a row and of a batch entry modulo 16, and what divides all steps."""
-        batch = max(self.inputs["A"].dims[0], self.inputs["B"].dims[0])
-        c = Spec((batch, self.inputs["A"].dims[1], self.inputs["B"].dims[2]), self.c_strides, self.output)
         found: dict[str, dict[str, Any]] = {}
-        for name, spec in (self.inputs | {"C": c}).items():
+        for name, spec in (self.inputs | {"C": self._c()}).items():
             if spec.by_value:
                 continue
             size = spec.torch_dtype.itemsize
@@ -143,6 +151,14 @@ class UnalignedMatmulCase(MatmulCase):
                 "natural": gcd(16, *steps),
             }  # fmt: skip
         return found
+
+
+def _padded(spec: Spec) -> tuple[int, ...]:
+    if spec.by_value:
+        return spec.strides
+    order = [0, 1, 2] if spec.strides[2] == 1 else [0, 2, 1]
+    row = 16 // spec.torch_dtype.itemsize
+    return packed(spec.dims, order, -spec.dims[order[-1]] % row)
 
 
 def natural_alignment(tensor: cudnn.tensor, dtype: torch.dtype) -> int:
