@@ -28,8 +28,8 @@ from support.fuzz.harness import new_graph, run
 from support.fuzz.unaligned import UnalignedMatmulCase, natural_alignment
 
 Record = dict[str, Any]
-# "heuristics" and an index, or "engine" and its number; the alignment that is declared: 16 bytes, as rows have
-# it (natural), or 16 with a gap after each row that makes it true (padded).
+# "heuristics" and an index, or "engine" and its number; the alignment that is declared: 16 bytes, as each tensor's rows
+# have it (natural), as those of any tensor (lowest), or 16 with a gap after each row that makes it true (padded).
 Try = tuple[str, int, str]
 _MODES = [heur_mode.A, heur_mode.FALLBACK]
 _PATIENCE = 90.0
@@ -39,9 +39,11 @@ _BACKEND = {"cuda": "cudnn", "cpu": "reference"}
 def _planned(graph: cudnn.pygraph, tensors: Sequence[cudnn.tensor], declared: str) -> None:
     """Up to the heuristics, with the alignment that is declared for the tensors: 16, or what their rows have."""
     graph.validate()
-    if declared == "natural":
-        for tensor in tensors:
-            tensor.set_alignment(natural_alignment(tensor, _cudnn_to_torch_data_type(tensor.get_data_type())))
+    if declared in ("natural", "lowest"):
+        types = [_cudnn_to_torch_data_type(tensor.get_data_type()) for tensor in tensors]
+        found = [natural_alignment(tensor, dtype) for tensor, dtype in zip(tensors, types, strict=True)]
+        for tensor, dtype, own in zip(tensors, types, found, strict=True):
+            tensor.set_alignment(own if declared == "natural" else max(min(found), dtype.itemsize))
     graph.build_operation_graph()
     graph.create_execution_plans(_MODES)
 
@@ -190,7 +192,7 @@ class _Slot:
             record = {"seed": self.seed, "way": way, **record}
             # What goes wrong as it stands is tried with the alignment that the rows have, and with other rows.
             if way and way[2] == "16" and record["status"] in ("wrong", "died") and self.now:
-                self.left[:0] = [((*way[:2], declared), self.now[1]) for declared in ("natural", "padded")]
+                self.left[:0] = [((*way[:2], declared), self.now[1]) for declared in ("natural", "lowest", "padded")]
         self._next()
         return record
 
