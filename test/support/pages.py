@@ -200,7 +200,7 @@ def main() -> int:
     from cudnn.backend import library
 
     arguments = sys.argv[1:]
-    write = "--write" in arguments
+    writing = "--write" in arguments
     chosen = [Path(name).resolve() for name in arguments if name != "--write"] or PAGES
     stale = 0
     for page in (Page.read(path) for path in chosen):
@@ -210,11 +210,11 @@ def main() -> int:
         found += [(block, page.run_command(block, describe_h200(library.version()))) for block in page.commands]
         printed = {block: text for block, text in found if not current(block.text, text)}
         for block in printed:
-            print(f"{page.name}:{block.line}: out of date" + (", written" if write else ""))
-        if write:
+            print(f"{page.name}:{block.line}: out of date" + (", written" if writing else ""))
+        if writing:
             write(page, printed)
         stale += len(printed)
-    return int(stale > 0 and not write)
+    return int(stale > 0 and not writing)
 
 
 if __name__ == "__main__":
