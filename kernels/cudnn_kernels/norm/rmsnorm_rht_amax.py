@@ -23,6 +23,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.runtime import make_fake_stream
 
+from cudnn_kernels.naming import name
 from cudnn_kernels.norm.heuristics import BLOCK, WARP
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configuration
 
@@ -155,6 +156,8 @@ class RmsNormRhtAmax:
             self.write_amax(largest, partials[None, None, 1], amax, group, team, members, thread)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until its readers are done
+
+    name(kernel, "cudnn_rmsnorm_rht_amax")
 
     @cute.jit
     def barrier(self, team: Int32) -> None:

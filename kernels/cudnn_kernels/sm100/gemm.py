@@ -33,6 +33,7 @@ from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.naming import name
 from cudnn_kernels.sm100.turns import Turns
 from cudnn_kernels.types import DTYPES
 
@@ -295,6 +296,8 @@ class Gemm:
         if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    name(kernel, "cudnn_gemm_sm100")
 
     def buffers(self, smem: Any, layouts: list[Any]) -> list[cute.Tensor]:
         """The operands' rings; those of factors are not swizzled."""

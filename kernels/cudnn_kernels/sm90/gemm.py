@@ -29,6 +29,7 @@ from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.naming import name
 from cudnn_kernels.sm90.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.types import DTYPES
 
@@ -178,6 +179,8 @@ class Gemm:
             self.consume(sA, sB, mA, mB, ring, scheduled, group - 1, thread - GROUP * group)
         if const_expr(self.cluster_size > 1):
             self.meet()  # a CTA's shared memory lives until no other one writes or signals there
+
+    name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
     def meet(self) -> None:

@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.runtime import make_fake_stream
 
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
+from cudnn_kernels.naming import name
 from cudnn_kernels.types import DTYPES, fake
 
 THREADS = 256
@@ -103,6 +104,8 @@ class PrepareOperand:
                     if across + i * WARPS < width:
                         _words(target, place, 4).store(cute.recast_tensor(rounded, Uint32).load())
                     place += step
+
+    name(dequantise, "cudnn_dequantise_sm90")
 
     def values(self, raw: cute.Tensor) -> cute.Tensor:
         """A piece as float32."""
@@ -202,6 +205,8 @@ class PrepareOperand:
                 if to_mn < mn and to_k < k:
                     _words(target, self.offset(target, to_mn, to_k, batch), 4).store(words.load())
             cute.arch.sync_threads()  # all have read what the next tile overwrites
+
+    name(transpose, "cudnn_transpose_sm90")
 
 
 def _words(tensor: cute.Tensor, offset: Any, count: int) -> cute.Tensor:

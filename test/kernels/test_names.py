@@ -1,0 +1,40 @@
+"""What kernels are called in profilers: short names that tell which is which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.cli import programs
+from cudnn.cli.programs import gemm_amax
+from cudnn.cli.programs.gemm_matrix import E4M3, E8M0, FP4, Variant
+
+SMALL = (128, 128, 128, 1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant", "names"),
+    [
+        ("sm_90a", Variant("gemm_amax", SMALL, E4M3, "mkn"), ["cudnn_transpose_sm90_0", "cudnn_gemm_sm90_1"]),
+        (
+            "sm_90a",
+            Variant("gemm_amax", SMALL, FP4, scale=E8M0, vector=32),
+            ["cudnn_dequantise_sm90_0", "cudnn_dequantise_sm90_1", "cudnn_gemm_sm90_2"],
+        ),
+        ("sm_100a", Variant("gemm_amax", SMALL), ["cudnn_gemm_sm100_0"]),
+    ],
+)
+def test_gemms(arch: str, variant: Variant, names: list[str]) -> None:
+    torch.manual_seed(0)
+    with cudnn.emulation(arch) as report:
+        gemm_amax.make(variant, "cpu").call()
+    assert [launch.kernel for launch in report.launches] == names
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_norm(arch: str) -> None:
+    program = programs.find("rmsnorm_rht_amax")
+    with cudnn.emulation(arch) as report:
+        program.make(program.shape, "cpu").call()
+    assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_0"]
