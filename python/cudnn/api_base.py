@@ -27,7 +27,7 @@ _warned_lock = threading.Lock()
 
 
 def warn_experimental_api_once(logger: logging.Logger, name: str) -> None:
-    """Warns, once per name and process, that an API may still change."""
+    """Warns, once per name and process, that an API may still change. For APIs of others: ours say so in their docs."""
     with _warned_lock:
         if name in _warned:
             return
@@ -195,7 +195,6 @@ class APIBase(ABC):
         self._is_supported = False
         self._kernel: Any = None
         self._compiled_kernel: Any = None
-        warn_experimental_api_once(self._logger, type(self).__name__)
 
     @abstractmethod
     def check_support(self) -> bool:
@@ -212,6 +211,10 @@ class APIBase(ABC):
         Raises:
             RuntimeError: not compiled yet.
         """
+
+    def kernels(self) -> list[tuple[str, Any, str]]:
+        """The kernels that ``compile`` loads: source, configuration and architecture; none on the CPU."""
+        raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Compiles, where that was not done yet, and executes."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cudnn
 from cudnn.api_base import (
     TensorDesc,
     TupleDict,
@@ -146,6 +147,14 @@ def test_results_by_name_position_and_unpacking() -> None:
 def test_integers() -> None:
     assert [ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [n for n in range(-2, 9) if is_power_of_2(n)] == [1, 2, 4, 8]
+
+
+def test_our_own_apis_are_silent(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    _reset_experimental_api_warning_registry()
+    x = torch.empty(2, 512, dtype=torch.bfloat16, device="meta")
+    cudnn.RmsNormRhtAmax(x, x[0], x, torch.empty(1, device="meta"), arch="sm_90a")
+    assert caplog.messages == []
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_warning_comes_once_per_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 import cudnn
 from cudnn.cli.bench import main as _bench
 from cudnn.cli.cache import app as _cache
+from cudnn.cli.commands import Command, Group
 from cudnn.cli.explain import main as _explain
 from cudnn.cli.programs import PROGRAMS
 
 app = typer.Typer(
+    cls=Group,
     help="cuDNN's Graph API in pure Python: look at this machine, try real graphs on it.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,7 +39,7 @@ def _options(
     pass
 
 
-@app.command("info")
+@app.command("info", cls=Command)
 def _info() -> None:
     """Show GPU, driver, PyTorch and cuDNN, what is wrong with them, and what this machine can run."""
     from cudnn.cli.info import show
@@ -46,7 +47,7 @@ def _info() -> None:
     show()
 
 
-@app.command("demo")
+@app.command("demo", cls=Command)
 def _demo(
     device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
 ) -> None:
@@ -58,11 +59,11 @@ def _demo(
     raise typer.Exit(run(device))
 
 
-app.command("bench")(_bench)
-app.command("explain")(_explain)
+app.command("bench", cls=Command)(_bench)
+app.command("explain", cls=Command)(_explain)
 
 
-class _ScriptCommand(TyperCommand):
+class _ScriptCommand(Command):
     """What follows a Python script on the command line is the script's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -110,7 +111,7 @@ def _emulate(
     raise typer.Exit(emulate.run(target, arguments or (), options, sizes, json, ptx))
 
 
-@app.command("selftest")
+@app.command("selftest", cls=Command)
 def _selftest(
     arch: Annotated[str, typer.Option(help="sm_90a (Hopper) or sm_100a (Blackwell).")],
     emulate: Annotated[bool, typer.Option("--emulate", help="In the emulator, with no GPU.")] = False,

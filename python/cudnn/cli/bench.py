@@ -49,7 +49,7 @@ def main(
 
     Ratios: the yardstick's time divided by this one's; median of the rounds, half of their range.
 
-    With --model nothing is measured and no GPU is needed; every line of a model says that it is one.
+    With --model nothing is measured and no GPU is needed.
 
     Exit code 1 if a candidate was wrong or could not run.
     """

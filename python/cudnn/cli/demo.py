@@ -122,6 +122,12 @@ def causal_attention(handle: Any, device: str) -> Case:
 CASES = (convolution, matmul_bias_gelu, rmsnorm, causal_attention)
 KERNELS = ("rmsnorm_rht_amax", "gemm_swiglu")
 """Names in ``programs.PROGRAMS``."""
+_ALLOWED = (
+    "Allowed for a graph: twice the error of PyTorch in the same type, and a unit in the last place. For a fused "
+    "kernel: half a unit in the last place of the element shown, the one nearest to its bound. A kernel rounds each "
+    "result once, so of thousands of elements some come within 1 or 2 % of that."
+)
+"""What the column says."""
 
 
 def check(make: Callable[[Any, str], Case], handle: Any, device: str) -> Result:
@@ -192,6 +198,7 @@ def run(device: str) -> int:
             kernels.append(check_kernel(name, arch))
             progress.advance(task)
     console.print(_table(graphs + kernels))
+    console.print(_ALLOWED)
     for result in graphs + kernels:
         if result.failure:
             console.print(f"[bold red]{result.name}[/]: ", end="")

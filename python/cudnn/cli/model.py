@@ -51,14 +51,14 @@ def show(name: str, options: bench.Options, clock: float) -> None:
             if (candidate, arch) != before:
                 before = candidate, arch
                 where = f"{machine.name} ({arch}, {machine.multiprocessors} SMs, {machine.megahertz:.0f} MHz)"
-                typer.echo(f"  {candidate} on {where}: {model.LABEL}")
+                typer.echo(f"  {candidate} on {where}")
             extra = 0.0 if candidate == model.ALONE else model.preparation_bytes(arch, options.dtype, m, n, k)
             kernel = model.kernel(arch, c)
-            for line in predicted(c, kernel, model.predict(machine, c, kernel, m, n, k, extra), 2.0 * m * n * k):
-                typer.echo(f"    {model.LABEL}: {line}")
+            whole, tile = predicted(c, kernel, model.predict(machine, c, kernel, m, n, k, extra), 2.0 * m * n * k)
+            typer.echo(f"    {whole}\n      {tile}")
 
 
-def predicted(c: Any, kernel: model.Kernel, p: model.Prediction, flops: float) -> list[str]:
+def predicted(c: Any, kernel: model.Kernel, p: model.Prediction, flops: float) -> tuple[str, str]:
     """A prediction in words: the whole problem, then one tile of one CTA."""
     size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}" + ", ping-pong" * c.pingpong
     if kernel.accumulators:
@@ -70,13 +70,13 @@ def predicted(c: Any, kernel: model.Kernel, p: model.Prediction, flops: float) -
         f"{e.shared} bytes shared": cycles.shared,
         f"{e.tensor} reads of tensor memory": cycles.tensor,
     }
-    return [
+    return (
         f"{size}: {p.microseconds:.1f} us, {flops / p.microseconds * 1e-6:.0f} TF, {100 * p.busy:.0f} % of the tensor "
         f"cores; bound: {p.bound}; {p.rounds} rounds, {100 * p.filled:.0f} % filled",
         f"cycles of a tile: {cycles.multiply:.0f} tensor cores ({kernel.facts.run} {kernel.facts.mma} a k tile), "
         f"{cycles.load:.0f} L2 ({p.bytes / 1024:.0f} KiB by TMA), {cycles.epilogue:.0f} epilogue "
         f"({', '.join(f'{what}: {count:.0f}' for what, count in epilogue.items() if count)})",
-    ]
+    )
 
 
 @_known
