@@ -33,6 +33,7 @@ from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedEr
 from cudnn.graph import graph, graph_cache, jit
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.tensor import Tensor as tensor
+from cudnn.registry import FUSED_APIS
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
@@ -113,13 +114,7 @@ _LAZY = {
     "emulation": "cudnn.launch",
     **{
         name: f"cudnn.{module}"
-        for module, operation in (
-            ("gemm_amax", "GemmAmax"),
-            ("gemm_dsrelu", "GemmDsrelu"),
-            ("gemm_srelu", "GemmSrelu"),
-            ("gemm_swiglu", "GemmSwiglu"),
-            ("rmsnorm_rht_amax", "RmsNormRhtAmax"),
-        )
+        for module, operation in FUSED_APIS.items()
         for name in (operation, f"{operation}Sm100", f"{module}_wrapper", f"{module}_wrapper_sm100")
     },
 }

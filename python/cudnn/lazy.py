@@ -17,3 +17,4 @@ class _LazyModule:
 
 
 torch: Any = _LazyModule("torch")
+tvm_ffi: Any = _LazyModule("tvm_ffi")

@@ -94,6 +94,14 @@ KERNEL_CACHE = Setting(
     "Where compiled kernels of the fused APIs are kept, and in `plans` what `cudnn.autotune` chose; unset: the user's "
     "cache folder. `cudnn cache list` shows it.",
 )
+SYSTEM_KERNEL_CACHE = Setting(
+    "CUDNN_SYSTEM_KERNEL_CACHE",
+    "the path of a folder",
+    str,
+    "",
+    "A folder of compiled kernels that is read before the user's and never written: root filled it with "
+    "`cudnn cache warm --system`, for an image say. Files that others than root could write are refused.",
+)
 EMULATE = Setting(
     "CUDNN_EMULATE",
     "`sm_90a` or `sm_100a`",
@@ -127,8 +135,8 @@ GEMM_DYNAMIC_MNKL = Setting(
 )
 
 SETTINGS = (
-    LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, EMULATE, CLUSTER_OVERLAP_MARGIN, GEMM_DYNAMIC_M,
-    GEMM_DYNAMIC_MNKL,
+    LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, SYSTEM_KERNEL_CACHE, EMULATE, CLUSTER_OVERLAP_MARGIN,
+    GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL,
 )  # fmt: skip
 
 

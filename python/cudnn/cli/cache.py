@@ -2,57 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(help="Compiled kernels on disk: list, clear, warm.", no_args_is_help=True)
+from cudnn.cli.commands import Command, Group
+from cudnn.registry import FUSED_APIS
+
+if TYPE_CHECKING:
+    from cudnn.launch.cache import Store
+    from cudnn.launch.warm import Kernel
+
+app = typer.Typer(cls=Group, help="Compiled kernels on disk: list, clear, warm.", no_args_is_help=True)
 
 
-@app.command("list")
-def _list() -> None:
-    """Show every compiled kernel: name, architecture, size, and what would be refused."""
+@app.command("list", cls=Command)
+def _list(
+    full: Annotated[bool, typer.Option("--full", help="Configurations in all their length.")] = False,
+) -> None:
+    """Show every compiled kernel: name, architecture, size, configuration, and what would be refused."""
+    from cudnn.launch import cache
+
+    for store in (cache.system(), cache.user()):
+        if store is not None:
+            _show(store, full)
+
+
+def _show(store: Store, full: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from cudnn.launch import cache
-
-    found = list(cache.files())
-    table = Table(box=box.SIMPLE)
-    for heading in ("kernel", "arch", "KiB", "configuration"):
-        table.add_column(heading, justify="right" if heading == "KiB" else "left", overflow="fold")
+    found = list(store.files())
+    table = Table(box=box.SIMPLE, expand=True)
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("arch", no_wrap=True)
+    table.add_column("KiB", justify="right", no_wrap=True)
+    table.add_column("configuration", overflow="fold" if full else "ellipsis", no_wrap=not full, ratio=1)
     for file in found:
-        size = f"{file.size / 1024:.0f}"
-        if file.entry is None:
-            table.add_row(file.path.name, "", size, f"refused: {file.fault}")
-        else:
-            table.add_row(file.entry.name, file.entry.arch, size, file.entry.configuration)
-    console = Console()
-    console.print(f"{cache.folder()}: {len(found)} compiled kernels", soft_wrap=True)
-    if found:
+        if file.entry is not None:
+            size = f"{file.size / 1024:.0f}"
+            table.add_row(file.entry.name, file.entry.arch, size, Text(file.entry.configuration))
+    console = Console(highlight=False)
+    whose = ", the system's" if store.shared else ""
+    refused = [file for file in found if file.entry is None]
+    count = f"{table.row_count} compiled kernels" + (f", {len(refused)} refused" if refused else "")
+    console.print(f"{store.folder}{whose}: {count}", soft_wrap=True, markup=False)
+    if table.row_count:
         console.print(table)
+    for file in refused:
+        console.print(f"refused: {file.fault}", style="red", soft_wrap=True, markup=False)
 
 
-@app.command("clear")
+@app.command("clear", cls=Command)
 def _clear() -> None:
-    """Remove every compiled kernel. The next use compiles again."""
+    """Remove every compiled kernel of this user. The next use compiles again."""
     from cudnn.launch import cache
 
-    folder, removed = cache.folder(), cache.clear()
-    typer.echo(f"{folder}: {removed} compiled kernels removed")
+    store, removed = cache.user(), cache.clear()
+    typer.echo(f"{store.folder}: {removed} compiled kernels removed")
+    for file in store.files():
+        typer.echo(f"left alone: {file.fault}")
 
 
-@app.command("warm")
+@app.command("warm", cls=Command)
 def _warm(
-    arch: Annotated[str, typer.Option(help="sm_90a (H100, H200) or sm_100a (B200); no such GPU is needed.")],
+    arch: Annotated[
+        list[str],
+        typer.Option(metavar="ARCH", help="sm_90a (H100, H200) or sm_100a (B200); no such GPU is needed."),
+    ],
+    api: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(FUSED_APIS)}; default: all.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TYPE", help="Of the operands: bf16, fp16, fp8, mxfp8 or nvfp4; default: all."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MxNxK", help="Problem sizes, MxN for rmsnorm_rht_amax; default: language models'."),
+    ] = None,
+    system: Annotated[
+        str, typer.Option(metavar="DIR", help="Into this folder, for CUDNN_SYSTEM_KERNEL_CACHE. For root alone.")
+    ] = "",
+    jobs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Kernels compiled at a time; each takes 0.5 GB of memory.")
+    ] = 1,
 ) -> None:
-    """Compile the usual configurations of every fused API ahead of time."""
+    """Compile kernels of the fused APIs ahead of time, for an image say: those of usual calls, or as told.
+
+    --arch, --api, --dtype and --shape may be given several times.
+    """
     from cudnn.launch import cache, warm
 
-    if arch not in warm.architectures():
-        allowed = ", ".join(warm.architectures())
-        raise typer.BadParameter(f"got {arch!r}; allowed: {allowed}.", param_hint="--arch")
-    for done, total, name in warm.warm(arch):
-        typer.echo(f"{done}/{total} {name}")
-    typer.echo(str(cache.folder()))
+    def check(given: list[str], allowed: tuple[str, ...], hint: str) -> None:
+        for one in given:
+            if one not in allowed:
+                raise typer.BadParameter(f"got {one!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
+
+    check(arch, warm.architectures(), "--arch")
+    check(api or [], tuple(FUSED_APIS), "--api")
+    store = cache.system(system) if system else cache.user()
+    assert store is not None
+    if os.getuid() != store.owner:
+        allowed = "root, for files of others are refused when kernels are loaded"
+        raise typer.BadParameter(f"got user {os.getuid()}; allowed: {allowed}.", param_hint="--system")
+    try:
+        kernels = warm.wanted(arch, api or (), dtype or (), [_sizes(text) for text in shape or ()])
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error), param_hint="--shape, --dtype") from None
+    try:
+        _compile(kernels, store, jobs)
+    except (OSError, cache.UntrustedFileError) as error:
+        typer.echo(f"cudnn cache warm: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(size) if size.isdecimal() else 0 for size in text.split("x"))
+    if min(sizes) < 1:
+        raise typer.BadParameter(f"got {text!r}; allowed: sizes such as 4096x4096x4096.", param_hint="--shape")
+    return sizes
+
+
+def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from cudnn.launch import warm
+
+    console = Console(highlight=False)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    compiled = 0
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling", total=len(kernels))
+        for number, (kernel, seconds) in enumerate(warm.warm(kernels, store, jobs), start=1):
+            took = f"{seconds:.1f} s" if seconds else "was there"
+            console.print(f"{number}/{len(kernels)} {kernel.label}: {took}", soft_wrap=True)
+            compiled += bool(seconds)
+            progress.advance(task)
+    console.print(f"{store.folder}: {compiled} kernels compiled, {len(kernels) - compiled} were there", soft_wrap=True)

@@ -341,6 +341,13 @@ class FusedGemm(APIBase):
             raise self._error(name, self._margin, f"less than the {all_} clusters that fit on the GPU")
         return clusters * plan.cluster_size
 
+    def kernels(self) -> list[tuple[str, Any, str]]:
+        arch = self._target()
+        if arch is None:
+            return []
+        plan = self._plan_for(arch)
+        return [(plan.source, plan.configuration, arch)]
+
     def compile(self) -> None:
         """Compiles, or loads what an earlier process compiled; on CPU samples there is nothing to do."""
         if self._compiled_kernel is not None:

@@ -11,6 +11,7 @@ from cudnn.gemm.arguments import Argument, Matrix, amax, operands
 from cudnn.gemm.base import FusedGemm, call, check_major
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import product
+from cudnn.gemm.usual import usual
 from cudnn.lazy import torch
 
 
@@ -149,5 +150,6 @@ def gemm_amax_wrapper(
     return call(GemmAmax, _cache_of_GemmAmaxObjects, given, results, ("c", "amax"), options, {}, stream)
 
 
+USUAL = usual(GemmAmax, lambda a, sfa, out: [{"c": (kind, "n")} for kind in (torch.float32, out)])
 GemmAmaxSm100 = GemmAmax
 gemm_amax_wrapper_sm100 = gemm_amax_wrapper

@@ -9,6 +9,7 @@ from cudnn.api_base import TupleDict
 from cudnn.gemm.arguments import Argument, Column, Matrix
 from cudnn.gemm.base import call, check_major
 from cudnn.gemm.reference import product
+from cudnn.gemm.usual import usual
 from cudnn.gemm_srelu.api import SquaredReluGemm, quantized_results
 from cudnn.gemm_srelu.reference import squared_relu_backward
 from cudnn.lazy import torch
@@ -167,5 +168,6 @@ def gemm_dsrelu_wrapper(
     return call(GemmDsrelu, _cache_of_GemmDsreluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
+USUAL = usual(GemmDsrelu, lambda a, sfa, out: [{"c": (out, "n"), **quantized_results(a, sfa, out, "n")}])
 GemmDsreluSm100 = GemmDsrelu
 gemm_dsrelu_wrapper_sm100 = gemm_dsrelu_wrapper

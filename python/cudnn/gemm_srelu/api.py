@@ -10,6 +10,7 @@ from cudnn.gemm.arguments import Argument, Column, Matrix, amax, operands, quant
 from cudnn.gemm.base import FusedGemm, call, check_major, scale_type
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
 from cudnn.gemm.reference import product, store
+from cudnn.gemm.usual import usual
 from cudnn.gemm_srelu.reference import squared_relu
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -200,5 +201,6 @@ def gemm_srelu_wrapper(
     return call(GemmSrelu, _cache_of_GemmSreluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
+USUAL = usual(GemmSrelu, lambda a, sfa, out: [{"c": (out, "n"), **quantized_results(a, sfa, out, "n")}])
 GemmSreluSm100 = GemmSrelu
 gemm_srelu_wrapper_sm100 = gemm_srelu_wrapper

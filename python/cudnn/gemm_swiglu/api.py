@@ -10,6 +10,7 @@ from cudnn.gemm.arguments import Argument, Matrix, amax, operands, quantizer
 from cudnn.gemm.base import FusedGemm, call, check_major, scale_type
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
 from cudnn.gemm.reference import product, store
+from cudnn.gemm.usual import usual
 from cudnn.gemm_swiglu.reference import swiglu
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -239,5 +240,13 @@ def gemm_swiglu_wrapper(
     return call(GemmSwiglu, _cache_of_GemmSwigluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
+def _usual(a: Any, sfa: Any, out: Any) -> list[dict[str, tuple[Any, str]]]:
+    types = [(out, out), (None, out)]
+    if sfa is None or name_of(a.dtype) not in FLOAT8:
+        types.append((torch.float32, torch.float16))  # unless told otherwise; not for 8 bits with scale factors
+    return [wrapper_results(a, sfa, "n", ab12, c) for ab12, c in types]
+
+
+USUAL = usual(GemmSwiglu, _usual)
 GemmSwigluSm100 = GemmSwiglu
 gemm_swiglu_wrapper_sm100 = gemm_swiglu_wrapper

@@ -1,11 +1,14 @@
 """Compiled kernels on disk: written once, loaded by every later process.
 
 A file holds one line of JSON, which says what the kernel is and carries the SHA-256 of the rest, then the object file.
-Its content is machine code that will run, so nothing is read that another user could have written.
+Its content is machine code that will run, so nothing is read that another user could have written. Besides the user's
+own folder there may be one of the system, which root fills and everybody reads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -19,6 +22,9 @@ from pathlib import Path
 from cudnn import settings
 
 _SUFFIX = ".kernel"
+_ROOT = 0
+_SAY = 5.0  # seconds after which a process that waits for another one says so
+_WAIT = 60.0  # seconds after which it waits no longer
 _logger = logging.getLogger("cudnn.launch")
 
 
@@ -42,104 +48,6 @@ class UntrustedFileError(Exception):
     """A file or folder of the cache that could be another user's work, or that is damaged."""
 
 
-def folder() -> Path:
-    """Where the cache is: ``CUDNN_KERNEL_CACHE``, else the user's cache folder."""
-    chosen = settings.KERNEL_CACHE.get()
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
-
-
-def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
-    """The object file of a kernel, from the cache or else from ``build``, whose result is then kept.
-
-    Two processes that need the same kernel build it once: the second one waits. Where the cache cannot be used, the log
-    says why and the kernel is built for this process alone.
-    """
-    path = folder() / entry.file_name
-    try:
-        _check_folder(path.parent)
-        content = _read_if_good(path, entry)
-        if content is not None:
-            return content
-        import filelock
-
-        with filelock.FileLock(path.with_suffix(".lock"), mode=0o600):
-            content = _read_if_good(path, entry)  # another process may have built it meanwhile
-            if content is None:
-                content = build()
-                _write(path, entry, content)
-            return content
-    except (OSError, UntrustedFileError) as error:
-        _logger.warning("kernel cache not used: %s", error)
-        return build()
-
-
-def _read_if_good(path: Path, entry: Entry) -> bytes | None:
-    try:
-        return read(path, entry)
-    except FileNotFoundError:
-        return None
-    except UntrustedFileError as error:
-        _logger.warning("compiled kernel refused, to be built again: %s", error)
-        return None
-
-
-def read(path: Path, entry: Entry | None = None) -> bytes:
-    """The object file that a cache file holds, of this very kernel where ``entry`` is given.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        UntrustedFileError: it is a link, belongs to or can be written by someone else, or is damaged.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UntrustedFileError(f"{path}: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
-        _check_owner(path, os.fstat(descriptor))
-        head, _, content = file.read().partition(b"\n")
-    try:
-        described = json.loads(head)
-        digest = described.pop("sha256")
-        found = Entry(**described)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UntrustedFileError(f"{path}: no compiled kernel") from None
-    if digest != hashlib.sha256(content).hexdigest():
-        raise UntrustedFileError(f"{path}: truncated or changed")
-    if entry is not None and found != entry:
-        raise UntrustedFileError(f"{path}: holds another kernel, {found}")
-    return content
-
-
-def _write(path: Path, entry: Entry, content: bytes) -> None:
-    head = json.dumps({**asdict(entry), "sha256": hashlib.sha256(content).hexdigest()})
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")  # mode 0600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(head.encode() + b"\n" + content)
-        os.replace(temporary, path)  # a reader sees the old file or the new one, never a half
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _check_folder(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(path, path.stat())
-
-
-def _check_owner(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid():
-        raise UntrustedFileError(f"{path}: belongs to user {status.st_uid}, not to this one ({os.getuid()})")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UntrustedFileError(f"{path}: others may write to it (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w")
-
-
 @dataclass(frozen=True)
 class Listed:
     """A file of the cache. ``entry`` is None, and ``fault`` says why, where the file would be refused."""
@@ -150,26 +58,229 @@ class Listed:
     fault: str = ""
 
 
-def files() -> Iterator[Listed]:
-    """Every file of the cache, oldest first."""
-    paths = folder().glob(f"*{_SUFFIX}") if folder().is_dir() else ()
-    for path in sorted(paths, key=lambda path: path.lstat().st_mtime):
-        size = path.lstat().st_size
+@dataclass(frozen=True)
+class Store:
+    """A folder of compiled kernels that belongs to ``owner``, a user's number; everybody may read a ``shared`` one."""
+
+    folder: Path
+    owner: int
+    shared: bool = False
+
+    def path(self, entry: Entry) -> Path:
+        """Where a kernel's file is, or would be."""
+        return self.folder / entry.file_name
+
+    def make(self) -> None:
+        """Makes the folder, where it is not there.
+
+        Raises:
+            OSError: it cannot be made.
+            UntrustedFileError: it belongs to or can be written by someone else.
+        """
+        self.folder.mkdir(mode=0o755 if self.shared else 0o700, parents=True, exist_ok=True)
+        self.check()
+
+    def check(self) -> None:
+        """Raises where the folder is missing, or belongs to or can be written by someone else."""
+        _check_owner(self.folder, self.folder.stat(), self.owner)
+
+    def read(self, entry: Entry) -> bytes:
+        """The object file of a kernel.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            UntrustedFileError: it is no regular file, belongs to or can be written by someone else, or is damaged.
+        """
+        path = self.path(entry)
+        found, content = _read(path, self.owner)
+        if found != entry:
+            raise UntrustedFileError(f"{path}: holds another kernel, {found}")
+        return content
+
+    def write(self, entry: Entry, content: bytes) -> None:
+        """Keeps the object file of a kernel. Raises OSError."""
+        path = self.path(entry)
+        head = json.dumps({**asdict(entry), "sha256": hashlib.sha256(content).hexdigest()})
+        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=path.stem, suffix=".tmp")  # mode 0600
         try:
-            read(path)
-            with path.open("rb") as file:
-                described = json.loads(file.readline())
-            described.pop("sha256")
-            yield Listed(path, size, Entry(**described))
+            with open(descriptor, "wb") as file:
+                file.write(head.encode() + b"\n" + content)
+                if self.shared:
+                    os.fchmod(file.fileno(), 0o644)
+            os.replace(temporary, path)  # a reader sees the old file or the new one, never a half
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def files(self) -> Iterator[Listed]:
+        """What the folder holds under a kernel's name, oldest first."""
+        found: list[tuple[Path, os.stat_result]] = []
+        for path in self.folder.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it meanwhile
+                found.append((path, path.lstat()))
+        for path, status in sorted(found, key=lambda pair: pair[1].st_mtime):
+            with contextlib.suppress(FileNotFoundError):
+                yield self._listed(path, status.st_size)
+
+    def _listed(self, path: Path, size: int) -> Listed:
+        try:
+            return Listed(path, size, _read(path, self.owner)[0])
         except UntrustedFileError as error:
-            yield Listed(path, size, None, str(error))
+            return Listed(path, size, None, str(error))
+
+
+def folder() -> Path:
+    """Where the user's cache is: ``CUDNN_KERNEL_CACHE``, else in the user's cache folder."""
+    chosen = settings.KERNEL_CACHE.get()
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return Path(platformdirs.user_cache_path("cudnn-fused"), "kernels")
+
+
+def user() -> Store:
+    """The cache of this user, which everything compiled goes to."""
+    return Store(folder(), os.getuid())
+
+
+def system(path: str = "") -> Store | None:
+    """The cache that root filled, in a folder, else in ``CUDNN_SYSTEM_KERNEL_CACHE``; None without either."""
+    chosen = path or settings.SYSTEM_KERNEL_CACHE.get()
+    return Store(Path(chosen).expanduser(), _ROOT, shared=True) if chosen else None
+
+
+def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
+    """The object file of a kernel, from the system's cache or the user's, or else from ``build``, and then kept.
+
+    Two processes that need the same kernel build it once: the second one waits, though not for ever. Where the cache
+    cannot be used, the log says why and the kernel is built for this process alone.
+    """
+    content = _from_system(entry)
+    if content is not None:
+        return content
+    store = user()
+    try:
+        store.make()
+    except (OSError, UntrustedFileError) as error:
+        _logger.warning("kernel cache not used: %s", error)
+        return build()
+    with contextlib.suppress(FileNotFoundError, UntrustedFileError):  # find() says in the log what is wrong
+        return store.read(entry)
+    with _lock(store.path(entry)):
+        content = find(store, entry)  # another process may have built it meanwhile
+        if content is None:
+            content = build()
+            try:
+                store.write(entry, content)
+            except OSError as error:
+                _logger.warning("compiled kernel not kept: %s", error)
+        return content
+
+
+def find(store: Store, entry: Entry) -> bytes | None:
+    """The object file of a kernel, None where there is none; one that is refused is logged."""
+    try:
+        return store.read(entry)
+    except FileNotFoundError:
+        return None
+    except UntrustedFileError as error:
+        _logger.warning("compiled kernel refused, to be built again: %s", error)
+        return None
+
+
+def _from_system(entry: Entry) -> bytes | None:
+    store = system()
+    if store is None:
+        return None
+    try:
+        store.check()
+        return store.read(entry)
+    except FileNotFoundError:
+        if not store.folder.is_dir():
+            _warn_once(f"system kernel cache not used: {store.folder}: no such folder")
+    except (OSError, UntrustedFileError) as error:
+        _warn_once(f"system kernel cache not used: {error}")
+    return None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _logger.warning("%s", text)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds the lock of a kernel's file; without it, and not for ever, where another process keeps it."""
+    import filelock
+
+    place = path.with_suffix(".lock")
+    lock = filelock.FileLock(place, mode=0o600)
+    try:
+        try:
+            lock.acquire(timeout=_SAY)
+        except filelock.Timeout:
+            _logger.warning(
+                "%s: another process has held it for %.0f s and should be compiling this kernel; waiting up to %.0f s",
+                place, _SAY, _WAIT,
+            )  # fmt: skip
+            lock.acquire(timeout=_WAIT - _SAY)
+    except filelock.Timeout:
+        _logger.warning(
+            "%s: still held after %.0f s; the kernel is compiled here as well. `fuser %s` names the other process, "
+            "which may be stopped", place, _WAIT, place,
+        )  # fmt: skip
+    except (OSError, NotImplementedError) as error:  # the latter from file systems without locks
+        _logger.warning("%s: cannot be locked, other processes may compile the same kernel: %s", place, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read(path: Path, owner: int) -> tuple[Entry, bytes]:
+    """The kernel that a file describes, and its object file. Errors as those of :meth:`Store.read`."""
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for someone to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise UntrustedFileError(f"{path}: not a regular file")
+        with open(descriptor, "rb") as file:
+            _check_owner(path, status, owner)
+            head, _, content = file.read().partition(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UntrustedFileError(f"{path}: {error.strerror}") from None
+    try:
+        described = json.loads(head)
+        digest = described.pop("sha256")
+        found = Entry(**described)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UntrustedFileError(f"{path}: no compiled kernel") from None
+    if digest != hashlib.sha256(content).hexdigest():
+        raise UntrustedFileError(f"{path}: truncated or changed")
+    return found, content
+
+
+def _check_owner(path: Path, status: os.stat_result, owner: int) -> None:
+    if status.st_uid != owner:
+        raise UntrustedFileError(f"{path}: belongs to user {status.st_uid}; allowed: user {owner}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UntrustedFileError(f"{path}: others may write to it (mode {stat.S_IMODE(status.st_mode):o}); chmod go-w")
 
 
 def clear() -> int:
-    """Removes every compiled kernel, and what ``cudnn.autotune`` chose; the number of kernels removed."""
+    """Removes every compiled kernel of the user's, and what ``cudnn.autotune`` chose; the number of kernels removed.
+
+    Folders stay, whatever their names.
+    """
     removed = 0
     for pattern in (f"*{_SUFFIX}", "*.tmp", "*.lock", "plans/*"):
         for path in list(folder().glob(pattern)):
-            path.unlink(missing_ok=True)
-            removed += pattern == f"*{_SUFFIX}"
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                removed += pattern == f"*{_SUFFIX}"
     return removed

@@ -30,10 +30,24 @@ def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     key = (source, configuration, arch)
     with _lock:
         if key not in _loaded:
-            name = source.rpartition(":")[2]
-            entry = cache.Entry(name, arch, repr(configuration), source_digest(), runtime.toolchain())
+            entry = _entry(source, configuration, arch)
             _loaded[key] = runtime.load(cache.fetch(entry, lambda: _build(source, configuration, arch)))
         return _loaded[key]
+
+
+def prepare(source: str, configuration: Any, arch: str, store: cache.Store) -> bool:
+    """Compiles a kernel into a cache, where it is not there yet: whether it did. Raises OSError."""
+    entry = _entry(source, configuration, arch)
+    if cache.find(store, entry) is not None:
+        return False
+    with _lock:
+        store.write(entry, _build(source, configuration, arch))
+    return True
+
+
+def _entry(source: str, configuration: Any, arch: str) -> cache.Entry:
+    name = source.rpartition(":")[2]
+    return cache.Entry(name, arch, repr(configuration), source_digest(), runtime.toolchain())
 
 
 def compile_kernel(source: str, configuration: Any, arch: str) -> Any:

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tvm_ffi
-
 from cudnn.launch.elf import LoadedObject
+from cudnn.lazy import tvm_ffi
 
 ENTRY = "__tvm_ffi_kernel"
 

@@ -1,11 +1,29 @@
-"""Compiles the usual configurations of the fused APIs ahead of time."""
+"""Compiles configurations of the fused APIs ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
 
+from cudnn.errors import refusal
+from cudnn.launch import kernels
 from cudnn.launch.architecture import ARCHITECTURES
-from cudnn.lazy import torch
+from cudnn.launch.cache import Store
+from cudnn.registry import FUSED_APIS, Usual, usual
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel to be compiled; ``label`` says what for."""
+
+    label: str
+    source: str
+    configuration: Any
+    arch: str
 
 
 def architectures() -> tuple[str, ...]:
@@ -13,12 +31,66 @@ def architectures() -> tuple[str, ...]:
     return tuple(ARCHITECTURES.values())
 
 
-def warm(arch: str) -> Iterator[tuple[int, int, str]]:
-    """Compiles what is not in the cache yet; after each kernel yields its number, their number and its name."""
-    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax
-    from cudnn_kernels.norm.heuristics import USUAL_COLUMNS
+def wanted(
+    archs: Iterable[str],
+    apis: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> list[Kernel]:
+    """The kernels that the fused APIs need, each once: those of ``apis``, or all; for ``dtypes`` and ``shapes``, or for
+    each API's usual ones.
 
-    for done, n in enumerate(USUAL_COLUMNS, start=1):
-        x = torch.empty(2, n, dtype=torch.bfloat16, device="meta")
-        RmsNormRhtAmax(x, x[0], x, torch.empty(1, device="meta"), arch=arch).compile()
-        yield done, len(USUAL_COLUMNS), f"RmsNormRhtAmax, {n} columns"
+    Raises:
+        ValueError: no API has such a type, or a shape does not suit one.
+        NotImplementedError: a shape that an API does not support.
+    """
+    chosen = {name: usual(name) for name in apis or FUSED_APIS}
+    known = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
+    for dtype in dtypes:
+        if dtype not in known:
+            raise ValueError(refusal("warm", "dtype", repr(dtype), ", ".join(known)))
+    found: dict[tuple[str, Any, str], Kernel] = {}
+    for arch in archs:
+        for name, api in chosen.items():
+            for shape in shapes or api.shapes:
+                _check(name, api, shape)
+                for dtype in [each for each in dtypes or api.dtypes if each in api.dtypes]:
+                    for made in api.objects(dtype, shape, arch):
+                        made.check_support()
+                        for key in made.kernels():
+                            found.setdefault(key, Kernel(f"{name}, {dtype}, {arch}", *key))
+    return list(found.values())
+
+
+def _check(name: str, api: Usual, shape: Sequence[int]) -> None:
+    if len(shape) != len(api.dimensions):
+        got, allowed = "x".join(map(str, shape)), " x ".join(api.dimensions)
+        raise ValueError(refusal(name, "shape", got, allowed, "choose the APIs that the shape is for"))
+
+
+def warm(chosen: Sequence[Kernel], store: Store, jobs: int = 1) -> Iterator[tuple[Kernel, float]]:
+    """Compiles into a cache what is not there yet; yields each kernel and the seconds it took, 0 where it was there.
+
+    ``jobs`` processes compile at the same time.
+
+    Raises:
+        OSError, UntrustedFileError: the cache cannot be written.
+    """
+    store.make()
+    if jobs == 1:
+        for kernel in chosen:
+            yield kernel, _prepare(kernel, store)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        tasks = {pool.submit(_prepare, kernel, store): kernel for kernel in chosen}
+        try:
+            for task in as_completed(tasks):
+                yield tasks[task], task.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _prepare(kernel: Kernel, store: Store) -> float:
+    start = time.perf_counter()
+    compiled = kernels.prepare(kernel.source, kernel.configuration, kernel.arch, store)
+    return time.perf_counter() - start if compiled else 0.0

@@ -9,10 +9,12 @@ from cudnn import launch
 from cudnn.api_base import APIBase, TupleDict, unpad
 from cudnn.errors import refusal
 from cudnn.lazy import torch
+from cudnn.registry import Usual
 from cudnn.rmsnorm_rht_amax import reference
 from cudnn_kernels.norm.heuristics import (
     BLOCK,
     MAXIMUM_COLUMNS,
+    USUAL_COLUMNS,
     WARP,
     best_num_threads,
     configure_rmsnorm_rht_amax,
@@ -143,6 +145,10 @@ class RmsNormRhtAmax(APIBase):
             launch.pick(_KERNELS, arch, type(self).__name__)
         return arch
 
+    def kernels(self) -> list[tuple[str, Any, str]]:
+        arch = self._target()
+        return [] if arch is None else [(_KERNELS[arch], self._configuration(), arch)]
+
     def compile(self) -> None:
         """Compiles, or loads what an earlier process compiled; on CPU samples there is nothing to do."""
         if self._compiled_kernel is not None:
@@ -270,5 +276,12 @@ def rmsnorm_rht_amax_wrapper(
     return TupleDict(o_tensor=o_tensor, amax_tensor=amax_tensor)
 
 
+def _usual(dtype: str, shape: tuple[int, ...], arch: str) -> list[RmsNormRhtAmax]:
+    x = torch.empty(shape, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], device="meta")
+    amax = torch.empty(shape[0] // max(1, pick_rows_per_cta(shape[0])), device="meta")
+    return [RmsNormRhtAmax(x, x[0], x, amax, arch=arch)]
+
+
+USUAL = Usual(("bf16", "fp16"), ("m", "n"), tuple((4096, n) for n in USUAL_COLUMNS), _usual)
 RmsNormRhtAmaxSm100 = RmsNormRhtAmax
 rmsnorm_rht_amax_wrapper_sm100 = rmsnorm_rht_amax_wrapper

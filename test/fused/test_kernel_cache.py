@@ -1,0 +1,275 @@
+"""The disk cache of compiled kernels where things go wrong, and the system's cache beside the user's."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cudnn.cli import app
+from cudnn.launch import cache
+
+ROOT = Path(__file__).parents[2]
+ENTRY = cache.Entry("Kernel", "sm_90a", "columns=512", "source", "toolchain")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for each test."""
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Builder:
+    """Stands for the compiler; counts."""
+
+    def __init__(self, content: bytes = b"object") -> None:
+        self.content, self.calls = content, 0
+
+    def __call__(self) -> bytes:
+        self.calls += 1
+        return self.content
+
+
+FULL = """
+import resource
+from cudnn.launch import cache
+def build():
+    print("built", flush=True)
+    return b"object" * 1000
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # a file of more bytes cannot be written
+print(len(cache.fetch(cache.Entry("Kernel", "sm_90a", "columns=512", "source", "toolchain"), build)))
+"""
+
+
+def test_what_a_full_disk_does_not_keep_is_compiled_once(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "kernels")])}
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.split() == ["built", "6000"], done.stderr
+    assert done.stderr.count("compiled kernel not kept") == 1
+    assert not list(folder.glob("*.kernel"))
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_an_error_of_the_compiler_is_raised_at_once() -> None:
+    calls = []
+
+    def fail() -> bytes:
+        calls.append(1)
+        raise OSError("ptxas is missing")
+
+    with pytest.raises(OSError, match="ptxas is missing"):
+        cache.fetch(ENTRY, fail)
+    assert len(calls) == 1
+
+
+@pytest.fixture
+def held(folder: Path) -> Iterator[int]:
+    """The lock of the kernel's file, held as by a process that stands still."""
+    folder.mkdir(mode=0o700)
+    descriptor = os.open((folder / ENTRY.file_name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.usefixtures("held")
+def test_a_process_that_stands_still_does_not_hold_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_SAY", 0.1)
+    monkeypatch.setattr(cache, "_WAIT", 0.3)
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 1  # kept, though the lock was not to be had
+    waiting, going_on = caplog.messages
+    assert "another process has held it" in waiting
+    assert "compiled here as well" in going_on
+    assert "fuser" in going_on
+
+
+def test_a_process_that_is_slow_is_waited_for(
+    held: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_SAY", 0.1)
+
+    class Log:
+        """Lets go as soon as the log says that somebody waits."""
+
+        def warning(self, *arguments: object) -> None:
+            cache.user().write(ENTRY, b"its object")
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(cache, "_logger", Log())
+    build = Builder()
+    assert cache.fetch(ENTRY, build) == b"its object"
+    assert build.calls == 0
+
+
+def test_without_locks_kernels_are_kept_all_the_same(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / ENTRY.file_name).with_suffix(".lock").mkdir()
+    build = Builder()
+    assert [cache.fetch(ENTRY, build) for _ in range(2)] == [b"object"] * 2
+    assert build.calls == 1
+    assert ["cannot be locked" in message for message in caplog.messages] == [True]
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # its address is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("make", "replaced"), [(_folder, False), (_pipe, True), (_socket, True)])
+def test_what_is_no_file_neither_breaks_nor_hangs(
+    folder: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None], replaced: bool
+) -> None:
+    folder.mkdir(mode=0o700)
+    make(folder / ENTRY.file_name)
+    (file,) = cache.user().files()
+    assert file.entry is None
+    listed = CliRunner().invoke(app, ["cache", "list"])
+    assert listed.exit_code == 0, listed.output
+    assert "0 compiled kernels, 1 refused" in listed.output
+    build = Builder()
+    for _ in range(2):
+        assert cache.fetch(ENTRY, build) == b"object"
+    assert build.calls == (1 if replaced else 2)
+    refused = [message for message in caplog.messages if "refused" in message]
+    assert len(refused) == build.calls
+    cleared = CliRunner().invoke(app, ["cache", "clear"])
+    assert cleared.exit_code == 0, cleared.output
+    assert ("left alone" in cleared.output) != replaced
+
+
+def test_each_refusal_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.fetch(ENTRY, Builder())
+    (folder / ENTRY.file_name).write_bytes(b"")
+    cache.fetch(ENTRY, Builder())
+    assert ["no compiled kernel" in message for message in caplog.messages] == [True]
+
+
+def test_a_file_that_vanishes_while_it_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [replace(ENTRY, configuration=str(number)) for number in range(3)]
+    for entry in entries:
+        cache.fetch(entry, Builder())
+    files = cache.user().files()
+    found = [next(files)]
+    cache.clear()
+    assert len([*found, *files]) == 1
+
+
+# The system's cache.
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> cache.Store:
+    """One that root filled with a kernel; whoever runs the tests stands for root, and is another user from here on."""
+    monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(tmp_path / "system"))
+    monkeypatch.setattr(cache, "_ROOT", os.getuid())
+    cache._warn_once.cache_clear()
+    store = cache.system()
+    assert store is not None
+    store.make()
+    store.write(ENTRY, b"root's")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    return store
+
+
+def _mode(path: Path) -> str:
+    return oct(path.stat().st_mode & 0o777)
+
+
+def test_another_user_reads_what_root_compiled(folder: Path, system: cache.Store) -> None:
+    build = Builder()
+    assert cache.fetch(ENTRY, build) == b"root's"
+    assert build.calls == 0
+    assert not folder.exists()  # nothing is asked of the user's folder, which may be impossible to make
+    assert (_mode(system.folder), _mode(system.path(ENTRY))) == ("0o755", "0o644")
+
+
+def test_execution_does_not_write_to_it(folder: Path, system: cache.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # root runs a program
+    monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(system.folder))
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(folder))
+    monkeypatch.setattr(cache, "_ROOT", os.getuid())
+    other = replace(ENTRY, configuration="columns=1024")
+    assert cache.fetch(other, Builder()) == b"object"
+    assert [path.name for path in system.folder.iterdir()] == [ENTRY.file_name]
+    assert (folder / other.file_name).is_file()
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_what_others_could_have_written_is_refused(
+    system: cache.Store, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = system.folder if place == "folder" else system.path(ENTRY)
+    path.chmod(0o777)
+    monkeypatch.setattr(os, "getuid", lambda: cache._ROOT)  # so that the user's cache works
+    build = Builder()
+    for number in range(3):
+        assert cache.fetch(ENTRY, build) == b"object", number
+    assert build.calls == 1
+    assert ["others may write to it" in message for message in caplog.messages] == [True]
+
+
+def test_what_does_not_belong_to_root_is_refused(
+    system: cache.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(system.folder))
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(system.folder.parent / "cache"))
+    monkeypatch.setattr(cache, "_ROOT", os.getuid() + 1)
+    assert cache.fetch(ENTRY, Builder()) == b"object"
+    assert ["belongs to user" in message for message in caplog.messages] == [True]
+
+
+def test_a_system_cache_that_is_missing_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(tmp_path / "nowhere"))
+    cache._warn_once.cache_clear()
+    for configuration in ("a", "b"):
+        cache.fetch(replace(ENTRY, configuration=configuration), Builder())
+    (message,) = caplog.messages
+    assert "nowhere: no such folder" in message
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_both_caches_are_listed(folder: Path, system: cache.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: cache._ROOT)
+    cache.fetch(replace(ENTRY, configuration="columns=1024"), Builder())
+    output = CliRunner().invoke(app, ["cache", "list"]).output
+    assert f"{system.folder}, the system's: 1 compiled kernels" in output
+    assert f"{folder}: 1 compiled kernels" in output
+    CliRunner().invoke(app, ["cache", "clear"])
+    assert system.path(ENTRY).is_file()
+    assert not list(folder.glob("*.kernel"))
+
+
+@pytest.mark.usefixtures("system")
+def test_only_root_fills_it() -> None:
+    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", "--system", "somewhere"])
+    assert done.exit_code == 2
+    assert "got user 12345; allowed: root" in " ".join(done.output.replace("│", " ").split())

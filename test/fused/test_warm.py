@@ -1,0 +1,169 @@
+"""``cudnn cache warm``: which kernels it compiles, and that calls then find them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cudnn
+from cudnn.cli import app
+from cudnn.gemm import quantize_rows
+from cudnn.launch import cache, kernels, warm
+from cudnn.registry import FUSED_APIS, usual
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+GEMMS = [name for name in FUSED_APIS if name.startswith("gemm")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for each test."""
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels, "_loaded", {})
+    return tmp_path / "cache"
+
+
+def test_every_fused_api_is_known() -> None:
+    wrappers = {name.removesuffix("_wrapper") for name in dir(cudnn) if name.endswith("_wrapper")}
+    assert wrappers == set(FUSED_APIS)
+    for arch in ARCHITECTURES:
+        labels = Counter(kernel.label.split(",")[0] for kernel in warm.wanted([arch]))
+        assert set(labels) == wrappers
+    both = warm.wanted(ARCHITECTURES)
+    assert len({(kernel.source, kernel.configuration, kernel.arch) for kernel in both}) == len(both)
+    assert {kernel.arch for kernel in both} == set(ARCHITECTURES)
+
+
+def _operand(dtype: str, rows: int, k: int) -> tuple[Any, Any, dict[str, int]]:
+    """Elements, scale factors, and what a call must be told of them."""
+    x = torch.zeros(1, rows, k, dtype=torch.bfloat16).permute(1, 2, 0)
+    if dtype == "mxfp8":
+        return *quantize_rows(x, torch.float8_e4m3fn, torch.float8_e8m0fnu, 32), {"sf_vec_size": 32}
+    if dtype == "nvfp4":
+        return *quantize_rows(x, torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16), {"sf_vec_size": 16}
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[dtype]
+    return x.to(kind), None, {}
+
+
+def _call(name: str, dtype: str, out: Any) -> None:
+    """A wrapper on CPU tensors; its results are of the type ``out``, or of those that it takes for itself."""
+    m, n, k = 256, 4096, 256
+    a, sfa, options = _operand(dtype, m, k)
+    b, sfb, _ = _operand(dtype, n, k)
+    prob = torch.zeros(1, m, 1).permute(1, 2, 0)
+    c = torch.zeros(1, m, n, dtype=out or torch.bfloat16).permute(1, 2, 0)
+    if name == "gemm_amax":
+        cudnn.gemm_amax_wrapper(a, b, sfa, sfb, **options, **({"c_dtype": out} if out else {}))
+    elif name == "gemm_swiglu":
+        types = {"ab12_dtype": out, "c_dtype": out} if out else {}
+        cudnn.gemm_swiglu_wrapper(a, b, sfa_tensor=sfa, sfb_tensor=sfb, **options, **types)
+    elif name == "gemm_srelu":
+        types = {"c_dtype": out, "d_dtype": out} if out else {}
+        cudnn.gemm_srelu_wrapper(a, b, sfa, sfb, prob, **options, **types)
+    else:
+        cudnn.gemm_dsrelu_wrapper(a, b, c, sfa, sfb, prob, **options, **({"d_dtype": out} if out else {}))
+
+
+TYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+DEFAULTS = {
+    "gemm_amax": TYPES,
+    "gemm_swiglu": ("bf16", "fp16", "fp8", "nvfp4"),  # ab12 of float32 is refused for mxfp8
+    "gemm_srelu": ("bf16", "fp8", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
+    "gemm_dsrelu": ("bf16", "fp8", "mxfp8", "nvfp4"),
+}
+"""Operands of calls that leave the types of results to the wrapper."""
+CALLS = [(name, dtype, True) for name in GEMMS for dtype in TYPES]
+CALLS += [(name, dtype, False) for name, dtypes in DEFAULTS.items() for dtype in dtypes]
+
+
+@pytest.mark.parametrize(("name", "dtype", "typed"), CALLS)
+def test_the_kernels_of_usual_calls_are_among_them(name: str, dtype: str, typed: bool) -> None:
+    module = __import__(f"cudnn.{name}.api", fromlist=["api"])
+    objects = getattr(module, f"_cache_of_{FUSED_APIS[name]}Objects")
+    objects.clear()
+    _call(name, dtype, (torch.float16 if dtype == "fp16" else torch.bfloat16) if typed else None)
+    (made,) = objects.values()
+    objects.clear()
+    assert made.kernels() == []  # on the CPU
+    for arch in ARCHITECTURES:
+        made._arch = arch
+        wanted = [(k.source, k.configuration, k.arch) for k in warm.wanted([arch], [name], [dtype])]
+        for kernel in made.kernels():
+            assert kernel in wanted
+
+
+def test_shapes_choose_among_kernels() -> None:
+    """On Hopper, wide products without ab12 have tiles of their own."""
+
+    def tiles(n: int) -> set[Any]:
+        return {k.configuration.tile for k in warm.wanted(["sm_90a"], ["gemm_swiglu"], ["bf16"], [(256, n, 256)])}
+
+    assert tiles(128) == {(128, 128, 64)}
+    assert tiles(4096) == {(128, 256, 64)}
+    assert tiles(28672) == {(128, 256, 64), (128, 192, 64)}
+    assert tiles(128) | tiles(4096) | tiles(28672) == {
+        k.configuration.tile for k in warm.wanted(["sm_90a"], ["gemm_swiglu"], ["bf16"])
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--api", "gemm"], "got 'gemm'; allowed: gemm_amax, gemm_dsrelu"),
+        (["--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, mxfp8, nvfp4"),
+        (["--shape", "128x128"], "gemm_amax: shape: got 128x128; allowed: m x n x k. To mend it, choose the APIs"),
+        (["--shape", "128xn"], "got '128xn'; allowed: sizes such as"),
+        (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),
+        (["--api", "rmsnorm_rht_amax", "--shape", "2x65536"], "columns of x"),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_what_is_refused(given: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", *given], env={"COLUMNS": "300"})
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("arch", "jobs"), [("sm_90a", 1), ("sm_100a", 2)])
+def test_calls_find_what_was_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arch: str, jobs: int, tmp_path: Path
+) -> None:
+    chosen = ["--api", "gemm_amax", "--dtype", "bf16", "--shape", "128x128x128"]
+    command = ["cache", "warm", "--arch", arch, *chosen, "--jobs", str(jobs)]
+    if jobs > 1:
+        monkeypatch.setattr(cache, "_ROOT", cache.user().owner)
+        command += ["--system", str(tmp_path / "system")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "2 kernels compiled, 0 were there" in done.output
+    assert "0 kernels compiled, 2 were there" in CliRunner().invoke(app, command).output
+    if jobs > 1:
+        monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(tmp_path / "system"))
+        assert not folder.exists()
+
+    def not_again(*_: Any) -> bytes:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(kernels, "_build", not_again)
+    a = torch.empty_strided((64, 128, 1), (128, 1, 64 * 128), dtype=torch.bfloat16, device="meta")
+    c = torch.empty_strided((64, 64, 1), (64, 1, 64 * 64), dtype=torch.float32, device="meta")
+    cudnn.GemmAmax(a, a, None, None, c, torch.empty(1, device="meta"), arch=arch).compile()
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(folder.parent / "file" / "below"))
+    done = CliRunner().invoke(app, ["cache", "warm", "--arch", "sm_90a", "--api", "rmsnorm_rht_amax"])
+    assert done.exit_code == 1
+    assert "Not a directory" in done.output
+
+
+def test_usual_shapes_have_the_dimensions() -> None:
+    for name in FUSED_APIS:
+        api = usual(name)
+        assert {len(shape) for shape in api.shapes} == {len(api.dimensions)}
