@@ -34,8 +34,8 @@ class Spec:
     """A tensor in memory.
 
     Attributes:
-        fill: ``normal`` (times ``scale``), ``positive`` (0.5 to 1.5), ``integers`` (-4 to 4), ``mask`` (0 and 1),
-            or ``literal``.
+        fill: ``normal`` (times ``scale``), ``positive`` (0.5 to 1.5), ``integers`` (-4 to 4),
+            ``bytes`` (-128 to 127), ``mask`` (0 and 1), or ``literal``.
         literal: The values, in row-major order.
         by_value: A number that the host passes.
         span: Elements of memory, where shape and strides do not say.
@@ -66,8 +66,8 @@ class Spec:
             made = torch.randn(count, generator=generator, device=device) * self.scale
         elif self.fill == "positive":
             made = torch.rand(count, generator=generator, device=device) + 0.5
-        elif self.fill in ("integers", "mask"):
-            low, high = (-4, 5) if self.fill == "integers" else (0, 2)
+        elif self.fill in ("integers", "bytes", "mask"):
+            low, high = {"integers": (-4, 5), "bytes": (-128, 128), "mask": (0, 2)}[self.fill]
             made = torch.randint(low, high, (count,), generator=generator, device=device)
         else:
             made = torch.tensor(self.literal, device=device)

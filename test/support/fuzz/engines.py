@@ -247,8 +247,8 @@ def table(records: Sequence[Record]) -> None:
         rows = tuple(facts[name]["natural"] for name in "ABC")
         for key in ((engine, declared), (engine, declared, *types), (engine, declared, *types, *rows)):
             groups[key][record["status"]] += 1
-    for key, counts in sorted(groups.items(), key=str):
-        if len(key) < 7 or counts["wrong"] or counts["died"]:
+    for key, counts in sorted(groups.items(), key=lambda item: (len(item[0]), str(item)))[:300]:
+        if len(key) < 4 or counts["wrong"] or counts["died"]:
             print(*key, dict(counts))
 
 

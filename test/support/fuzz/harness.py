@@ -98,15 +98,17 @@ def _build(graph: cudnn.pygraph) -> None:
     graph.build(MODES)
 
 
-def run(case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], None] = _build) -> Outcome:
+def run(
+    case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], None] = _build, **options: Any
+) -> Outcome:
     """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it.
 
-    ``build`` brings the graph from its description to the plan that runs.
+    ``build`` brings the graph from its description to the plan that runs; ``options`` are the graph's.
     """
     start = time.perf_counter()
     outcome = Outcome(case, "failed")
     try:
-        outcome.message, outcome.plan = _check(case, torch.device(device), backend, build)
+        outcome.message, outcome.plan = _check(case, torch.device(device), build, backend=backend, **options)
         outcome.status = "failed" if outcome.message else "passed"
     except cudnn.cudnnGraphNotSupportedError as error:
         outcome.status, outcome.message = "refused", str(error)
@@ -116,9 +118,9 @@ def run(case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], 
     return outcome
 
 
-def _check(case: Case, device: torch.device, backend: str, build: Callable[[cudnn.pygraph], None]) -> tuple[str, str]:
+def _check(case: Case, device: torch.device, build: Callable[[cudnn.pygraph], None], **options: Any) -> tuple[str, str]:
     """What is wrong, or the empty string, and the name of the plan."""
-    graph, tensors, outputs = new_graph(case, backend=backend)
+    graph, tensors, outputs = new_graph(case, **options)
     build(graph)
     generator = torch.Generator(device).manual_seed(case.seed)
     inputs: dict[str, Memory] = {}

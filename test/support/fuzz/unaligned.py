@@ -80,7 +80,7 @@ class UnalignedMatmulCase(MatmulCase):
             whole = (1 if shared == name else batch, *dims)
             order = [0, 2, 1] if rng.random() < transposed else [0, 1, 2]
             dtype = types["AB".index(name)]
-            fill = "integers" if dtype == "int8" else "normal"
+            fill = "normal" if dtype != "int8" else "bytes" if types[:2] == ("int8", "int8") else "integers"
             inputs[name] = Spec(whole, packed(whole, order), dtype, fill, k**-0.5 if name == "A" else 1.0)
         before = [
             Program() if dtype == operand or dtype.startswith("float8") else
