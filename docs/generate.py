@@ -5,6 +5,7 @@ A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fai
 
 from __future__ import annotations
 
+import enum
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -70,7 +71,21 @@ def operations() -> str:
     return "\n".join(parts).rstrip()
 
 
-TABLES: dict[str, Callable[[], str]] = {"environment": settings.markdown_table, "operations": operations}
+def enumerations() -> str:
+    """One row for each enumeration: name, members, meaning."""
+    rows = ["| enumeration | members | meaning |", "|---|---|---|"]
+    for name, value in vars(cudnn).items():
+        if isinstance(value, enum.EnumMeta):
+            members = ", ".join(f"`{member.name}`" for member in value)
+            rows.append(f"| `cudnn.{name}` | {members} | {_first_paragraph(value.__doc__)} |")
+    return "\n".join(rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "enumerations": enumerations,
+    "environment": settings.markdown_table,
+    "operations": operations,
+}
 
 
 def render(page: str) -> str:
@@ -80,7 +95,7 @@ def render(page: str) -> str:
 
 def pages() -> list[Path]:
     """The pages of the documentation."""
-    return sorted(_DOCS.glob("*.md"))
+    return sorted(_DOCS.rglob("*.md"))
 
 
 if __name__ == "__main__":

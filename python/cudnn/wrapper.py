@@ -55,7 +55,7 @@ class _OnClassOrInstance:
 class Graph:
     """A graph built in a ``with`` block and called like a function.
 
-    Inside the block every operation of :class:`cudnn.pygraph` is a method. It takes graph tensors, or arrays (PyTorch
+    Inside the block every operation of ``cudnn.pygraph`` is a method. It takes graph tensors, or arrays (PyTorch
     or anything with ``__dlpack__``), which describe the inputs: shape, strides, type. At the end of the block the graph
     is validated and its plan built. Then call it with data, in order or by name; outputs are allocated and returned.
 
@@ -65,15 +65,15 @@ class Graph:
     Args:
         handle: For building and, by default, for calls. None or "auto": one per thread and device, on PyTorch's current
             stream.
-        inputs, outputs: The order of positional arguments and results: names, uids, tensors, or the arrays used in the
-            block. Default: inputs in order of first use (scalars on the CPU keep the value from the block, and may be
-            passed too), outputs in order of creation.
+        inputs: The order of positional arguments: names, uids, tensors, or the arrays used in the block. Default: the
+            order of first use. Scalars on the CPU keep the value from the block, and may be passed too.
+        outputs: The order of results, likewise. Default: the order of creation.
         heuristics: Modes asked in turn; default A, then FALLBACK. With CUDNN_FIND the first call with tensors
             (not addresses, and outside of a stream capture) measures every plan on them and keeps the fastest, as
-            :func:`cudnn.autotune` does.
+            ``cudnn.autotune`` does.
         workspace_alloc: Allocates the workspace once, at the end of the block. A graph called from several threads at
             once needs False and a ``workspace=`` per call.
-        **pygraph_kwargs: As for :class:`cudnn.pygraph`. Here intermediate and compute types default to FLOAT, the io
+        **pygraph_kwargs: As for ``cudnn.pygraph``. Here intermediate and compute types default to FLOAT, the io
             type to that of the first tensor of floating-point numbers.
     """
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -104,15 +106,20 @@ print("two")
     assert path.read_text() == text.format(first="1 2.5 s", second="two")
 
 
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+def _script(name: str) -> ModuleType:
+    """A module of the folder `docs`."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return _script("generate")
 
 
 def test_generated_tables_are_current(generate: ModuleType) -> None:
@@ -150,6 +157,65 @@ def test_operations_table_says_which_empty_arguments_are_refused(method: str) ->
     (row,) = re.findall(rf"^\| `{method}`.*$", table, re.MULTILINE)
     assert f"`{cure[1]}=()`" in row
     assert re.search(rf"(Needs|the same) `{cure[1]}`", row)
+
+
+def test_reference_has_every_public_name(generate: ModuleType) -> None:
+    """The names of the packages, the methods of graphs, and each fused API of the folders."""
+    import cudnn
+    import ptx_emulator
+    from cudnn import experimental, ops
+
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
+    fused = _script("fused_reference")
+    assert fused.PLACE in pages["fused"]
+    names = re.findall(
+        r"(?:^::: |heading: |^\| `)([\w.]+)", "\n".join([*pages.values(), fused.sections()]), re.MULTILINE
+    )
+    reached = {name.rsplit(".", 1)[-1] for name in names}
+    faults = {name for name in vars(ptx_emulator) if name[0].isupper()} - {"Launch", "Report"}
+    assert "ptx_emulator.errors" in names
+    assert all(getattr(ptx_emulator, name).__module__ == "ptx_emulator.errors" for name in faults)
+    hidden = {"__version__", *cudnn._LAZY_MODULES}
+    aliases = re.compile(r"(?i)_?sm100$")  # of the fused APIs: the page says that there are such names
+    public = {
+        *cudnn.__all__,
+        *map(aliases.sub, [""] * len(cudnn._LAZY), cudnn._LAZY),
+        "emulate",
+        "run",
+        "Report",
+        "Launch",
+    }
+    operators = {*experimental.ops.__all__, *(name for name in ops.__all__ if f"{name}_wrapper" not in public)}
+    assert sorted((public | operators) - hidden - reached) == []
+    families = {family.__name__ for family in generate._families()}
+    assert families - reached == set()
+    apis = sorted(path.parent.name for path in (ROOT / "python" / "cudnn").rglob("*/api.py"))
+    assert [api for api in apis if f"cudnn.{api}_wrapper" not in names] == []
+
+
+def test_docstrings_name_arguments_that_exist() -> None:
+    """Of everything on the reference's pages; several names may share an entry."""
+    griffe = pytest.importorskip("griffe", reason="griffe is not installed: pip install '.[docs]'")
+    unknown = []
+    for package in ("cudnn", "ptx_emulator"):
+        for function in _functions(griffe.load(package, search_paths=[ROOT / "python"])):
+            known = {parameter.name for parameter in function.parameters}
+            owner = function.parent if function.name == "__init__" else function
+            for section in owner.docstring.parse("google", warnings=False) if owner.docstring else ():
+                if section.kind.value == "parameters":
+                    named = {name for entry in section.value for name in re.findall(r"\w+", entry.name)}
+                    unknown += [f"{owner.path}: {name}" for name in sorted(named - known)]
+    assert unknown == []
+
+
+def _functions(module: Any) -> Iterator[Any]:
+    for member in module.members.values():
+        if member.is_alias:
+            continue
+        if member.is_function:
+            yield member
+        elif member.is_module or member.is_class:
+            yield from _functions(member)
 
 
 def test_readme_has_two_commands_for_a_fresh_machine() -> None:

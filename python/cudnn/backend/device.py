@@ -15,7 +15,7 @@ class DeviceProperties:
     """Describes the device to build for, so that plans can be built on a machine without it. Needs cuDNN 9.8."""
 
     def __init__(self, source: int | str | bytes) -> None:
-        """From the ordinal of a device of this machine, or from the JSON text that :meth:`serialize` gave."""
+        """From the ordinal of a device of this machine, or from the JSON text that ``serialize`` gave."""
         by_number = isinstance(source, int)
         attribute = Attribute.DEVICEPROP_DEVICE_ID if by_number else Attribute.DEVICEPROP_JSON_REPRESENTATION
         self.descriptor = Descriptor.make(DescriptorType.DEVICEPROP, {attribute: source})
@@ -59,7 +59,7 @@ class KernelCache:
                 self._finalized = True
 
     def serialize(self) -> str:
-        """The cache as JSON text, for :meth:`deserialize` in another process."""
+        """The cache as JSON text, for ``deserialize`` in another process."""
         return self.descriptor.get(Attribute.KERNEL_CACHE_JSON_REPRESENTATION).decode()
 
     def deserialize(self, text: str) -> None:

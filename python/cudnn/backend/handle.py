@@ -125,7 +125,7 @@ def resolve(handle: Handle | int) -> Handle:
     """The live handle that an argument names.
 
     Raises:
-        ValueError: it was destroyed, or was not made by :func:`create_handle`.
+        ValueError: it was destroyed, or was not made by ``create_handle``.
         TypeError: it is no handle.
     """
     if isinstance(handle, Handle):

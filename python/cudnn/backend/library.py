@@ -46,7 +46,7 @@ class Library:
     """libcudnn, loaded. ``version`` is ``cudnnGetVersion()``, ``path`` the file it came from.
 
     The functions that end in ``_unchecked`` have no declared argument types: the hot path passes pointers prepared by
-    :func:`pointer_argument`, which saves their conversion at every call.
+    ``pointer_argument``, which saves their conversion at every call.
     """
 
     def __init__(self, path: str) -> None:
@@ -102,7 +102,7 @@ class Library:
         return " ".join(buffer.value.decode(errors="replace").split())
 
     def check(self, status: int, what: str) -> None:
-        """Raises :class:`CudnnError` unless ``status`` is success. ``what`` says what was being done."""
+        """Raises ``CudnnError`` unless ``status`` is success. ``what`` says what was being done."""
         if status:
             raise self.error(status, what)
 

@@ -75,10 +75,10 @@ class ExecutionPlan:
     Attributes:
         packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
             The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key])``, which returns a status; a
-            key that is missing goes to :meth:`pack`, a status that is not 0 to :meth:`failure`.
+            key that is missing goes to ``pack``, a status that is not 0 to ``failure``.
         argument: The plan, for the hot path.
         launch: ``cudnnBackendExecute``, without conversions.
-        uids: The tensors whose pointers the keys hold, set by :meth:`bind`.
+        uids: The tensors whose pointers the keys hold, set by ``bind``.
     """
 
     MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
@@ -120,7 +120,7 @@ class ExecutionPlan:
 
     @classmethod
     def from_json(cls, handle: Handle, text: str | bytes, origin: Origin | None = None) -> ExecutionPlan:
-        """Restores a plan from :meth:`to_json`, on the device of ``handle``. ``origin`` is for the reader.
+        """Restores a plan from ``to_json``, on the device of ``handle``. ``origin`` is for the reader.
 
         Raises:
             ValueError: the handle selects the reference executor; cuDNN 9.28 crashes on a plan restored without a GPU.
@@ -248,7 +248,7 @@ class ExecutionPlan:
         override_shapes: Sequence[Sequence[int]],
         override_strides: Sequence[Sequence[int]],
     ) -> None:
-        """As :meth:`execute`, with other shapes and strides for some tensors, in a graph with ``override_shape``."""
+        """As ``execute``, with other shapes and strides for some tensors, in a graph with ``override_shape``."""
         lib = self._library
         pack = Descriptor(DescriptorType.VARIANT_PACK)
         pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, self.uids)
@@ -286,7 +286,7 @@ class ExecutionPlan:
         )
 
     def update_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
-        """Gives the nodes that :meth:`populate_cuda_graph` added new pointers."""
+        """Gives the nodes that ``populate_cuda_graph`` added new pointers."""
         self._with_cuda_graph(
             self._library.update_cuda_graph, "updating a CUDA graph", handle, pointers, workspace, cuda_graph
         )

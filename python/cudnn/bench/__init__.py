@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cudnn.lazy import torch
 
 BENCHMARKS = ("gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax")
-"""Modules of this package, each with a :class:`Benchmark` of the name ``BENCHMARK``."""
+"""Modules of this package, each with a ``Benchmark`` of the name ``BENCHMARK``."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
@@ -68,7 +68,7 @@ class Benchmark:
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark of a name in :data:`BENCHMARKS`."""
+    """The benchmark of a name in ``BENCHMARKS``."""
     return importlib.import_module(f"cudnn.bench.{name}").BENCHMARK
 
 

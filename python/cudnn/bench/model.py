@@ -5,7 +5,7 @@ the kernel's machine code: compiled and disassembled here where ``nvdisasm`` is 
 ``sass.json``. No latency, no clock that falls under load and no contention is in it, so the time errs on the short
 side, as far as the rates are right. ``docs/model.md`` has the formulas.
 
-Sources of the rates, by number, as :data:`MACHINES` quotes them:
+Sources of the rates, by number, as ``MACHINES`` quotes them:
 
 1. NVIDIA H200 datasheet: 989 TFLOP/s bf16 and 1979 fp8 (dense), 4.8 TB/s. H100 whitepaper: 132 SMs of 128 FP32 lanes.
    989.4e12 = 2 * 132 * 2048 * 1.83 GHz.
@@ -144,7 +144,7 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
 
 
 def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: int) -> list[GemmConfiguration]:
-    """Hopper's one, with operands as its tensor cores get them, or Blackwell's for :data:`WISHES`."""
+    """Hopper's one, with operands as its tensor cores get them, or Blackwell's for ``WISHES``."""
     t, dense = TYPES[dtype], Dense()
     if arch == "sm_90a":
         from cudnn_kernels.sm90.heuristics import configure as hopper
@@ -204,7 +204,7 @@ def examine(arch: str, configuration: GemmConfiguration) -> Kernel:
 
 @cache
 def table() -> Mapping[str, Kernel]:
-    """The kernels of the table that is part of this package, by :func:`key`."""
+    """The kernels of the table that is part of this package, by ``key``."""
     return {name: _kernel(entry) for name, entry in json.loads(TABLE.read_text()).items()}
 
 

@@ -48,7 +48,7 @@ def write_csv(report: Report, path: Path) -> None:
 
 
 def read_csv(path: Path) -> Report:
-    """What :func:`write_csv` wrote.
+    """What ``write_csv`` wrote.
 
     Raises:
         ValueError: a file without rows, or with other columns.

@@ -1,7 +1,7 @@
 """What a GEMM kernel's machine code says: its tensor core instructions, and what its epilogue takes. Needs no GPU.
 
 ``nvdisasm`` turns a cubin into text; here that text becomes instructions, basic blocks and loops, and those become
-:class:`Facts`. NVIDIA does not document where an instruction has the mask of scoreboards that it waits for; here it is
+``Facts``. NVIDIA does not document where an instruction has the mask of scoreboards that it waits for; here it is
 that of Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking", arXiv:1804.06826.
 """
 

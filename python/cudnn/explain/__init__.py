@@ -1,6 +1,6 @@
 """What a graph is, what runs it and why not: ``graph.explain()`` and ``cudnn explain``.
 
-An :class:`Explanation` holds nodes, tensors, the plan, the plans that were refused and the reasons; it prints itself,
+An ``Explanation`` holds nodes, tensors, the plan, the plans that were refused and the reasons; it prints itself,
 draws itself as Mermaid or SVG, and shows itself in a notebook.
 """
 

@@ -284,9 +284,9 @@ class Fp8AttentionMethods(NodeList):
         Args:
             q, k, v, o, stats: Inputs and results of ``sdpa_fp8`` with ``generate_stats=True``.
             dO: Gradient of O, fp8.
-            descale_x: FLOAT ``[1, 1, 1, 1]``: what the stored values of x are multiplied with; s are the weights, dP
-                the gradients of the scores.
-            scale_x: FLOAT ``[1, 1, 1, 1]``: what x is multiplied with before it is rounded.
+            descale_q ... descale_dP: FLOAT ``[1, 1, 1, 1]``: what the stored values of the tensor of that name are
+                multiplied with; s are the weights, dP the gradients of the scores.
+            scale_s ... scale_dP: FLOAT ``[1, 1, 1, 1]``: what the tensor is multiplied with before it is rounded.
             left_bound, right_bound: As for ``sdpa_fp8``; all others as for ``sdpa_backward``.
 
         Returns:

@@ -1,6 +1,6 @@
 """What attention's forward and backward pass share: their attributes, and the way from ``Q K^T`` to masked scores.
 
-That way is a chain of steps, each a method of :class:`ScoreGraph` from scores to scores that returns them unchanged
+That way is a chain of steps, each a method of ``ScoreGraph`` from scores to scores that returns them unchanged
 where it does not apply. A new feature of the scores is one more step in the lists of ``attention_forward.py`` and
 ``attention_backward.py``.
 """

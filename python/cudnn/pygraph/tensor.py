@@ -112,9 +112,11 @@ class Tensor:
 
     # Getters and setters of the public API.
     def get_name(self) -> str:
+        """The name, empty while none is given."""
         return self.name
 
     def set_name(self, name: str) -> Tensor:
+        """Names the tensor: messages, explanations and calls of a ``cudnn.Graph`` use the name."""
         self.name = str(name)
         return self
 
@@ -130,6 +132,7 @@ class Tensor:
         return self
 
     def get_data_type(self) -> data_type:
+        """The element type, ``NOT_SET`` until it is set or inferred."""
         return self.data_type
 
     def set_data_type(self, data_type: object) -> Tensor:
@@ -138,23 +141,29 @@ class Tensor:
         return self
 
     def get_dim(self) -> list[int]:
+        """The shape, empty until it is set or inferred."""
         return [*self.dim]
 
     def set_dim(self, dim: Sequence[int]) -> Tensor:
+        """Sets the shape: 1 to 8 positive extents."""
         self.dim = [int(extent) for extent in dim]
         return self
 
     def get_stride(self) -> list[int]:
+        """The strides in elements, empty until they are set or inferred."""
         return [*self.stride]
 
     def set_stride(self, stride: Sequence[int]) -> Tensor:
+        """Sets the strides, in elements, one for each dimension."""
         self.stride = [int(step) for step in stride]
         return self
 
     def get_is_virtual(self) -> bool:
+        """Whether the tensor lives inside the graph only and never reaches memory."""
         return self.is_virtual
 
     def set_is_virtual(self, is_virtual: bool) -> Tensor:
+        """The opposite of ``set_output``."""
         self.is_virtual = bool(is_virtual)
         return self
 
@@ -164,19 +173,24 @@ class Tensor:
         return self
 
     def get_is_pass_by_value(self) -> bool:
+        """Whether the tensor is one number that each call passes from the host, not memory of the device."""
         return self.is_pass_by_value
 
     def set_is_pass_by_value(self, is_pass_by_value: bool) -> Tensor:
+        """Makes the tensor, of one element, a number that each call passes from the host."""
         self.is_pass_by_value = bool(is_pass_by_value)
         return self
 
     def get_has_compile_time_constant(self) -> bool:
+        """Whether the tensor is a constant that is compiled into the plan."""
         return self.is_compile_time_constant
 
     def get_reordering_type(self) -> tensor_reordering:
+        """The special memory layout, such as that of block scale factors; ``NONE`` where there is none."""
         return self.reordering_type
 
     def set_reordering_type(self, reordering_type: tensor_reordering) -> Tensor:
+        """Sets a special memory layout, such as ``F8_128x4`` for block scale factors."""
         self.reordering_type = tensor_reordering(reordering_type)
         return self
 
@@ -185,20 +199,25 @@ class Tensor:
         return self.alignment
 
     def set_alignment(self, alignment: int) -> Tensor:
+        """Sets the alignment, in bytes, that the data of every call has; 16 unless set."""
         self.alignment = int(alignment)
         return self
 
     def get_vector_count(self) -> int:
+        """Elements of a vector along the vector dimension; 1 where the tensor is not vectorised."""
         return self.vector_count
 
     def get_vector_dimension(self) -> int:
+        """The vectorised dimension, -1 where there is none."""
         return self.vector_dimension
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:
+        """Stores ``count`` consecutive elements of ``dimension`` side by side, as ``INT8x4`` and ``INT8x32`` do."""
         self.vector_count, self.vector_dimension = int(count), int(dimension)
         return self
 
     def get_ragged_offset(self) -> Tensor | None:
+        """The tensor with the offsets of the batch entries, None where these follow the strides."""
         return self.ragged_offset
 
     def set_ragged_offset(self, ragged_offset: Tensor) -> Tensor:
@@ -207,9 +226,11 @@ class Tensor:
         return self
 
     def get_ragged_offset_multiplier(self) -> int:
+        """What the offsets are multiplied by to count elements; 1 unless set."""
         return self.ragged_offset_multiplier
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:
+        """Sets what the offsets are multiplied by to count elements."""
         self.ragged_offset_multiplier = int(multiplier)
         return self
 

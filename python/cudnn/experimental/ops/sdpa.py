@@ -242,7 +242,7 @@ def sdpa(
     cumulative_seq_len_q: torch.Tensor | None,
     cumulative_seq_len_kv: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(O, Stats) of :func:`scaled_dot_product_attention`. Stats ``[B, H_q, S_q, 1]``, in float32 (float64 for float64),
+    """(O, Stats) of ``scaled_dot_product_attention``. Stats ``[B, H_q, S_q, 1]``, in float32 (float64 for float64),
     is ``log(sum(exp(scores)))`` of each row, for the backward pass."""
     _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
     rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
@@ -281,7 +281,7 @@ def sdpa_bwd(
     cumulative_seq_len_kv: torch.Tensor | None,
     is_deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV) from what :func:`sdpa` got and gave, and the gradient of O.
+    """(dQ, dK, dV) from what ``sdpa`` got and gave, and the gradient of O.
 
     ``is_deterministic`` asks cuDNN for the same bits every time.
     """
