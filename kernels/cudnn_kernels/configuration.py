@@ -1,45 +1,37 @@
-"""What GEMM kernels are asked for, and what they are compiled for, on any architecture. Plain data."""
+"""What GEMM kernels are compiled for, on any architecture, and the slots of their signatures. Plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-BITS: Mapping[str, int] = {
-    "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float32": 32, "float4_e2m1fn_x2": 4,
-}  # fmt: skip
+from cudnn_kernels.epilogue import slots_of
+from cudnn_kernels.formats import FP4, FP8, row_bytes
+from cudnn_kernels.problem import GemmProblem, Operand
+from cudnn_kernels.signature import (
+    MULTIPROCESSORS,
+    Region,
+    Sizes,
+    Slot,
+    Stream,
+    Tensor,
+    Workspace,
+    block_scales,
+    matrix,
+)
+
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may use, on Hopper and Blackwell alike
 K_BYTES = 128  # of a k tile: one row of the widest swizzle
+ROW = 16  # bytes: rows of a prepared operand begin at multiples
 
 
-@dataclass(frozen=True)
-class GemmProblem:
-    """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
-
-    Types by PyTorch's names; majors by the dimension of stride 1, ``m``, ``n`` or ``k``. ``n`` and ``k`` choose among
-    configurations that all compute every size. ``scale`` is the type of the factors that ``vector`` elements along k
-    share, of A and of B, where the tensor cores take them. ``tile`` and ``cluster``, (m, n), are the caller's wishes.
-    """
-
-    a: str
-    b: str
-    epilogue: tuple[Any, ...]
-    schedule: Any
-    n: int
-    k: int
-    a_major: str = "k"
-    b_major: str = "k"
-    scale: str = ""
-    vector: int = 0
-    tile: tuple[int, int] | None = None
-    cluster: tuple[int, int] | None = None
-
-    def configured(self, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any) -> GemmConfiguration:
-        """What is asked for, with a tile (m, n), a cluster and what else is ``chosen``."""
-        shape = (*tile, K_BYTES * 8 // BITS[self.a])
-        same = (self.a, self.b, self.epilogue, self.schedule, self.a_major, self.b_major, self.scale, self.vector)
-        return GemmConfiguration(*same, tile=shape, cluster=cluster, **chosen)
+def operand_slots(name: str, operand: Operand, rows: str, batch: str) -> tuple[Tensor, ...]:
+    """An operand (rows, k, l), and its scale factors ``sf<name>`` where it has some."""
+    found = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
+    if operand.scale is not None:
+        scale = operand.scale
+        found.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -52,14 +44,12 @@ class GemmConfiguration:
     them. ``dynamic``: whoever is done takes the next tile.
     """
 
-    a: str
-    b: str
+    kernel: ClassVar[str] = "gemm:Gemm"
+
+    a: Operand
+    b: Operand
     epilogue: tuple[Any, ...]
     schedule: Any
-    a_major: str = "k"
-    b_major: str = "k"
-    scale: str = ""
-    vector: int = 0
     tile: tuple[int, int, int] = (128, 256, 64)
     cluster: tuple[int, int] = (2, 1)
     pingpong: bool = False
@@ -68,56 +58,126 @@ class GemmConfiguration:
     staged: int = 1
     dynamic: bool = False
 
+    @property
+    def gemm(self) -> GemmConfiguration:
+        """The GEMM itself."""
+        return self
+
+    def operand_slots(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """A and B, each with its scale factors."""
+        return operand_slots("a", self.a, "m", "l"), operand_slots("b", self.b, "n", self.schedule.experts)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        a, b = self.operand_slots()
+        rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.experts))
+        return (*a, *b, *rest, MULTIPROCESSORS, Stream())
+
+
+def configured(
+    problem: GemmProblem, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any
+) -> GemmConfiguration:
+    """The configuration of a problem with a tile (m, n), a cluster and what else is ``chosen``."""
+    shape = (*tile, K_BYTES * 8 // problem.a.bits)
+    same = (problem.a, problem.b, problem.epilogue, problem.schedule)
+    return GemmConfiguration(*same, tile=shape, cluster=cluster, **chosen)
+
 
 @dataclass(frozen=True)
 class OperandConfiguration:
     """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
 
-    With ``scale_dtype``: every value times the scale of its ``vector`` neighbours along k, to bfloat16, ``major`` kept,
-    ``k`` or ``mn``. Without: the same values, MN-major to K-major. ``float4_e2m1fn_x2`` has two values to a byte along
-    k. The grid has at most ``resident`` CTAs for each multiprocessor, which share the tiles.
+    With scale factors: every value times its factor, to bfloat16, the major kept. Without: the same values, MN-major to
+    K-major. ``float4_e2m1fn_x2`` has two values to a byte along k. The grid has at most ``resident`` CTAs for each
+    multiprocessor, which share the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
     """
 
-    dtype: str
-    major: str = "k"
-    scale_dtype: str | None = None
-    vector: int = 0
+    kernel: ClassVar[str] = "operand:PrepareOperand"
+
+    source: Operand
     resident: int = 1 << 10
 
     def __post_init__(self) -> None:
-        if (self.dtype, self.major, self.scale_dtype, self.vector) not in OPERANDS:
+        scale = self.source.scale
+        form = (self.source.dtype, self.source.major, *((scale.dtype, scale.vector) if scale else (None, 0)))
+        if form not in OPERANDS:
             raise ValueError(f"{self}: got neither a block-scaled format nor an MN-major operand of 1, 2 or 4 bytes")
 
     @property
-    def to(self) -> str:
-        """The result's type."""
-        return "bfloat16" if self.scale_dtype else self.dtype
+    def result(self) -> Operand:
+        """The operand that the tensor cores get."""
+        if self.source.scale is not None:
+            return Operand("bfloat16", self.source.major)
+        return replace(self.source, major="k")
 
-    @property
-    def to_major(self) -> str:
-        """The result's dimension of stride 1."""
-        return self.major if self.scale_dtype else "k"
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel: ``source``, its ``scales`` where there are some, ``target``."""
+        source, *scales = operand_slots("source", self.source, "mn", "l")
+        (target,) = operand_slots("target", self.result, "mn", "l")
+        renamed = [replace(slot, name="scales") for slot in scales]
+        return (source, *renamed, target, MULTIPROCESSORS, Stream())
+
+
+@dataclass(frozen=True)
+class PreparedOperand(Region):
+    """A prepared operand in the workspace; ``rows`` and ``batch`` are its sizes by name."""
+
+    name: str
+    operand: Operand
+    rows: str
+    batch: str
+
+    def pitch(self, sizes: Sizes) -> Any:
+        """Elements from one row, or column, to the next."""
+        step = ROW * 8 // self.operand.bits
+        return (sizes["k" if self.operand.major == "k" else self.rows] + step - 1) // step * step
+
+    def bytes(self, sizes: Sizes) -> Any:
+        count = self.pitch(sizes) * sizes[self.rows if self.operand.major == "k" else "k"] * sizes[self.batch]
+        return row_bytes(self.operand.dtype, count)
 
 
 @dataclass(frozen=True)
 class PreparedGemmConfiguration:
     """A GEMM some of whose operands are prepared first, in the same call."""
 
+    kernel: ClassVar[str] = "prepared:PreparedGemm"
+
     gemm: GemmConfiguration
     a: OperandConfiguration | None
     b: OperandConfiguration | None
 
+    @property
+    def steps(self) -> dict[str, OperandConfiguration]:
+        """The operands that are prepared, by name."""
+        return {name: step for name, step in (("a", self.a), ("b", self.b)) if step is not None}
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
+        found: list[Slot] = []
+        regions: list[PreparedOperand] = []
+        operands = {slots[0].name: slots for slots in self.gemm.operand_slots()}
+        for slot in self.gemm.slots():
+            step = self.steps.get(slot.name)
+            if step is None:
+                found.append(slot)
+                continue
+            rows, _, batch = (str(size) for size in operands[slot.name][0].shape)
+            found += operand_slots(slot.name, step.source, rows, batch)
+            regions.append(PreparedOperand(slot.name, step.result, rows, batch))
+        return (*found[:-2], Workspace(tuple(regions)), *found[-2:])
+
 
 OPERANDS = frozenset(
     [
-        *((fp8, major, "float8_e8m0fnu", 32) for fp8 in ("float8_e4m3fn", "float8_e5m2") for major in ("k", "mn")),
-        ("float4_e2m1fn_x2", "k", "float8_e8m0fnu", 32),
-        ("float4_e2m1fn_x2", "k", "float8_e8m0fnu", 16),
-        ("float4_e2m1fn_x2", "k", "float8_e4m3fn", 16),
-        *((t, "mn", None, 0) for t in ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32")),
+        *((fp8, major, "float8_e8m0fnu", 32) for fp8 in FP8 for major in ("k", "mn")),
+        (FP4, "k", "float8_e8m0fnu", 32),
+        (FP4, "k", "float8_e8m0fnu", 16),
+        (FP4, "k", "float8_e4m3fn", 16),
+        *((t, "mn", None, 0) for t in (*FP8, "float16", "bfloat16", "float32")),
     ]
 )
-"""Every (dtype, major, scale_dtype, vector) of an :class:`OperandConfiguration`."""
+"""(dtype, major, type of the scale factors, elements that share one) of every operand that can be prepared."""

@@ -18,7 +18,8 @@ from cudnn.bench.model import MACHINES, Kernel
 from cudnn.bench.sass import Epilogue, Facts
 from cudnn.cli import app
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue import Scale, StoreTile, Swiglu
+from cudnn_kernels.epilogue import Gated, Scale, StoreTile
+from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense
 
 H200, B200 = MACHINES["sm_90a"], MACHINES["sm_100a"]
@@ -27,7 +28,7 @@ FACTS = Facts("", 4, 0, 0, 50, 0, 200, Epilogue(instructions=1000, special=128, 
 
 
 def configuration(**changes: object) -> GemmConfiguration:
-    return dataclasses.replace(GemmConfiguration("bfloat16", "bfloat16", STORE, Dense()), **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(GemmConfiguration(Operand("bfloat16"), Operand("bfloat16"), STORE, Dense()), **changes)  # type: ignore[arg-type]
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -60,7 +61,7 @@ def test_a_tile_of_hopper_by_hand() -> None:
 def test_a_tile_of_blackwell_by_hand() -> None:
     facts = dataclasses.replace(FACTS, copies=12, epilogue=dataclasses.replace(FACTS.epilogue, tensor=256))
     kernel = Kernel(facts, 4, 1, 304)
-    c = configuration(a="float4_e2m1fn_x2", scale="float8_e4m3fn", vector=16, tile=(256, 256, 256))
+    c = configuration(a=Operand("float4_e2m1fn_x2", scale=BlockScale("float8_e4m3fn", 16)), tile=(256, 256, 256))
     cycles, moved = model.tile_cycles(B200, c, kernel, 256)
     assert cycles.multiply == 128 * 256 * 256 / (4 * 4096)
     assert moved == (128 + 256 / 2) * (256 / 2 + 256 / 16) + 128 * 256 * 2
@@ -129,7 +130,7 @@ def test_more_work_never_takes_less_time(m: int, n: int, k: int, name: str, fact
 
 def test_results_of_swiglu_are_half_as_wide() -> None:
     assert (
-        model.result_bytes((Scale(), StoreTile("ab12", "float32"), Swiglu(), StoreTile("c", "float8_e4m3fn")), 64)
+        model.result_bytes((Scale(), StoreTile("ab12", "float32"), Gated(), StoreTile("c", "float8_e4m3fn")), 64)
         == 288
     )
 

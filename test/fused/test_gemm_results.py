@@ -21,6 +21,7 @@ import cudnn
 from cudnn import launch
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.gemm import base
+from cudnn_kernels import architecture
 from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, of_variant, options, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 
@@ -210,7 +211,8 @@ def test_one_cluster_takes_many_tiles(
 ) -> None:
     """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
     size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
-    monkeypatch.setattr(base, "_MULTIPROCESSORS", {arch: size})
+    few = replace(architecture.ARCHITECTURES[arch], multiprocessors=size)
+    monkeypatch.setattr(base, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})
     problem = case(name, 264, 192, 72, 2, out=F16, side=F16, dtype=F16, amax=name == "gemm_dsrelu")
     report = execute(problem, arch, mma_tiler_mn=tile, cluster_shape_mn=cluster)
     check(problem)

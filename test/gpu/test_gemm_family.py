@@ -11,6 +11,7 @@ import torch
 from cudnn import launch
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import StoreTile
+from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options
@@ -368,8 +369,8 @@ def test_clusters_of_sixteen() -> None:
     """More than the eight CTAs that a kernel may have in a cluster without asking for it."""
     if launch.device_architecture(0) != "sm_90a":
         pytest.skip("a configuration of Hopper's GEMM")
-    c = GemmConfiguration("bfloat16", "bfloat16", (StoreTile("d", "float32"),), Dense(), tile=(128, 64, 64),
-                          cluster=(4, 4))  # fmt: skip
+    operand, epilogue = Operand("bfloat16"), (StoreTile("d", "float32"),)
+    c = GemmConfiguration(operand, operand, epilogue, Dense(), tile=(128, 64, 64), cluster=(4, 4))
     a, b = (gemms.plain(size, 200, 2, device="cuda") for size in (1100, 600))
     d = torch.full((2, 1100, 600), torch.nan, device="cuda").permute(1, 2, 0)
     kernel = launch.kernel("cudnn_kernels.sm90.gemm:Gemm", c, "sm_90a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from cudnn_kernels import epilogue as declared
 from cudnn_kernels.epilogue import (
     AddRow,
     Amax,
+    Gated,
     LoadTile,
     MultiplyColumn,
     QuantizeColumns,
@@ -27,7 +28,6 @@ from cudnn_kernels.epilogue import (
     SquaredReluBackward,
     StoreTile,
     SumRow,
-    Swiglu,
     reference,
 )
 from support import gemm
@@ -42,12 +42,11 @@ def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def assert_same(epilogue: Sequence[Any], given: Sequence[Any], expected: Sequence[Any]) -> None:
+def assert_same(epilogue: Sequence[Any], given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Bit for bit, except for sums, whose order is not fixed."""
-    places = iter(zip(given, expected, strict=True))
     for o in epilogue:
-        for _ in range(COUNTS[type(o)]):
-            got, wanted = next(places)
+        for name in names(o):
+            got, wanted = given[name], expected[name]
             if isinstance(o, SumRow):
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)
             elif isinstance(got, torch.Tensor):
@@ -55,40 +54,40 @@ def assert_same(epilogue: Sequence[Any], given: Sequence[Any], expected: Sequenc
                 assert not different.any(), (o, int(different.sum()), different.nonzero()[:5].tolist())
 
 
-COUNTS = {Scale: 1, LoadTile: 1, StoreTile: 1, MultiplyColumn: 1, AddRow: 1, Swiglu: 0, SquaredRelu: 0,
-          SquaredReluBackward: 0, Amax: 1, SumRow: 1, QuantizeRows: 2, QuantizeColumns: 2}  # fmt: skip
+def names(o: Any) -> list[str]:
+    """A declaration's arguments."""
+    return [slot.name for slot in o.slots(declared.Place("n", "l"))]
 
 
 def check(
     arch: str, epilogue: Sequence[Any], m: int, n: int, batch: int = 1, change: Any = None, **options: Any
-) -> list[Any]:
+) -> dict[str, Any]:
     """Runs an epilogue on exact products; what the kernel left in the arguments."""
     c = gemm.fitted(gemm.configuration(epilogue, **options), arch)
     given, expected, _ = gemm.run(arch, c, m, n, 72, batch, change=change)
-    if not any(isinstance(o, Swiglu) for o in epilogue):
+    if not any(isinstance(o, Gated) for o in epilogue):
         assert_same(epilogue, given, expected)
         return given
     # Its values are within a few ulps; what follows starts from those that the kernel stored next.
-    place = next(i for i, o in enumerate(epilogue) if isinstance(o, Swiglu)) + 1
-    count = sum(COUNTS[type(o)] for o in epilogue[:place])
-    assert_same(epilogue[:place], given[:count], expected[:count])
-    torch.testing.assert_close(given[count], expected[count], rtol=1e-6, atol=1e-9)
-    rest = gemm.arguments(epilogue, m, n, batch)[count:]
-    owners = [o for o in epilogue[place:] for _ in range(COUNTS[type(o)])]
-    for index, owner in enumerate(owners):
-        if isinstance(owner, (AddRow, MultiplyColumn, LoadTile)):
-            rest[index] = given[count + index]
-    reference.evaluate(epilogue[place:], given[count], rest)
-    assert_same(epilogue[place:], given[count:], rest)
+    place = next(i for i, o in enumerate(epilogue) if isinstance(o, Gated)) + 1
+    assert_same(epilogue[:place], given, expected)
+    (stored,) = names(epilogue[place])
+    torch.testing.assert_close(given[stored], expected[stored], rtol=1e-6, atol=1e-9)
+    rest = gemm.arguments(epilogue, m, n, batch)
+    for o in epilogue[place:]:
+        if isinstance(o, (AddRow, MultiplyColumn, LoadTile)):
+            rest[o.tensor] = given[o.tensor]
+    reference.evaluate(epilogue[place:], given[stored], rest)
+    assert_same(epilogue[place:], given, rest)
     return given
 
 
 def test_every_declaration_has_a_reference_and_an_operation() -> None:
     from cudnn_kernels.epilogue.table import OPERATIONS
 
-    classes = {x for x in vars(declared).values() if isinstance(x, type) and x.__module__ == declared.__name__}
-    assert classes == set(reference.REFERENCES) == set(OPERATIONS) == set(COUNTS)
-    assert {declaration: operation.count for declaration, operation in OPERATIONS.items()} == COUNTS
+    classes = {x for x in vars(declared).values() if isinstance(x, type) and issubclass(x, declared.Declaration)}
+    classes -= {declared.Declaration, declared._Tile}
+    assert classes == set(reference.REFERENCES) == set(OPERATIONS)
 
 
 STORED = ["float32", "bfloat16", "float16", E4M3, E5M2, FP4]
@@ -105,19 +104,19 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
             check(arch, (StoreTile("d", FP4, "m"),), 32, 32)
         return
 
-    def grow(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+    def grow(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         a[::3] *= 512
         if dtype == E5M2:
             a[::6] *= 128
 
     given = check(arch, (StoreTile("d", dtype, major),), 208, 160, 2, grow)
     if dtype in (E4M3, E5M2):
-        assert given[0].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
+        assert given["d"].float().abs().max() == torch.finfo(getattr(torch, dtype)).max
 
 
 OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
-    ((AddRow("bias", "bfloat16"), StoreTile("d", "float32", "m")), 132, 37, {"b_major": "k"}),
+    ((AddRow("bias", "bfloat16"), StoreTile("d", "float32", "m")), 132, 37, {}),
     ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
     ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
     ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
@@ -127,12 +126,12 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
       StoreTile("d", "float32", "m")), 68, 300, {"pingpong": True, "tile": (64, 128, 64)}),
     ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
     ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
-    ((Swiglu(), StoreTile("y", "float32"), StoreTile("c", "bfloat16")), 65, 192, {}),
-    ((Scale(), StoreTile("ab", "bfloat16", "m"), Swiglu(gate_first=True), StoreTile("y", "float32", "m"), Amax(),
+    ((Gated(), StoreTile("y", "float32"), StoreTile("c", "bfloat16")), 65, 192, {}),
+    ((Scale(), StoreTile("ab", "bfloat16", "m"), Gated(gate_first=True), StoreTile("y", "float32", "m"), Amax(),
       MultiplyColumn(), StoreTile("c", "bfloat16", "m")), 136, 320, {"pingpong": True}),
-    ((Swiglu(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
+    ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
       QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3)), 200, 320, {"part": 128, "tile": (128, 256, 64)}),
-    ((Swiglu(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
+    ((Gated(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
     ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
     ((QuantizeRows("s", E5M2, E8M0, 32), StoreTile("d", E5M2)), 1, 48, {}),
     ((QuantizeRows("s", FP4, E8M0, 16), StoreTile("d", FP4)), 130, 160, {"pingpong": True}),
@@ -195,19 +194,17 @@ def test_random_epilogues(arch: str, seed: int) -> None:
     check(arch, epilogue, 16 * (1 + seed * 5 % 13), 32 * (1 + seed * 7 % 9), 1 + seed % 2, **options)
 
 
-def bias_run(arch: str, epilogue: Sequence[Any], bias: torch.Tensor) -> list[Any]:
+def bias_run(arch: str, epilogue: Sequence[Any], bias: torch.Tensor) -> dict[str, Any]:
     """What an epilogue makes of a row of any float32 values: those of a row vector added to 0."""
 
-    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         a.zero_()
-        arguments[0].copy_(bias[:, None])
-        for x in arguments[1:]:
-            if isinstance(x, torch.Tensor) and x.shape == (1,) and x.isfinite().all():
-                x.fill_(1.0)
+        arguments["bias"].copy_(bias[:, None])
+        if "norm_const" in arguments:
+            arguments["norm_const"].fill_(1.0)
 
     c = gemm.configuration((AddRow("bias", "float32"), *epilogue))
-    given, _, _ = gemm.run(arch, c, 2, len(bias), 8, change=change)
-    return given[1:]
+    return gemm.run(arch, c, 2, len(bias), 8, change=change)[0]
 
 
 def neighbours(values: Sequence[float]) -> torch.Tensor:
@@ -223,14 +220,14 @@ def test_fp4_rounding(arch: str) -> None:
     points = [*grid, *((a + b) / 2 for a, b in itertools.pairwise(grid)), 0.3, 1.9, 5.5, 7, 1e38, 1e-40, math.inf]
     x = torch.cat([neighbours(points), torch.randn(256) * 3])
     x = torch.nn.functional.pad(x, (0, -len(x) % 32))
-    (stored,) = bias_run(arch, (StoreTile("d", FP4),), x)
+    stored = bias_run(arch, (StoreTile("d", FP4),), x)["d"]
     codes = torch.stack([stored[0, :, 0] & 15, stored[0, :, 0] >> 4], 1).flatten()
     for value, code in zip((x + 0.0).tolist(), codes.tolist(), strict=True):
         distances = [abs(min(abs(value), 6) - g) for g in grid]
         nearest = [i for i, d in enumerate(distances) if d == min(distances)]
         wanted = next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)
         assert code == wanted + 8 * (math.copysign(1, value) < 0), value
-    (stored,) = bias_run(arch, (StoreTile("d", FP4),), torch.full((32,), torch.nan))
+    stored = bias_run(arch, (StoreTile("d", FP4),), torch.full((32,), torch.nan))["d"]
     assert set((stored & 0x77).flatten().tolist()) == {0x77}
 
 
@@ -241,9 +238,10 @@ def test_e8m0_factors(arch: str) -> None:
     largest = [*largest[largest >= 0].tolist(), 3.0, 0.0, FLOAT32_LARGEST, math.inf, math.nan]
     values = torch.zeros(len(largest), 16)
     values[:, 3], values[:, 5] = torch.tensor(largest), torch.tensor(largest) * -0.75
-    factors, _, stored = bias_run(
+    made = bias_run(
         arch, (QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten()
     )
+    factors, stored = made["s"], made["d"]
     codes = factors.view(torch.uint8)[0, 0, 0, :, :, 0].t().flatten()
     for index, value in enumerate(largest):
         if value != value:
@@ -264,7 +262,8 @@ def test_e4m3_factors(arch: str) -> None:
     values = torch.rand(len(largest), 16) - 0.5
     values = torch.cat([values * largest[:, None], torch.zeros((-len(largest)) % 2, 16)])
     values[: len(largest), 7] = largest
-    factors, _, stored = bias_run(arch, (QuantizeRows("s", FP4, E4M3, 16), StoreTile("d", "float32")), values.flatten())
+    made = bias_run(arch, (QuantizeRows("s", FP4, E4M3, 16), StoreTile("d", "float32")), values.flatten())
+    factors, stored = made["s"], made["d"]
     factors = factors[0, 0, 0, :, :, 0].t().flatten()[: len(largest)].float()
     wanted = (values.abs().amax(1) * (torch.tensor(1.0) / 6)).clamp(max=448.0)[: len(largest)]
     wanted = wanted.to(torch.float8_e4m3fn).float()
@@ -283,15 +282,16 @@ def test_factors_have_the_128_by_4_layout(arch: str) -> None:
         StoreTile("d", "bfloat16"),
     )
     m, n, batch = 160, 288, 2
-    operands: list[torch.Tensor] = []
+    operands: dict[str, torch.Tensor] = {}
 
-    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         a.copy_(torch.randn(a.shape).sign() * 2.0 ** torch.randint(-20, 20, (m, 1, batch)))
         b.copy_(torch.randn(b.shape).sign() * 2.0 ** torch.randint(-20, 20, (n, 1, batch)))
-        operands.extend([a, b])
+        operands.update(a=a, b=b)
 
     c = gemm.configuration(epilogue, "float32", tile=(128, 128, 32))
-    columns, _, rows, norm, _ = gemm.run(arch, c, m, n, 4, batch, change=change)[0]
+    made = gemm.run(arch, c, m, n, 4, batch, change=change)[0]
+    columns, rows, norm = made["c"], made["r"], made["norm_const"]
     x = gemm.product(c, operands)
     for factors, y in ((rows, x), (columns, x.transpose(0, 1))):
         height, width, _ = y.shape
@@ -310,33 +310,33 @@ def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
     """The largest magnitude is infinity or NaN exactly where a value is, also in tiles that it does not fill."""
     epilogue = (Amax(by_expert=True), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3))
 
-    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         a.fill_(1.0)
         b.fill_(0.5)
         a[5, 3, 0], b[7, 2, 1], a[6, 0, 2], b[40, 1, 3] = torch.inf, -torch.inf, torch.nan, torch.nan
 
     c = gemm.fitted(gemm.configuration(epilogue, pingpong=pingpong), arch)
     given, expected, _ = gemm.run(arch, c, 70, 48, 8, 5, change=change)
-    assert given[0].tolist()[:2] == [torch.inf, torch.inf]
-    assert given[0][2:4].isnan().all()
-    assert given[0][4] == 4.0
+    assert given["amax"].tolist()[:2] == [torch.inf, torch.inf]
+    assert given["amax"][2:4].isnan().all()
+    assert given["amax"][4] == 4.0
     assert_same(epilogue, given, expected)
 
 
 def test_amax_keeps_what_was_larger(arch: str) -> None:
-    def change(a: torch.Tensor, b: torch.Tensor, arguments: list[Any]) -> None:
-        arguments[0].copy_(torch.tensor([1e6, 0.0]))
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
+        arguments["amax"].copy_(torch.tensor([1e6, 0.0]))
 
     given = check(arch, (Amax(by_expert=True), StoreTile("d", "bfloat16")), 32, 32, 2, change)
-    assert given[0][0] == 1e6
-    assert 0 < given[0][1] < 1e6
+    assert given["amax"][0] == 1e6
+    assert 0 < given["amax"][1] < 1e6
 
 
 def test_what_cannot_be_configured(arch: str) -> None:
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
         gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
-    with pytest.raises(ValueError, match="parts of 16 columns cannot share factors by 32"):
-        check(arch, (Swiglu(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
+    with pytest.raises(ValueError, match="part: got 32 columns; allowed: multiples of 64"):
+        check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
 
 
 def test_shared_memory_without_conflicts(arch: str) -> None:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels.epilogue import StoreTile  # noqa: E402
+from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
-from support.gemm import ARCHES, BITS, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
+from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 
 Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
 
@@ -39,13 +40,13 @@ TYPES = {HOPPER: PLAIN, BLACKWELL: PLAIN + SCALED}
 
 def majors(arch: str, types: Types) -> list[str]:
     """What the tensor cores take."""
-    only_k = types[0] == PACKED or (arch == HOPPER and BITS[types[0]] != 16)
+    only_k = types[0] == PACKED or (arch == HOPPER and bits(types[0]) != 16)
     return ["kk"] if only_k else ["kk", "kn", "mk", "mn"]
 
 
 def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **options: Any) -> Any:
     a, b, scale, vector = types
-    c = gemm.configuration((StoreTile("d", "float32", out),), a, b, a_major=major[0], b_major=major[1], scale=scale,
+    c = gemm.configuration((StoreTile("d", "float32", out),), a, b, majors=major, scale=scale,
                            vector=vector, part=min(64, options.get("tile", (0, 64))[1]), **options)  # fmt: skip
     return gemm.fitted(c, arch)
 
@@ -53,7 +54,7 @@ def configured(arch: str, types: Types, major: str = "kk", out: str = "n", **opt
 def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **options: Any) -> Any:
     c = configured(arch, types, **options)
     given, expected, report = gemm.run(arch, c, m, n, k, batch)
-    assert torch.equal(given[0], expected[0])
+    assert torch.equal(given["d"], expected["d"])
     return report.launches[0]
 
 
@@ -85,7 +86,7 @@ def shapes(arch: str, types: Types) -> Iterator[tuple[tuple[int, int], tuple[int
     """Tiles and clusters: 256 rows on Blackwell are those of a pair."""
     for tile, cluster in itertools.product(TILES[arch], CLUSTERS[arch]):
         if arch == HOPPER:
-            if BITS[types[0]] == 8 and tile[0] * tile[1] > 128 * 192:
+            if bits(types[0]) == 8 and tile[0] * tile[1] > 128 * 192:
                 continue  # two sets of accumulators need too many registers
         elif cluster[0] % (tile[0] // 128) or (types[2] and tile[1] % 128):
             continue
@@ -134,7 +135,7 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
 )
 def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
     pair = arch == BLACKWELL and tile[0] == 256
-    check(arch, types, 264, 264, 5376 // BITS[types[0]], **options(arch, tile, (2, 1) if pair else (1, 1)))
+    check(arch, types, 264, 264, 5376 // bits(types[0]), **options(arch, tile, (2, 1) if pair else (1, 1)))
 
 
 DYNAMIC: list[tuple[Types, tuple[int, int], tuple[int, int]]] = [
@@ -182,11 +183,11 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> Non
     c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
     m, n, k, ends = 1536, 136, 96, [256, 256, 1024, 1280]
     made = gemm.operands(c, m, n, k, 1, len(ends))
-    a, b = (gemm.decoded(made[i], made[i + 2] if c.scale else None, c.vector) for i in range(2))
+    a, b = gemm.values(c, made)
     d = gemm.matrix(m, n, 1, "float32")
     kernel = gemm.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
-        kernel(*made, torch.tensor(ends, dtype=torch.int32), d, 4, 0)
+        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
     start = 0
     for expert, end in enumerate(ends):
         assert torch.equal(d[start:end, :, 0], (a[start:end, :, 0] @ b[:, :, expert].T).float())
@@ -198,7 +199,7 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> Non
 def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:
     """The rest of a problem: majors, sizes that the copy engine can take, schedule."""
     major, out = draw.choice(majors(arch, types)), draw.choice("nm")
-    step = 128 // BITS[types[0]]  # elements in 16 bytes
+    step = 128 // bits(types[0])  # elements in 16 bytes
 
     def size(most: int, whole: int) -> int:
         return -(-draw.randint(1, most) // whole) * whole
@@ -210,7 +211,7 @@ def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: An
     return {
         "m": size(height * 3 // 2, max(step if major[0] != "k" else 1, 4 if out == "m" else 1)),
         "n": size(width * 3 // 2, max(step if major[1] != "k" else 1, 4 if out == "n" else 1)),
-        "k": size(2600 // BITS[types[0]] * 2, step),
+        "k": size(2600 // bits(types[0]) * 2, step),
         "batch": draw.randint(1, 2),
         "major": major,
         "out": out,

@@ -42,17 +42,17 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
 def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], bool]:
     torch.manual_seed(0)
     made, given = gemm.operands(c, m, n, k, 1), gemm.arguments(c.epilogue, m, n, 1)
-    fresh, expected = ([x.clone() for x in given] for _ in range(2))
+    fresh, expected = ({name: x.clone() for name, x in given.items()} for _ in range(2))
     gemm.reference.evaluate(c.epilogue, gemm.product(c, made), expected)
     kernel, count = gemm.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
 
     def run(scheduler: str, seed: int) -> bool:
-        for x, y in zip(given, fresh, strict=True):
-            x.copy_(y)
+        for name, x in given.items():
+            x.copy_(fresh[name])
         with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed, multiprocessors=count):
-            kernel(*made, *given, count, 0)
-        return all(torch.allclose(x.float(), y.float(), rtol=1e-5, atol=1e-4)
-                   for x, y in zip(given, expected, strict=True))  # fmt: skip
+            gemm.call(kernel, c, {**made, **given}, count)
+        return all(torch.allclose(x.float(), expected[name].float(), rtol=1e-5, atol=1e-4)
+                   for name, x in given.items())  # fmt: skip
 
     return run
 

@@ -10,6 +10,7 @@ import torch
 
 from cudnn.launch import emulate, emulation
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
+from cudnn_kernels.problem import BlockScale, Operand
 from support.compiled import compile_kernel
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -19,6 +20,12 @@ MULTIPROCESSORS = 3
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 PLAIN = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 SCALED = [operand for operand in sorted(OPERANDS, key=str) if operand[2]]
+
+
+def configured(
+    dtype: str, major: str, scale: str | None = None, vector: int = 0, **options: Any
+) -> OperandConfiguration:
+    return OperandConfiguration(Operand(dtype, major, BlockScale(scale, vector) if scale else None), **options)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -58,22 +65,23 @@ def dequantised(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel makes of codes (l, mn, k) and scale codes (l, mn, blocks), and what is right."""
     c = configuration
-    if c.dtype == "float4_e2m1fn_x2":
+    if c.source.dtype == "float4_e2m1fn_x2":
         values = FP4_VALUES[codes.int()]
         codes = codes[:, :, ::2] | codes[:, :, 1::2] << 4
         source = with_major(codes, "k")
     else:
-        values = codes.view(getattr(torch, c.dtype)).float()
-        source = with_major(codes, c.major).view(getattr(torch, c.dtype))
-    target = with_major(torch.full_like(values, 12345, dtype=torch.bfloat16), c.major)
-    run(c, source, atoms(scales).view(getattr(torch, c.scale_dtype or "")), target)
-    factor = scale_values(scales, c.scale_dtype or "").repeat_interleave(c.vector, dim=2)[:, :, : values.shape[2]]
+        values = codes.view(getattr(torch, c.source.dtype)).float()
+        source = with_major(codes, c.source.major).view(getattr(torch, c.source.dtype))
+    target = with_major(torch.full_like(values, 12345, dtype=torch.bfloat16), c.source.major)
+    run(c, source, atoms(scales).view(getattr(torch, c.source.scale.dtype)), target)
+    factor = scale_values(scales, c.source.scale.dtype).repeat_interleave(c.source.scale.vector, dim=2)
+    factor = factor[:, :, : values.shape[2]]
     return target, (values * factor).bfloat16().permute(1, 2, 0)
 
 
 def random_codes(c: OperandConfiguration, l: int, mn: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: E741
-    codes = torch.randint(0, 16 if c.dtype == "float4_e2m1fn_x2" else 256, (l, mn, k), dtype=torch.uint8)
-    return codes, torch.randint(0, 256, (l, mn, -(-k // c.vector)), dtype=torch.uint8)
+    codes = torch.randint(0, 16 if c.source.dtype == "float4_e2m1fn_x2" else 256, (l, mn, k), dtype=torch.uint8)
+    return codes, torch.randint(0, 256, (l, mn, -(-k // c.source.scale.vector)), dtype=torch.uint8)
 
 
 def assert_same_bits(target: torch.Tensor, expected: torch.Tensor) -> None:
@@ -86,22 +94,22 @@ def assert_same_bits(target: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("operand", SCALED, ids=str)
 def test_every_code_times_every_scale(operand: tuple[Any, ...]) -> None:
     """Infinities, NaN, subnormals of the source, the scale and the result included."""
-    c = OperandConfiguration(*operand, resident=1)
-    scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(1, 256, 256 // c.vector)
+    c = configured(*operand, resident=1)
+    scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(1, 256, 256 // c.source.scale.vector)
     codes = torch.arange(256, dtype=torch.uint8).expand(1, 256, 256)
-    target, expected = dequantised(c, codes % 16 if c.dtype == "float4_e2m1fn_x2" else codes, scales)
+    target, expected = dequantised(c, codes % 16 if c.source.dtype == "float4_e2m1fn_x2" else codes, scales)
     assert_same_bits(target, expected)
     small = expected.isfinite() & (expected.abs() < torch.finfo(torch.bfloat16).tiny) & (expected != 0)
     assert expected.isnan().any()
-    assert bool(small.any()) == (c.scale_dtype == "float8_e8m0fnu")
+    assert bool(small.any()) == (c.source.scale.dtype == "float8_e8m0fnu")
 
 
 @pytest.mark.parametrize(("mn", "k", "l"), [(1, 32, 1), (144, 288, 2), (272, 96, 3), (37, 1056, 1)])
 @pytest.mark.parametrize("operand", [o for o in SCALED if o[0] != "float8_e5m2"], ids=str)
 def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) -> None:  # noqa: E741
     """Partial tiles, more tiles than CTAs."""
-    c = OperandConfiguration(*operand, resident=1)
-    if c.major == "mn":
+    c = configured(*operand, resident=1)
+    if c.source.major == "mn":
         mn, k = -(-mn // 16) * 16, k - 13
     assert_same_bits(*dequantised(c, *random_codes(c, l, mn, k)))
 
@@ -113,7 +121,7 @@ def test_transposed(dtype: torch.dtype, mn: int, k: int, l: int) -> None:  # noq
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     codes = torch.randint(0, 256, (l, mn, k * dtype.itemsize), dtype=torch.uint8).view(integer)
     target = torch.zeros_like(codes)
-    c = OperandConfiguration(name(dtype), "mn", resident=1)
+    c = configured(name(dtype), "mn", resident=1)
     launch = run(c, with_major(codes, "mn").view(dtype), with_major(target, "k").view(dtype))
     assert torch.equal(target, codes)
     assert launch.bank_conflicts == 0
@@ -127,7 +135,7 @@ def test_strided_parts() -> None:
     source = codes.view(torch.float8_e5m2)[::2, :40, 32:].permute(1, 2, 0)
     sf = atoms(scales[::2, :40, 1:]).view(torch.float8_e8m0fnu)
     run(
-        OperandConfiguration("float8_e5m2", "k", "float8_e8m0fnu", 32, resident=1),
+        configured("float8_e5m2", "k", "float8_e8m0fnu", 32, resident=1),
         source,
         sf,
         target[::2, :40, 32:].permute(1, 2, 0),
@@ -139,7 +147,7 @@ def test_strided_parts() -> None:
     target = torch.zeros(3, 64, 96, dtype=torch.uint8)
     source = codes.transpose(1, 2).contiguous().transpose(1, 2).view(torch.float8_e5m2)[1:, 16:, :48].permute(1, 2, 0)
     run(
-        OperandConfiguration("float8_e5m2", "mn", resident=1),
+        configured("float8_e5m2", "mn", resident=1),
         source,
         target.view(torch.float8_e5m2)[1:, 16:, :48].permute(1, 2, 0),
     )
@@ -152,18 +160,18 @@ def test_strided_parts() -> None:
 @pytest.mark.parametrize("operand", [o for o in sorted(OPERANDS, key=str) if o[0] == "float8_e4m3fn"], ids=str)
 def test_rows_that_end_anywhere(operand: tuple[Any, ...], mn: int, k: int) -> None:
     """Their strides are multiples of 16 bytes all the same."""
-    c = OperandConfiguration(*operand, resident=1)
+    c = configured(*operand, resident=1)
     codes = torch.randint(0, 256, (2, -(-mn // 16) * 16, -(-k // 16) * 16), dtype=torch.uint8)
-    source = with_major(codes, c.major).view(torch.float8_e4m3fn)[:mn, :k]
+    source = with_major(codes, c.source.major).view(torch.float8_e4m3fn)[:mn, :k]
     expected = codes[:, :mn, :k].permute(1, 2, 0)
-    target = with_major(torch.zeros_like(codes, dtype=getattr(torch, c.to)), c.to_major)[:mn, :k]
-    if c.scale_dtype is None:
+    target = with_major(torch.zeros_like(codes, dtype=getattr(torch, c.result.dtype)), c.result.major)[:mn, :k]
+    if c.source.scale is None:
         run(c, source, target)
         assert torch.equal(target.view(torch.uint8), expected)
         return
     scales = torch.randint(0, 256, (2, mn, -(-k // 32)), dtype=torch.uint8)
     run(c, source, atoms(scales).view(torch.float8_e8m0fnu), target)
-    factor = scale_values(scales, c.scale_dtype).repeat_interleave(32, dim=2)[:, :, :k].permute(1, 2, 0)
+    factor = scale_values(scales, c.source.scale.dtype).repeat_interleave(32, dim=2)[:, :, :k].permute(1, 2, 0)
     assert_same_bits(target, (expected.view(torch.float8_e4m3fn).float() * factor).bfloat16())
 
 
@@ -172,7 +180,7 @@ def test_rows_that_end_anywhere(operand: tuple[Any, ...], mn: int, k: int) -> No
 def test_transposed_whatever_the_order_of_things(dtype: torch.dtype, scheduler: str) -> None:
     codes = torch.randint(0, 256, (1, 400, 400 * dtype.itemsize), dtype=torch.uint8).view(dtype)
     target = torch.zeros_like(codes)
-    c = OperandConfiguration(name(dtype), "mn", resident=1)
+    c = configured(name(dtype), "mn", resident=1)
     run(c, with_major(codes.view(torch.uint8).view(dtype), "mn"), with_major(target, "k"), scheduler=scheduler, seed=1)
     assert torch.equal(target.view(torch.uint8), codes.view(torch.uint8))
 
@@ -184,10 +192,11 @@ def test_transposed_whatever_the_order_of_things(dtype: torch.dtype, scheduler: 
     ids=str,
 )
 def test_no_local_memory_and_wide_accesses(operand: tuple[Any, ...], arch: str) -> None:
+    from cudnn_kernels import fakes
     from cudnn_kernels.sm90 import operand as module
 
-    c = OperandConfiguration(*operand)
-    compiled = compile_kernel(arch, module.PrepareOperand(c), *module.arguments(c))
+    c = configured(*operand)
+    compiled = compile_kernel(arch, module.PrepareOperand(c), *fakes.arguments(c))
     assert compiled.stack == 0
     assert compiled.registers <= 128
     assert set(re.findall(r"st\.global\S*", compiled.ptx)) == {"st.global.v4.b32"}
@@ -206,4 +215,4 @@ def test_no_local_memory_and_wide_accesses(operand: tuple[Any, ...], arch: str) 
 )
 def test_refused(operand: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match="neither a block-scaled format nor an MN-major operand"):
-        OperandConfiguration(*operand)
+        configured(*operand)

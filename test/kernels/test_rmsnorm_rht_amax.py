@@ -16,11 +16,12 @@ ARCHITECTURES = ["sm_90a", "sm_100a"]
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("columns", USUAL_COLUMNS)
 def test_no_local_memory_and_wide_accesses(arch: str, columns: int) -> None:
+    from cudnn_kernels import fakes
     from cudnn_kernels.norm import rmsnorm_rht_amax as module
 
     configuration = configure_rmsnorm_rht_amax("bfloat16", columns)
     kernel = {"sm_90a": module.RmsNormRhtAmax, "sm_100a": module.BlackwellRmsNormRhtAmax}[arch]
-    compiled = compile_kernel(arch, kernel(configuration), *module.arguments(configuration))
+    compiled = compile_kernel(arch, kernel(configuration), *fakes.arguments(configuration))
     assert compiled.stack == 0
     assert compiled.registers * configuration.threads * configuration.teams <= 64 * 1024
     accesses = re.findall(r"(?:ld|st)\.(?:global|shared)\.(?:v\d\.)?b\d+", compiled.ptx)

@@ -170,7 +170,7 @@ def test_what_cannot_be_disassembled_is_refused(monkeypatch: pytest.MonkeyPatch)
         sass.disassemble(b"")
 
 
-def kind(arch: str, a: str, scale: str, vector: int, pair: bool, columns: int) -> str:
+def kind(arch: str, a: str, vector: int, pair: bool, columns: int) -> str:
     """The instruction that PTX's kind of product becomes."""
     if arch == "sm_90a":
         names = {"bfloat16": "BF16", "float16": "F16", "float32": "TF32", **dict.fromkeys(FLOAT8, "")}
@@ -196,11 +196,12 @@ def test_kernels_are_what_their_configurations_ask_for(arch: str) -> None:
             continue
         c, facts = CONFIGURATIONS[name][1], kernel.facts
         hopper = arch == "sm_90a"
-        assert facts.mma == kind(arch, c.a, c.scale, c.vector, c.tile[0] == 256, c.tile[1]), name
+        vector = c.a.scale.vector if c.a.scale else 0
+        assert facts.mma == kind(arch, c.a.dtype, vector, c.tile[0] == 256, c.tile[1]), name
         assert facts.run == (8 if c.pingpong else 4), name  # 128 bytes of k at 32 a product; ping-pong: 128 rows at 64
         assert facts.registers <= (240 if hopper else 255), name
         assert kernel.buffers >= (3 if hopper else 2), name
-        factors = c.tile[2] // c.vector // 4 if c.vector else 0  # columns of factors, four to a copy of 128 rows
+        factors = c.tile[2] // vector // 4 if vector else 0  # columns of factors, four to a copy of 128 rows
         assert facts.copies == factors * (1 + -(-c.tile[1] // 128)), name
         assert facts.epilogue.tensor == (0 if hopper else c.tile[1]), name
         assert kernel.columns <= 512, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,19 @@ import pytest
 import torch
 
 import ptx_emulator
-from cudnn_kernels import compiler
+from cudnn_kernels import compiler, fakes
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import reference
+from cudnn_kernels.formats import bits as bits_of
+from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense
+from cudnn_kernels.signature import signature
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 ARCHES = (HOPPER, BLACKWELL)
 MODULES = {HOPPER: "cudnn_kernels.sm90.gemm", BLACKWELL: "cudnn_kernels.sm100.gemm"}
 PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
-BITS = {"bfloat16": 16, "float16": 16, "float32": 32, E4M3: 8, E5M2: 8, PACKED: 4}
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -36,12 +38,18 @@ def in_turn(cases: Sequence[tuple[Any, ...]], most: int | None = None) -> list[A
     ]
 
 
-def configuration(epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", **options: Any) -> GemmConfiguration:
-    """Small tiles, and 128 bytes along k, unless ``options`` say otherwise."""
+def configuration(
+    epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", *, majors: str = "kk", scale: str = "", vector: int = 0,
+    **options: Any,
+) -> GemmConfiguration:  # fmt: skip
+    """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk"."""
     defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
     given = {**defaults, **options}
-    given["tile"] = (*given["tile"], 1024 // BITS[a])[:3]
-    return GemmConfiguration(a=a, b=b or a, epilogue=tuple(epilogue), **given)
+    given["tile"] = (*given["tile"], 1024 // bits_of(a))[:3]
+    factors = BlockScale(scale, vector) if scale else None
+    operands = [Operand(dtype, "k" if major == "k" else "mn", factors)
+                for dtype, major in zip((a, b or a), majors, strict=True)]  # fmt: skip
+    return GemmConfiguration(*operands, epilogue=tuple(epilogue), **given)
 
 
 def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
@@ -49,7 +57,7 @@ def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
     own, a CTA of a pair has on Blackwell.
     """
     if arch == HOPPER:
-        return replace(c, promote=int(BITS[c.a] == 8))
+        return replace(c, promote=int(c.a.bits == 8))
     rows = 256 if c.pingpong else max(c.tile[0], 128)
     return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
                    if c.pingpong else c.cluster)  # fmt: skip
@@ -68,13 +76,13 @@ def compiled(arch: str, c: GemmConfiguration) -> Callable[..., None]:
     """The kernel as the emulator runs it."""
     module = importlib.import_module(MODULES[arch])
     with ptx_emulator.emulate(arch):
-        return compiler.compile_for(arch, module.Gemm(c), *module.arguments(c))
+        return compiler.compile_for(arch, module.Gemm(c), *fakes.arguments(c))
 
 
 def host_module(arch: str, c: GemmConfiguration) -> str:
     """What loads and launches the kernel, as the compiler's text."""
     module = importlib.import_module(MODULES[arch])
-    return str(compiler.compile_for(arch, module.Gemm(c), *module.arguments(c)).ir_module)
+    return str(compiler.compile_for(arch, module.Gemm(c), *fakes.arguments(c)).ir_module)
 
 
 def matrix(rows: int, columns: int, batch: int, dtype: str, column_major: bool = False) -> torch.Tensor:
@@ -124,68 +132,79 @@ def decoded(x: torch.Tensor, factors: torch.Tensor | None = None, vector: int = 
     return values * sizes[:rows].repeat_interleave(vector, 1)[:, :k]
 
 
-def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: int = 0) -> list[torch.Tensor]:
-    """A, B and their factors, if there are some."""
-    sizes = [(m, c.a, c.a_major, batch), (n, c.b, c.b_major, experts or batch)]
-    made = [operand(rows, k, count, dtype, major) for rows, dtype, major, count in sizes]
-    if c.scale:
-        made += [factors(rows, k, count, c.scale, c.vector) for rows, _, _, count in sizes]
+def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: int = 0) -> dict[str, torch.Tensor]:
+    """A, B and their factors, if there are some, by name."""
+    made = {}
+    for name, x, rows, count in (("a", c.a, m, batch), ("b", c.b, n, experts or batch)):
+        made[name] = operand(rows, k, count, x.dtype, x.major)
+        if x.scale:
+            made[f"sf{name}"] = factors(rows, k, count, x.scale.dtype, x.scale.vector)
     return made
 
 
-def product(c: GemmConfiguration, given: Sequence[torch.Tensor]) -> torch.Tensor:
+def values(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """A and B times their factors, in float64."""
+    return [decoded(given[name], given.get(f"sf{name}"), x.scale.vector if x.scale else 0)
+            for name, x in (("a", c.a), ("b", c.b))]  # fmt: skip
+
+
+def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A B^T, (m, n, l), in float64, rounded once."""
-    a, b = (decoded(given[i], given[i + 2] if c.scale else None, c.vector) for i in range(2))
-    return torch.einsum("mkl,nkl->mnl", a, b).float()
+    return torch.einsum("mkl,nkl->mnl", *values(c, given)).float()
 
 
-def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> list[Any]:
-    """Random inputs, outputs of NaN, for an epilogue."""
-    made: list[Any] = []
+def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, Any]:
+    """Random inputs, outputs of NaN, for an epilogue, by name."""
+    made: dict[str, Any] = {}
     for o in epilogue:
         if isinstance(o, declared.Scale):
-            made.append(0.5)
+            made[o.tensor] = 0.5
         elif isinstance(o, declared.StoreTile):
             if o.dtype == PACKED:
-                made.append(matrix(m, n // 2, batch, "uint8"))
+                made[o.tensor] = matrix(m, n // 2, batch, "uint8")
             else:
-                made.append(matrix(m, n, batch, o.dtype, o.major == "m"))
+                made[o.tensor] = matrix(m, n, batch, o.dtype, o.major == "m")
         elif isinstance(o, declared.LoadTile):
             x = matrix(m, n, batch, o.dtype, o.major == "m")
-            made.append(x.copy_(torch.randn(x.shape)))
+            made[o.tensor] = x.copy_(torch.randn(x.shape))
         elif isinstance(o, declared.MultiplyColumn):
-            made.append(torch.randn(batch, 1, m).permute(2, 1, 0))
+            made[o.tensor] = torch.randn(batch, 1, m).permute(2, 1, 0)
         elif isinstance(o, declared.SumRow):
-            made.append(torch.zeros(batch, 1, m).permute(2, 1, 0))
+            made[o.tensor] = torch.zeros(batch, 1, m).permute(2, 1, 0)
         elif isinstance(o, declared.AddRow):
-            made.append(torch.randn(batch, n).to(getattr(torch, o.dtype)).t())
+            made[o.tensor] = torch.randn(batch, n).to(getattr(torch, o.dtype)).t()
         elif isinstance(o, declared.Amax):
-            made.append(torch.full((batch if o.by_expert else 1,), -torch.inf))
+            made[o.tensor] = torch.full((batch if o.by_expert else 1,), -torch.inf)
         elif isinstance(o, declared.QuantizeRows):
-            made += [scales(m, -(-n // o.vector), batch, o.scale_dtype), torch.tensor([0.01])]
+            made |= {o.tensor: scales(m, -(-n // o.vector), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
         elif isinstance(o, declared.QuantizeColumns):
-            made += [scales(n, -(-m // 32), batch, o.scale_dtype), torch.tensor([0.01])]
-        elif isinstance(o, declared.Swiglu):
-            n //= 2
+            made |= {o.tensor: scales(n, -(-m // 32), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
+        n //= o.narrowing
     return made
+
+
+def call(kernel: Callable[..., None], c: Any, tensors: Mapping[str, Any], multiprocessors: int) -> None:
+    """Calls a kernel on the emulator with arguments by name."""
+    given = {**tensors, "multiprocessors": multiprocessors, "stream": 0}
+    kernel(*(given[slot.name] for slot in signature(c)))
 
 
 def run(
     arch: str, c: GemmConfiguration, m: int, n: int, k: int, batch: int = 1, *,
     change: Callable[..., None] | None = None, multiprocessors: int = 4, **options: Any,
-) -> tuple[list[Any], list[Any], ptx_emulator.Report]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any], ptx_emulator.Report]:  # fmt: skip
     """The epilogue's arguments as the kernel left them, as the reference does, and the emulator's report.
 
     ``change`` edits operands and arguments before. There are at least as many multiprocessors as a cluster needs.
     """
     made, given = operands(c, m, n, k, batch), arguments(c.epilogue, m, n, batch)
     if change is not None:
-        change(*made[:2], given)
-    expected = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        change(made["a"], made["b"], given)
+    expected = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     reference.evaluate(c.epilogue, product(c, made), expected)
     kernel, count = compiled(arch, c), max(multiprocessors, c.cluster[0] * c.cluster[1])
     with ptx_emulator.emulate(arch, races=True, multiprocessors=count, **options) as report:
-        kernel(*made, *given, count, 0)
+        call(kernel, c, {**made, **given}, count)
     return given, expected, report
 
 

@@ -5,86 +5,213 @@ An epilogue is a tuple of these declarations, applied from left to right to name
 a GPU is in the modules beside it, of which ``cudnn_kernels.epilogue.table`` says which class runs which declaration;
 what each one means for whole tensors is in ``cudnn_kernels.epilogue.reference``.
 
-``tensor`` names an argument of the kernel; the arguments of an epilogue come in the order of its declarations. Types go
-by PyTorch's names, ``major`` is the dimension of stride 1.
+``tensor`` names an argument of the kernel. A declaration says which arguments it has (``slots``) and what it asks of
+the configuration (``columns``, ``narrowing``, ``staged``, ``registers``), so that neither the host nor the heuristics
+need to know it. Types go by PyTorch's names, ``major`` is the dimension of stride 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-RECIPROCALS: Mapping[str, float] = {"float8_e4m3fn": 1 / 448, "float8_e5m2": 1 / 128, "float4_e2m1fn_x2": 1 / 6}
-"""What quantisers multiply the largest magnitude by: 1 / limit, and 1 for other types. e5m2's values reach 128 only."""
+from cudnn_kernels.formats import bits
+from cudnn_kernels.signature import Scalar, Tensor, block_scales, column, matrix, vector
 
 
 @dataclass(frozen=True)
-class Scale:
+class Place:
+    """Names of sizes where a declaration stands: ``columns`` reach it, ``groups`` have a row vector each."""
+
+    columns: str
+    groups: str
+    rows: str = "m"
+    batch: str = "l"
+
+
+class Declaration:
+    """What every declaration says of itself."""
+
+    columns: ClassVar[int] = 1
+    """Columns come in multiples of as many: in a tile, and as many as pass through the epilogue at a time."""
+    narrowing: ClassVar[int] = 1
+    """Columns that go in, for each that comes out."""
+    registers: ClassVar[bool] = False
+    """Whether it holds more values in registers than a fragment, which ping-pong on Hopper has no room for."""
+
+    @property
+    def step(self) -> int:
+        """``columns``, where that depends on the fields."""
+        return self.columns
+
+    @property
+    def staged(self) -> int:
+        """Bits that each value takes in shared memory on its way to or from the tensor."""
+        return 0
+
+    def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
+        """Its arguments of the kernel."""
+        return ()
+
+
+def slots_of(epilogue: Sequence[Declaration], groups: str) -> tuple[Tensor | Scalar, ...]:
+    """The arguments of all declarations. Those of the same name are one, declared alike."""
+    place, found = Place("n", groups), {}
+    for declaration in epilogue:
+        for slot in declaration.slots(place):
+            found.setdefault(slot.name, slot)
+        if declaration.narrowing > 1:
+            place = Place("columns", groups)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an epilogue asks of a configuration: ``columns`` of a part are multiples of so many, ``staged`` are the bits
+    of each tensor that passes through shared memory, ``narrowing`` as of all declarations together.
+    """
+
+    columns: int
+    narrowing: int
+    staged: tuple[int, ...]
+    registers: bool
+
+
+def needs_of(epilogue: Sequence[Declaration]) -> Needs:
+    """What all declarations ask for together."""
+    columns, narrowing, staged, registers = 1, 1, [], False
+    for declaration in epilogue:
+        columns = math.lcm(columns, narrowing * declaration.step)
+        narrowing *= declaration.narrowing
+        staged += [declaration.staged] if declaration.staged else []
+        registers |= declaration.registers
+    return Needs(columns, narrowing, tuple(staged), registers)
+
+
+@dataclass(frozen=True)
+class Scale(Declaration):
     """x = x * a, where ``a`` is a float that the caller passes."""
 
     tensor: str = "alpha"
 
+    def slots(self, place: Place) -> tuple[Scalar, ...]:
+        return (Scalar(self.tensor, "float32"),)
+
 
 @dataclass(frozen=True)
-class LoadTile:
-    """Names a tensor (m, n, l) ``value``."""
+class _Tile(Declaration):
+    """A tensor (m, n, l) whose tiles pass through shared memory."""
 
     tensor: str
     dtype: str
     major: str = "n"
+
+    @property
+    def staged(self) -> int:
+        return bits(self.dtype)
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        shape = (place.rows, place.columns, place.batch)
+        return (matrix(self.tensor, self.dtype, shape, 1 if self.major == "n" else 0),)
+
+
+@dataclass(frozen=True)
+class LoadTile(_Tile):
+    """Names a tensor (m, n, l) ``value``."""
+
     value: str = "c"
 
 
 @dataclass(frozen=True)
-class StoreTile:
+class StoreTile(_Tile):
     """Rounds a value to the tensor's type, to nearest even, and writes it: (m, n, l).
 
     Types of 8 bits and fewer saturate. float4_e2m1fn_x2, with major n only, is a uint8 tensor (m, n / 2, l), the left
     column of two in the low half; it has no NaN, which becomes the largest magnitude.
     """
 
-    tensor: str
-    dtype: str
-    major: str = "n"
     value: str = "x"
 
 
 @dataclass(frozen=True)
-class MultiplyColumn:
+class MultiplyColumn(Declaration):
     """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), float32."""
 
     tensor: str = "prob"
 
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (column(self.tensor, place.rows, place.batch),)
+
 
 @dataclass(frozen=True)
-class AddRow:
+class AddRow(Declaration):
     """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert."""
 
     tensor: str
     dtype: str
 
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (vector(self.tensor, self.dtype, place.columns, place.groups),)
+
 
 @dataclass(frozen=True)
-class Swiglu:
-    """Of every 64 columns, 32 gates and 32 others make 32 columns: x = other * gate * sigmoid(gate)."""
+class Gate:
+    """What a gated activation makes of a gate g and the other value u, both clamped before:
 
+        g = min(g, clamp_max),  u = max(min(u, clamp_max), clamp_min)
+        y = (u + offset) f(g)
+
+    with f(g) = g / (1 + exp(-slope g)) for the kind ``swish``, and max(g, 0) for ``relu``. A parameter that is a string
+    names a float that the caller passes. Without clamps nothing is clamped.
+    """
+
+    kind: str = "swish"
+    slope: float | str = 1.0
+    clamp_max: float | str | None = None
+    clamp_min: float | str | None = None
+    offset: float | str = 0.0
+
+    def slots(self) -> tuple[Scalar, ...]:
+        """The parameters that the caller passes."""
+        names = (self.slope, self.clamp_max, self.clamp_min, self.offset)
+        return tuple(Scalar(name, "float32") for name in names if isinstance(name, str))
+
+
+SWIGLU, GEGLU, REGLU = Gate(), Gate("swish", 1.702, 7.0, -7.0, 1.0), Gate("relu")
+
+BLOCK = 32
+"""Columns of one role, where gates and other columns take turns."""
+
+
+@dataclass(frozen=True)
+class Gated(Declaration):
+    """Of every 64 columns, 32 gates and 32 others make 32 columns, as :class:`Gate` says."""
+
+    gate: Gate = SWIGLU
     gate_first: bool = False
+    columns: ClassVar[int] = 2 * BLOCK
+    narrowing: ClassVar[int] = 2
+
+    def slots(self, place: Place) -> tuple[Scalar, ...]:
+        return self.gate.slots()
 
 
 @dataclass(frozen=True)
-class SquaredRelu:
+class SquaredRelu(Declaration):
     """x = relu(x)^2."""
 
 
 @dataclass(frozen=True)
-class SquaredReluBackward:
+class SquaredReluBackward(Declaration):
     """x = 2 relu(x) c, and the value ``prob_gradient`` = relu(x)^2 c, for a value ``c``."""
 
     gradient: str = "c"
 
 
 @dataclass(frozen=True)
-class Amax:
+class Amax(Declaration):
     """a[i] = max(a[i], |x|), before rounding; NaN where a value is. i is 0, or the expert.
 
     The caller fills ``a``, float32, with -inf or with 0.
@@ -93,17 +220,23 @@ class Amax:
     tensor: str = "amax"
     by_expert: bool = False
 
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (Tensor(self.tensor, "float32", (place.groups if self.by_expert else 1,), (1,), align=4),)
+
 
 @dataclass(frozen=True)
-class SumRow:
+class SumRow(Declaration):
     """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. The order is not fixed."""
 
     tensor: str
     value: str
 
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (column(self.tensor, place.rows, place.batch),)
+
 
 @dataclass(frozen=True)
-class QuantizeRows:
+class QuantizeRows(Declaration):
     """Divides every ``vector`` columns by a common scale factor, and writes the factors.
 
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
@@ -120,10 +253,22 @@ class QuantizeRows:
     scale_dtype: str
     vector: int
     norm_const: str = "norm_const"
+    registers: ClassVar[bool] = True
+
+    @property
+    def step(self) -> int:
+        return self.vector
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        blocks = f"{place.columns} / {self.vector}"
+        return (
+            block_scales(self.tensor, self.scale_dtype, place.rows, blocks, place.batch),
+            Tensor(self.norm_const, "float32", (1,), (1,), align=4),
+        )
 
 
 @dataclass(frozen=True)
-class QuantizeColumns:
+class QuantizeColumns(Declaration):
     """As :class:`QuantizeRows` for every 32 rows of a column, into the value ``columns``; x stays.
 
     The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
@@ -135,3 +280,10 @@ class QuantizeColumns:
     scale_dtype: str
     value: str = "columns"
     norm_const: str = "norm_const"
+    registers: ClassVar[bool] = True
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (
+            block_scales(self.tensor, self.scale_dtype, place.columns, f"{place.rows} / 32", place.batch),
+            Tensor(self.norm_const, "float32", (1,), (1,), align=4),
+        )

@@ -9,18 +9,13 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cudnn_kernels.epilogue import BLOCK, Gate
 from cudnn_kernels.epilogue.fragment import Fragment, pick
-from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
-from cudnn_kernels.types import DTYPES, fake
-
-BLOCK = 32  # columns of one role, where gates and other columns take turns
+from cudnn_kernels.epilogue.operation import Operation, Tile
 
 
 class Scale(Operation):
     """One multiplication for each value."""
-
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (Float32(0.0),)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
@@ -29,9 +24,6 @@ class Scale(Operation):
 
 class MultiplyColumn(Operation):
     """A thread loads the factors of its rows before the tile's products."""
-
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake("float32", (sizes.m, 1, sizes.l), None, align=4),)
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
@@ -46,10 +38,6 @@ class MultiplyColumn(Operation):
 
 class AddRow(Operation):
     """The group loads what the tile's columns need into shared memory before the tile's products."""
-
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        size = DTYPES[self.o.dtype].width // 8
-        return (fake(self.o.dtype, (sizes.n, cute.sym_int()), 0, align=size),)
 
     def bytes(self) -> int:
         return self.plan.groups * self.columns() * 4 + 16
@@ -79,15 +67,14 @@ class AddRow(Operation):
                 x.values[i] = fma(value, exists, x.values[i])  # rows outside stay 0, for reductions
 
 
-class Swiglu(Operation):
+class Gated(Operation):
     """Gate and other lie 32 columns apart, in the same thread."""
-
-    narrowing, count = 2, 0
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, half = values["x"], self.width // 2
         y = Fragment(self.plan.fragment(Float32, half), half, x.rows)
         block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
+        activation = Activation(self.o.gate, self.parameters)
         for slot in range(x.rows.slots):
             wide, narrow = x.rows.order(self.width, slot), y.rows.order(half, slot)
             for position, target in enumerate(narrow):
@@ -95,14 +82,32 @@ class Swiglu(Operation):
                 gate, other = (x.values[wide[i]] for i in (first, first + block))
                 if not self.o.gate_first:
                     gate, other = other, gate
-                y.values[target] = other * silu(gate)
+                y.values[target] = activation(gate, other)
         values["x"] = y
+
+
+class Activation:
+    """A declared gate at work: ``parameters`` are those that the caller passes."""
+
+    def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
+        given = dict(zip((slot.name for slot in gate.slots()), parameters, strict=True))
+        self.kind = gate.kind
+        self.slope, self.largest, self.least, self.offset = (
+            given[x] if isinstance(x, str) else x for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset)
+        )
+
+    def __call__(self, gate: Float32, other: Float32) -> Float32:
+        if self.largest is not None:
+            gate, other = (minimum(x, self.largest) for x in (gate, other))
+        if self.least is not None:
+            other = maximum(other, self.least)
+        if not (isinstance(self.offset, float) and self.offset == 0.0):
+            other = other + self.offset
+        return other * (relu(gate) if self.kind == "relu" else swish(gate, self.slope))
 
 
 class SquaredRelu(Operation):
     """max(x, 0)^2"""
-
-    count = 0
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
@@ -113,8 +118,6 @@ class SquaredRelu(Operation):
 
 class SquaredReluBackward(Operation):
     """Both results from one product: relu(x) c."""
-
-    count = 0
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, c = values["x"].values, values[self.o.gradient].values
@@ -139,9 +142,19 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     )
 
 
-def silu(x: Float32) -> Float32:
-    """x / (1 + exp(-x)), within 2 ulp of exp's and the reciprocal's approximations."""
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -math.log2(math.e), fastmath=True))
+def swish(x: Float32, slope: Any = 1.0) -> Float32:
+    """x / (1 + exp(-slope x)), within 2 ulp of exp's and the reciprocal's approximations."""
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (slope * -math.log2(math.e)), fastmath=True))
+
+
+def minimum(a: Float32, b: Any) -> Float32:
+    """The smaller one, NaN if one is."""
+    return cute.arch.fmin(a, Float32(b), nan=True)
+
+
+def maximum(a: Float32, b: Any) -> Float32:
+    """The larger one, NaN if one is."""
+    return cute.arch.fmax(a, Float32(b), nan=True)
 
 
 @cute.jit

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cudnn_kernels.epilogue import Place, needs_of
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Symbolic sizes: ``n`` columns reach an operation."""
-
-    m: Any
-    n: Any
-    l: Any  # noqa: E741
 
 
 @dataclass(frozen=True)
@@ -68,20 +60,14 @@ class Operation:
     The methods are called while the kernel is traced. ``width`` columns of a part reach the operation.
     """
 
-    narrowing = 1  # columns that go in, for each that comes out
-    count = 1  # arguments
     reduces = False  # so values outside of the product must be 0
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         self.o, self.plan, self.width = declaration, plan, width
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Stand-ins for what the caller passes, ``count`` of them."""
-        return ()
-
-    def prepare(self, *arguments: Any) -> tuple[Any, ...]:
-        """On the host: the kernel's parameters."""
-        return arguments
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """On the host: the kernel's parameters, from its arguments by name."""
+        return tuple(arguments[slot.name] for slot in self.o.slots(Place("n", "l")))
 
     def bytes(self) -> int:
         """Shared memory that ``enter`` takes."""
@@ -123,28 +109,18 @@ class Epilogue:
 
         self.plan = plan
         self.operations: list[Operation] = []
+        needs = needs_of(declarations)
+        if plan.width % needs.columns:
+            raise ValueError(f"part: got {plan.width} columns; allowed: multiples of {needs.columns}, by the epilogue")
         width = plan.width
         for declaration in declarations:
             self.operations.append(OPERATIONS[type(declaration)](declaration, plan, width))
-            width //= self.operations[-1].narrowing
+            width //= declaration.narrowing
         self.reduces = any(operation.reduces for operation in self.operations)
 
-    def arguments(self, sizes: Sizes) -> list[Any]:
-        """Stand-ins for the arguments of all operations, in order."""
-        found: list[Any] = []
-        for operation in self.operations:
-            found += operation.arguments(sizes)
-            if operation.narrowing > 1:
-                sizes = replace(sizes, n=cute.sym_int())
-        return found
-
-    def prepare(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: each operation's parameters."""
-        parameters, rest = [], list(arguments)
-        for operation in self.operations:
-            mine, rest = rest[: operation.count], rest[operation.count :]
-            parameters.append(tuple(operation.prepare(*mine)))
-        return tuple(parameters)
+        return tuple(operation.prepare(arguments) for operation in self.operations)
 
     def bytes(self) -> int:
         """Shared memory of all operations."""
@@ -220,13 +196,13 @@ class Epilogue:
 def clear_outside(
     fragment: cutlass.Constexpr[Fragment], rows: Int32, columns: Int32, height: cutlass.Constexpr[int], thread: Int32
 ) -> None:
-    """Makes values in none of the first so many rows and columns 0, of a group's tile of some height."""
+    """Zeroes values outside the first ``rows`` x ``columns`` of a group's tile, which is ``height`` rows high."""
     if rows < height or columns < fragment.width:
         clear_each(fragment, rows, columns, thread)
 
 
 def clear_each(fragment: Fragment, rows: Int32, columns: Int32, thread: Int32) -> None:
-    """As above, value by value."""
+    """Zeroes values outside the first ``rows`` x ``columns``, one by one."""
     layout = fragment.rows
     for slot in range(layout.slots):
         inside = layout.inside(thread, slot, rows, columns)

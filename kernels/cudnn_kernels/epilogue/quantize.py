@@ -11,13 +11,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint16, Uint32, select_
-from cutlass.cute.runtime import make_fake_tensor
 
-from cudnn_kernels.epilogue import RECIPROCALS
-from cudnn_kernels.epilogue.arithmetic import fma
+from cudnn_kernels.epilogue.arithmetic import fma, maximum
 from cudnn_kernels.epilogue.fragment import WARP, Fragment, gather, reduce_scatter
-from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile
-from cudnn_kernels.types import DTYPES, fake
+from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import FORMATS
 
 TOKENS = 32  # rows of a column that share a factor
 LARGEST = 3.40282346638528859812e38  # float32
@@ -27,21 +26,14 @@ HALF_LEAST = 1 << 22  # bits of 2^-127, float32's only power of two that is no n
 class _Quantizer(Operation):
     """A factor is computed by one thread only."""
 
-    count, reduces = 2, True
-
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        atoms, batch = (cute.sym_int64(divisibility=512) for _ in range(2))
-        shape = (32, 4, cute.sym_int(), 4, cute.sym_int(), cute.sym_int())
-        stride = (16, 4, atoms, 1, 512, batch)
-        scales = make_fake_tensor(DTYPES[self.o.scale_dtype], shape, stride, assumed_align=16)
-        return scales, fake("float32", (1,), 0, align=4)
+    reduces = True
 
     def begin(self, tile: Tile) -> None:
         self.norm = self.parameters[1][0]
 
     def factor(self, largest: Float32) -> tuple[Int32, Float32]:
         """The factor's bits for a largest magnitude, and what to multiply values by."""
-        factor = largest * RECIPROCALS.get(self.o.dtype, 1.0) * self.norm
+        factor = largest * (1 / FORMATS[self.o.dtype].block_limit) * self.norm
         code, reciprocal = FACTORS[self.o.scale_dtype](factor)
         return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
 
@@ -52,11 +44,6 @@ class _Quantizer(Operation):
 
 class QuantizeRows(_Quantizer):
     """Threads that share a row reduce its vectors together, so that each ends up with some of them."""
-
-    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width)
-        if width % declaration.vector:
-            raise ValueError(f"parts of {width} columns cannot share factors by {declaration.vector}")
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, layout = values["x"], self.plan.layout
@@ -148,11 +135,6 @@ class QuantizeColumns(_Quantizer):
                 largest = maximum(largest, maxima[column, group * warps + warp])
             code, factors[column, group] = self.factor(largest)
             self.write(self.first_column(tile, part) + column, tile.row * groups + group, tile.batch, code)
-
-
-def maximum(a: Float32, b: Float32) -> Float32:
-    """The larger one; NaN if either is."""
-    return cute.arch.fmax(a, b, nan=True)
 
 
 def magnitude(values: Any) -> Float32:

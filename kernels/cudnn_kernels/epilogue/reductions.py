@@ -9,9 +9,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.epilogue.fragment import Fragment, accumulate
-from cudnn_kernels.epilogue.operation import Operation, Sizes, Tile
-from cudnn_kernels.types import fake
+from cudnn_kernels.epilogue.operation import Operation, Tile
 
 
 class Amax(Operation):
@@ -19,28 +19,22 @@ class Amax(Operation):
 
     reduces = True
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake("float32", (cute.sym_int(),), 0, align=4),)
-
     def begin(self, tile: Tile) -> None:
         self.largest = [Float32(0.0)] * self.plan.layout.chains
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
-        accumulate(self.largest, [cute.math.absf(x[i]) for i in range(cute.size(x))], larger)
+        accumulate(self.largest, [cute.math.absf(x[i]) for i in range(cute.size(x))], maximum)
 
     def end(self, tile: Tile) -> None:
         (amax,) = self.parameters
-        raise_amax(amax, tile.expert if self.o.by_expert else Int32(0), functools.reduce(larger, self.largest))
+        raise_amax(amax, tile.expert if self.o.by_expert else Int32(0), functools.reduce(maximum, self.largest))
 
 
 class SumRow(Operation):
     """A sum in registers over the tile's columns, one atomic addition for each row."""
 
     reduces = True
-
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        return (fake("float32", (sizes.m, 1, sizes.l), None, align=4),)
 
     def begin(self, tile: Tile) -> None:
         layout = self.plan.layout
@@ -56,11 +50,6 @@ class SumRow(Operation):
         for slot, mine in enumerate(self.sums):
             total = layout.across(functools.reduce(operator.add, mine), operator.add)
             add_to_row(sums, self.row(tile, slot), tile.batch, total, tile.thread % layout.neighbours == 0)
-
-
-def larger(a: Float32, b: Float32) -> Float32:
-    """The larger one, NaN if one is."""
-    return cute.arch.fmax(a, b, nan=True)
 
 
 @cute.jit

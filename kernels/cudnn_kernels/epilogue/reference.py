@@ -5,58 +5,71 @@ Tensors are PyTorch's, of which only methods are used, so this module imports no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cudnn_kernels import epilogue as declared
+from cudnn_kernels.formats import FORMATS, FP4
 
-LARGEST: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 FLOAT32_LARGEST = 3.40282346638528859812e38
 
 Values = dict[str, Any]  # tensors (m, n, l), float32, by name
-Arguments = Iterator[Any]
+Arguments = Mapping[str, Any]
 
 
-def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Sequence[Any]) -> None:
-    """Does to the arguments, given in the kernel's order, what the kernel does; ``accumulator`` is (m, n, l), float32.
+def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments) -> None:
+    """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32.
 
     Every l is an expert of its own.
     """
-    values, rest = {"x": accumulator}, iter(arguments)
+    values = {"x": accumulator}
     for declaration in declarations:
-        REFERENCES[type(declaration)](declaration, values, rest)
+        REFERENCES[type(declaration)](declaration, values, arguments)
 
 
 def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] * next(arguments)
+    values["x"] = values["x"] * arguments[o.tensor]
 
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
-    values[o.value] = next(arguments).float()
+    values[o.value] = arguments[o.tensor].float()
 
 
 def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
-    x, target = values[o.value], next(arguments)
-    if o.dtype == "float4_e2m1fn_x2":
+    x, target = values[o.value], arguments[o.tensor]
+    if o.dtype == FP4:
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
     else:
-        limit = LARGEST.get(o.dtype)
+        limit = FORMATS[o.dtype].largest
         target.copy_(x if limit is None else x.clamp(-limit, limit))
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] * next(arguments)
+    values["x"] = values["x"] * arguments[o.tensor]
 
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] + next(arguments).float().unsqueeze(0)
+    values["x"] = values["x"] + arguments[o.tensor].float().unsqueeze(0)
 
 
-def swiglu(o: declared.Swiglu, values: Values, arguments: Arguments) -> None:
-    pairs = values["x"].unflatten(1, (-1, 2, 32))
+def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
+    pairs = values["x"].unflatten(1, (-1, 2, declared.BLOCK))
     gate, other = (pairs.select(2, int(second)).flatten(1, 2) for second in (not o.gate_first, o.gate_first))
-    values["x"] = other * (gate * gate.sigmoid())
+    values["x"] = activate(o.gate, gate, other, arguments)
+
+
+def activate(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> Any:
+    """What a gated activation makes of gates and other values."""
+    slope, largest, least, offset = (
+        arguments[x] if isinstance(x, str) else x for x in (o.slope, o.clamp_max, o.clamp_min, o.offset)
+    )
+    gate, other = gate.clamp(max=largest) if largest is not None else gate, _clamped(other, least, largest)
+    return (other + offset) * (gate.relu() if o.kind == "relu" else gate * (slope * gate).sigmoid())
+
+
+def _clamped(x: Any, least: float | None, largest: float | None) -> Any:
+    return x if least is largest is None else x.clamp(least, largest)
 
 
 def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
@@ -72,21 +85,23 @@ def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, argum
 
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
-    largest, target = values["x"].abs().amax((0, 1)), next(arguments)
+    largest, target = values["x"].abs().amax((0, 1)), arguments[o.tensor]
     target.copy_(target.maximum(largest if o.by_expert else largest.amax()))
 
 
 def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
-    next(arguments).add_(values[o.value].sum(1, keepdim=True))
+    arguments[o.tensor].add_(values[o.value].sum(1, keepdim=True))
 
 
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
-    values["x"] = quantize(values["x"], o.dtype, o.scale_dtype, o.vector, next(arguments), next(arguments))
+    values["x"] = quantize(values["x"], o.dtype, o.scale_dtype, o.vector, arguments[o.tensor], arguments[o.norm_const])
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
     x = values["x"].transpose(0, 1)
-    values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, next(arguments), next(arguments)).transpose(0, 1)
+    values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, arguments[o.tensor], arguments[o.norm_const]).transpose(
+        0, 1
+    )
 
 
 def quantize(x: Any, dtype: str, scale_dtype: str, vector: int, scales: Any, norm: Any) -> Any:
@@ -99,7 +114,7 @@ def quantize(x: Any, dtype: str, scale_dtype: str, vector: int, scales: Any, nor
     padded = x.new_zeros(rows, groups * vector, batch)
     padded[:, :columns] = x
     padded = padded.unflatten(1, (groups, vector))
-    factor = padded.abs().amax(2) * declared.RECIPROCALS.get(dtype, 1.0) * norm
+    factor = padded.abs().amax(2) * (1 / FORMATS[dtype].block_limit) * norm
     codes, reciprocal = FACTORS[scale_dtype](factor, scales)
     _, _, row_atoms, _, group_atoms, _ = scales.shape
     atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
@@ -121,7 +136,7 @@ def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
 
 def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
     """Bits and reciprocals of the nearest values; 0 for 0."""
-    rounded = factor.clamp(max=LARGEST["float8_e4m3fn"]).to(scales.dtype)
+    rounded = factor.clamp(max=FORMATS["float8_e4m3fn"].largest).to(scales.dtype)
     value = rounded.float()
     return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
 
@@ -144,7 +159,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.StoreTile: store_tile,
     declared.MultiplyColumn: multiply_column,
     declared.AddRow: add_row,
-    declared.Swiglu: swiglu,
+    declared.Gated: gated,
     declared.SquaredRelu: squared_relu,
     declared.SquaredReluBackward: squared_relu_backward,
     declared.Amax: amax,

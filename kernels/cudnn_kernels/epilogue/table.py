@@ -12,7 +12,7 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.Scale: arithmetic.Scale,
     declared.MultiplyColumn: arithmetic.MultiplyColumn,
     declared.AddRow: arithmetic.AddRow,
-    declared.Swiglu: arithmetic.Swiglu,
+    declared.Gated: arithmetic.Gated,
     declared.SquaredRelu: arithmetic.SquaredRelu,
     declared.SquaredReluBackward: arithmetic.SquaredReluBackward,
     declared.LoadTile: tiles.LoadTile,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -13,10 +13,9 @@ from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Operation, Plan, Sizes, Tile, first_warp
-from cudnn_kernels.types import DTYPES, fake
-
-PACKED = {"float4_e2m1fn_x2": "uint8"}  # two columns an element
+from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.formats import FORMATS
 
 
 class _StagedTile(Operation):
@@ -26,20 +25,16 @@ class _StagedTile(Operation):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        self.packed = declaration.dtype in PACKED
-        self.shape = (plan.rows, width // 2 if self.packed else width)  # of a part, in elements
-        self.element = DTYPES[PACKED.get(declaration.dtype, declaration.dtype)]
+        packed = FORMATS[declaration.dtype].packed
+        self.packed = packed > 1
+        self.shape = (plan.rows, width // packed)  # of a part, in elements of the tensor
+        self.element = Uint8 if self.packed else DTYPES[declaration.dtype]
         if self.packed and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
 
-    def arguments(self, sizes: Sizes) -> tuple[Any, ...]:
-        n = cute.sym_int() if self.packed else sizes.n
-        dtype = PACKED.get(self.o.dtype, self.o.dtype)
-        return (fake(dtype, (sizes.m, n, sizes.l), 1 if self.o.major == "n" else 0),)
-
-    def prepare(self, *arguments: Any) -> tuple[Any, ...]:
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
-        return tuple(cpasync.make_tiled_tma_atom(self.engine(), *arguments, one, self.shape))
+        return tuple(cpasync.make_tiled_tma_atom(self.engine(), arguments[self.o.tensor], one, self.shape))
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cudnn_kernels.configuration import SHARED_MEMORY
+from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
 
 BLOCK = 16  # columns that the Hadamard transform mixes
 WARP = 32
@@ -30,6 +31,18 @@ class RmsNormRhtAmaxConfiguration:
     threads: int
     teams: int
     stages: int
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel: any number of rows, contiguous, on 16-byte addresses."""
+        shape, strides = ("rows", self.columns), (self.columns, 1)
+        return (
+            Tensor("x", self.dtype, shape, strides),
+            Tensor("w", self.dtype, (self.columns,), (1,)),
+            Tensor("o", self.dtype, shape, strides),
+            vector("amax", "float32", "groups"),
+            Scalar("eps", "float32"),
+            Stream(),
+        )
 
     @property
     def shared_memory(self) -> int:

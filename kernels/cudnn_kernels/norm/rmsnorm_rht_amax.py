@@ -19,9 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.memory import SmemAllocator
-from cutlass.runtime import make_fake_stream
 
 from cudnn_kernels.naming import name
 from cudnn_kernels.norm.heuristics import BLOCK, WARP
@@ -29,8 +27,6 @@ from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configu
 
 HALF = BLOCK // 2  # columns of a 16-byte access
 AMAX_BARRIER = 8  # first of the named barriers of teams that share a group; those below belong to single teams
-
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 
 class Pairs:
@@ -327,13 +323,3 @@ def hadamard(y: list, pairs: type[Pairs]) -> list:
         ]
         distance *= 2
     return y
-
-
-def arguments(configuration: Configuration) -> tuple:
-    """Stand-ins for the arguments of :class:`RmsNormRhtAmax`: any number of rows, contiguous, on 16-byte addresses."""
-    dtype, columns = DTYPES[configuration.dtype], configuration.columns
-    rows = cute.sym_int()
-    x, o = (make_fake_compact_tensor(dtype, (rows, columns), stride_order=(1, 0), assumed_align=16) for _ in range(2))
-    w = make_fake_compact_tensor(dtype, (columns,), assumed_align=16)
-    amax = make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
-    return x, w, o, amax, Float32(0.0), make_fake_stream()

@@ -1,14 +1,18 @@
 """The order of tiles, and where each one's operands lie: policies that the mainloop asks. Plain data until traced.
 
-A schedule has ``count`` arguments, of which ``arguments()`` gives stand-ins. On the host, ``parameters`` makes of them
-what the kernel needs and ``limit`` says how many tiles there can be; in the kernel, ``total`` says how many there are
-and ``find`` where one of them is. Tiles are those of a cluster.
+A schedule lists its arguments of the kernel in ``slots()``; ``experts`` names the size that counts the matrices of B.
+On the host, ``parameters`` makes of the arguments, by name, what the kernel needs, and ``limit`` says how many tiles
+there can be; in the kernel, ``total`` says how many there are and ``find`` where one of them is. Tiles are
+those of a cluster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from cudnn_kernels.signature import Tensor, vector
 
 
 @dataclass
@@ -40,12 +44,12 @@ class Dense:
     """One product, or a batch of them along l."""
 
     strip: int = 8
-    count = 0
+    experts: ClassVar[str] = "l"
 
-    def arguments(self) -> tuple[Any, ...]:
+    def slots(self) -> tuple[Tensor, ...]:
         return ()
 
-    def parameters(self, m: Any, n: Any, batch: Any, rows: int) -> tuple[Any, ...]:
+    def parameters(self, m: Any, n: Any, batch: Any, rows: int, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         return m, n, batch
 
     def limit(self, parameters: Any) -> Any:
@@ -70,17 +74,14 @@ class GroupedRows:
     """
 
     strip: int = 8
-    count = 1
+    offsets: str = "offsets"
+    experts: ClassVar[str] = "experts"
 
-    def arguments(self) -> tuple[Any, ...]:
-        import cutlass.cute as cute
+    def slots(self) -> tuple[Tensor, ...]:
+        return (vector(self.offsets, "int32", "experts"),)
 
-        from cudnn_kernels.types import fake
-
-        return (fake("int32", (cute.sym_int(),), 0, align=4),)
-
-    def parameters(self, m: Any, n: Any, batch: Any, rows: int, offsets: Any) -> tuple[Any, ...]:
-        return m, n, rows, offsets
+    def parameters(self, m: Any, n: Any, batch: Any, rows: int, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        return m, n, rows, arguments[self.offsets]
 
     def limit(self, parameters: Any) -> Any:
         m, n, _, _ = parameters

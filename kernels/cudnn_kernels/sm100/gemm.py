@@ -10,7 +10,7 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, TFloat32, const_expr, select_
+from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
@@ -29,15 +29,16 @@ from cutlass.pipeline import (
     PipelineUmmaAsync,
 )
 
-from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.shared_memory import ring_stages
+from cudnn_kernels.signature import bind
+from cudnn_kernels.sm100.operands import ROWS, TileOperand, tile_operands
 from cudnn_kernels.sm100.turns import Turns
-from cudnn_kernels.types import DTYPES
 
-ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
 MMA_WARP, LOAD_WARP, FETCH_WARP = 4, 5, 6
 TENSOR_MEMORY = 512  # columns
 POINTER_BARRIER, GROUP_BARRIER = 1, 2  # named barriers
@@ -73,7 +74,6 @@ class Gemm:
 
     def __init__(self, configuration: Configuration) -> None:
         c = self.c = configuration
-        self.types = [DTYPES[c.a], DTYPES[c.b], *[DTYPES[c.scale]] * 2] if c.scale else [DTYPES[c.a], DTYPES[c.b]]
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         self.accumulators = min(2, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
@@ -82,108 +82,53 @@ class Gemm:
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
-        """A, B, their factors where the configuration has some, the schedule's arguments, the epilogue's, the number of
-        multiprocessors to use, the stream.
-        """
+        """The arguments that the configuration's signature lists."""
+        self.launch(bind(self.c.slots(), arguments))
+
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        """Launches the kernel on arguments by name."""
         c = self.c
         cm, cn = c.cluster
-        operands, (*rest, multiprocessors, stream) = self.operands(arguments)
-        a, b = operands[:2]
+        mma, whole = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
+        views = dict(arguments)
+        operands = tile_operands(c, mma, whole)
+        for operand in operands:
+            views[operand.name] = operand.view(arguments[operand.name], views)
+        a, b = views["a"], views["b"]
         rows = ROWS * cm
         tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], c.tile[1] * cn))
-        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *rest[: c.schedule.count])
-        parameters = self.epilogue.prepare(rest[c.schedule.count :])
+        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, arguments)
+        parameters = self.epilogue.prepare(arguments)
         clusters = c.schedule.limit(scheduled)
         if const_expr(not c.dynamic):
-            clusters = cutlass.min(clusters, multiprocessors // (cm * cn))
-        atoms, tensors = self.descriptors(operands)
-        self.kernel(self.tiled_mma(), self.tiled_mma_of_factors(), atoms, tensors, scheduled, parameters).launch(
+            clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
+        made = [operand.descriptor(views[operand.name]) for operand in operands]
+        atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
+        self.kernel(mma, whole, atoms, tensors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[32 * self.warps, 1, 1],
             cluster=[cm, cn, 1],
-            stream=stream,
+            stream=arguments["stream"],
             min_blocks_per_mp=1,
         )
 
-    def operands(self, arguments: Any) -> tuple[list[cute.Tensor], Any]:
-        """A, B and their factors as the tensor cores know them, and the other arguments."""
-        c = self.c
-        a, b = (
-            cute.recast_tensor(x, element) if element.width == 4 else x
-            for x, element in zip(arguments[:2], self.types[:2], strict=True)
-        )
-        if not c.scale:
-            return [a, b], arguments[2:]
-        factors = [
-            cute.make_tensor(f.iterator, blockscaled.tile_atom_to_shape_SF(x.shape, c.vector))
-            for f, x in zip(arguments[2:4], (a, b), strict=True)
-        ]
-        return [a, b, *factors], arguments[4:]
-
-    def descriptors(self, operands: list[cute.Tensor]) -> tuple[list[Any], list[Any]]:
-        """The copy engine's atom and view of every operand."""
-        mma, factors_mma = self.tiled_mma(), self.tiled_mma_of_factors()
-        layouts = self.operand_layouts(mma, 1)
-        shape = self.c.cluster
-        of_a = sm100.cluster_shape_to_tma_atom_A(shape, mma.thr_id)
-        of_b = sm100.cluster_shape_to_tma_atom_B(shape, mma.thr_id)
-        of_factors = sm100.cluster_shape_to_tma_atom_SFB(shape, mma.thr_id)
-        atoms, tensors = [], []
-        for i, tensor in enumerate(operands):
-            one = cute.slice_(layouts[i], (None, None, None, 0))
-            kind = cutlass.Int16 if i > 1 else TFloat32 if self.types[i] == Float32 else None  # rounded while loading
-            if i % 2 == 0:
-                made = cute.nvgpu.make_tiled_tma_atom_A(
-                    of_a, tensor, one, self.c.tile, mma, self.cluster(mma).shape, internal_type=kind
-                )
-            else:
-                op, shared = (of_b, mma) if i == 1 else (of_factors, factors_mma)
-                tile = self.c.tile if i == 1 else (ROWS, *self.c.tile[1:])
-                made = cute.nvgpu.make_tiled_tma_atom_B(
-                    op, tensor, one, tile, shared, self.cluster(shared).shape, internal_type=kind
-                )
-            atoms.append(made[0])
-            tensors.append(made[1])
-        return atoms, tensors
-
     def tiled_mma(self, group: Any = None) -> cute.TiledMma:
-        """The product of a tile with one instruction's depth of k."""
+        """The product of a tile with one instruction's depth of k; of a CTA's part, by a group of one."""
         c = self.c
-        a, b = self.types[:2]
-        majors = [OperandMajorMode.K if major == "k" else OperandMajorMode.MN for major in (c.a_major, c.b_major)]
+        a, b = DTYPES[c.a.dtype], DTYPES[c.b.dtype]
+        majors = [OperandMajorMode.K if x.major == "k" else OperandMajorMode.MN for x in (c.a, c.b)]
         rows = c.tile[0] if group is None else ROWS
         group = group or self.group
-        if c.scale:
+        if c.a.scale is not None:
+            scale = DTYPES[c.a.scale.dtype]
             return sm100.make_blockscaled_trivial_tiled_mma(
-                a, b, *majors, self.types[2], c.vector, group, (rows, c.tile[1])
+                a, b, *majors, scale, c.a.scale.vector, group, (rows, c.tile[1])
             )
         return sm100.make_trivial_tiled_mma(a, b, *majors, Float32, group, (rows, c.tile[1]))
 
-    def tiled_mma_of_factors(self) -> cute.TiledMma:
-        """Stands for how B's factors are shared: each CTA of a pair needs all of the tile's."""
-        return self.tiled_mma(tcgen05.CtaGroup.ONE)
-
-    def cluster(self, mma: cute.TiledMma) -> cute.Layout:
-        """The CTAs of a cluster, by pair, row, column."""
-        return cute.tiled_divide(cute.make_layout((*self.c.cluster, 1)), (mma.thr_id.shape,))
-
-    def operand_layouts(self, mma: cute.TiledMma, stages: int) -> list[Any]:
-        """The operands' rings in shared memory."""
-        c = self.c
-        layouts = [
-            sm100.make_smem_layout_a(mma, c.tile, self.types[0], stages),
-            sm100.make_smem_layout_b(mma, c.tile, self.types[1], stages),
-        ]
-        if c.scale:
-            layouts.append(blockscaled.make_smem_layout_sfa(mma, c.tile, c.vector, stages))
-            layouts.append(blockscaled.make_smem_layout_sfb(mma, c.tile, c.vector, stages))
-        return layouts
-
     def stage_bytes(self) -> int:
         """Bytes of the operands' tiles in one CTA."""
-        m, n, k = self.c.tile
-        factors = (ROWS + n) * k // self.c.vector if self.c.scale else 0
-        return (m * self.types[0].width + n * self.types[1].width) // self.pair * k // 8 + factors
+        return sum(operand.bits() for operand in tile_operands(self.c, None, None)) // 8
 
     def readers(self) -> int:
         """Warps of a cluster that read which tile is next: of every CTA those that load and finish, one for each pair
@@ -195,7 +140,7 @@ class Gemm:
     def factor_columns(self) -> int:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
         c = self.c
-        return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // c.vector if c.scale else 0
+        return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // c.a.scale.vector if c.a.scale else 0
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
@@ -223,7 +168,7 @@ class Gemm:
     def kernel(
         self,
         mma: cute.TiledMma,
-        factors_mma: cute.TiledMma,
+        whole: cute.TiledMma,
         atoms: list,
         tensors: list,
         scheduled: Any,
@@ -233,12 +178,13 @@ class Gemm:
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        cluster = self.cluster(mma)
+        copied = tile_operands(self.c, mma, whole)
+        cluster = copied[0].cluster()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         place = cluster.get_flat_coord(rank)
 
         smem = SmemAllocator()
-        shared = self.buffers(smem, self.operand_layouts(mma, stages))
+        shared = [operand.allocate(smem, stages) for operand in copied]
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         acc_barriers = smem.allocate_array(cutlass.Int64, 2 * self.accumulators)
         free_barrier = smem.allocate_array(cutlass.Int64, 1)
@@ -278,7 +224,8 @@ class Gemm:
             if warp == FETCH_WARP and rank == 0:
                 self.turns.fetch()
         if warp == LOAD_WARP:
-            self.load(mma, factors_mma, atoms, tensors, shared, operands.make_producer(), scheduled, rank)
+            copies = self.partition(copied, atoms, tensors, shared, rank)
+            self.load(copied, atoms, copies, operands.make_producer(), scheduled)
         if warp <= MMA_WARP:
             memory.allocate(TENSOR_MEMORY)
             memory.wait_for_alloc()
@@ -299,34 +246,29 @@ class Gemm:
 
     name(kernel, "cudnn_gemm_sm100")
 
-    def buffers(self, smem: Any, layouts: list[Any]) -> list[cute.Tensor]:
-        """The operands' rings; those of factors are not swizzled."""
+    def partition(
+        self, operands: list[TileOperand], atoms: list, tensors: list, shared: list, rank: Int32
+    ) -> list[tuple[cute.Tensor, cute.Tensor, Any]]:
+        """Of every operand, the place in shared memory, the source and the CTAs that get it."""
         return [
-            smem.allocate_tensor(self.types[i], x.outer, byte_alignment=1024, swizzle=x.inner)
-            if i < 2
-            else smem.allocate_tensor(self.types[i], x, byte_alignment=1024)
-            for i, x in enumerate(layouts)
+            operand.partition(atom, tensor, ring, rank)
+            for operand, atom, tensor, ring in zip(operands, atoms, tensors, shared, strict=True)
         ]
 
     @cute.jit
     def load(
         self,
-        mma: cute.TiledMma,
-        factors_mma: cute.TiledMma,
+        operands: cutlass.Constexpr[list],
         atoms: list,
-        tensors: list,
-        shared: list,
+        copies: list,
         ring: Any,
         scheduled: Any,
-        rank: Int32,
     ) -> None:
         """One warp: fills the ring with the operands of all tiles."""
         c = self.c
-        count = const_expr(len(atoms))
-        targets, sources, masks = self.partition(mma, factors_mma, atoms, tensors, shared, rank)
         several = const_expr(c.cluster[0] * c.cluster[1] > 1)
         bm, bn, _ = cute.arch.block_idx()
-        k_tiles = cute.size(sources[0], mode=[2])
+        k_tiles = cute.size(copies[0][1], mode=[2])
         reader, index = self.turns.reader(), self.turns.first
         while index < self.turns.end:
             work = c.schedule.find(scheduled, index)
@@ -334,43 +276,17 @@ class Gemm:
             column = work.n * c.cluster[1] + bn
             for k in cutlass.range(k_tiles, unroll=1):
                 free = ring.acquire_and_advance()
-                for i in cutlass.range_constexpr(count):
-                    which = (None, row, k, work.a) if const_expr(i % 2 == 0) else (None, column, k, work.b)
+                for i in cutlass.range_constexpr(len(atoms)):
+                    target, source, mask = copies[i]
                     cute.copy(
                         atoms[i],
-                        sources[i][which],
-                        targets[i][None, free.index],
+                        source[operands[i].place(row, column, k, work)],
+                        target[None, free.index],
                         tma_bar_ptr=free.barrier,
-                        mcast_mask=masks[i] if several else None,
+                        mcast_mask=mask if several else None,
                     )
             index, reader = self.turns.next(index, reader)
         ring.tail()
-
-    def partition(
-        self, mma: cute.TiledMma, factors_mma: cute.TiledMma, atoms: list, tensors: list, shared: list, rank: Int32
-    ) -> tuple[list[cute.Tensor], list[cute.Tensor], list[Any]]:
-        """This CTA's share of every operand in shared and in global memory, and the CTAs that get it."""
-        m, n, k = self.c.tile
-        targets, sources, masks = [], [], []
-        for i, atom in enumerate(atoms):
-            mine = factors_mma if i == 3 else mma
-            cluster = self.cluster(mine)
-            place = cluster.get_flat_coord(rank)
-            part = mine.get_slice(place[0])
-            tiles = cute.local_tile(tensors[i], (m if i % 2 == 0 else n, k), (None, None, None))
-            tile = part.partition_A(tiles) if i % 2 == 0 else part.partition_B(tiles)
-            along = 2 if i % 2 == 0 else 1  # CTAs of a row share A, those of a column B
-            target, source = cpasync.tma_partition(
-                atom,
-                place[along],
-                cute.make_layout(cluster.shape[along]),
-                cute.group_modes(shared[i], 0, 3),
-                cute.group_modes(tile, 0, 3),
-            )
-            targets.append(target if i < 2 else cute.filter_zeros(target))
-            sources.append(source if i < 2 else cute.filter_zeros(source))
-            masks.append(cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=along))
-        return targets, sources, masks
 
     @cute.jit
     def multiply(
@@ -397,7 +313,7 @@ class Gemm:
                     copy, source, place = copies[i]
                     cute.copy(copy, source[None, None, None, None, full.index], place)
                 for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                    if const_expr(c.scale != ""):
+                    if const_expr(c.a.scale is not None):
                         mma.set(tcgen05.Field.SFA, factors[0][None, None, block].iterator)
                         mma.set(tcgen05.Field.SFB, factors[1][None, None, block].iterator)
                     which = (None, None, block, full.index)
@@ -411,15 +327,18 @@ class Gemm:
     def factors(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list) -> tuple[list[cute.Tensor], list[Any]]:
         """The factors' place in tensor memory, behind the accumulators, and the copies that bring them there."""
         c = self.c
+        if c.a.scale is None:
+            return [], []
+        element, vector = DTYPES[c.a.scale.dtype], c.a.scale.vector
         places, copies = [], []
         pointer = acc.iterator + self.accumulators * c.tile[1]
         makers = (blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb)
-        for make, source in zip(makers, shared[2:], strict=False):
+        for make, source in zip(makers, shared[2:], strict=True):
             one = cute.slice_(source.layout, (None, None, None, 0))
-            place = cute.make_tensor(cute.recast_ptr(pointer, dtype=self.types[2]), make(mma, c.tile, c.vector, one))
+            place = cute.make_tensor(cute.recast_ptr(pointer, dtype=element), make(mma, c.tile, vector, one))
             pointer = pointer + tcgen05.find_tmem_tensor_col_offset(place)
             compact = cute.filter_zeros(place)
-            copy = tcgen05.make_s2t_copy(cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), self.types[2]), compact)
+            copy = tcgen05.make_s2t_copy(cute.make_copy_atom(tcgen05.Cp4x32x128bOp(self.group), element), compact)
             mine = copy.get_slice(0)
             descriptors = tcgen05.get_s2t_smem_desc_tensor(copy, mine.partition_S(cute.filter_zeros(source)))
             places.append(place)
@@ -472,8 +391,3 @@ class Gemm:
         flat = cute.make_tensor(values.iterator, cute.make_layout(((cute.size(values), 1), 1)))
         cute.copy(copy, source[None, None, ((0, part), 0, 0, accumulator)], flat)
         cute.arch.fence_view_async_tmem_load()
-
-
-def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`Gemm`."""
-    return stand_ins(configuration, Gemm(configuration).epilogue)

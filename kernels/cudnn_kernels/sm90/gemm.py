@@ -3,7 +3,7 @@
 A CTA has three warpgroups. One thread of the first lets the copy engine fill a ring of buffers in shared memory with
 tiles of A and B; CTAs of a cluster that need the same tile fetch a share each and send it to all. The other two
 warpgroups multiply with wgmma, accumulate in registers and run the epilogue. CTAs stay on their SM and take every
-so-manieth tile of the schedule, so that the next tile's operands arrive during the epilogue.
+n-th tile of the schedule, of n clusters, so that the next tile's operands arrive during the epilogue.
 
 Cooperative: both warpgroups share a tile, each has half of its rows. Ping-pong: each has tiles of its own; they take
 turns in multiplying, so that one's epilogue is hidden behind the other's products.
@@ -14,6 +14,7 @@ is added to float32 registers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.call import ring_stages, stand_ins
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.shared_memory import ring_stages
+from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.wgmma import WgmmaRows, mma_operation
-from cudnn_kernels.types import DTYPES
 
 GROUP = 128  # threads of a warpgroup
 CONSUMERS = 2  # warpgroups that multiply
@@ -53,26 +55,29 @@ class Gemm:
 
     def __init__(self, configuration: Configuration) -> None:
         c = self.c = configuration
-        self.a_type, self.b_type = DTYPES[c.a], DTYPES[c.b]
+        self.a_type, self.b_type = DTYPES[c.a.dtype], DTYPES[c.b.dtype]
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster_size = c.cluster[0] * c.cluster[1]
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.layouts = tuple(
-            LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR for major in (c.a_major, c.b_major)
+            LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
         )
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
-    def __call__(self, a: cute.Tensor, b: cute.Tensor, *rest: Any) -> None:
-        """``rest``: the schedule's arguments, the epilogue's, the number of multiprocessors to use, the stream."""
-        c = self.c
-        *arguments, multiprocessors, stream = rest
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        self.launch(bind(self.c.slots(), arguments))
+
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        """Launches the kernel on arguments by name."""
+        c, a, b = self.c, arguments["a"], arguments["b"]
         cm, cn = c.cluster
         rows = self.tile_m * cm
         tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], self.tile_n * cn))
-        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, *arguments[: c.schedule.count])
-        parameters = self.epilogue.prepare(arguments[c.schedule.count :])
-        clusters = cutlass.min(c.schedule.limit(scheduled), multiprocessors // self.cluster_size)
+        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, arguments)
+        parameters = self.epilogue.prepare(arguments)
+        clusters = cutlass.min(c.schedule.limit(scheduled), arguments["multiprocessors"] // self.cluster_size)
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
         self.kernel(
             *self.descriptor(a, self.tile_m, a_layout, cn),
@@ -83,7 +88,7 @@ class Gemm:
             grid=[cm, cn, clusters],
             block=[GROUP * (1 + CONSUMERS), 1, 1],
             cluster=[cm, cn, 1],
-            stream=stream,
+            stream=arguments["stream"],
             min_blocks_per_mp=1,
         )
 
@@ -107,7 +112,7 @@ class Gemm:
 
     def tiled_mma(self, width: int) -> cute.TiledMma:
         """One warpgroup's product with ``width`` columns."""
-        majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in (self.c.a_major, self.c.b_major)]
+        majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in (self.c.a.major, self.c.b.major)]
         return cute.make_tiled_mma(cute.make_mma_atom(mma_operation(self.a_type, self.b_type, width, *majors)))
 
     def fragment(self, dtype: Any, width: int) -> cute.Tensor:
@@ -401,8 +406,3 @@ def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         stage = Int32(0)
         phase = phase ^ 1
     return stage, phase
-
-
-def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`Gemm`."""
-    return stand_ins(configuration, Gemm(configuration).epilogue)

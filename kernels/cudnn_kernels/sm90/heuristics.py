@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from cudnn_kernels.configuration import BITS, GemmConfiguration, GemmProblem
-from cudnn_kernels.epilogue import LoadTile, QuantizeRows, StoreTile, Swiglu
+from cudnn_kernels.configuration import (
+    GemmConfiguration,
+    OperandConfiguration,
+    PreparedGemmConfiguration,
+    configured,
+)
+from cudnn_kernels.epilogue import needs_of
+from cudnn_kernels.problem import GemmProblem, Operand
 
 MANY_COLUMNS = 8192
 
 
-def configure(problem: GemmProblem) -> GemmConfiguration:
+def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfiguration:
+    """The GEMM alone or, where the tensor cores cannot read an operand, with its preparation before it.
+
+    wgmma multiplies 16-bit elements of both majors, 8-bit and 32-bit ones K-major only, and knows no block scales.
+    Block-scaled operands are dequantised to bfloat16. That is exact, for an element of 4 or 8 bits times its factor has
+    at most 6 significant bits; only beyond bfloat16's exponents does the product become infinite or lose bits. 8-bit
+    and 32-bit operands that are not K-major are transposed.
+    """
+    steps = [preparation(operand) for operand in (problem.a, problem.b)]
+    a, b = (step.result if step else x for x, step in zip((problem.a, problem.b), steps, strict=True))
+    gemm = configure_gemm(replace(problem, a=a, b=b))
+    return PreparedGemmConfiguration(gemm, *steps) if any(steps) else gemm
+
+
+def preparation(operand: Operand) -> OperandConfiguration | None:
+    """What must be done to an operand first, if anything."""
+    if operand.scale is None and (operand.major == "k" or operand.bits == 16):
+        return None
+    return OperandConfiguration(operand)
+
+
+def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     """The best of the configurations measured on an H200, by type, width and what the epilogue stages.
 
     16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
     each has 128 x 192 of its own, which is 2 to 5 per cent faster; a quantiser would not find registers then. 8 bits:
     a second set of accumulators leaves room for 192 columns. Clusters of two CTAs share B.
     """
-    bits = BITS[problem.a]
-    staged = [operation for operation in problem.epilogue if isinstance(operation, (StoreTile, LoadTile))]
-    pairs, quantises = (any(isinstance(op, kind) for op in problem.epilogue) for kind in (Swiglu, QuantizeRows))
+    bits, needs = problem.a.bits, needs_of(problem.epilogue)
     choice: dict[str, Any] = {"tile": (128, 128), "part": 64}
     if problem.n > 128:
         if bits == 8:
-            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(staged) == 1 else 1}
-        elif bits == 16 and problem.n >= MANY_COLUMNS and len(staged) == 1 and not quantises:
+            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
+        elif bits == 16 and problem.n >= MANY_COLUMNS and len(needs.staged) == 1 and not needs.registers:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
-            choice = {"tile": (128, 256), "part": 128 if pairs else 64}
+            choice = {"tile": (128, 256), "part": 64 * needs.narrowing}
     if bits == 8:
         choice["promote"] = 1
-    return problem.configured(cluster=(2, 1), **choice)
+    return configured(problem, cluster=(2, 1), **choice)

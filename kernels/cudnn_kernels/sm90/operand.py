@@ -11,18 +11,18 @@ Both are bound by memory: every thread has several loads in flight, warps read a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32, const_expr
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32
 from cutlass.memory import SmemAllocator
-from cutlass.runtime import make_fake_stream
 
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
+from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
-from cudnn_kernels.types import DTYPES, fake
+from cudnn_kernels.signature import bind
 
 THREADS = 256
 WARP = 32
@@ -31,7 +31,6 @@ PIECE = 8  # values that a thread dequantises together: 16 bytes of the result
 PIECES = 16  # of a thread
 ROWS = 128  # of an atom of scales, which has 4 scales for each
 LINE = 32  # words of a row in shared memory: all banks
-FP4 = "float4_e2m1fn_x2"
 
 
 class PrepareOperand:
@@ -39,28 +38,34 @@ class PrepareOperand:
 
     def __init__(self, configuration: Configuration) -> None:
         c = self.c = configuration
-        self.k_major = c.major == "k"
-        self.bits = 4 if c.dtype == FP4 else DTYPES[c.dtype].width
+        self.k_major = c.source.major == "k"
+        self.bits = c.source.bits
+        self.scaled = c.source.scale is not None
         # Values of a tile along the source's contiguous dimension and across it.
-        self.tile = (WARP * PIECE, WARPS * PIECES) if c.scale_dtype else (ROWS, LINE * 32 // self.bits)
+        self.tile = (WARP * PIECE, WARPS * PIECES) if self.scaled else (ROWS, LINE * 32 // self.bits)
 
     @cute.jit
-    def __call__(self, source: cute.Tensor, *rest: Any) -> None:
-        """``source`` (mn, k, l), fp4 (mn, k / 2, l) in bytes. ``rest``: if there are any, the scales
-        (32, 4, ceil(mn / 128), 4, ceil(k / vector / 4), l); the target (mn, k, l); the number of multiprocessors to
-        use; the stream.
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists: ``source``, ``scales``, ``target`` and others.
 
         All strides but those of 1 are multiples of 16 bytes. Where a contiguous extent is none, what lies between it
         and the next multiple is read from the source and overwritten in the target.
         """
-        *scales, target, multiprocessors, stream = rest
+        self.launch(bind(self.c.slots(), arguments))
+
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        """Launches the kernel on arguments by name."""
+        source, target = arguments["source"], arguments["target"]
+        scales = (arguments["scales"],) if self.scaled else ()
         along, across = self.directions((target.shape[0], target.shape[1]))
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
         total = tiles[0] * tiles[1] * target.shape[2]
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
-        kernel = self.dequantise if const_expr(self.c.scale_dtype) else self.transpose
+        kernel = self.dequantise if self.scaled else self.transpose
         kernel(source, *scales, target, divisors, total).launch(
-            grid=[cutlass.min(total, multiprocessors * self.c.resident), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[cutlass.min(total, arguments["multiprocessors"] * self.c.resident), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=arguments["stream"],
         )
 
     def directions(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -111,7 +116,7 @@ class PrepareOperand:
         """A piece as float32."""
         values = cute.make_rmem_tensor((PIECE,), Float32)
         if self.bits == 8:
-            values.store(cute.recast_tensor(raw, DTYPES[self.c.dtype]).load().to(Float32))
+            values.store(cute.recast_tensor(raw, DTYPES[self.c.source.dtype]).load().to(Float32))
         else:
             # The three bits below the sign, put where float16 has its lowest exponent bits and its highest one of the
             # mantissa, are the value times 2^-14, subnormal or not. Nibbles i and i + 4 share a word.
@@ -131,7 +136,7 @@ class PrepareOperand:
         """
         if self.k_major:
             # Pieces are in rows w + 8 i for warp w, so a load serves every fourth. One scale of a word matters.
-            block = along // self.c.vector
+            block = along // self.c.source.scale.vector
             words = cute.make_rmem_tensor((4, PIECES // 4), Uint32)
             for i in range(PIECES // 4):
                 place = (across % 32 + WARPS * i, 0, across // ROWS, 0, block // 4, batch)
@@ -149,7 +154,7 @@ class PrepareOperand:
     def decode(self, words: list[Any], shift: Any) -> cute.Tensor:
         """The scales in the words' bytes from bit ``shift`` on, as float32."""
         factors = cute.make_rmem_tensor((len(words),), Float32)
-        if DTYPES[self.c.scale_dtype] is cutlass.Float8E4M3FN:
+        if DTYPES[self.c.source.scale.dtype] is cutlass.Float8E4M3FN:
             codes = cute.make_rmem_tensor((len(words),), Uint8)
             for i, word in enumerate(words):
                 codes[i] = Uint8((word >> shift) & 0xFF)
@@ -232,22 +237,3 @@ def _transposed(words: list[Any]) -> list[Any]:
     if len(words) == 2:
         return [Uint32(cute.arch.prmt(*words, selector)) for selector in (0x5410, 0x7632)]
     return words
-
-
-def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`PrepareOperand`: sizes and strides are known when it is called.
-
-    fp4 comes as uint8, (mn, k / 2, l). The scales keep the six dimensions and the strides within an atom of the layout
-    of 128 x 4 atoms, whichever strides the atoms have.
-    """
-    c = configuration
-    mn, k, packed, batch, atoms_mn, atoms_k = (cute.sym_int() for _ in range(6))
-    packed_fp4 = c.dtype == FP4
-    source = fake("uint8" if packed_fp4 else c.dtype, (mn, packed if packed_fp4 else k, batch), int(c.major == "k"))
-    scales = ()
-    if c.scale_dtype:
-        far = [cute.sym_int64(divisibility=16) for _ in range(3)]
-        shape = (32, 4, atoms_mn, 4, atoms_k, batch)
-        strides = (16, 4, far[0], 1, far[1], far[2])
-        scales = (make_fake_tensor(DTYPES[c.scale_dtype], shape, strides, assumed_align=16),)
-    return (source, *scales, fake(c.to, (mn, k, batch), int(c.to_major == "k")), Int32(0), make_fake_stream())

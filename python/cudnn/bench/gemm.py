@@ -174,16 +174,17 @@ def compiled(
 
 def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
     """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need)."""
-    from cudnn_kernels.configuration import GemmProblem
+    from cudnn_kernels.architecture import ARCHITECTURES
     from cudnn_kernels.epilogue import Scale, StoreTile
+    from cudnn_kernels.problem import GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
-    from cudnn_kernels.sm90.heuristics import configure
 
     a, b = o.a.plain, o.peer_b
     kind, out = (str(dtype).removeprefix("torch.") for dtype in (a.dtype, o.out))
     factor = () if o.peer_alpha == 1.0 else (o.peer_alpha,)
     epilogue = (*(Scale() for _ in factor), StoreTile("z", out))
-    configuration = configure(GemmProblem(a=kind, b=kind, epilogue=epilogue, schedule=Dense(), n=n, k=k))
+    problem = GemmProblem(Operand(kind), Operand(kind), epilogue, Dense(), n, k)
+    configuration = ARCHITECTURES["sm_90a"].configure(problem)
     device = torch.cuda.current_device()
     arch = launch.device_architecture(device)
     run = launch.kernel(launch.pick(_KERNELS, arch, "cudnn bench"), configuration, arch)

@@ -36,9 +36,11 @@ from cudnn.bench import BENCHMARKS, Row, find
 from cudnn.bench.report import Report
 from cudnn.bench.sass import Epilogue, Facts, disassemble, disassembler, facts
 from cudnn.errors import refusal
-from cudnn_kernels.configuration import GemmConfiguration, GemmProblem
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import (
     Amax,
+    Gated,
     LoadTile,
     MultiplyColumn,
     Scale,
@@ -46,16 +48,14 @@ from cudnn_kernels.epilogue import (
     SquaredReluBackward,
     StoreTile,
     SumRow,
-    Swiglu,
 )
+from cudnn_kernels.formats import bits
+from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
 
 LABEL = "model, not measured"
 ALONE = "our GEMM alone"
 TABLE = Path(__file__).with_name("sass.json")
-BITS = {
-    "float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "float4_e2m1fn_x2": 4,
-}  # fmt: skip
 LANES, SCHEDULERS = 32, 4  # threads of a warp, schedulers of an SM
 ROWS = 128  # of a CTA's tile, on both architectures
 
@@ -85,6 +85,11 @@ MACHINES = {
 }
 
 
+def bits_with_factors(operand: Operand) -> float:
+    """Of an element of an operand with its share of a factor."""
+    return operand.bits + (bits(operand.scale.dtype) / operand.scale.vector if operand.scale else 0)
+
+
 @dataclass(frozen=True)
 class Type:
     """Operands: elements, the type of their factors and how many elements share one; the type of 16-bit results."""
@@ -97,7 +102,12 @@ class Type:
     @property
     def bits(self) -> float:
         """Of an element with its share of a factor."""
-        return BITS[self.element] + (8 / self.vector if self.vector else 0)
+        return bits_with_factors(self.operand)
+
+    @property
+    def operand(self) -> Operand:
+        """A or B, K-major."""
+        return Operand(self.element, "k", BlockScale(self.scale, self.vector) if self.scale else None)
 
 
 TYPES = {
@@ -130,7 +140,7 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
     if name == "gemm_amax":
         found["GemmAmax"] = (Amax(), StoreTile("c", t.out))
     elif name == "gemm_swiglu":
-        end = (Swiglu(), *amax, StoreTile("c", t.out))
+        end = (Gated(), *amax, StoreTile("c", t.out))
         found["GemmSwiglu"] = (Scale(), StoreTile("ab12", t.out), *end)
         found["GemmSwiglu, no ab12"] = (Scale(), *end)
     elif name == "gemm_srelu":
@@ -146,19 +156,9 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
 def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: int) -> list[GemmConfiguration]:
     """Hopper's one, with operands as its tensor cores get them, or Blackwell's for ``WISHES``."""
     t, dense = TYPES[dtype], Dense()
-    if arch == "sm_90a":
-        from cudnn_kernels.sm90.heuristics import configure as hopper
-
-        element = "bfloat16" if t.scale else t.element
-        return [hopper(GemmProblem(element, element, epilogue, dense, n, k))]
-    from cudnn_kernels.sm100.heuristics import configure as blackwell
-
-    problem = (t.element, t.element, epilogue, dense, n, k)
-    found = [
-        blackwell(GemmProblem(*problem, scale=t.scale, vector=t.vector, tile=tile, cluster=cluster))
-        for tile, cluster in WISHES
-    ]
-    return list(dict.fromkeys(found))
+    wishes = WISHES[:1] if arch == "sm_90a" else WISHES
+    problem, configure = (t.operand, t.operand, epilogue, dense, n, k), ARCHITECTURES[arch].configure
+    return list(dict.fromkeys(configure(GemmProblem(*problem, tile, cluster)).gemm for tile, cluster in wishes))
 
 
 # What a kernel's machine code says.
@@ -180,21 +180,37 @@ class Kernel:
 
 def key(arch: str, c: GemmConfiguration) -> str:
     """A configuration's name in the table."""
-    operations = ", ".join(" ".join([type(o).__name__, *map(str, asdict(o).values())]) for o in c.epilogue)
+    operations = ", ".join(" ".join([type(o).__name__, *_words(asdict(o))]) for o in c.epilogue)
     size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}"
-    shown = {f.name: getattr(c, f.name) for f in fields(c) if f.name not in ("epilogue", "schedule", "tile", "cluster")}
-    rest = ", ".join(f"{f.name} {shown[f.name]}" for f in fields(c) if shown.get(f.name, f.default) != f.default)
+    scale = c.a.scale
+    shown = {
+        "a": c.a.dtype, "b": c.b.dtype, "a_major": "" if c.a.major == "k" else "m",
+        "b_major": "" if c.b.major == "k" else "n", "scale": scale.dtype if scale else "",
+        "vector": scale.vector if scale else 0,
+    }  # fmt: skip
+    choices = [f for f in fields(c) if f.name not in ("a", "b", "epilogue", "schedule", "tile", "cluster")]
+    shown |= {f.name: getattr(c, f.name) for f in choices if getattr(c, f.name) != f.default}
+    rest = ", ".join(f"{name} {value}" for name, value in shown.items() if value)
     return f"{arch}: {size}, {rest}: {type(c.schedule).__name__}: {operations}"
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from _words(value)
+        else:
+            yield str(value)
 
 
 def examine(arch: str, configuration: GemmConfiguration) -> Kernel:
     """Compiles a configuration, which needs no GPU, and reads its machine code."""
     module = importlib.import_module(f"cudnn_kernels.{arch.removesuffix('a').replace('_', '')}.gemm")
     compiler = importlib.import_module("cudnn_kernels.compiler")
+    fakes = importlib.import_module("cudnn_kernels.fakes")
     kernel = module.Gemm(configuration)
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-cubin --dump-dir {folder}"
-        compiled = compiler.compile_for(arch, kernel, *module.arguments(configuration), options=options)
+        compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration), options=options)
         found = facts(disassemble(compiled.artifacts.CUBIN))
     if arch == "sm_90a":
         return Kernel(found, kernel.stages())
@@ -267,7 +283,7 @@ class Prediction:
 def operand_bytes(c: GemmConfiguration) -> float:
     """What the L2 cache gives one CTA for one k tile; CTAs of a cluster that need the same bytes share the reading."""
     k = c.tile[2]
-    each = BITS[c.a] / 8 + (1 / c.vector if c.vector else 0)
+    each = bits_with_factors(c.a) / 8
     return k * each * (ROWS / c.cluster[1] + c.tile[1] / c.cluster[0])
 
 
@@ -275,10 +291,8 @@ def result_bytes(epilogue: tuple[Any, ...], elements: float) -> float:
     """What an epilogue loads and stores for so many elements of the product."""
     total, share = 0.0, 1.0
     for operation in epilogue:
-        if isinstance(operation, Swiglu):
-            share = 0.5
-        elif isinstance(operation, (StoreTile, LoadTile)):
-            total += elements * share * BITS[operation.dtype] / 8
+        total += elements * share * operation.staged / 8
+        share /= operation.narrowing
     return total
 
 
@@ -287,11 +301,11 @@ def tile_cycles(machine: Machine, c: GemmConfiguration, kernel: Kernel, k: int) 
     hopper = machine.arch == "sm_90a"
     columns, depth = c.tile[1:]
     k_tiles = -(-k // depth)
-    bits = BITS[c.a]
+    width = c.a.bits
     pair = 1 if hopper else c.tile[0] // ROWS
-    arithmetic = ROWS * columns * depth * bits / 16 / machine.macs
+    arithmetic = ROWS * columns * depth * width / 16 / machine.macs
     reads_of_b = 2 if hopper else 1 / pair  # wgmma: for every 64 rows; a pair's CTAs hold and read half each
-    fed = (ROWS + columns * reads_of_b) * depth * bits / 8 / machine.shared
+    fed = (ROWS + columns * reads_of_b) * depth * width / 8 / machine.shared
     fed += kernel.facts.copies * 32 * 16 / machine.shared
     multiply = max(arithmetic, fed)
     if c.promote:  # one warpgroup adds while the other one's products run
@@ -343,7 +357,7 @@ def predict(
     if bytes_once / machine.memory > seconds:
         seconds, bound = bytes_once / machine.memory, "memory"
     seconds += prepared / machine.memory
-    peak = machine.multiprocessors * machine.macs * 16 / BITS[c.a] * machine.megahertz * 1e6
+    peak = machine.multiprocessors * machine.macs * 16 / c.a.bits * machine.megahertz * 1e6
     products = float(m) * n * k
     depth = -(-k // c.tile[2]) * c.tile[2]
     filled = products / (rounds * machine.multiprocessors * ROWS * c.tile[1] * depth)
@@ -352,8 +366,8 @@ def predict(
 
 def once(c: GemmConfiguration, m: int, n: int, k: int) -> float:
     """Bytes of all tensors: what passes through memory at least."""
-    bits = BITS[c.a] + (8 / c.vector if c.vector else 0)
-    return (m + n) * k * bits / 8 + result_bytes(c.epilogue, float(m) * n)
+    each = bits_with_factors(c.a)
+    return (m + n) * k * each / 8 + result_bytes(c.epilogue, float(m) * n)
 
 
 def preparation_bytes(arch: str, dtype: str, m: int, n: int, k: int) -> float:

@@ -14,13 +14,14 @@ from cudnn.api_base import APIBase, TensorDesc, TupleDict, is_power_of_2, unpad
 from cudnn.errors import refusal
 from cudnn.gemm.arguments import Argument, BlockScales, Matrix
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, dtypes, name_of
-from cudnn.gemm.plans import PLANS, LoadedGemm, Operand, Plan, Request
+from cudnn.gemm.plans import LoadedGemm, Plan
 from cudnn.gemm.reference import raise_amax, store, store_quantized
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
 
-_MULTIPROCESSORS: Mapping[str, int] = {"sm_90a": 132, "sm_100a": 148}  # where the device is not here
 _ALIGNMENT = 16  # bytes, of contiguous extents
 
 
@@ -175,7 +176,7 @@ class FusedGemm(APIBase):
         self._check_devices()
         target = self._target()
         if target is not None:
-            self._multiprocessors(self._plan_for(target), _MULTIPROCESSORS[target])
+            self._multiprocessors(self._plan_for(target), ARCHITECTURES[target].multiprocessors)
         self._is_supported = True
         return True
 
@@ -309,28 +310,29 @@ class FusedGemm(APIBase):
                 raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available"))
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
-            launch.pick({name: plan.__name__ for name, plan in PLANS.items()}, arch, where)
+            launch.pick(ARCHITECTURES, arch, where)
         elif device.type != "cpu":
             raise RuntimeError(refusal(where, "device", device, "cuda or cpu", 'pass arch="sm_90a"'))
         return arch
 
     def _operand(self, name: str) -> Operand:
-        scales = self.kind(f"sf{name}") if self.scaled else None
-        return Operand(name, self.kind(name), self.major(name), scales, self.sf_vec_size)
+        scale = BlockScale(self.kind(f"sf{name}"), self.sf_vec_size) if self.scaled else None
+        return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 
     def _plan_for(self, arch: str) -> Plan:
         sizes = self.sizes(self.descs)
-        operands = (self._operand("a"), self._operand("b"))
-        return PLANS[arch](
-            Request(
-                operands,
+        return Plan(
+            arch,
+            GemmProblem(
+                self._operand("a"),
+                self._operand("b"),
                 tuple(self.operations()),
                 self.schedule,
                 sizes["n"],
                 sizes["k"],
                 self.mma_tiler_mn,
                 self.cluster_shape_mn,
-            )
+            ),
         )
 
     def _multiprocessors(self, plan: Plan, count: int) -> int:
@@ -386,7 +388,7 @@ class FusedGemm(APIBase):
         if arch is None:
             return 0
         sizes = self.sizes(self.descs)
-        return (self._plan or self._plan_for(arch)).workspace_size(sizes["m"], sizes["n"], sizes["k"], sizes["l"])
+        return (self._plan or self._plan_for(arch)).workspace_size(sizes)
 
     # Execution.
 
@@ -446,7 +448,7 @@ class FusedGemm(APIBase):
     def _check_workspace(self, tensors: Mapping[str, Any], workspace: Any) -> None:
         assert self._plan is not None
         sizes = self.sizes({name: self._described(name, tensors[name]) for name in ("a", "b")})
-        needed = self._plan.workspace_size(sizes["m"], sizes["n"], sizes["k"], sizes["l"])
+        needed = self._plan.workspace_size(sizes)
         if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
             got = f"{workspace.dtype} of the shape {tuple(workspace.shape)}"
             raise self._error("workspace_tensor", got, "torch.uint8 of one dimension, contiguous")
@@ -493,11 +495,11 @@ class FusedGemm(APIBase):
             self.reference(tensors)
             return
         if arch not in self._emulated:
-            launch.pick({name: plan.__name__ for name, plan in PLANS.items()}, arch, type(self).__name__)
+            launch.pick(ARCHITECTURES, arch, type(self).__name__)
             load = functools.partial(_emulated, arch)
             self._emulated[arch] = self._plan_for(arch).load(load, type(self).__name__)
         kernel = self._emulated[arch]
-        kernel(tensors, self._multiprocessors(kernel.plan, _MULTIPROCESSORS[arch]), 0, None)
+        kernel(tensors, self._multiprocessors(kernel.plan, ARCHITECTURES[arch].multiprocessors), 0, None)
 
 
 def _none() -> None:

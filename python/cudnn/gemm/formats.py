@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.lazy import torch
+from cudnn_kernels.formats import FORMATS, FP4, FP8
 
-FLOAT4 = "float4_e2m1fn_x2"
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOAT4, FLOAT8 = FP4, FP8
 PLAIN = ("float16", "bfloat16", "float32", *FLOAT8)
 BLOCK_SCALED = (FLOAT4, "uint8", *FLOAT8)  # uint8 holds packed pairs of four-bit elements
 SCALES = ("float8_e8m0fnu", "float8_e4m3fn")
 
-BITS: Mapping[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, **dict.fromkeys(FLOAT8, 8), FLOAT4: 4}
+BITS: Mapping[str, int] = {name: x.bits for name, x in FORMATS.items()}
 
-LARGEST: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, FLOAT4: 6.0}
+LARGEST: Mapping[str, float] = {name: x.largest for name, x in FORMATS.items() if x.largest is not None}
 """Of the types that rounding saturates at."""
 
-QUANTIZED_LIMIT: Mapping[str, float] = {"float8_e4m3fn": 448.0, "float8_e5m2": 128.0, FLOAT4: 6.0}
-"""What the largest magnitude of a block becomes, nearly. That of e5m2 leaves room, as cuDNN's kernels do."""
+QUANTIZED_LIMIT: Mapping[str, float] = {name: FORMATS[name].block_limit for name in LARGEST}
+"""What the largest magnitude of a block becomes, nearly."""
 
 
 def name_of(dtype: Any) -> str:

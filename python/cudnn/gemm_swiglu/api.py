@@ -155,7 +155,7 @@ class GemmSwiglu(FusedGemm):
         operations: list[Any] = [epilogue.Scale("alpha")]
         if self.given("ab12"):
             operations.append(epilogue.StoreTile("ab12", self.kind("ab12"), self.major("ab12")))
-        operations.append(epilogue.Swiglu(gate_first=False))
+        operations.append(epilogue.Gated())
         return (*operations, *self.result_epilogue("c"))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ def device_architecture(index: int) -> str:
     return ARCHITECTURES.get(capability, "sm_{}{}".format(*capability))
 
 
-def pick(kernels: Mapping[str, str], arch: str, where: str) -> str:
+def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
     """The kernel for an architecture.
 
     Raises:

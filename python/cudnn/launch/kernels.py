@@ -25,7 +25,7 @@ _loaded: dict[tuple[str, Any, str], Callable[..., None]] = {}
 def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     """The kernel ``module:class`` for a configuration, compiled for ``arch``, callable on raw PyTorch tensors.
 
-    The module offers the class and ``arguments(configuration)``, stand-ins for the arguments of its call.
+    The configuration lists the arguments of its call, by ``cudnn_kernels.signature``.
     """
     key = (source, configuration, arch)
     with _lock:
@@ -52,12 +52,13 @@ def _entry(source: str, configuration: Any, arch: str) -> cache.Entry:
 
 def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
     """Compiles with the CuTe DSL, now and for this process."""
-    from cudnn_kernels import compiler
+    from cudnn_kernels import compiler, fakes
 
     module_name, _, class_name = source.partition(":")
     module = importlib.import_module(module_name)
     start = time.perf_counter()
-    compiled = compiler.compile_for(arch, getattr(module, class_name)(configuration), *module.arguments(configuration))
+    kernel = getattr(module, class_name)(configuration)
+    compiled = compiler.compile_for(arch, kernel, *fakes.arguments(configuration))
     _logger.info("compiled %s for %s in %.2f s: %r", class_name, arch, time.perf_counter() - start, configuration)
     return compiled
 

@@ -1,0 +1,79 @@
+"""The CuTe DSL's types by PyTorch's names, and stand-ins for the arguments that a signature lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.runtime import make_fake_stream
+
+from cudnn_kernels.signature import Configuration, Scalar, Slot, Stream, Tensor, Workspace, signature
+
+DTYPES: Mapping[str, Any] = {
+    "float32": cutlass.Float32,
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+    "float8_e8m0fnu": cutlass.Float8E8M0FNU,
+    "float4_e2m1fn_x2": cutlass.Float4E2M1FN,
+    "uint8": cutlass.Uint8,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+
+Symbols = dict[Any, Any]
+
+
+def arguments(configuration: Configuration) -> tuple[Any, ...]:
+    """Stand-ins for what the kernel of a configuration is called with. Sizes are known when it is called."""
+    return stand_ins(signature(configuration))
+
+
+def stand_ins(slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """A stand-in for every slot. Slots that name the same size have it in common, so that a call checks it."""
+    symbols: Symbols = {}
+    return tuple(stand_in(slot, symbols) for slot in slots)
+
+
+@singledispatch
+def stand_in(slot: Any, symbols: Symbols) -> Any:
+    """The stand-in for a slot; ``symbols`` are the sizes by name so far."""
+    raise TypeError(f"stand_in: got {type(slot).__name__}; allowed: a slot of a signature")
+
+
+@stand_in.register
+def _(slot: Scalar, symbols: Symbols) -> Any:
+    return DTYPES[slot.dtype](0)
+
+
+@stand_in.register
+def _(slot: Stream, symbols: Symbols) -> Any:
+    return make_fake_stream()
+
+
+@stand_in.register
+def _(slot: Workspace, symbols: Symbols) -> Any:
+    return make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16)
+
+
+@stand_in.register
+def _(slot: Tensor, symbols: Symbols) -> Any:
+    packed = slot.packed
+    element = cutlass.Uint8 if packed > 1 else DTYPES[slot.dtype]
+    step = max(1, slot.align * 8 // element.width)
+    shape = [
+        dim if isinstance(dim, int) else _symbol(symbols, dim, packed if stride == 1 else 1)
+        for dim, stride in zip(slot.shape, slot.strides, strict=True)
+    ]
+    strides = [cute.sym_int64(divisibility=step) if stride is None else stride for stride in slot.strides]
+    return make_fake_tensor(element, tuple(shape), tuple(strides), assumed_align=max(slot.align, element.width // 8))
+
+
+def _symbol(symbols: Symbols, name: str, packed: int) -> Any:
+    """The size of a name, or of its packed elements."""
+    return symbols.setdefault((name, packed), cute.sym_int())

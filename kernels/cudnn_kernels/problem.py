@@ -1,0 +1,54 @@
+"""What a GEMM is asked for, on any architecture: operands, epilogue, schedule. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn_kernels.formats import FORMATS, bits
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """Scale factors of type ``dtype``: ``vector`` elements along k, and ``rows`` rows, share one."""
+
+    dtype: str
+    vector: int
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A or B, (mn, k, l): the type by PyTorch's name, the dimension of stride 1, ``k`` or ``mn``, scale factors."""
+
+    dtype: str
+    major: str = "k"
+    scale: BlockScale | None = None
+
+    @property
+    def bits(self) -> int:
+        """The width of an element."""
+        return bits(self.dtype)
+
+    @property
+    def packed(self) -> int:
+        """Elements that share a byte."""
+        return FORMATS[self.dtype].packed
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
+
+    ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
+    caller's wishes.
+    """
+
+    a: Operand
+    b: Operand
+    epilogue: tuple[Any, ...]
+    schedule: Any
+    n: int
+    k: int
+    tile: tuple[int, int] | None = None
+    cluster: tuple[int, int] | None = None

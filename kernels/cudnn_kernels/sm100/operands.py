@@ -1,0 +1,226 @@
+"""A, B and their scale factors on their way from global to shared memory, tile by tile."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+import cutlass.utils.blockscaled_layout as blockscaled
+from cutlass import Float32, Int32, TFloat32
+from cutlass.cute.nvgpu import cpasync
+
+from cudnn_kernels.configuration import GemmConfiguration
+from cudnn_kernels.fakes import DTYPES
+
+ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
+COLUMN, ROW = 1, 2  # modes of a cluster's layout, along which CTAs lie that share a tile of B, or of A
+
+
+class TileOperand(ABC):
+    """One argument of the kernel that the copy engine brings to shared memory.
+
+    ``mma`` says how the CTAs of a pair share it, ``shared_along`` which CTAs of a cluster need the same tile: those of
+    a row, or of a column.
+    """
+
+    name: str
+    shared_along: int
+    compact = False  # whether the tensor repeats elements, with stride 0, which are copied once
+
+    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma) -> None:
+        self.c, self.element, self.mma = c, element, mma
+
+    @abstractmethod
+    def layout(self, stages: int) -> Any:
+        """The ring of tiles in shared memory."""
+
+    @abstractmethod
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        """The copy engine's atom and view of the operand."""
+
+    @abstractmethod
+    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
+        """All tiles of the copy engine's view, as far as this CTA needs them; ``part`` is its share of ``mma``."""
+
+    @abstractmethod
+    def bits(self) -> int:
+        """Of a tile in one CTA."""
+
+    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+        """The argument as the tensor cores know it; ``arguments`` has those of the operands before it."""
+        return tensor
+
+    def place(self, row: Int32, column: Int32, k: Int32, work: Any) -> tuple[Any, ...]:
+        """The index of a tile among all."""
+        return (None, row, k, work.a) if self.shared_along == ROW else (None, column, k, work.b)
+
+    def cluster(self) -> cute.Layout:
+        """The CTAs of a cluster, by pair, row, column."""
+        return cute.tiled_divide(cute.make_layout((*self.c.cluster, 1)), (self.mma.thr_id.shape,))
+
+    def one(self) -> Any:
+        """The layout of one tile in shared memory."""
+        return cute.slice_(self.layout(1), (None, None, None, 0))
+
+    def allocate(self, smem: Any, stages: int) -> cute.Tensor:
+        """The ring."""
+        layout = self.layout(stages)
+        return smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+    def partition(
+        self, atom: Any, tensor: cute.Tensor, ring: cute.Tensor, rank: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor, Any]:
+        """This CTA's share of the ring and of the operand, and the CTAs of the cluster that get it."""
+        cluster = self.cluster()
+        place = cluster.get_flat_coord(rank)
+        target, source = cpasync.tma_partition(
+            atom,
+            place[self.shared_along],
+            cute.make_layout(cluster.shape[self.shared_along]),
+            cute.group_modes(ring, 0, 3),
+            cute.group_modes(self.tiles(tensor, self.mma.get_slice(place[0])), 0, 3),
+        )
+        if self.compact:
+            target, source = cute.filter_zeros(target), cute.filter_zeros(source)
+        return target, source, cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=self.shared_along)
+
+
+class _Values(TileOperand):
+    """Elements. The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate."""
+
+    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+        return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
+
+    def rounded(self) -> Any:
+        return TFloat32 if self.element == Float32 else None
+
+
+class OperandA(_Values):
+    """A tile of A; a pair's CTAs have half of its rows each."""
+
+    name, shared_along = "a", ROW
+
+    def layout(self, stages: int) -> Any:
+        return sm100.make_smem_layout_a(self.mma, self.c.tile, self.element, stages)
+
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.mma.thr_id)
+        shape = self.cluster().shape
+        return cute.nvgpu.make_tiled_tma_atom_A(
+            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
+        )
+
+    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
+        m, _, k = self.c.tile
+        return part.partition_A(cute.local_tile(tensor, (m, k), (None, None, None)))
+
+    def bits(self) -> int:
+        return ROWS * self.c.tile[2] * self.element.width
+
+
+class OperandB(_Values):
+    """A tile of B; a pair's CTAs have half of it each."""
+
+    name, shared_along = "b", COLUMN
+
+    def layout(self, stages: int) -> Any:
+        return sm100.make_smem_layout_b(self.mma, self.c.tile, self.element, stages)
+
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        op = sm100.cluster_shape_to_tma_atom_B(self.c.cluster, self.mma.thr_id)
+        shape = self.cluster().shape
+        return cute.nvgpu.make_tiled_tma_atom_B(
+            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
+        )
+
+    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
+        _, n, k = self.c.tile
+        return part.partition_B(cute.local_tile(tensor, (n, k), (None, None, None)))
+
+    def bits(self) -> int:
+        m, n, k = self.c.tile
+        return n * k * self.element.width // (m // ROWS)
+
+
+class _Factors(TileOperand):
+    """Scale factors, in atoms of 128 x 4; the view repeats each of them ``vector`` times, with stride 0.
+
+    The ring is that of the operation, the CTAs of ``mma`` are those that share: of B's factors, each CTA of a pair
+    needs all of the tile's.
+    """
+
+    compact = True
+
+    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, operation: cute.TiledMma) -> None:
+        super().__init__(c, element, mma)
+        self.operation = operation
+
+    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+        shape = arguments[self.name.removeprefix("sf")].shape
+        return cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
+
+    def allocate(self, smem: Any, stages: int) -> cute.Tensor:
+        return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
+
+    @property
+    def vector(self) -> int:
+        assert self.c.a.scale is not None
+        return self.c.a.scale.vector
+
+
+class FactorsA(_Factors):
+    """A's factors, of a CTA's rows."""
+
+    name, shared_along = "sfa", ROW
+
+    def layout(self, stages: int) -> Any:
+        return blockscaled.make_smem_layout_sfa(self.operation, self.c.tile, self.vector, stages)
+
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.mma.thr_id)
+        shape = self.cluster().shape
+        return cute.nvgpu.make_tiled_tma_atom_A(
+            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=cutlass.Int16
+        )
+
+    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
+        m, _, k = self.c.tile
+        return part.partition_A(cute.local_tile(tensor, (m, k), (None, None, None)))
+
+    def bits(self) -> int:
+        return ROWS * self.c.tile[2] // self.vector * 8
+
+
+class FactorsB(_Factors):
+    """B's factors, of a tile's columns."""
+
+    name, shared_along = "sfb", COLUMN
+
+    def layout(self, stages: int) -> Any:
+        return blockscaled.make_smem_layout_sfb(self.operation, self.c.tile, self.vector, stages)
+
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        op = sm100.cluster_shape_to_tma_atom_SFB(self.c.cluster, self.operation.thr_id)
+        tile, shape = (ROWS, *self.c.tile[1:]), self.cluster().shape
+        return cute.nvgpu.make_tiled_tma_atom_B(
+            op, tensor, self.one(), tile, self.mma, shape, internal_type=cutlass.Int16
+        )
+
+    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
+        _, n, k = self.c.tile
+        return part.partition_B(cute.local_tile(tensor, (n, k), (None, None, None)))
+
+    def bits(self) -> int:
+        return self.c.tile[1] * self.c.tile[2] // self.vector * 8
+
+
+def tile_operands(c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma) -> list[TileOperand]:
+    """All operands. ``mma`` is the operation, ``whole`` the same by one CTA."""
+    found: list[TileOperand] = [OperandA(c, DTYPES[c.a.dtype], mma), OperandB(c, DTYPES[c.b.dtype], mma)]
+    if c.a.scale is not None and c.b.scale is not None:
+        found.append(FactorsA(c, DTYPES[c.a.scale.dtype], mma, mma))
+        found.append(FactorsB(c, DTYPES[c.b.scale.dtype], whole, mma))
+    return found
