@@ -16,13 +16,17 @@ SMALL = (128, 128, 128, 1)
 @pytest.mark.parametrize(
     ("arch", "variant", "names"),
     [
-        ("sm_90a", Variant("gemm_amax", SMALL, E4M3, "mkn"), ["cudnn_transpose_sm90_0", "cudnn_gemm_sm90_1"]),
+        (
+            "sm_90a",
+            Variant("gemm_amax", SMALL, E4M3, "mkn"),
+            ["cudnn_transpose_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
+        ),
         (
             "sm_90a",
             Variant("gemm_amax", SMALL, FP4, scale=E8M0, vector=32),
-            ["cudnn_dequantise_sm90_0", "cudnn_dequantise_sm90_1", "cudnn_gemm_sm90_2"],
+            ["cudnn_dequantise_sm90_cutlass_0", "cudnn_dequantise_sm90_cutlass_1", "cudnn_gemm_sm90_cutlass_2"],
         ),
-        ("sm_100a", Variant("gemm_amax", SMALL), ["cudnn_gemm_sm100_0"]),
+        ("sm_100a", Variant("gemm_amax", SMALL), ["cudnn_gemm_sm100_cutlass_0"]),
     ],
 )
 def test_gemms(arch: str, variant: Variant, names: list[str]) -> None:
@@ -37,4 +41,4 @@ def test_norm(arch: str) -> None:
     program = programs.find("rmsnorm_rht_amax")
     with cudnn.emulation(arch) as report:
         program.make(program.shape, "cpu").call()
-    assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_0"]
+    assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_cutlass_0"]
