@@ -24,6 +24,11 @@ DTYPES: Mapping[str, Any] = {
     "uint8": cutlass.Uint8,
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
+    # Of no kernel here; `cudnn.datatypes` translates them for programs with kernels of their own.
+    "float64": cutlass.Float64,
+    "int8": cutlass.Int8,
+    "int16": cutlass.Int16,
+    "bool": cutlass.Boolean,
 }
 
 Symbols = dict[Any, Any]

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
     from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
     from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
+    from cudnn.gemm_swiglu import interleave_gate_up as interleave_gate_up
     from cudnn.launch import emulation as emulation
     from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
     from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
@@ -112,6 +113,7 @@ _LAZY = {
     "causal_conv1d_backward": "cudnn.backend.causal_conv1d",
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
+    "interleave_gate_up": "cudnn.gemm_swiglu",
     **{
         name: f"cudnn.{module}"
         for module, operation in FUSED_APIS.items()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cudnn.errors import refusal
 from cudnn.lazy import torch
 
 
@@ -52,6 +54,16 @@ class TupleDict(dict[str, Any]):
         if not 0 <= key < len(self):
             raise IndexError(f"result {key}: there are {len(self)}, numbered from 0: {', '.join(self.keys())}")
         return tuple(self.values())[key]
+
+
+def check_tensor(where: str, name: str, tensor: Any) -> None:
+    """Raises unless it is a ``torch.Tensor``, or stands for one."""
+    if hasattr(tensor, "data_ptr"):
+        return
+    kind = type(tensor)
+    cure = f"pass torch.from_numpy({name})" if kind.__module__ == "numpy" else ""
+    got = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    raise TypeError(refusal(where, f"{name} tensor", got, "a torch.Tensor", cure))
 
 
 def stride_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -175,6 +187,44 @@ class TensorDesc:
         return result
 
 
+def same_stride(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two strides lead to the same elements of a shape."""
+    return all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
+
+
+def overlapping(x: Any, y: Any) -> bool:
+    """Whether two tensors of a device share memory.
+
+    Parts of rows that lie beside each other in one tensor do not; of tensors that interleave in other ways it may say
+    so wrongly.
+    """
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    distance = y.data_ptr() - x.data_ptr()
+    if not -_bytes(y) < distance < _bytes(x):
+        return False
+    pitch = math.gcd(*_pitches(x), *_pitches(y))
+    if pitch == 0:
+        return True
+    distance %= pitch
+    return distance < _run(x) or distance + _run(y) > pitch
+
+
+def _bytes(x: Any) -> int:
+    """From the first to the last, both included."""
+    return (1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def _pitches(x: Any) -> list[int]:
+    """The strides in bytes, but for that between neighbours."""
+    return [s * x.element_size() for n, s in zip(x.shape, x.stride(), strict=True) if n > 1 and s != 1]
+
+
+def _run(x: Any) -> int:
+    """Bytes of consecutive elements."""
+    return x.element_size() * max([1, *(n for n, s in zip(x.shape, x.stride(), strict=True) if s == 1)])
+
+
 def _extent(desc: TensorDesc) -> int:
     """Elements from the first to the last."""
     if 0 in desc.shape:
@@ -222,27 +272,35 @@ class APIBase(ABC):
             self.compile()
         self.execute(*args, **kwargs)
 
+    @classmethod
+    def _title(cls) -> str:
+        """The name in messages: that of the class, without the suffix that existing programs know it by."""
+        return cls.__name__.removesuffix("Sm100")
+
     def _describe(self, tensor: Any, name: str) -> TensorDesc | None:
         if tensor is None:
             return None
+        check_tensor(self._title(), name, tensor)
         return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
 
     def _not_compiled(self) -> RuntimeError:
         return RuntimeError(
-            f"{type(self).__name__}: the kernel is not compiled. To mend it, call compile() before execute()."
+            f"{self._title()}: the kernel is not compiled. To mend it, call compile() before execute()."
         )
 
-    def _refuse(self, what: str, got: object, expected: object) -> ValueError:
-        return ValueError(f"{type(self).__name__}: {what} mismatch: expected {expected}, got {got}")
+    def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:
+        text = f"{self._title()}: {what} mismatch: expected {expected}, got {got}"
+        return ValueError(f"{text}. To mend it, {cure}." if cure else text)
 
     def _check_shape(self, desc: TensorDesc | None, expected: Sequence[int]) -> None:
         if desc is not None and desc.shape != tuple(expected):
             raise self._refuse(f"{desc.name} tensor shape", desc.shape, tuple(expected))
 
     def _check_stride(self, desc: TensorDesc | None, *allowed: Sequence[int]) -> None:
-        """Strides are compared exactly, those of dimensions of size 1 too."""
-        if desc is not None and desc.stride not in [tuple(stride) for stride in allowed]:
-            raise self._refuse(f"{desc.name} tensor stride", desc.stride, " or ".join(str(tuple(s)) for s in allowed))
+        """Strides are compared exactly, but for those of dimensions of size 1: no element lies there."""
+        if desc is None or any(same_stride(desc.shape, desc.stride, stride) for stride in allowed):
+            return
+        raise self._refuse(f"{desc.name} tensor stride", desc.stride, " or ".join(str(tuple(s)) for s in allowed))
 
     def _check_dtype(self, desc: TensorDesc | None, *allowed: Any) -> None:
         if desc is not None and desc.dtype not in allowed:

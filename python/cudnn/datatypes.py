@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from cudnn.enums import data_type
+from cudnn.errors import refusal
 from cudnn.lazy import torch
 
 
@@ -49,6 +51,55 @@ def is_torch_available() -> bool:
     except ImportError:
         return False
     return True
+
+
+def is_cutlass_available() -> bool:
+    """True when the CuTe DSL, the package ``cutlass``, can be imported; imports it to find out."""
+    try:
+        _cutlass_types()
+    except ImportError:
+        return False
+    return True
+
+
+def _cutlass_types() -> Mapping[str, Any]:
+    """The types of the CuTe DSL by PyTorch's names."""
+    from cudnn_kernels.fakes import DTYPES
+
+    return DTYPES
+
+
+def _torch_to_cutlass_data_type(dtype: object, interpret_uint8_as_fp4x2: bool = False) -> Any:
+    """The type of the CuTe DSL for a ``torch.dtype``, such as ``cutlass.Float8E4M3FN``; None if it has none.
+
+    Packed four-bit elements are ``cutlass.Float4E2M1FN``; so are bytes with ``interpret_uint8_as_fp4x2``.
+
+    Raises:
+        ImportError: the CuTe DSL is not installed.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "uint8" and interpret_uint8_as_fp4x2:
+        name = "float4_e2m1fn_x2"
+    return _cutlass_types().get(name) if str(dtype).startswith("torch.") else None
+
+
+def _convert_to_cutlass_data_type(dtype: object, interpret_uint8_as_fp4x2: bool = False) -> Any:
+    """The type of the CuTe DSL for a ``torch.dtype``, a ``data_type`` or a type of the CuTe DSL, which stays as it is.
+
+    Packed four-bit elements are ``cutlass.Float4E2M1FN``; so are bytes with ``interpret_uint8_as_fp4x2``.
+
+    Raises:
+        ValueError: the CuTe DSL has no such type.
+        ImportError: the CuTe DSL is not installed.
+    """
+    if any(dtype is known for known in _cutlass_types().values()):
+        return dtype
+    given = _cudnn_to_torch_data_type(dtype) if isinstance(dtype, data_type) else dtype
+    found = _torch_to_cutlass_data_type(given, interpret_uint8_as_fp4x2)
+    if found is None:
+        allowed = ", ".join(f"torch.{name}" for name in _cutlass_types())
+        raise ValueError(refusal("data type for the CuTe DSL", "dtype", repr(dtype), allowed))
+    return found
 
 
 def _is_torch_tensor(obj: object) -> TypeGuard[Any]:

@@ -55,6 +55,9 @@ def test_alpha(name: str) -> None:
     problem = case(name)
     gemm = operation(problem, alpha=-0.5)
     gemm(**problem.arguments())
+    check(problem, alpha=1.0 if name == "gemm_swiglu" else -0.5)
+    problem = case(name)
+    gemm(**problem.arguments(), alpha=None)
     check(problem, alpha=-0.5)
     problem = case(name)
     gemm(**problem.arguments(), alpha=0.25)
@@ -113,8 +116,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({}, {"b": meta(256, 64, 1)}, {}, ValueError, r"b tensor shape mismatch: expected \(256, 128, 1\), got \(256, 64,"),
     ({}, {"a": meta(128, 0, 1)}, {}, ValueError, "sizes: got n=256, k=0, l=1; allowed: at least 1"),
     (
-        {}, {"a": meta(128, 128, 1)}, {}, ValueError,
-        r"a tensor stride mismatch: expected \(128, 1, 16384\) or \(1, 128, 16384\), got \(128, 1, 1\)",
+        {"l": 2}, {"a": meta(128, 128, 2)}, {}, ValueError,
+        r"a tensor stride mismatch: expected \(128, 1, 16384\) or \(1, 128, 16384\), or further apart by multiples of "
+        r"16 bytes, got \(256, 2, 1\). To mend it, pass tensor.permute\(2, 0, 1\).contiguous\(\).permute\(1, 2, 0\)",
     ),
     ({}, {"a": meta(128, 128, 1, dtype=torch.int32, stride=(128, 1, 16384))}, {}, ValueError, "a tensor dtype"),
     (
@@ -142,7 +146,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
         {"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 2, 1, dtype=E8M0)}, {}, ValueError,
         r"sfa tensor shape mismatch: expected \(32, 4, 1, 4, 1, 1\), got \(32, 4, 1, 4, 2, 1\)",
     ),
-    ({"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 1, 1, dtype=E8M0)}, {}, ValueError, "sfa tensor stride"),
+    (
+        {"dtype": FP4, "scale": E8M0}, {"sfa": meta(32, 4, 1, 4, 1, 1, dtype=E8M0, stride=(1, 32, 512, 128, 512, 512))},
+        {}, ValueError, "sfa tensor stride",
+    ),
     (
         {"dtype": FP4, "scale": E8M0},
         {"sfb": meta(32, 4, 2, 4, 1, 1, dtype=E4M3, stride=(16, 4, 512, 1, 512, 1024))}, {}, ValueError,
@@ -363,7 +370,9 @@ def test_wrapper(family: Family, major: str) -> None:
     }
     assert results(family, found) == names[family.name]
     for name in names[family.name]:
-        if problem.tensors[name] is not None:
+        if name == "amax":
+            assert found["amax_tensor"].shape == (1, 1, 1)
+        elif problem.tensors[name] is not None:
             assert found[f"{name}_tensor"].stride() == problem.tensors[name].stride()
         problem.tensors[name] = found[f"{name}_tensor"]
     check(problem)
@@ -376,6 +385,7 @@ def test_wrapper_of_four_bit_operands(family: Family) -> None:
     types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
     found = call(problem, **types.get(family.name, {}))
     assert "amax" in results(family, found)
+    assert found["amax_tensor"].shape == ((1, 1, 1) if family.name in ("gemm_amax", "gemm_swiglu") else (1,))
     for name in results(family, found):
         problem.tensors[name] = found[f"{name}_tensor"]
     check(problem)
@@ -445,9 +455,12 @@ def test_the_wrapper_gives_cached_objects_other_sizes(family: Family, monkeypatc
 def test_public_names(family: Family) -> None:
     api, name = family.module.api, family.cls.__name__
     for space in (cudnn, family.module):
-        assert getattr(space, name) is getattr(space, f"{name}Sm100") is family.cls
+        assert getattr(space, name) is family.cls
+        assert getattr(space, f"{name}Sm100") is getattr(api, f"{name}Sm100")
         assert getattr(space, f"{family.name}_wrapper") is getattr(space, f"{family.name}_wrapper_sm100")
     assert getattr(api, f"_cache_of_{name}Sm100Objects") is family.cache
+    assert issubclass(getattr(api, f"{name}Sm100"), family.cls)
+    assert getattr(api, f"{name}Sm100").__name__ == f"{name}Sm100"
 
 
 SIGNATURES = {

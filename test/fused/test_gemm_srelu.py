@@ -53,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         ValueError,
         "d tensor dtype: got float8_e4m3fn; allowed",
     ),
-    ({"dtype": FP4, "scale": E8M0, "majors": "kkm"}, {}, ValueError, "d tensor major: got m; allowed: n, for operands"),
     ({}, {"mma_tiler_mn": (128, 96)}, ValueError, "mma_tiler_mn: got .128, 96.; allowed: 64, 128, 192, 256 columns"),
     ({}, {"cluster_shape_mn": (8, 1)}, ValueError, r"cluster_shape_mn: got \(8, 1\); allowed: powers of 2 up to 4"),
     ({}, {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 2)}, ValueError, "allowed: an even number of rows"),

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -276,10 +275,15 @@ def test_architecture_without_a_kernel() -> None:
         launch.pick({"sm_90a": "a", "sm_100a": "b"}, "sm_80", "Api")
 
 
-@pytest.mark.parametrize("stream", [17, type("CUstream", (), {"__int__": lambda self: 17})()])
-def test_streams(stream: Any) -> None:
-    assert launch.raw_stream(stream, 0) == 17
-    assert launch.raw_stream(type("Stream", (), {"cuda_stream": 5})(), 0) == 5
+def test_streams() -> None:
+    from cuda.bindings.driver import CUstream
+
+    assert launch.raw_stream(17, 0) == launch.raw_stream(CUstream(17), 0) == 17
+    for address in (5, 0):  # PyTorch's default stream has the address 0
+        assert launch.raw_stream(type("Stream", (), {"cuda_stream": address})(), 0) == address
+    for wrong in ("0", 1.5, object()):
+        with pytest.raises(TypeError, match=r"execute: current_stream: got .*; allowed: None, an int, a torch.cuda"):
+            launch.raw_stream(wrong, 0)
 
 
 def test_command_line(folder: Path) -> None:

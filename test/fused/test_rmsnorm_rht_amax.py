@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,13 @@ from cudnn.rmsnorm_rht_amax import (
     rmsnorm_rht_amax_wrapper,
     rmsnorm_rht_amax_wrapper_sm100,
 )
+
+WHERE = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+def within(where: str) -> Any:
+    """The emulator, for an architecture."""
+    return cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext()
 
 
 def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +89,81 @@ def test_trailing_dimensions_of_size_one() -> None:
     assert torch.equal(amax, expected["amax_tensor"])
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("shape", [(1, 512), (7, 512), (3, 5, 512), (2, 3, 2, 512), (4, 6, 512, 1)], ids=str)
+def test_odd_rows_and_more_dimensions(where: str, shape: tuple[int, ...]) -> None:
+    """Dimensions before the last are rows; of an odd number of them each has an amax of its own."""
+    device = "cuda" if where == "gpu" else "cpu"
+    x, w = torch.randn(shape, device=device).bfloat16(), torch.ones(512, device=device).bfloat16()
+    with within(where):
+        o, amax = rmsnorm_rht_amax_wrapper(x, w)
+    m = x.numel() // 512
+    y, largest = definition(x.view(m, 512), w, 1e-5, 1 if m % 2 else 2)
+    assert o.shape == (x.shape[:-1] if x.shape[-1] == 1 else x.shape)
+    torch.testing.assert_close(o.double().view(m, 512), y, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(amax.double(), largest, rtol=1e-4, atol=0)
+    norm = RmsNormRhtAmax(x, w, o, amax)
+    assert norm.check_support()
+    if where == "reference":
+        torch.library.opcheck(cudnn.ops.rmsnorm_rht_amax, (x, w))
+
+
+def test_rows_that_lie_apart_are_refused_with_what_to_do() -> None:
+    x, w = inputs(8, 512)
+    with pytest.raises(ValueError, match=r"x: got the strides .* To mend it, pass x.contiguous\(\)"):
+        rmsnorm_rht_amax_wrapper(x.view(4, 2, 512).transpose(0, 1), w)
+
+
+REFUSED_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"x_tensor": lambda t: np.zeros((4, 512))},
+        TypeError,
+        r"x tensor: got numpy.ndarray; allowed: a torch.Tensor. To",
+    ),
+    (
+        {"o_tensor": lambda t: t["x_tensor"].new_zeros(2049)[1:].view(4, 512)},
+        ValueError,
+        "o tensor, its address: got 0x",
+    ),
+    (
+        {"o_tensor": lambda t: t["both"][2:6]},
+        ValueError,
+        "o tensor: got memory that x uses too; allowed: memory of its",
+    ),
+    ({"amax_tensor": lambda t: t["x_tensor"].view(-1).view(torch.float32)[:2]}, ValueError, "amax tensor: got memory"),
+    ({"current_stream": lambda t: "0"}, TypeError, "current_stream: got str; allowed: None, an int, a torch.cuda"),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_longest_rows(arch: str) -> None:
+    assert RmsNormRhtAmax(**sample(n=65536), arch=arch).check_support()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("changes", "error", "words"), REFUSED_CALLS)
+def test_what_is_refused_everywhere(where: str, changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    device = "cuda" if where == "gpu" else "cpu"
+    both, w = torch.zeros(8, 512, device=device).bfloat16(), torch.ones(512, device=device).bfloat16()
+    tensors = {"x_tensor": both[:4], "w_tensor": w, "o_tensor": torch.empty_like(both[:4])}
+    tensors["amax_tensor"] = torch.empty(2, device=device)
+    norm = RmsNormRhtAmax(*tensors.values(), rows_per_cta=2)
+    with within(where):
+        norm.compile()
+        with pytest.raises(error, match=words):
+            norm.execute(**{**tensors, **{key: make({**tensors, "both": both}) for key, make in changes.items()}})
+        norm.execute(**{**tensors, "o_tensor": tensors["x_tensor"]})  # in place
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_nothing_is_recorded_for_autograd(where: str) -> None:
+    x, w = inputs(4, 512, device="cuda" if where == "gpu" else "cpu")
+    with within(where):
+        found = rmsnorm_rht_amax_wrapper(x.requires_grad_(), w.requires_grad_())
+    assert [tensor.grad_fn for tensor in found] == [None, None]
+    assert "cudnn.ops.rmsnorm_rht_amax" in (rmsnorm_rht_amax_wrapper.__doc__ or "")
+
+
 def test_one_object_serves_every_number_of_rows() -> None:
     norm = RmsNormRhtAmax(**sample(device="cpu"))
     norm.compile()
@@ -92,7 +176,10 @@ def test_one_object_serves_every_number_of_rows() -> None:
 
 
 def test_public_names() -> None:
-    assert cudnn.RmsNormRhtAmax is cudnn.RmsNormRhtAmaxSm100 is RmsNormRhtAmax is RmsNormRhtAmaxSm100
+    assert cudnn.RmsNormRhtAmax is RmsNormRhtAmax
+    assert cudnn.RmsNormRhtAmaxSm100 is RmsNormRhtAmaxSm100
+    assert issubclass(RmsNormRhtAmaxSm100, RmsNormRhtAmax)
+    assert RmsNormRhtAmaxSm100.__name__ == "RmsNormRhtAmaxSm100"
     assert cudnn.rmsnorm_rht_amax_wrapper is cudnn.rmsnorm_rht_amax_wrapper_sm100 is rmsnorm_rht_amax_wrapper
     assert rmsnorm_rht_amax_wrapper is rmsnorm_rht_amax_wrapper_sm100
     assert api._cache_of_RmsNormRhtAmaxSm100Objects is api._cache_of_RmsNormRhtAmaxObjects
@@ -110,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"m": 15}, ValueError, "rows_per_cta: got 2; allowed: divisors of the 15 rows of x"),
     ({"rows_per_cta": 0}, ValueError, "rows_per_cta: got 0"),
     ({"rows_per_cta": 4}, ValueError, r"amax tensor shape mismatch: expected \(4,\), got \(8,\)"),
-    ({"n": 65536}, NotImplementedError, "columns of x: got 65536; allowed: at most 40960"),
+    ({"n": 65536 + 512}, NotImplementedError, "columns of x: got 66048; allowed: at most 65536"),
     (
         {"dtype": torch.float32},
         ValueError,
@@ -120,7 +207,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample_w": torch.empty(512)}, ValueError, "w tensor dtype mismatch: expected torch.bfloat16, got torch.float32"),
     ({"sample_o": torch.empty(16, 512)}, ValueError, "o tensor dtype mismatch: expected torch.bfloat16"),
     ({"sample_o": torch.empty(16, 256)}, ValueError, r"o tensor shape mismatch: expected \(16, 512\), got \(16, 256\)"),
-    ({"sample_x": torch.empty(16)}, ValueError, r"x: got the shape \(16,\); allowed: two dimensions"),
+    ({"sample_x": torch.empty(16)}, ValueError, r"x: got the shape \(16,\); allowed: two dimensions or more"),
+    ({"sample_x": None}, TypeError, "x tensor: got NoneType; allowed: a torch.Tensor"),
     (
         {"sample_x": torch.empty(512, 16).t()},
         ValueError,
@@ -158,7 +246,7 @@ def test_support_for_a_chip_that_is_not_here(arch: str) -> None:
         ({"x_tensor": torch.empty(4, 512)}, "x tensor dtype mismatch: expected torch.bfloat16, got torch.float32"),
         ({"o_tensor": torch.empty(512, 4).bfloat16().t()}, "o tensor stride mismatch"),
         ({"w_tensor": torch.empty(16).bfloat16()}, "w tensor shape mismatch"),
-        ({"amax_tensor": torch.empty(4)}, r"amax tensor shape mismatch: expected \(4 / 2,\), got \(4,\)"),
+        ({"amax_tensor": torch.empty(4)}, r"amax tensor shape mismatch: expected \(2,\), got \(4,\)"),
     ],
 )
 def test_other_tensors_than_the_samples_are_refused(change: dict[str, Any], words: str) -> None:
@@ -190,7 +278,8 @@ def test_no_default_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "rows"), [(148 * 8, 8), (148 * 8 + 8, 8), (147 * 8, 4), (148 * 4 + 4, 4), (296, 2), (256, 2), (7, 2), (0, 2)]
+    ("m", "rows"),
+    [(148 * 8, 8), (148 * 8 + 8, 8), (147 * 8, 4), (148 * 4 + 4, 4), (296, 2), (256, 2), (7, 1), (1, 1), (0, 2)],
 )
 def test_default_number_of_rows(m: int, rows: int) -> None:
     assert pick_rows_per_cta(m) == rows
@@ -220,8 +309,9 @@ def test_the_wrapper_refuses_what_the_class_refuses() -> None:
         rmsnorm_rht_amax_wrapper(*inputs(4, 520))
     x, w = inputs(6, 512)
     rmsnorm_rht_amax_wrapper(x[:4], w, rows_per_cta=4)
-    with pytest.raises(ValueError, match="amax tensor shape mismatch"):
-        rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=4)  # from the cached object
+    for rows in (4, 0, -1):  # 4: of the cached object
+        with pytest.raises(ValueError, match=f"^rmsnorm_rht_amax_wrapper: rows_per_cta: got {rows}; allowed: divisors"):
+            rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=rows)
 
 
 def test_operator() -> None:

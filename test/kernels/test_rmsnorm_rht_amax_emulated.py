@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.launch import emulation
+from cudnn.launch import emulate, emulation
 from cudnn.launch.kernels import compile_kernel
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
@@ -49,6 +49,7 @@ def assert_right(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, amax: torch.
         (16, 7168, 2, 128, torch.bfloat16),  # blocks that threads share unevenly
         (2, 16384, 2, 1024, torch.bfloat16),
         (1, 512, 1, 64, torch.bfloat16),
+        (3, 65536, 3, 1024, torch.bfloat16),  # two CTAs share a row
     ],
 )
 def test_values_without_races(arch: str, m: int, n: int, rows: int, threads: int, dtype: torch.dtype) -> None:
@@ -67,6 +68,18 @@ def test_whatever_the_order_of_things(arch: str, scheduler: str, seed: int) -> N
     x, w, _, _ = problem(64, 512, 4)
     with cudnn.emulation(arch, races=True, scheduler=scheduler, seed=seed):
         o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=4)
+    assert_right(x, w, o, amax)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("scheduler", "seed"), [("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_two_ctas_share_rows(arch: str, scheduler: str, seed: int, rows: int) -> None:
+    """As the longest rows are, here with shorter ones."""
+    x, w, o, amax = problem(4 * rows, 1024, rows)
+    configuration = RmsNormRhtAmaxConfiguration("bfloat16", 1024, threads=64, teams=1, stages=2, ctas=2)
+    with cudnn.emulation(arch, races=True, scheduler=scheduler, seed=seed):
+        emulate(SOURCE, configuration, arch, x, w, o, amax, 1e-5)
     assert_right(x, w, o, amax)
 
 

@@ -11,9 +11,14 @@ SM, so that one loads while the other works.
 
 There are as many CTAs as groups, and the hardware hands them out. CTAs that stay on their SM and walk over the groups
 are slower, 0.90 instead of 0.95 of a device copy on an H200.
+
+Rows too long for a CTA are shared by a cluster of two. Each has half of the columns and does as above; they tell each
+other their sums of squares, row by row, and the group's largest magnitude.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +32,14 @@ from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configu
 
 HALF = BLOCK // 2  # columns of a 16-byte access
 AMAX_BARRIER = 8  # first of the named barriers of teams that share a group; those below belong to single teams
+
+
+@dataclass
+class Told:
+    """What a CTA was told by the other one of its cluster, in shared memory, and the barriers that say so."""
+
+    values: cute.Tensor
+    full: cute.Pointer
 
 
 class Pairs:
@@ -66,7 +79,8 @@ class RmsNormRhtAmax:
     def __init__(self, configuration: Configuration) -> None:
         self.c = configuration
         self.warps = configuration.threads // WARP
-        self.blocks = configuration.columns // BLOCK
+        self.columns = configuration.share
+        self.blocks = self.columns // BLOCK
         self.blocks_per_thread = -(-self.blocks // configuration.threads)
 
     @cute.jit
@@ -84,8 +98,9 @@ class RmsNormRhtAmax:
         rows = cute.size(x, mode=[0]) // groups
         at_once = cutlass.max(self.c.teams // rows, 1)
         self.kernel(x, w, o, amax, eps, rows, at_once, self.c.teams // at_once).launch(
-            grid=[cute.ceil_div(groups, at_once), 1, 1],
+            grid=[cute.ceil_div(groups, at_once) * self.c.ctas, 1, 1],
             block=[self.c.threads * self.c.teams, 1, 1],
+            cluster=[self.c.ctas, 1, 1] if const_expr(self.c.ctas > 1) else None,
             stream=stream,
         )
 
@@ -104,16 +119,26 @@ class RmsNormRhtAmax:
         """``rows`` share one amax; a CTA takes ``at_once`` such groups, with ``members`` teams for each."""
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
+        cta, part = block // c.ctas, block % c.ctas
         team = cute.arch.make_warp_uniform(tid // c.threads)
         thread = tid % c.threads
         slot, member = team // members, team % members
 
         smem = SmemAllocator()
-        buffers = cute.make_layout((c.columns, c.stages, c.teams))
+        buffers = cute.make_layout((self.columns, c.stages, c.teams))
         ring = smem.allocate_tensor(x.element_type, buffers, byte_alignment=128)
         full = smem.allocate_array(cutlass.Int64, c.stages * c.teams) + team * c.stages
         partials = smem.allocate_tensor(Float32, cute.make_layout((self.warps, c.teams, 2)), byte_alignment=16)
+        told = Told(
+            smem.allocate_tensor(Float32, cute.make_layout(3), byte_alignment=16), smem.allocate_array(cutlass.Int64, 3)
+        )
+        if const_expr(c.ctas > 1):
+            if tid == 0:
+                for value in cutlass.range_constexpr(3):
+                    cute.arch.mbarrier_init(told.full + value, 1)
+                cute.arch.mbarrier_init_fence()
+            self.meet()  # the other CTA's shared memory can be written from now on
 
         group = cta * at_once + slot
         if slot < at_once and group < cute.size(amax):
@@ -125,31 +150,38 @@ class RmsNormRhtAmax:
                 cute.arch.mbarrier_init_fence()
                 for stage in cutlass.range_constexpr(c.stages):
                     if member + stage * members < rows:
-                        self.load(x, sX, full, first + member + stage * members, stage)
+                        self.load(x, part, sX, full, first + member + stage * members, stage)
             self.barrier(team)  # the mbarriers are ready for all
 
-            rW = self.weights(w, thread)
+            rW = self.weights(self.row_of(w, part, Int32(0)), thread)
             largest = Float32(0.0)
             stage, phase = Int32(0), Int32(0)
             for row in cutlass.range(member, rows, members):
                 sRow = sX[None, stage]
                 cute.arch.mbarrier_wait(full + stage, phase)
-                scale = self.inverse_rms(sRow, partials[None, team, 0], eps, team, thread)
+                total = self.sum_of_squares(sRow, partials[None, team, 0], team, thread)
+                if const_expr(c.ctas > 1):
+                    total += self.exchange(total, told, row % 2, row // 2 % 2, part, thread)
+                scale = cute.math.rsqrt(total / c.columns + eps) * 0.25  # a quarter normalises H16
                 largest = self.transform(sRow, rW, scale, largest, thread)
                 cute.arch.fence_view_async_shared()
                 self.barrier(team)
                 if thread == 0:
-                    self.store(sRow, o, first + row)
+                    self.store(sRow, o, part, first + row)
                     # All but the newest store have left shared memory: the buffer before this one is free.
                     cute.arch.cp_async_bulk_wait_group(1, read=True)
                     ahead = row + (c.stages - 1) * members
                     if row > member and ahead < rows:
-                        self.load(x, sX, full, first + ahead, stage - 1 if stage > 0 else Int32(c.stages - 1))
+                        self.load(x, part, sX, full, first + ahead, stage - 1 if stage > 0 else Int32(c.stages - 1))
                 stage += 1
                 if stage == c.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
-            self.write_amax(largest, partials[None, None, 1], amax, group, team, members, thread)
+            largest = self.largest_of_teams(largest, partials[None, None, 1], team, members, thread)
+            if const_expr(c.ctas > 1):
+                largest = maximum(largest, self.exchange(largest, told, Int32(2), Int32(0), part, thread))
+            if thread == 0 and team % members == 0 and part == 0:
+                amax[group] = largest
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory lives until its readers are done
 
@@ -164,26 +196,48 @@ class RmsNormRhtAmax:
             cute.arch.barrier(barrier_id=team, number_of_threads=self.c.threads)
 
     @cute.jit
-    def load(self, x: cute.Tensor, sX: cute.Tensor, full: cute.Pointer, row: Int32, stage: Int32) -> None:
-        """Starts the copy of a row into a buffer of the ring. One thread."""
-        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), x.element_type)
-        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.c.columns * x.element_type.width // 8)
-        cute.copy(atom, *self.bulk(self.row_of(x, row), sX[None, stage]), mbar_ptr=full + stage)
+    def meet(self) -> None:
+        """Waits for all threads of both CTAs."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
-    def store(self, sRow: cute.Tensor, o: cute.Tensor, row: Int32) -> None:
+    def exchange(
+        self, mine: Float32, told: cutlass.Constexpr, slot: Int32, phase: Int32, part: Int32, thread: Int32
+    ) -> Float32:
+        """The other CTA's value for this one's, that of thread 0.
+
+        Two slots that take turns suffice: a CTA tells the value after the next only when it was told the next one, and
+        then all threads of the other CTA have read this one.
+        """
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(told.full + slot, 4)
+            cute.arch.store_async_dsmem(told.values.iterator + slot, mine.bitcast(Int32), told.full + slot, 1 - part)
+        cute.arch.mbarrier_wait(told.full + slot, phase)
+        return told.values[slot]
+
+    @cute.jit
+    def load(self, x: cute.Tensor, part: Int32, sX: cute.Tensor, full: cute.Pointer, row: Int32, stage: Int32) -> None:
+        """Starts the copy of a row into a buffer of the ring. One thread."""
+        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), x.element_type)
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.columns * x.element_type.width // 8)
+        cute.copy(atom, *self.bulk(self.row_of(x, part, row), sX[None, stage]), mbar_ptr=full + stage)
+
+    @cute.jit
+    def store(self, sRow: cute.Tensor, o: cute.Tensor, part: Int32, row: Int32) -> None:
         """Starts the copy of a buffer to a row of the result, as a group of its own. One thread."""
         atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), o.element_type)
-        cute.copy(atom, *self.bulk(sRow, self.row_of(o, row)))
+        cute.copy(atom, *self.bulk(sRow, self.row_of(o, part, row)))
         cute.arch.cp_async_bulk_commit_group()
 
-    def row_of(self, x: cute.Tensor, row: Int32) -> cute.Tensor:
-        """A row in global memory; its offset does not fit into 32 bits."""
-        return cute.make_tensor(x.iterator + cutlass.Int64(row) * self.c.columns, cute.make_layout(self.c.columns))
+    def row_of(self, x: cute.Tensor, part: Int32, row: Int32) -> cute.Tensor:
+        """This CTA's part of a row in global memory; the row's offset does not fit into 32 bits."""
+        start = cutlass.Int64(row) * self.c.columns + part * self.columns
+        return cute.make_tensor(x.iterator + start, cute.make_layout(self.columns))
 
     def bulk(self, source: cute.Tensor, target: cute.Tensor) -> tuple:
         """Both vectors as one single bulk copy."""
-        whole = cute.make_layout((self.c.columns, 1))
+        whole = cute.make_layout((self.columns, 1))
         return tuple(cute.make_tensor(t.iterator.align(16), whole) for t in (source, target))
 
     @cute.jit
@@ -224,10 +278,8 @@ class RmsNormRhtAmax:
         return thread + j * self.c.threads < pieces
 
     @cute.jit
-    def inverse_rms(
-        self, sRow: cute.Tensor, sPartial: cute.Tensor, eps: Float32, team: Int32, thread: Int32
-    ) -> Float32:
-        """1 / sqrt(mean(x^2) + eps) of the row, divided by the 4 that normalises H16."""
+    def sum_of_squares(self, sRow: cute.Tensor, sPartial: cute.Tensor, team: Int32, thread: Int32) -> Float32:
+        """Of what the CTA has of a row."""
         sums = [(Float32(0.0), Float32(0.0))] * 4  # independent chains
         for j in cutlass.range_constexpr(2 * self.blocks_per_thread):
             if self.mine(thread, j, 2 * self.blocks):
@@ -242,7 +294,7 @@ class RmsNormRhtAmax:
                 sPartial[thread // WARP] = total
             self.barrier(team)
             total = sPartial.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        return cute.math.rsqrt(total / self.c.columns + eps) * 0.25
+        return total
 
     @cute.jit
     def transform(self, sRow: cute.Tensor, rW: cute.Tensor, scale: Float32, largest: Float32, thread: Int32) -> Float32:
@@ -268,17 +320,10 @@ class RmsNormRhtAmax:
         return largest
 
     @cute.jit
-    def write_amax(
-        self,
-        largest: Float32,
-        sLargest: cute.Tensor,
-        amax: cute.Tensor,
-        group: Int32,
-        team: Int32,
-        members: Int32,
-        thread: Int32,
-    ) -> None:
-        """Reduces over the teams that share a group; stores its amax."""
+    def largest_of_teams(
+        self, largest: Float32, sLargest: cute.Tensor, team: Int32, members: Int32, thread: Int32
+    ) -> Float32:
+        """Reduces over the teams that share a group; thread 0 of the first one of them gets the result."""
         largest = cute.arch.warp_reduction(largest, maximum)
         if thread % WARP == 0:
             sLargest[thread // WARP, team] = largest
@@ -290,7 +335,7 @@ class RmsNormRhtAmax:
             for other in cutlass.range(team, team + members):
                 for warp in cutlass.range_constexpr(self.warps):
                     largest = maximum(largest, sLargest[warp, other])
-            amax[group] = largest
+        return largest
 
 
 class BlackwellRmsNormRhtAmax(RmsNormRhtAmax):

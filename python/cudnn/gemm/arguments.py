@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn.api_base import same_stride
 from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, PLAIN, SCALES, name_of
 from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride
 from cudnn.lazy import torch
@@ -19,6 +20,7 @@ class Layout(ABC):
     """Where the elements of a tensor lie."""
 
     rank: int
+    alignment: int = 16  # of the first element, in bytes
 
     @abstractmethod
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -26,7 +28,18 @@ class Layout(ABC):
 
     @abstractmethod
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
-        """Every stride that is allowed, in elements."""
+        """The strides of dense tensors, in elements."""
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        """Whether elements of so many bits may lie so; those that are ``written`` lie apart from each other.
+
+        No element lies at the stride of a dimension of size 1, so it may be any.
+        """
+        return any(same_stride(shape, stride, other) for other in self.strides(sizes))
+
+    def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
+        """What :meth:`accepts`, in words, and what to do for it."""
+        return " or ".join(str(tuple(stride)) for stride in self.strides(sizes)), ""
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         """A tensor of this layout, not initialised."""
@@ -35,7 +48,10 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Matrix(Layout):
-    """(rows, columns, l) by the names of sizes, dense; ``majors`` names the first two dimensions, "mk" say."""
+    """(rows, columns, l) by the names of sizes; ``majors`` names the first two dimensions, "mk" say.
+
+    One of the two has the stride 1; the copy engine wants other strides to be multiples of 16 bytes, no more.
+    """
 
     rows: str
     columns: str
@@ -53,9 +69,34 @@ class Matrix(Layout):
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         return [self.stride(sizes, major) for major in reversed(self.majors)]
 
-    def major(self, stride: Sequence[int]) -> str:
-        """The dimension of stride 1; the second one, where both are."""
-        return self.majors[1] if stride[1] == 1 else self.majors[0]
+    def major(self, shape: Sequence[int], stride: Sequence[int]) -> str:
+        """The dimension of stride 1; of two, the longer one, and the second one, where they are equally long."""
+        two = zip(shape[:2], stride[:2], strict=True)
+        first, second = (size if step == 1 or size == 1 else 0 for size, step in two)
+        return self.majors[0] if first > second else self.majors[1]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        if super().accepts(shape, stride, sizes, bits, written):
+            return True
+        inner = self.majors.index(self.major(shape, stride))
+        if stride[inner] != 1 and shape[inner] != 1:
+            return False
+        others = sorted((stride[dim], shape[dim]) for dim in range(3) if dim != inner and shape[dim] > 1)
+        if any(step * bits % (8 * self.alignment) for step, _ in others):
+            return False
+        reach = shape[inner]
+        for step, size in others if written else ():
+            if step < reach:
+                return False
+            reach += (size - 1) * step
+        return True
+
+    def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
+        dense, _ = super().allowed(sizes, written)
+        shape = self.shape(sizes)
+        new = f"allocate it as torch.empty({shape[2]}, {shape[0]}, {shape[1]}, ...).permute(1, 2, 0)"
+        copied = "pass tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)"
+        return f"{dense}, or further apart by multiples of 16 bytes", new if written else copied
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         shape, stride = self.shape(sizes), self.stride(sizes, major)
@@ -88,6 +129,7 @@ class Column(Layout):
 
     rows: str
     rank = 3
+    alignment = 4
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         return (sizes[self.rows], 1, sizes["l"])
@@ -99,9 +141,11 @@ class Column(Layout):
 
 @dataclass(frozen=True)
 class One(Layout):
-    """A single value: (1,)."""
+    """A single value: (1,). Wrappers allocate it with ``dimensions`` dimensions of size 1."""
 
+    dimensions: int = 1
     rank = 1
+    alignment = 4
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         return (1,)
@@ -109,12 +153,16 @@ class One(Layout):
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         return [(1,)]
 
+    def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
+        return torch.empty((1,) * self.dimensions, dtype=dtype, device=device)
+
 
 @dataclass(frozen=True)
 class Argument:
     """A tensor of a fused GEMM: ``sample_<name>`` of its constructor and ``<name>_tensor`` of its calls.
 
-    ``types`` are PyTorch's names. A wrapper fills what it allocates with ``fill``, where that is given.
+    ``types`` are PyTorch's names. Results are ``written``. A wrapper fills what it allocates with ``fill``, where that
+    is given.
     """
 
     name: str
@@ -122,6 +170,7 @@ class Argument:
     types: tuple[str, ...]
     optional: bool = False
     fill: float | None = None
+    written: bool = False
 
 
 def operands(scales: tuple[str, ...] = SCALES) -> tuple[Argument, ...]:
@@ -135,14 +184,14 @@ def operands(scales: tuple[str, ...] = SCALES) -> tuple[Argument, ...]:
     )
 
 
-def amax(optional: bool = True) -> Argument:
-    """The largest magnitude, raised from what it was before."""
-    return Argument("amax", One(), ("float32",), optional, fill=float("-inf"))
+def amax(dimensions: int, optional: bool = True) -> Argument:
+    """The largest magnitude, raised from what it was before. Wrappers allocate it with so many dimensions of size 1."""
+    return Argument("amax", One(dimensions), ("float32",), optional, fill=float("-inf"), written=True)
 
 
 def quantizer(name: str, columns: str) -> tuple[Argument, ...]:
     """The scale factors of a result with so many columns, and the constant that they are chosen by."""
     return (
-        Argument(name, BlockScales("m", columns), SCALES, optional=True),
+        Argument(name, BlockScales("m", columns), SCALES, optional=True, written=True),
         Argument("norm_const", One(), ("float32",), optional=True),
     )

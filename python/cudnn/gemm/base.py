@@ -6,11 +6,11 @@ import functools
 import operator
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cudnn import launch, settings
-from cudnn.api_base import APIBase, TensorDesc, TupleDict, is_power_of_2, unpad
+from cudnn.api_base import APIBase, TensorDesc, TupleDict, check_tensor, is_power_of_2, overlapping, unpad
 from cudnn.errors import refusal
 from cudnn.gemm.arguments import Argument, BlockScales, Matrix
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, dtypes, name_of
@@ -55,12 +55,13 @@ class FusedGemm(APIBase):
         super().__init__()
         self._interpret_uint8_as_fp4x2 = True
         self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
+        self._check_alpha(alpha)
         self.alpha = float(alpha)
         self.acc_dtype = acc_dtype
-        self.mma_tiler_mn = (mma_tiler_mn[0], mma_tiler_mn[1])
+        self.mma_tiler_mn = self._pair("mma_tiler_mn", mma_tiler_mn)
         if cluster_shape_mn is None:
             cluster_shape_mn = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
-        self.cluster_shape_mn = (cluster_shape_mn[0], cluster_shape_mn[1])
+        self.cluster_shape_mn = self._pair("cluster_shape_mn", cluster_shape_mn)
         self.sf_vec_size, self.vector_f32 = sf_vec_size, vector_f32
         self._margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._arch = arch
@@ -68,6 +69,19 @@ class FusedGemm(APIBase):
         self._emulated: dict[str, LoadedGemm] = {}
         # Of the last call: the shapes and the workspace. One value, for threads that share the object.
         self._checked: tuple[list[Any], Callable[[], Any]] = ([], _none)
+
+    def _pair(self, name: str, given: Any) -> tuple[int, int]:
+        try:
+            first, second = map(operator.index, given)
+        except (TypeError, ValueError) as error:
+            allowed = "two integers, of rows and columns"
+            raise TypeError(refusal(self._title(), name, repr(given), allowed)) from error
+        return first, second
+
+    def _check_alpha(self, alpha: Any) -> None:
+        if not isinstance(alpha, (float, int)):
+            cure = "pass alpha.item()" if hasattr(alpha, "item") else ""
+            raise TypeError(refusal(self._title(), "alpha", type(alpha).__name__, "a float", cure))
 
     @classmethod
     def argument(cls, name: str) -> Argument:
@@ -121,7 +135,7 @@ class FusedGemm(APIBase):
         """The dimension of stride 1 of a sample."""
         desc, layout = self.descs[name], self.argument(name).layout
         assert desc is not None and isinstance(layout, Matrix)  # noqa: PT018
-        return layout.major(desc.stride)
+        return layout.major(desc.shape, desc.stride)
 
     @property
     def scaled(self) -> bool:
@@ -147,10 +161,11 @@ class FusedGemm(APIBase):
         for name, shape, dims in (("a", a, "(m, k, l)"), ("b", b, "(n, k, l)")):
             if len(shape) != 3:
                 allowed = f"three dimensions, {dims}"
-                raise ValueError(refusal(cls.__name__, f"{name} tensor", f"the shape {tuple(shape)}", allowed))
+                cure = f"pass {name}.unsqueeze(-1), a batch of one" if len(shape) == 2 else ""
+                raise ValueError(refusal(cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed, cure))
         (m, k, batch), n = a, b[0]
         if min(n, k, batch) < 1:
-            raise ValueError(refusal(cls.__name__, "sizes", f"n={n}, k={k}, l={batch}", "at least 1"))
+            raise ValueError(refusal(cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1"))
         return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, "vector": vector}
 
     # Support.
@@ -168,7 +183,7 @@ class FusedGemm(APIBase):
         self._check_present(self.descs)
         self._check_layouts(self.descs)
         self._check_types()
-        self._check_alignment()
+        self._check_alignment(self.descs)
         self._check_block_scales()
         self._check_quantized()
         self._check_tiles()
@@ -181,15 +196,16 @@ class FusedGemm(APIBase):
         return True
 
     def _error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
-        return ValueError(refusal(type(self).__name__, what, got, allowed, cure))
+        return ValueError(refusal(self._title(), what, got, allowed, cure))
 
     def _unsupported(self, what: str, got: object, allowed: str) -> NotImplementedError:
-        return NotImplementedError(refusal(type(self).__name__, what, got, allowed))
+        return NotImplementedError(refusal(self._title(), what, got, allowed))
 
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
         if tensor is None:
             return None
         argument = self.argument(name)
+        check_tensor(self._title(), name, tensor)
         desc = TensorDesc.of(tensor, name, isinstance(argument.layout, Matrix))
         return unpad(desc, argument.layout.rank)
 
@@ -204,7 +220,10 @@ class FusedGemm(APIBase):
         for argument, desc in present:
             self._check_shape(desc, argument.layout.shape(sizes))
         for argument, desc in present:
-            self._check_stride(desc, *argument.layout.strides(sizes))
+            bits = BITS.get(name_of(desc.dtype), desc.dtype.itemsize * 8)
+            if not argument.layout.accepts(desc.shape, desc.stride, sizes, bits, argument.written):
+                allowed, cure = argument.layout.allowed(sizes, argument.written)
+                raise self._refuse(f"{argument.name} tensor stride", desc.stride, allowed, cure)
 
     def _check_types(self) -> None:
         for argument in self.arguments:
@@ -223,19 +242,18 @@ class FusedGemm(APIBase):
         desc = self.descs[name]
         return None if desc is None else desc.dtype
 
-    def _matrices(self) -> Iterable[str]:
-        return [a.name for a in self.arguments if isinstance(a.layout, Matrix) and self.given(a.name)]
-
-    def _check_alignment(self) -> None:
-        for name in self._matrices():
-            layout, sizes = self.argument(name).layout, self.sizes(self.descs)
-            major = self.major(name)
-            assert isinstance(layout, Matrix)
-            extent = layout.shape(sizes)[0 if major == layout.majors[0] else 1]
-            step = _ALIGNMENT * 8 // BITS[self.kind(name)]
+    def _check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
+        for name, layout in [(a.name, a.layout) for a in self.arguments if isinstance(a.layout, Matrix)]:
+            desc = descs.get(name)
+            if desc is None:
+                continue
+            major, kind = layout.major(desc.shape, desc.stride), name_of(desc.dtype)
+            extent = desc.shape[layout.majors.index(major)]
+            step = _ALIGNMENT * 8 // BITS[kind]
             if extent % step:
-                raise self._error(f"{name} tensor, its contiguous dimension", extent, f"multiples of {step}")
-            if self.kind(name) == FLOAT4 and major == layout.majors[0]:
+                allowed = f"multiples of {step}, 16 bytes"
+                raise self._error(f"{name} tensor, its contiguous dimension", extent, allowed, "pad it")
+            if kind == FLOAT4 and major == layout.majors[0]:
                 raise self._error(f"{name} tensor, packed", f"{major}-major", f"{layout.majors[1]}-major")
 
     def _check_block_scales(self) -> None:
@@ -304,7 +322,7 @@ class FusedGemm(APIBase):
     def _target(self) -> str | None:
         """The architecture to compile for: as given, or the device's; None on the CPU."""
         device, arch = self._device, self._arch
-        where = type(self).__name__
+        where = self._title()
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
                 raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available"))
@@ -351,18 +369,21 @@ class FusedGemm(APIBase):
         return [(plan.source, plan.configuration, arch)]
 
     def compile(self) -> None:
-        """Compiles, or loads what an earlier process compiled; on CPU samples there is nothing to do."""
+        """Compiles, or loads what an earlier process compiled; on CPU samples for the emulator, within its block."""
         if self._compiled_kernel is not None:
             return
         if not self._is_supported:
             self.check_support()
         arch = self._target()
         if arch is None:
+            emulated = launch.emulated_architecture()
+            if emulated:
+                self._emulated_kernel(emulated)
             self._compiled_kernel = _compiled_from_cpu_samples
             return
         self._plan = self._plan_for(arch)
         self._kernel = self._plan.configuration
-        loaded = self._plan.load(lambda source, c: launch.kernel(source, c, arch), type(self).__name__)
+        loaded = self._plan.load(lambda source, c: launch.kernel(source, c, arch), self._title())
         absent = [name for name in self.descs if not self.given(name)]
         self._absent, self._nothing = _getter(absent), (None,) * len(absent)
         # The kernel itself relates the shapes that share sizes; scale factors and halves of columns it cannot.
@@ -383,12 +404,15 @@ class FusedGemm(APIBase):
         return self._limits[index]
 
     def workspace_size(self) -> int:
-        """Bytes of the workspace that ``execute`` needs for tensors of the samples' sizes; 0 on the CPU."""
+        """Bytes of the workspace that ``execute`` needs for tensors of the samples' sizes; 0 for the reference."""
         arch = self._target()
-        if arch is None:
-            return 0
-        sizes = self.sizes(self.descs)
-        return (self._plan or self._plan_for(arch)).workspace_size(sizes)
+        if arch is not None:
+            return self._workspace(self._plan or self._plan_for(arch), self.descs)
+        emulated = launch.emulated_architecture()
+        return self._workspace(self._plan_for(emulated), self.descs) if emulated else 0
+
+    def _workspace(self, plan: Plan, descs: Mapping[str, Any]) -> int:
+        return plan.workspace_size(self.sizes(descs))
 
     # Execution.
 
@@ -400,26 +424,28 @@ class FusedGemm(APIBase):
         least ``workspace_size()`` bytes, for the sizes of the call; None: PyTorch's allocator is asked. Nothing else
         is allocated and nothing waits, so a call can be captured in a CUDA graph. Several threads may use an object.
 
-        The compiled function itself checks types, strides and the shapes that share sizes, and raises before anything
-        is written but the workspace; what it says is then worded anew.
+        The compiled function itself checks types, strides, addresses and the shapes that share sizes, and raises before
+        anything is written but the workspace; what it says is then worded anew. That results overlap nothing is
+        checked on a GPU when the sizes change, at the first call too.
 
         Raises:
             RuntimeError: not compiled yet.
-            ValueError, TypeError: a tensor is not like its sample; sizes may differ.
+            ValueError: a tensor is not like its sample, though sizes may differ; a result overlaps another tensor.
+            TypeError: something else than a tensor, ``alpha`` or a stream.
         """
         kernel = self._compiled_kernel
         if kernel is None:
             raise self._not_compiled()
         a = tensors["a"]
-        if a is None or not a.is_cuda:
-            self._run_on_cpu(tensors, self.alpha if alpha is None else alpha)
+        if not getattr(a, "is_cuda", False):
+            self._run_on_cpu(tensors, self.alpha if alpha is None else alpha, stream, workspace)
             return
         if kernel is _compiled_from_cpu_samples:
             kernel()
-        amax = tensors.get("amax")
-        if amax is not None and amax.ndim != 1:
-            tensors["amax"] = unpad(amax, 1)
         try:
+            amax = tensors.get("amax")
+            if amax is not None and amax.ndim != 1:
+                tensors["amax"] = amax.view(1)
             if self._absent(tensors) != self._nothing:
                 self._check_like_samples(tensors)
             seen = [tensor.shape for tensor in self._linked(tensors)]
@@ -430,7 +456,8 @@ class FusedGemm(APIBase):
                 self._check_like_samples(tensors, shapes_only=True)
                 known = _none
                 if workspace is not None:
-                    self._check_workspace(tensors, workspace)
+                    assert self._plan is not None
+                    self._check_workspace(self._plan, tensors, workspace)
                     known = weakref.ref(workspace)
                 self._checked = (seen, known)
             tensors["alpha"] = self.alpha if alpha is None else alpha
@@ -438,17 +465,17 @@ class FusedGemm(APIBase):
             limit = self._limits.get(index) or self._limit(index)
             kernel(tensors, limit, launch.raw_stream(stream, index), workspace)
         except (TypeError, ValueError, AttributeError, RuntimeError):
-            tensors.pop("alpha", None)
+            self._check_alpha(tensors.pop("alpha", self.alpha))
             self._check_like_samples(tensors)  # says it better, where a tensor is at fault
             raise
 
     def _unlike_sample(self, name: str, got: object, allowed: str) -> ValueError:
         return self._error(f"{name} tensor", got, allowed)
 
-    def _check_workspace(self, tensors: Mapping[str, Any], workspace: Any) -> None:
-        assert self._plan is not None
-        sizes = self.sizes({name: self._described(name, tensors[name]) for name in ("a", "b")})
-        needed = self._plan.workspace_size(sizes)
+    def _check_workspace(self, plan: Plan | None, tensors: Mapping[str, Any], workspace: Any) -> None:
+        check_tensor(self._title(), "workspace", workspace)
+        found = {name: self._described(name, tensors[name]) for name in ("a", "b")}
+        needed = self._workspace(plan, found) if plan else 0
         if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
             got = f"{workspace.dtype} of the shape {tuple(workspace.shape)}"
             raise self._error("workspace_tensor", got, "torch.uint8 of one dimension, contiguous")
@@ -468,6 +495,7 @@ class FusedGemm(APIBase):
             sizes = self.sizes(found)
             for argument in self.arguments:
                 self._check_shape(found.get(argument.name), argument.layout.shape(sizes))
+            self._check_memory(tensors)
             return
         self._check_layouts(found)
         for name, sample in self.descs.items():
@@ -476,30 +504,60 @@ class FusedGemm(APIBase):
                 continue
             self._check_dtype(desc, sample.dtype)
             layout = self.argument(name).layout
-            if isinstance(layout, Matrix) and desc.stride[layout.majors.index(self.major(name))] != 1:
-                raise self._refuse(f"{name} tensor stride", desc.stride, f"{self.major(name)}-major")
+            if isinstance(layout, Matrix):
+                inner = layout.majors.index(self.major(name))
+                if desc.stride[inner] != 1 and desc.shape[inner] != 1:
+                    raise self._refuse(f"{name} tensor stride", desc.stride, f"{self.major(name)}-major")
             if str(desc.device) != str(tensors["a"].device):
                 raise self._refuse(f"{name} tensor device", desc.device, tensors["a"].device)
+        self._check_alignment(found)
+        self._check_memory(tensors)
 
-    def _run_on_cpu(self, tensors: dict[str, Any], alpha: float) -> None:
+    def _check_memory(self, tensors: Mapping[str, Any]) -> None:
+        """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
+        present = [argument for argument in self.arguments if tensors.get(argument.name) is not None]
+        for argument in present:
+            address, step = tensors[argument.name].data_ptr(), argument.layout.alignment
+            if address % step:
+                allowed = f"multiples of {step} bytes"
+                raise self._error(f"{argument.name} tensor, its address", f"{address:#x}", allowed, "pass a copy")
+        for i, one in enumerate(present):
+            for other in present[i + 1 :]:
+                if (one.written or other.written) and overlapping(tensors[one.name], tensors[other.name]):
+                    result, rest = (one.name, other.name) if one.written else (other.name, one.name)
+                    got, allowed = f"memory that {rest} uses too", "memory of its own"
+                    raise self._error(f"{result} tensor", got, allowed, "allocate it")
+
+    def _run_on_cpu(self, tensors: dict[str, Any], alpha: float, stream: Any, workspace: Any) -> None:
+        """The reference or the emulator; both refuse what a GPU's kernels refuse."""
         self._check_like_samples(tensors)
+        self._check_alpha(alpha)
+        if stream is not None:
+            launch.raw_stream(stream, 0)
+        arch = launch.emulated_architecture()
+        kernel = self._emulated_kernel(arch) if arch else None
+        if workspace is not None:
+            self._check_workspace(kernel and kernel.plan, tensors, workspace)
         if tensors["a"].shape[0] == 0:
             return
         for name, tensor in tensors.items():
             if tensor is not None:
                 tensors[name] = unpad(tensor, self.argument(name).layout.rank)
         tensors["alpha"] = alpha
-        arch = launch.emulated_architecture()
-        if not arch:
-            launch.say_reference_runs(type(self).__name__)
-            self.reference(tensors)
+        if kernel is None:
+            launch.say_reference_runs(self._title())
+            with torch.no_grad():  # kernels record nothing for autograd
+                self.reference(tensors)
             return
+        kernel(tensors, self._multiprocessors(kernel.plan, ARCHITECTURES[arch].multiprocessors), 0, workspace)
+
+    def _emulated_kernel(self, arch: str) -> LoadedGemm:
+        """The kernel for the emulator, compiled at the first call."""
         if arch not in self._emulated:
-            launch.pick(ARCHITECTURES, arch, type(self).__name__)
+            launch.pick(ARCHITECTURES, arch, self._title())
             load = functools.partial(_emulated, arch)
-            self._emulated[arch] = self._plan_for(arch).load(load, type(self).__name__)
-        kernel = self._emulated[arch]
-        kernel(tensors, self._multiprocessors(kernel.plan, ARCHITECTURES[arch].multiprocessors), 0, None)
+            self._emulated[arch] = self._plan_for(arch).load(load, self._title())
+        return self._emulated[arch]
 
 
 def _none() -> None:
@@ -514,7 +572,8 @@ def _getter(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 
 
 def _emulated(arch: str, source: str, configuration: Any) -> Callable[..., None]:
-    return lambda *arguments: launch.emulate(source, configuration, arch, *arguments[:-1])
+    run = launch.compile_for_emulation(source, configuration, arch)
+    return lambda *arguments: run(*arguments[:-1])
 
 
 def _compiled_from_cpu_samples(*_: Any) -> None:
@@ -543,9 +602,16 @@ def call(
     ``results`` are the types and majors of what is to be allocated, ``order`` names what is returned, ``options`` are
     those of the class, ``alpha`` is empty or an argument of its call.
     """
-    tensors = {**given, **allocate(api, given["a"], given["b"], results, options["sf_vec_size"])}
+    try:
+        tensors = {**given, **allocate(api, given["a"], given["b"], results, options["sf_vec_size"])}
+        kinds = _cache_key(api, given)
+    except (AttributeError, TypeError):
+        for name, tensor in given.items():
+            if tensor is not None or not api.argument(name).optional:
+                check_tensor(f"{api._title()}'s wrapper", name, tensor)
+        raise
     key = (
-        _cache_key(api, given),
+        kinds,
         tuple((name, dtype, major) for name, (dtype, major) in results.items()),
         tuple(options.items()),
         settings.CLUSTER_OVERLAP_MARGIN.get(),
@@ -600,6 +666,7 @@ def _cache_key(api: type[FusedGemm], given: Mapping[str, Any]) -> tuple[Any, ...
     if not (settings.GEMM_DYNAMIC_M.get() or settings.GEMM_DYNAMIC_MNKL.get()):
         return kinds + tuple(None if t is None else (t.shape, t.stride()) for t in given.values())
     layouts = [(api.argument(name).layout, tensor) for name, tensor in given.items()]
-    majors = tuple(layout.major(tensor.stride()) for layout, tensor in layouts if isinstance(layout, Matrix))
+    matrices = [(layout, tensor) for layout, tensor in layouts if isinstance(layout, Matrix)]
+    majors = tuple(layout.major(tensor.shape, tensor.stride()) for layout, tensor in matrices)
     fixed = () if settings.GEMM_DYNAMIC_MNKL.get() else (given["a"].shape[1:], given["b"].shape)
     return kinds + majors + fixed

@@ -52,8 +52,9 @@ class GemmAmax(FusedGemm):
             "c",
             Matrix("m", "n", "mn"),
             ("float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", FLOAT4, "uint8"),
+            written=True,
         ),
-        amax(optional=False),
+        amax(dimensions=3, optional=False),
     )
 
     def __init__(
@@ -116,6 +117,10 @@ class GemmAmax(FusedGemm):
         self.run(tensors, None, current_stream, workspace_tensor)
 
 
+class GemmAmaxSm100(GemmAmax):
+    """:class:`GemmAmax` by the name that existing programs use. The wrapper makes objects of it."""
+
+
 _cache_of_GemmAmaxObjects: dict[Any, GemmAmax] = {}  # noqa: N816  (part of the public contract)
 _cache_of_GemmAmaxSm100Objects = _cache_of_GemmAmaxObjects  # noqa: N816
 
@@ -135,7 +140,9 @@ def gemm_amax_wrapper(
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, amax_tensor``.
 
-    Arguments and errors as those of :class:`GemmAmax`; a four-bit ``c`` is the class's alone.
+    ``amax_tensor`` has the shape (1, 1, 1). Arguments and errors as those of :class:`GemmAmax`; a four-bit ``c`` is the
+    class's alone. Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_amax`` is the
+    operator for ``torch.compile``.
     """
     check_major("gemm_amax_wrapper", "c_major", c_major)
     if name_of(c_dtype) == FLOAT4:
@@ -147,9 +154,8 @@ def gemm_amax_wrapper(
         "sf_vec_size": sf_vec_size,
     }  # fmt: skip
     results = {"c": (c_dtype, c_major), "amax": (torch.float32, "")}
-    return call(GemmAmax, _cache_of_GemmAmaxObjects, given, results, ("c", "amax"), options, {}, stream)
+    return call(GemmAmaxSm100, _cache_of_GemmAmaxObjects, given, results, ("c", "amax"), options, {}, stream)
 
 
 USUAL = usual(GemmAmax, lambda a, sfa, out: [{"c": (kind, "n")} for kind in (torch.float32, out)])
-GemmAmaxSm100 = GemmAmax
 gemm_amax_wrapper_sm100 = gemm_amax_wrapper

@@ -47,7 +47,7 @@ class GemmDsrelu(SquaredReluGemm):
     arguments = (
         *SquaredReluGemm.shared,
         Argument("c", Matrix("m", "n", "mn"), ("float16", "bfloat16", "float32")),
-        Argument("dprob", Column("m"), ("float32",), fill=0.0),
+        Argument("dprob", Column("m"), ("float32",), fill=0.0, written=True),
     )
 
     def __init__(
@@ -126,6 +126,10 @@ class GemmDsrelu(SquaredReluGemm):
         self.run(tensors, alpha, current_stream, workspace_tensor)
 
 
+class GemmDsreluSm100(GemmDsrelu):
+    """:class:`GemmDsrelu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
 _cache_of_GemmDsreluObjects: dict[Any, GemmDsrelu] = {}  # noqa: N816  (part of the public contract)
 _cache_of_GemmDsreluSm100Objects = _cache_of_GemmDsreluObjects  # noqa: N816
 
@@ -153,6 +157,9 @@ def gemm_dsrelu_wrapper(
     Returns ``d_tensor, dprob_tensor, amax_tensor, sfd_tensor``: amax comes with four-bit operands, sfd with a d of 8
     bits, which needs ``norm_const_tensor``; else they are None. Other arguments and errors as those of
     :class:`GemmDsrelu`.
+
+    Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_dsrelu`` is the operator for
+    ``torch.compile``.
     """
     check_major("gemm_dsrelu_wrapper", "d_major", d_major)
     given = {
@@ -165,9 +172,8 @@ def gemm_dsrelu_wrapper(
         "sf_vec_size": sf_vec_size, "vector_f32": vector_f32,
     }  # fmt: skip
     order = ("d", "dprob", "amax", "sfd")
-    return call(GemmDsrelu, _cache_of_GemmDsreluObjects, given, results, order, options, {"alpha": alpha}, stream)
+    return call(GemmDsreluSm100, _cache_of_GemmDsreluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
 USUAL = usual(GemmDsrelu, lambda a, sfa, out: [{"c": (out, "n"), **quantized_results(a, sfa, out, "n")}])
-GemmDsreluSm100 = GemmDsrelu
 gemm_dsrelu_wrapper_sm100 = gemm_dsrelu_wrapper

@@ -23,10 +23,10 @@ class SquaredReluGemm(FusedGemm):
 
     shared: ClassVar = (
         *operands(),
-        Argument("d", Matrix("m", "n", "mn"), RESULT_TYPES),
+        Argument("d", Matrix("m", "n", "mn"), RESULT_TYPES, written=True),
         Argument("prob", Column("m"), ("float32",)),
         *quantizer("sfd", "n"),
-        amax(),
+        amax(dimensions=1),
     )
     quantized = ("d", "sfd")
     tile_n: ClassVar = (64, 128, 192, 256)
@@ -39,8 +39,6 @@ class SquaredReluGemm(FusedGemm):
         a, d = self.kind("a"), self.kind("d")
         if a == FLOAT4 and d in FLOAT8:
             raise self._error("d tensor dtype", d, f"float16, bfloat16, float32, for operands of {a}")
-        if a == FLOAT4 and self.major("d") != "n":
-            raise self._error("d tensor major", self.major("d"), f"n, for operands of {a}")
 
 
 def quantized_results(a: Any, sfa: Any, d_dtype: Any, d_major: str) -> dict[str, tuple[Any, str]]:
@@ -91,7 +89,7 @@ class GemmSrelu(SquaredReluGemm):
         arch: as for :class:`cudnn.GemmSwiglu`.
     """
 
-    arguments = (*SquaredReluGemm.shared, Argument("c", Matrix("m", "n", "mn"), RESULT_TYPES))
+    arguments = (*SquaredReluGemm.shared, Argument("c", Matrix("m", "n", "mn"), RESULT_TYPES, written=True))
 
     def __init__(
         self,
@@ -160,6 +158,10 @@ class GemmSrelu(SquaredReluGemm):
         self.run(tensors, alpha, current_stream, workspace_tensor)
 
 
+class GemmSreluSm100(GemmSrelu):
+    """:class:`GemmSrelu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
 _cache_of_GemmSreluObjects: dict[Any, GemmSrelu] = {}  # noqa: N816  (part of the public contract)
 _cache_of_GemmSreluSm100Objects = _cache_of_GemmSreluObjects  # noqa: N816
 
@@ -186,6 +188,9 @@ def gemm_srelu_wrapper(
 
     Returns ``c_tensor, d_tensor, amax_tensor, sfd_tensor``: amax comes with four-bit operands, sfd with a d of 8 bits,
     which needs ``norm_const_tensor``; else they are None. Other arguments and errors as those of :class:`GemmSrelu`.
+
+    Nothing is recorded for autograd: the results have no ``grad_fn``. ``cudnn.ops.gemm_srelu`` is the operator for
+    ``torch.compile``.
     """
     check_major("gemm_srelu_wrapper", "c_major", c_major)
     given = {
@@ -198,9 +203,8 @@ def gemm_srelu_wrapper(
         "sf_vec_size": sf_vec_size, "vector_f32": vector_f32,
     }  # fmt: skip
     order = ("c", "d", "amax", "sfd")
-    return call(GemmSrelu, _cache_of_GemmSreluObjects, given, results, order, options, {"alpha": alpha}, stream)
+    return call(GemmSreluSm100, _cache_of_GemmSreluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
 USUAL = usual(GemmSrelu, lambda a, sfa, out: [{"c": (out, "n"), **quantized_results(a, sfa, out, "n")}])
-GemmSreluSm100 = GemmSrelu
 gemm_srelu_wrapper_sm100 = gemm_srelu_wrapper

@@ -46,7 +46,7 @@ class GemmSwiglu(FusedGemm):
 
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get. ``sample_ab12=None``: not stored.
-        alpha: where ``execute`` is given none.
+        alpha: for ``execute(alpha=None)``.
         acc_dtype: float32, or float16 where the result would bear it. It is float32 in any case.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 64, or of 128
             for operands with scale factors; on sm_90a the library chooses tiles by itself.
@@ -63,9 +63,9 @@ class GemmSwiglu(FusedGemm):
     default_cluster = (2, 2)
     arguments = (
         *operands(),
-        Argument("ab12", Matrix("m", "n", "mn"), ("float32", *_NARROW, *FLOAT8), optional=True),
-        Argument("c", Matrix("m", "columns", "mn"), ("float32", *_NARROW, *FLOAT8)),
-        amax(),
+        Argument("ab12", Matrix("m", "n", "mn"), ("float32", *_NARROW, *FLOAT8), optional=True, written=True),
+        Argument("c", Matrix("m", "columns", "mn"), ("float32", *_NARROW, *FLOAT8), written=True),
+        amax(dimensions=3),
         *quantizer("sfc", "columns"),
     )
 
@@ -175,11 +175,14 @@ class GemmSwiglu(FusedGemm):
         amax_tensor: Any = None,
         sfc_tensor: Any = None,
         norm_const_tensor: Any = None,
-        alpha: float | None = None,
+        alpha: float | None = 1.0,
         current_stream: Any = None,
         workspace_tensor: Any = None,
     ) -> None:
-        """Writes ``ab12_tensor``, ``c_tensor`` and what else the samples had. See :meth:`FusedGemm.run`."""
+        """Writes ``ab12_tensor``, ``c_tensor`` and what else the samples had. See :meth:`FusedGemm.run`.
+
+        ``alpha`` is 1.0 where it is not given, whatever the constructor got; None: that of the constructor.
+        """
         tensors = {
             "a": a_tensor, "b": b_tensor, "ab12": ab12_tensor, "c": c_tensor, "sfa": sfa_tensor, "sfb": sfb_tensor,
             "amax": amax_tensor, "sfc": sfc_tensor, "norm_const": norm_const_tensor,
@@ -189,6 +192,8 @@ class GemmSwiglu(FusedGemm):
 
 def wrapper_results(a: Any, sfa: Any, c_major: str, ab12_dtype: Any, c_dtype: Any) -> dict[str, tuple[Any, str]]:
     """Types and majors of what the wrapper allocates."""
+    if c_dtype is None:
+        c_dtype = a.dtype
     results = {"c": (c_dtype, c_major)}
     if ab12_dtype is not None:
         results["ab12"] = (ab12_dtype, c_major)
@@ -197,6 +202,10 @@ def wrapper_results(a: Any, sfa: Any, c_major: str, ab12_dtype: Any, c_dtype: An
     if name_of(a.dtype) == FLOAT4 and c_dtype == torch.bfloat16:
         results["amax"] = (torch.float32, "")
     return results
+
+
+class GemmSwigluSm100(GemmSwiglu):
+    """:class:`GemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
 _cache_of_GemmSwigluObjects: dict[Any, GemmSwiglu] = {}  # noqa: N816  (part of the public contract)
@@ -209,7 +218,7 @@ def gemm_swiglu_wrapper(
     alpha: float = 1.0,
     c_major: str = "n",
     ab12_dtype: Any = torch.float32,
-    c_dtype: Any = torch.float16,
+    c_dtype: Any | None = torch.float16,
     acc_dtype: Any = torch.float32,
     mma_tiler_mn: tuple[int, int] = (128, 128),
     cluster_shape_mn: tuple[int, int] | None = None,
@@ -224,8 +233,11 @@ def gemm_swiglu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12, of ``ab12_dtype`` (default float32), is None for
-    ``ab12_dtype=None``; c is of ``c_dtype``, default float16; sfc comes with 8 bits; amax with four-bit operands and a
-    bfloat16 result. Other arguments and errors as those of :class:`GemmSwiglu`.
+    ``ab12_dtype=None``; c is of ``c_dtype``, float16 unless told otherwise, whatever the type of ``a``, as existing
+    programs expect; ``c_dtype=None``: the type of ``a``. sfc comes with 8 bits; amax, of the shape (1, 1, 1), with
+    four-bit operands and a bfloat16 result. Other arguments and errors as those of :class:`GemmSwiglu`.
+
+    Nothing is recorded for autograd: the results have no ``grad_fn``. Gradients flow through ``cudnn.ops.gemm_swiglu``.
     """
     check_major("gemm_swiglu_wrapper", "c_major", c_major)
     given = {
@@ -237,7 +249,7 @@ def gemm_swiglu_wrapper(
         "sf_vec_size": sf_vec_size, "vector_f32": vector_f32, "ab12_stages": ab12_stages,
     }  # fmt: skip
     order = ("ab12", "c", "sfc", "amax")
-    return call(GemmSwiglu, _cache_of_GemmSwigluObjects, given, results, order, options, {"alpha": alpha}, stream)
+    return call(GemmSwigluSm100, _cache_of_GemmSwigluObjects, given, results, order, options, {"alpha": alpha}, stream)
 
 
 def _usual(a: Any, sfa: Any, out: Any) -> list[dict[str, tuple[Any, str]]]:
@@ -248,5 +260,4 @@ def _usual(a: Any, sfa: Any, out: Any) -> list[dict[str, tuple[Any, str]]]:
 
 
 USUAL = usual(GemmSwiglu, _usual)
-GemmSwigluSm100 = GemmSwiglu
 gemm_swiglu_wrapper_sm100 = gemm_swiglu_wrapper

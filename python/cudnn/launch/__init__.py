@@ -1,10 +1,17 @@
 """Compiled kernels: for which architecture, from where, and how they are called."""
 
 from cudnn.launch.architecture import device_architecture, pick, raw_stream
-from cudnn.launch.emulation import emulate, emulated_architecture, emulation, say_reference_runs
+from cudnn.launch.emulation import (
+    compile_for_emulation,
+    emulate,
+    emulated_architecture,
+    emulation,
+    say_reference_runs,
+)
 from cudnn.launch.kernels import kernel
 
 __all__ = [
+    "compile_for_emulation",
     "device_architecture",
     "emulate",
     "emulated_architecture",

@@ -34,7 +34,17 @@ def pick(kernels: Mapping[str, Any], arch: str, where: str) -> Any:
 
 
 def raw_stream(stream: Any, index: int) -> int:
-    """The address of a stream: PyTorch's current one for None; an int, a ``CUstream`` or a ``torch.cuda.Stream``."""
+    """The address of a stream: PyTorch's current one for None; an int, a ``CUstream`` or a ``torch.cuda.Stream``.
+
+    Raises:
+        TypeError: nothing of these.
+    """
     if stream is None:
         return torch._C._cuda_getCurrentRawStream(index)
-    return getattr(stream, "cuda_stream", None) or int(stream)
+    address = getattr(stream, "cuda_stream", stream)
+    if isinstance(address, int):
+        return address
+    if type(stream).__module__.startswith("cuda."):  # of cuda-python
+        return int(stream)
+    allowed = "None, an int, a torch.cuda.Stream or a cuda.bindings.driver.CUstream"
+    raise TypeError(refusal("execute", "current_stream", type(stream).__name__, allowed))

@@ -52,6 +52,13 @@ def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None
         _emulated_kernel(source, configuration, arch)(*arguments, 0)
 
 
+def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:
+    """Compiles a kernel for the emulator; the result runs it as :func:`emulate` does."""
+    with contextlib.nullcontext() if _entered.get() else emulation(arch):
+        _emulated_kernel(source, configuration, arch)
+    return functools.partial(emulate, source, configuration, arch)
+
+
 @functools.cache
 def _emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     return compile_kernel(source, configuration, arch)

@@ -21,7 +21,7 @@ def gemm_swiglu(
     alpha: float = 1.0,
     c_major: str = "n",
     ab12_dtype: torch.dtype | None = torch.float32,
-    c_dtype: torch.dtype = torch.float16,
+    c_dtype: torch.dtype | None = torch.float16,
     sfa: torch.Tensor | None = None,
     sfb: torch.Tensor | None = None,
     norm_const: torch.Tensor | None = None,
@@ -30,6 +30,7 @@ def gemm_swiglu(
     """A GEMM and the SwiGLU of its columns: (ab12, c, sfc, amax).
 
     Shapes, types and errors as those of :class:`cudnn.GemmSwiglu`. A result that there is not has no elements.
+    ``c_dtype=None``: the type of ``a``.
     Gradients flow to ``a`` and ``b`` of 16 or 32 bits, from ``ab12``, which must be stored, and ``c``.
     """
     options = {"sfa_tensor": sfa, "sfb_tensor": sfb, "norm_const_tensor": norm_const, "sf_vec_size": sf_vec_size}

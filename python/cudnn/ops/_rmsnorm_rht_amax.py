@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cudnn.api_base import unpad
 from cudnn.rmsnorm_rht_amax.api import rmsnorm_rht_amax_wrapper
 from cudnn_kernels.norm.heuristics import pick_rows_per_cta
 
@@ -24,5 +25,7 @@ def rmsnorm_rht_amax(
 def _(
     x: torch.Tensor, w: torch.Tensor, eps: float = 1e-5, rows_per_cta: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(x.shape[0])
-    return torch.empty_like(x), x.new_empty(x.shape[0] // rows, dtype=torch.float32)
+    x = unpad(x, 2)
+    m = x.shape[:-1].numel()
+    rows = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(m)
+    return torch.empty_like(x), x.new_empty(m // rows, dtype=torch.float32)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn import launch
-from cudnn.api_base import APIBase, TupleDict, unpad
+from cudnn.api_base import APIBase, TensorDesc, TupleDict, check_tensor, overlapping, unpad
 from cudnn.errors import refusal
 from cudnn.lazy import torch
 from cudnn.registry import Usual
@@ -38,13 +38,14 @@ class RmsNormRhtAmax(APIBase):
     ===========  ======================  ==============  =====================================
     tensor       shape                   strides         type
     ===========  ======================  ==============  =====================================
-    x, o         (m, n)                  (n, 1)          bfloat16 or float16
+    x, o         (m, n), (..., n)        contiguous      bfloat16 or float16
     w            (n,)                    (1,)            that of x
     amax         (m / rows_per_cta,)     (1,)            float32; overwritten, NaN where y has one
     ===========  ======================  ==============  =====================================
 
-    Trailing dimensions of size 1 are ignored. A compiled object serves every ``m``, a compiled kernel every ``eps`` and
-    ``rows_per_cta`` as well.
+    Trailing dimensions of size 1 are ignored; dimensions before the last are taken together as rows, where their
+    strides allow it: x may be (batch, sequence, n), say. A compiled object serves every ``m``, a compiled kernel every
+    ``eps`` and ``rows_per_cta`` as well.
 
     Args:
         sample_x, sample_w, sample_o, sample_amax: tensors like those that ``execute`` will get.
@@ -68,16 +69,33 @@ class RmsNormRhtAmax(APIBase):
         arch: str | None = None,
     ) -> None:
         super().__init__()
-        self.x_desc = unpad(self._describe(sample_x, "x"), 2)
+        samples = (("x", sample_x), ("w", sample_w), ("o", sample_o), ("amax", sample_amax))
+        for name, sample in samples:
+            check_tensor(self._title(), name, sample)
+        self.x_desc = self._rows(self._describe(sample_x, "x"), "x")
         self.w_desc = unpad(self._describe(sample_w, "w"), 1)
-        self.o_desc = unpad(self._describe(sample_o, "o"), 2)
+        self.o_desc = self._rows(self._describe(sample_o, "o"), "o")
         self.amax_desc = unpad(self._describe(sample_amax, "amax"), 1)
         self.eps = float(eps)
         columns = self.x_desc.shape[-1] if self.x_desc.ndim else 0
         self.num_threads = num_threads if num_threads is not None else best_num_threads(columns)
         self.rows_per_cta = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(self.x_desc.shape[0])
         self._chosen_threads = num_threads
+        self._checked = 0  # rows of the last call on a GPU
         self._arch = arch
+
+    @classmethod
+    def _rows(cls, x: Any, name: str) -> Any:
+        """A tensor, or description, as (rows, columns)."""
+        x = unpad(x, 2)
+        if x.ndim < 3:
+            return x
+        try:
+            return x.view(-1, x.shape[-1])
+        except RuntimeError as error:
+            got = f"the strides {tuple(x.stride if isinstance(x, TensorDesc) else x.stride())} of {tuple(x.shape)}"
+            allowed = "dimensions that one stride leads through, before the last"
+            raise ValueError(refusal(cls._title(), name, got, allowed, f"pass {name}.contiguous()")) from error
 
     def check_support(self) -> bool:
         """True where the samples, the options and the architecture are supported.
@@ -87,9 +105,10 @@ class RmsNormRhtAmax(APIBase):
             NotImplementedError: rows that do not fit into shared memory twice.
             RuntimeError: no kernel for the architecture.
         """
-        where = type(self).__name__
+        where = self._title()
         if self.x_desc.ndim != 2:
-            raise ValueError(refusal(where, "x", f"the shape {self.x_desc.shape}", "two dimensions, rows and columns"))
+            got, allowed = f"the shape {self.x_desc.shape}", "two dimensions or more, rows and columns"
+            raise ValueError(refusal(where, "x", got, allowed))
         m, n = self.x_desc.shape
         self._check_columns(n)
         self._check_rows(m)
@@ -117,15 +136,13 @@ class RmsNormRhtAmax(APIBase):
 
     def _check_columns(self, n: int) -> None:
         if n == 0 or n % BLOCK:
-            raise ValueError(refusal(type(self).__name__, "columns of x", n, f"multiples of {BLOCK}"))
+            raise ValueError(refusal(self._title(), "columns of x", n, f"multiples of {BLOCK}"))
 
     def _check_rows(self, m: int) -> None:
-        rows = self.rows_per_cta
-        if rows <= 0 or m % rows:
-            raise ValueError(refusal(type(self).__name__, "rows_per_cta", rows, f"divisors of the {m} rows of x"))
+        check_rows_per_cta(self._title(), self.rows_per_cta, m)
 
     def _check_threads(self, n: int) -> None:
-        where, threads = type(self).__name__, self.num_threads
+        where, threads = self._title(), self.num_threads
         if threads is None:
             raise ValueError(refusal(where, "columns of x", n, "multiples of 512", "or give num_threads"))
         if threads <= 0 or threads > 1024 or threads % WARP:
@@ -139,10 +156,10 @@ class RmsNormRhtAmax(APIBase):
         arch = self._arch
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
-                raise RuntimeError(refusal(type(self).__name__, "device", device, "a CUDA device that is available"))
+                raise RuntimeError(refusal(self._title(), "device", device, "a CUDA device that is available"))
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
-            launch.pick(_KERNELS, arch, type(self).__name__)
+            launch.pick(_KERNELS, arch, self._title())
         return arch
 
     def kernels(self) -> list[tuple[str, Any, str]]:
@@ -150,13 +167,16 @@ class RmsNormRhtAmax(APIBase):
         return [] if arch is None else [(_KERNELS[arch], self._configuration(), arch)]
 
     def compile(self) -> None:
-        """Compiles, or loads what an earlier process compiled; on CPU samples there is nothing to do."""
+        """Compiles, or loads what an earlier process compiled; on CPU samples for the emulator, within its block."""
         if self._compiled_kernel is not None:
             return
         if not self._is_supported:
             self.check_support()
         arch = self._target()
         self._kernel = self._configuration()
+        emulated = launch.emulated_architecture()
+        if arch is None and emulated:
+            launch.compile_for_emulation(launch.pick(_KERNELS, emulated, self._title()), self._kernel, emulated)
         if arch is None:
             self._compiled_kernel = _compiled_from_cpu_samples
         else:
@@ -180,21 +200,31 @@ class RmsNormRhtAmax(APIBase):
         run = self._compiled_kernel
         if run is None:
             raise self._not_compiled()
-        if x_tensor.ndim != 2 or w_tensor.ndim != 1 or o_tensor.ndim != 2 or amax_tensor.ndim != 1:
-            x_tensor, o_tensor = unpad(x_tensor, 2), unpad(o_tensor, 2)
-            w_tensor, amax_tensor = unpad(w_tensor, 1), unpad(amax_tensor, 1)
-        m = x_tensor.shape[0]
-        if m != amax_tensor.shape[0] * self.rows_per_cta:
-            raise self._refuse("amax tensor shape", tuple(amax_tensor.shape), f"({m} / {self.rows_per_cta},)")
-        if m == 0:
-            return
-        if x_tensor.is_cuda:
-            index = x_tensor.get_device()
-            run(x_tensor, w_tensor, o_tensor, amax_tensor, self.eps, launch.raw_stream(current_stream, index))
-        else:
-            self._execute_on_cpu(x_tensor, w_tensor, o_tensor, amax_tensor)
+        try:
+            if x_tensor.ndim != 2 or w_tensor.ndim != 1 or o_tensor.ndim != 2 or amax_tensor.ndim != 1:
+                x_tensor, o_tensor = self._rows(x_tensor, "x"), self._rows(o_tensor, "o")
+                w_tensor, amax_tensor = unpad(w_tensor, 1), unpad(amax_tensor, 1)
+            m = x_tensor.shape[0]
+            if m != amax_tensor.shape[0] * self.rows_per_cta:
+                raise self._refuse("amax tensor shape", tuple(amax_tensor.shape), f"({m} / {self.rows_per_cta},)")
+            if m == 0:
+                return
+            if x_tensor.is_cuda:
+                if m != self._checked:
+                    self._check_memory(x_tensor, w_tensor, o_tensor, amax_tensor)
+                    self._checked = m
+                index = x_tensor.get_device()
+                run(x_tensor, w_tensor, o_tensor, amax_tensor, self.eps, launch.raw_stream(current_stream, index))
+                return
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            self._check_like_samples(x_tensor, w_tensor, o_tensor, amax_tensor)  # says it better
+            raise
+        self._execute_on_cpu(x_tensor, w_tensor, o_tensor, amax_tensor, current_stream)
 
-    def _execute_on_cpu(self, x: Any, w: Any, o: Any, amax: Any) -> None:
+    def _check_like_samples(self, x: Any, w: Any, o: Any, amax: Any) -> None:
+        """Raises where a tensor of a call, without trailing dimensions of size 1, is unlike its sample."""
+        for name, tensor in (("x", x), ("w", w), ("o", o), ("amax", amax)):
+            check_tensor(self._title(), name, tensor)
         m, n = x.shape[0], self.x_desc.shape[1]
         kind = self.x_desc.dtype
         for name, tensor, shape, dtype in (
@@ -209,21 +239,54 @@ class RmsNormRhtAmax(APIBase):
             self._check_shape(desc, shape)
             self._check_dtype(desc, dtype)
             self._check_stride(desc, (n, 1) if len(shape) == 2 else (1,))
+        self._check_memory(x, w, o, amax)
+
+    def _check_memory(self, x: Any, w: Any, o: Any, amax: Any) -> None:
+        """Raises where a tensor begins at an odd address or a result overlaps another tensor; ``o`` may be ``x``."""
+        for name, tensor, step in (("x", x, 16), ("w", w, 16), ("o", o, 16), ("amax", amax, 4)):
+            if tensor.data_ptr() % step:
+                got = f"{tensor.data_ptr():#x}"
+                allowed = f"multiples of {step} bytes"
+                raise ValueError(refusal(self._title(), f"{name} tensor, its address", got, allowed, "pass a copy"))
+        pairs = [("o", o, "w", w), ("amax", amax, "x", x), ("amax", amax, "w", w), ("amax", amax, "o", o)]
+        if o.data_ptr() != x.data_ptr():
+            pairs.append(("o", o, "x", x))
+        for name, tensor, rest, other in pairs:
+            if overlapping(tensor, other):
+                got, allowed = f"memory that {rest} uses too", "memory of its own"
+                raise ValueError(refusal(self._title(), f"{name} tensor", got, allowed, "allocate it"))
+
+    def _execute_on_cpu(self, x: Any, w: Any, o: Any, amax: Any, stream: Any) -> None:
+        """The reference or the emulator; both refuse what a GPU's kernels refuse."""
+        self._check_like_samples(x, w, o, amax)
+        if stream is not None:
+            launch.raw_stream(stream, 0)
         arch = launch.emulated_architecture()
         if arch:
-            source = launch.pick(_KERNELS, arch, type(self).__name__)
+            source = launch.pick(_KERNELS, arch, self._title())
             launch.emulate(source, self._configuration(), arch, x, w, o, amax, self.eps)
             return
-        launch.say_reference_runs(type(self).__name__)
-        result, largest = reference.rmsnorm_rht_amax(x, w, self.eps, self.rows_per_cta)
-        o.copy_(result)
-        amax.copy_(largest)
+        launch.say_reference_runs(self._title())
+        with torch.no_grad():  # kernels record nothing for autograd
+            result, largest = reference.rmsnorm_rht_amax(x, w, self.eps, self.rows_per_cta)
+            o.copy_(result)
+            amax.copy_(largest)
 
 
 def _compiled_from_cpu_samples(*_: Any) -> None:
     raise RuntimeError(
         refusal("RmsNormRhtAmax", "tensors", "CUDA tensors", "CPU tensors, as the samples", "compile from CUDA samples")
     )
+
+
+class RmsNormRhtAmaxSm100(RmsNormRhtAmax):
+    """:class:`RmsNormRhtAmax` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def check_rows_per_cta(where: str, rows: int, m: int) -> None:
+    """Raises unless groups of so many rows make up all ``m``."""
+    if rows < 1 or m % rows:
+        raise ValueError(refusal(where, "rows_per_cta", rows, f"divisors of the {m} rows of x"))
 
 
 _cache_of_RmsNormRhtAmaxObjects: dict[tuple[Any, ...], RmsNormRhtAmax] = {}  # noqa: N816  (part of the public contract)
@@ -240,21 +303,30 @@ def rmsnorm_rht_amax_wrapper(
 ) -> TupleDict:
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, amax_tensor``.
 
-    Arguments and errors as those of :class:`RmsNormRhtAmax`.
+    Arguments and errors as those of :class:`RmsNormRhtAmax`. Nothing is recorded for autograd: the results have no
+    ``grad_fn``. ``cudnn.ops.rmsnorm_rht_amax`` is the operator for ``torch.compile``.
     """
-    x_tensor, w_tensor = unpad(x_tensor, 2), unpad(w_tensor, 1)
-    m = x_tensor.shape[0]
+    try:
+        x_tensor, w_tensor = unpad(x_tensor, 2), unpad(w_tensor, 1)
+        strides = x_tensor.stride(), w_tensor.stride()
+    except (AttributeError, TypeError):
+        check_tensor("rmsnorm_rht_amax_wrapper", "x", x_tensor)
+        check_tensor("rmsnorm_rht_amax_wrapper", "w", w_tensor)
+        raise
+    x = RmsNormRhtAmax._rows(x_tensor, "x")
+    m = x.shape[0]
     rows = rows_per_cta if rows_per_cta is not None else pick_rows_per_cta(m)
+    if rows < 1 or m % rows:
+        check_rows_per_cta("rmsnorm_rht_amax_wrapper", rows, m)
     o_tensor = torch.empty_like(x_tensor)
-    amax_tensor = torch.empty(m // max(1, rows), dtype=torch.float32, device=x_tensor.device)
+    amax_tensor = torch.empty(m // rows, dtype=torch.float32, device=x.device)
     key = (
-        x_tensor.dtype,
-        x_tensor.shape[1:],
-        x_tensor.stride(),
+        x.dtype,
+        x.shape[1:],
+        strides,
         w_tensor.dtype,
         w_tensor.shape,
-        w_tensor.stride(),
-        x_tensor.device,
+        x.device,
         w_tensor.device,
         eps,
         num_threads,
@@ -262,7 +334,7 @@ def rmsnorm_rht_amax_wrapper(
     )
     api = _cache_of_RmsNormRhtAmaxObjects.get(key)
     if api is None:
-        api = RmsNormRhtAmax(x_tensor, w_tensor, o_tensor, amax_tensor, eps, num_threads, rows)
+        api = RmsNormRhtAmaxSm100(x_tensor, w_tensor, o_tensor, amax_tensor, eps, num_threads, rows)
         api.check_support()
         api.compile()
         _cache_of_RmsNormRhtAmaxObjects[key] = api
@@ -283,5 +355,4 @@ def _usual(dtype: str, shape: tuple[int, ...], arch: str) -> list[RmsNormRhtAmax
 
 
 USUAL = Usual(("bf16", "fp16"), ("m", "n"), tuple((4096, n) for n in USUAL_COLUMNS), _usual)
-RmsNormRhtAmaxSm100 = RmsNormRhtAmax
 rmsnorm_rht_amax_wrapper_sm100 = rmsnorm_rht_amax_wrapper

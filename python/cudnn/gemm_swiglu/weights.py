@@ -1,0 +1,44 @@
+"""Weights of gated layers in the order in which GEMM + SwiGLU reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.errors import refusal
+from cudnn.gemm.formats import FLOAT4, name_of
+from cudnn.lazy import torch
+
+PAIR = 32  # columns of up beside as many of gate
+
+
+def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
+    """The rows of two weight matrices in alternating blocks of 32, for ``b`` of a fused GEMM with SwiGLU.
+
+    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms.
+
+    Args:
+        gate, up: (inner, k) or (inner, k, l), of one type and device; inner a multiple of 32.
+        gate_first: whether a block of gate comes before that of up. :class:`cudnn.GemmSwiglu` takes up first, the
+            default; the grouped GEMMs of cuDNN take gate first.
+
+    Returns:
+        (2 inner, k) or (2 inner, k, l), K-major, new memory.
+
+    Raises:
+        ValueError: shapes or types that differ, or another number of rows or dimensions.
+    """
+    where = "interleave_gate_up"
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        got = f"{gate.dtype} {tuple(gate.shape)} and {up.dtype} {tuple(up.shape)}"
+        raise ValueError(refusal(where, "gate and up", got, "one shape and type"))
+    if gate.ndim not in (2, 3) or gate.shape[0] % PAIR:
+        allowed = f"(inner, k) or (inner, k, l), inner a multiple of {PAIR}"
+        raise ValueError(refusal(where, "gate and up", f"the shape {tuple(gate.shape)}", allowed, "pad inner"))
+    dtype = gate.dtype
+    if name_of(dtype) == FLOAT4:  # PyTorch copies its bytes only
+        gate, up = gate.view(torch.uint8), up.view(torch.uint8)
+    parts = (gate, up) if gate_first else (up, gate)
+    if gate.ndim == 3:
+        parts = tuple(part.permute(2, 0, 1) for part in parts)
+    woven = torch.stack([part.unflatten(-2, (-1, PAIR)) for part in parts], dim=-3).flatten(-4, -2)
+    return (woven.permute(1, 2, 0) if woven.ndim == 3 else woven).view(dtype)
