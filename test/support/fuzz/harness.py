@@ -46,13 +46,14 @@ class Outcome:
 
 
 class Memory:
-    """Elements of one type between guards."""
+    """Elements of one type between guards, ``lead`` elements after an address that 256 bytes divide."""
 
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, lead: int = 0) -> None:
         size = count * dtype.itemsize
-        self._all = torch.full((2 * _GUARD + size,), _POISON, dtype=torch.uint8, device=device)
+        self._start = _GUARD + lead * dtype.itemsize
+        self._all = torch.full((self._start + size + _GUARD,), _POISON, dtype=torch.uint8, device=device)
         self._written = torch.zeros(count, dtype=torch.bool, device=device)
-        self.bytes = self._all[_GUARD : _GUARD + size]
+        self.bytes = self._all[self._start : self._start + size]
         self.elements = self.bytes.view(dtype)
 
     def touched_outside(self, case: Case, spec: Spec, name: str) -> bool:
@@ -61,11 +62,11 @@ class Memory:
             view.fill_(True)
         mine = torch.zeros_like(self._all, dtype=torch.bool)
         inner = self._written.repeat_interleave(self.elements.element_size())
-        mine[_GUARD : _GUARD + len(inner)] = inner
+        mine[self._start : self._start + len(inner)] = inner
         return bool(((self._all != _POISON) & ~mine).any())
 
     def guards_hold(self) -> bool:
-        return bool((self._all[:_GUARD] == _POISON).all() and (self._all[len(self._all) - _GUARD :] == _POISON).all())
+        return bool((self._all[: self._start] == _POISON).all() and (self._all[-_GUARD:] == _POISON).all())
 
 
 def new_graph(case: Case, **options: Any) -> tuple[cudnn.pygraph, dict[str, cudnn.tensor], dict[str, cudnn.tensor]]:
@@ -125,7 +126,8 @@ def _check(case: Case, device: torch.device, build: Callable[[cudnn.pygraph], No
     generator = torch.Generator(device).manual_seed(case.seed)
     inputs: dict[str, Memory] = {}
     for name, spec in case.inputs.items():
-        inputs[name] = Memory(spec.elements, spec.torch_dtype, torch.device("cpu") if spec.by_value else device)
+        where = torch.device("cpu") if spec.by_value else device
+        inputs[name] = Memory(spec.elements, spec.torch_dtype, where, case.lead(name))
         inputs[name].elements.copy_(spec.values(spec.elements, generator))
     data = {
         name: memory.elements if case.inputs[name].span else
@@ -142,7 +144,7 @@ def _check(case: Case, device: torch.device, build: Callable[[cudnn.pygraph], No
         specs[name] = Spec(
             tuple(tensor.get_dim()), tuple(tensor.get_stride()), str(dtype).removeprefix("torch."), span=case.span(name)
         )
-        results[name] = Memory(specs[name].elements, dtype, device)
+        results[name] = Memory(specs[name].elements, dtype, device, case.lead(name))
     workspace = Memory(graph.get_workspace_size(), torch.uint8, device)
     pack = {tensors[name]: memory.elements for name, memory in inputs.items()}
     pack |= {outputs[name]: memory.elements for name, memory in results.items()}

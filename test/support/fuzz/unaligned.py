@@ -50,6 +50,7 @@ class UnalignedMatmulCase(MatmulCase):
 
     Attributes:
         c_strides: Of the output.
+        leads: By tensor, where its data lie: elements after an address that 256 bytes divide.
     """
 
     family = "unaligned"
@@ -57,6 +58,7 @@ class UnalignedMatmulCase(MatmulCase):
     most_refused = 0.01
 
     c_strides: tuple[int, ...]
+    leads: dict[str, int]
 
     @classmethod
     def draw(cls, seed: int) -> UnalignedMatmulCase:
@@ -93,7 +95,7 @@ class UnalignedMatmulCase(MatmulCase):
         after, specs = cls._after(rng, dims, order, types)
         return cls(
             seed, types[0], "float32", "float32", inputs | specs, operand, output, *before, {}, after, None, False,
-            packed(dims, order),
+            packed(dims, order), {},
         )  # fmt: skip
 
     @staticmethod
@@ -118,6 +120,9 @@ class UnalignedMatmulCase(MatmulCase):
                 arguments.append(name)
             steps.append(Instruction(op, tuple(arguments)))
         return Program(tuple(steps)), specs
+
+    def lead(self, name: str) -> int:
+        return self.leads.get(name, 0)
 
     def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
         outputs = super().build(graph, tensors)
