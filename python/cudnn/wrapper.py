@@ -316,7 +316,8 @@ class Graph:
 
         ``graph(x, w)`` takes data in the order of the inputs and returns the output, or a list of them.
         ``graph({"mm::A": x, ...})`` takes data by name, tensor or uid; outputs that the dict lacks are allocated and
-        added under their canonical names; returns the same dict. Shapes are not compared with those of the block.
+        added under their canonical names; returns the same dict. Data have the types and layouts of those of the
+        block, or are other views of such memory.
         """
         graph = self._built()
         if self._open:

@@ -418,3 +418,50 @@ def test_a_tensor_that_no_operation_uses_is_an_extra_entry() -> None:
     for _ in range(2):  # the second call takes the path for data like those of the first
         net.graph.execute({**data, unused: data[net.bias]}, net.workspace())
         net.check(data)
+
+
+def test_arrays_of_other_types_and_layouts_are_refused() -> None:
+    """Types at every call, also where the addresses are known; layouts where an address is new."""
+    net = linear()
+    workspace = net.workspace()
+    data = net.data()
+    for change in (data[net.a].bfloat16(), data[net.a].float(), data[net.a].to(torch.int32), data[net.a].mT):
+        with pytest.raises(ValueError, match=r"execute: tensor 'a' \(uid 1\): got "):
+            net.graph.execute({**data, net.a: change}, workspace)
+    for _ in range(3):  # from the second call on, the path for data like these
+        net.graph.execute(data, workspace)
+    net.check(data)
+    others = {
+        net.a: [data[net.a].view(torch.bfloat16), torch.randn(8, 128, 256, device="cuda").half()],
+        net.b: [data[net.b].view(torch.int16), torch.randn(4, 64, 256, device="cuda").half().mT],
+        net.y: [torch.empty(4, 64, 128, device="cuda").half()],
+    }
+    for tensor, arrays in others.items():
+        for other in arrays:
+            with pytest.raises(ValueError, match=rf"execute: tensor .* \(uid {tensor.get_uid()}\): got "):
+                net.graph.execute({**data, tensor: other}, workspace)
+
+
+def test_other_views_of_the_same_memory_run() -> None:
+    net = linear()
+    data = net.data()
+    flat = {tensor: array.flatten() for tensor, array in data.items()}
+    merged = {**data, net.a: data[net.a].view(512, 256), net.bias: data[net.bias][0]}
+    raw = {tensor: array.view(-1).view(torch.uint8) for tensor, array in data.items()}
+    for pack in (flat, merged, raw, data, flat, {**data, net.a: DLPackOnly(data[net.a])}):
+        data[net.y].fill_(float("nan"))
+        net.graph.execute(pack, net.workspace())
+        net.check(data)
+
+
+class DLPackOnly:
+    """A tensor that has DLPack's protocol alone."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._data.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._data.__dlpack_device__()

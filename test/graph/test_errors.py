@@ -119,9 +119,12 @@ X, SHORT = torch.zeros(4, 6), torch.zeros(4, 5)
         ({2: X}, ValueError, r"execute: input tensor 'x' \(uid 1\): got no data"),
         ({1: None, 2: X}, ValueError, r"input tensor 'x' \(uid 1\): got no data"),
         ({"x": X, 2: X}, TypeError, "key: got str; allowed: .*names are keys of cudnn.Graph"),
-        ({1: SHORT, 2: X}, ValueError, r"tensor 'x' \(uid 1\): memory: got 80 bytes; allowed: the 96"),
-        ({1: X, 2: SHORT}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): memory: got 80 bytes"),
-        ({1: [1, 2], 2: X}, TypeError, r"tensor 'x' \(uid 1\): data: got list; allowed: a torch.Tensor"),
+        ({1: SHORT, 2: X}, ValueError,
+         r"tensor 'x' \(uid 1\): got shape \[4, 5\] with strides \[5, 1\]; allowed: dim=\[4, 6\] with stride=\[6, 1\]"),
+        ({1: X, 2: SHORT}, ValueError, r"tensor 'sum::OUT_0' \(uid 2\): got shape \[4, 5\]"),
+        ({1: [1, 2], 2: X}, TypeError, r"input tensor 'x' \(uid 1\): got list; allowed: a torch.Tensor"),
+        ({1: X.data_ptr(), 2: X}, TypeError, r"input tensor 'x' \(uid 1\): got an address; allowed: .*on a GPU only"),
+        ({1: X, 2: X.data_ptr()}, TypeError, r"output tensor .*: got an address"),
         ({1: X, 2: X.to("meta")}, ValueError, "tensors: got .*uid 2 on meta; allowed: one device"),
     ],
 )  # fmt: skip
@@ -134,9 +137,7 @@ def test_execute(pack: dict[Any, Any], error: type[Exception], message: str) -> 
 def test_misaligned_memory() -> None:
     graph, x, y = doubled()
     raw = torch.zeros(4 * 6 * 4 + 1, dtype=torch.uint8)
-    with pytest.raises(
-        ValueError, match=r"tensor 'x' \(uid 1\): memory: got address .*; allowed: a multiple of 4 bytes"
-    ):
+    with pytest.raises(ValueError, match=r"tensor 'x' \(uid 1\): got address .*; allowed: a multiple of 16 bytes"):
         graph.execute({x: raw[1:], y: torch.zeros(4, 6)})
 
 
@@ -210,7 +211,7 @@ class Fake(torch.Tensor):
         return torch.device("cuda", self.lies_on) if self.lies_on >= 0 else torch.device("cpu")
 
 
-def fake(device: int = 0, size: int = 4096) -> Fake:
+def fake(device: int = 0, size: int = 8192) -> Fake:
     made = torch.zeros(size, dtype=torch.uint8).as_subclass(Fake)
     made.lies_on = device
     return made
@@ -237,3 +238,117 @@ def test_execute_with_cudnn(program: Any, change: dict[int, Any], workspace: Any
     pack = {1: fake(), 2: fake(), 3: fake(-1), 4: fake()} | change
     with pytest.raises(ValueError, match=message):
         program.execute(pack, workspace, Elsewhere())
+
+
+# Descriptions that no program means.
+def wrong_product(graph: cudnn.pygraph) -> None:
+    a, b = graph.tensor(**half(1, 4, 8)), graph.tensor(**half(1, 8, 5))
+    graph.matmul(a, b, name="mm").set_output(True).set_dim([1, 4, 6])
+
+
+def negative_stride(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor([4, 8], [8, -1], HALF, name="x"), name="act").set_output(True)
+
+
+def overlapping_output(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(**half(4, 8)), name="act").set_output(True).set_stride([4, 1])
+
+
+def spread_output(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(**half(4, 8)), name="act").set_output(True).set_stride([0, 1])
+
+
+def interlocking_output(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor(**half(4, 4)), name="act").set_output(True).set_stride([2, 3])
+
+
+def enormous(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor([2**63, 8], [8, 1], HALF, name="x"), name="act").set_output(True)
+
+
+def enormous_strides(graph: cudnn.pygraph) -> None:
+    graph.relu(graph.tensor([2**31, 8], [2**31, 1], HALF, name="x"), name="act").set_output(True)
+
+
+def virtual_of_another(graph: cudnn.pygraph) -> None:
+    other = reference_graph()
+    graph.relu(other.neg(other.tensor(**half(4, 8)), name="theirs"), name="act").set_output(True)
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (wrong_product, r"mm \(matmul\): output C .*: got dim=\[1, 4, 6\]; allowed: dim=\[1, 4, 5\]"),
+        (negative_stride, r"act \(relu\): tensor 'x': got stride=\[8, -1\]; allowed: strides of 0 or more"),
+        (overlapping_output, r"act \(relu\): output tensor 'act::OUT_0': got .*; allowed: a place of its own"),
+        (spread_output, "a place of its own for every element"),
+        (interlocking_output, "a place of its own for every element"),
+        (enormous, r"tensor 'x': got dim=\[9223372036854775808, 8\].*; allowed: fewer than 2\^60"),
+        (enormous_strides, r"tensor 'x': got .*; allowed: fewer than 2\^60 elements and places"),
+        (
+            virtual_of_another,
+            r"act \(relu\): input IN_0 .*: got a virtual tensor that no operation of this graph makes",
+        ),
+    ],
+)
+def test_descriptions_that_validate_refuses(described: Description, message: str) -> None:
+    graph = reference_graph(HALF)
+    described(graph)
+    with pytest.raises(ValueError, match=message):
+        graph.validate()
+
+
+def test_outputs_with_gaps_and_interleaved_are_allowed() -> None:
+    graph = reference_graph(HALF)
+    for stride in ([32, 2], [1, 4], [3, 13]):
+        graph.relu(graph.tensor(**half(4, 8))).set_output(True).set_stride(stride)
+    graph.relu(graph.tensor(**half(2, 3))).set_output(True).set_stride([3, 2])  # 0 2 4 3 5 7
+    graph.validate()
+
+
+def test_an_output_in_memory_of_another_graph_is_an_input() -> None:
+    other = reference_graph(HALF)
+    made = other.neg(other.tensor(**half(4, 8))).set_output(True)
+    other.validate()
+    graph = reference_graph(HALF)
+    graph.relu(made).set_output(True)
+    graph.validate()
+
+
+@pytest.mark.parametrize("modes", ["A", cudnn.heur_mode.A, ["A"], [0], 3])
+@pytest.mark.parametrize("step", ["build", "create_execution_plans"])
+def test_modes(modes: Any, step: str) -> None:
+    graph, _, _ = doubled()
+    with pytest.raises(
+        TypeError, match=f"modes of {step}: got .*; allowed: a list of cudnn.heur_mode. To mend it, pass"
+    ):
+        getattr(graph, step)(modes)
+
+
+@pytest.mark.parametrize(
+    ("setter", "arguments", "error", "message"),
+    [
+        ("set_uid", ("a",), TypeError, "uid: got 'a'; allowed: an integer"),
+        ("set_uid", (1.0,), TypeError, "uid: got 1.0"),
+        ("set_uid", (-1,), ValueError, r"uid: got -1; allowed: 0 to 2\^63 - 1"),
+        ("set_uid", (2**64,), ValueError, "uid: got 18446744073709551616"),
+        ("set_dim", ("ab",), TypeError, "dim: got 'ab'; allowed: a sequence of integers"),
+        ("set_dim", (4,), TypeError, "dim: got 4"),
+        ("set_dim", ([2.5],), TypeError, r"dim: got \[2.5\]"),
+        ("set_stride", (None,), TypeError, "stride: got None"),
+        ("set_alignment", ("x",), TypeError, "alignment: got 'x'"),
+        ("set_vector_count_and_dimension", ("x", 1), TypeError, "count: got 'x'"),
+        ("set_ragged_offset", (torch.zeros(2),), TypeError, "ragged_offset: got Tensor; allowed: a cudnn.tensor"),
+        ("set_ragged_offset_multiplier", ("x",), TypeError, "multiplier: got 'x'"),
+        ("set_reordering_type", ("x",), ValueError, "reordering_type: got 'x'; allowed: tensor_reordering.NONE"),
+    ],
+)
+def test_setters(setter: str, arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"tensor 'x': {message}.*To mend it"):
+        getattr(cudnn.tensor(name="x"), setter)(*arguments)
+
+
+@pytest.mark.parametrize("uid", ["a", 2**64, -2])
+def test_uids_of_new_tensors(uid: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="tensor 'x': uid: got "):
+        reference_graph().tensor([2], [1], name="x", uid=uid)

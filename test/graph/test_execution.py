@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ import cudnn
 from cudnn.backend import cuda_graph, library
 from cudnn.backend.handle import gpu_available
 from cudnn.backend.plan import Origin
+from cudnn.pygraph import graph as graph_module
+from cudnn.pygraph import program
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
 
 COMPOSITE = cudnn.attention_implementation.COMPOSITE
@@ -168,29 +171,55 @@ def doubled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor]:
     return graph, x, y
 
 
-def test_calls_with_addresses() -> None:
+class Elsewhere:
+    """Stands for the handle of a device: nothing is launched."""
+
+    is_reference = False
+    device = 0
+    ptr = 1
+
+
+def test_calls_with_addresses(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, here = planned_graph(h200), Elsewhere()
+    a, b = (graph.tensor([1, 64, 64], packed(1, 64, 64), uid=uid) for uid in (5, 3))
+    graph.matmul(a, b).set_output(True).set_uid(2)
+    graph.build(MODES)
+    assert graph._get_variant_pack_uids_sorted() == [2, 3, 5]
+    monkeypatch.setattr(program, "resolve", lambda handle: handle)
+    monkeypatch.setattr(graph_module, "resolve", lambda handle: handle)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        program.CudnnProgram, "launch", lambda self, pointers, space, *_: seen.append((pointers, space))
+    )
+    graph._prepare_variant_pack_template()
+    pack, raw = {5: 1280, 3: 768, 2: 512}, (ctypes.c_void_p * 3)(512, 768, 1280)
+    graph._execute(pack, 4096, here)
+    graph._execute_plan_at_index(pack, 4096, 0, here, [5], [[1, 64, 64]], [[4096, 64, 1]])
+    graph._execute_with_ptrs([512, 768, 1280], 4096, here)
+    graph._execute_with_raw_ptrs(ctypes.addressof(raw), 3, 4096, here)
+    assert seen == [([512, 768, 1280], 4096)] * 4
+    with pytest.raises(ValueError, match=r"_execute_with_ptrs: pointers: got 1; allowed: 3, for the uids \[2, 3, 5\]"):
+        graph._execute_with_ptrs([512], 0)
+
+
+def test_the_reference_executor_takes_no_addresses() -> None:
+    """It could neither check what lies there nor whether anything does: the process would end."""
     graph, _, _ = doubled()
     assert graph._get_variant_pack_uids_sorted() == [2, 5]
-    data, out = torch.randn(4, 6), torch.empty(4, 6)
-    pointers = [graph._get_data_ptr(out), graph._get_data_ptr(data)]
-    assert pointers == [out.data_ptr(), data.data_ptr()]
-    assert graph._get_data_ptr(data.numpy()) == data.data_ptr()
-    graph._prepare_variant_pack_template()
-    raw = (ctypes.c_void_p * 2)(*pointers)
-    calls = [
-        lambda: graph._execute({2: pointers[0], 5: pointers[1]}, 0),
-        lambda: graph._execute_plan_at_index({2: pointers[0], 5: pointers[1]}, 0, 0, None, [5], [[4, 6]], [[6, 1]]),
-        lambda: graph._execute_with_ptrs(pointers, 0),
-        lambda: graph._execute_with_raw_ptrs(ctypes.addressof(raw), 2, 0),
-    ]
-    for call in calls:
-        out.fill_(float("nan"))
-        call()
-        torch.testing.assert_close(out, 2 * data)
-    with pytest.raises(ValueError, match=r"_execute_with_ptrs: pointers: got 1; allowed: 2, for the uids \[2, 5\]"):
-        graph._execute_with_ptrs(pointers[:1], 0)
+    for call in (
+        lambda: graph._execute({2: 1, 5: 1}, 0),
+        lambda: graph._execute_with_ptrs([1, 1], 0),
+        lambda: graph.execute({2: np.int64(1), 5: 1}),
+    ):
+        with pytest.raises(TypeError, match=r"input tensor .* \(uid 5\): got an address; allowed: .*on a GPU only"):
+            call()
+
+
+def test_where_data_lie() -> None:
+    data = torch.randn(4, 6)
+    assert cudnn.pygraph._get_data_ptr(data) == cudnn.pygraph._get_data_ptr(data.numpy()) == data.data_ptr()
     with pytest.raises(TypeError, match="data: got str; allowed"):
-        graph._get_data_ptr("here")
+        cudnn.pygraph._get_data_ptr("here")
 
 
 def test_the_uids_of_a_plan_of_cudnn(h200: Any) -> None:

@@ -90,6 +90,10 @@ class Attention(Node):
         return frozenset((*EXACT_PORTS, *modifier_ports))
 
     @property
+    def pool_ports(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(port for port in "KV" if f"Page_table_{port}" in self.inputs)
+
+    @property
     def functions(self) -> tuple[ScoreModifier | None, ...]:
         """The score modifiers, that of the forward pass first."""
         return (self.score_mod,)

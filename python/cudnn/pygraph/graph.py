@@ -154,8 +154,21 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
                 refusal(f"graph {self.name!r}", "tensor_like", "arrays on the CPU and arrays on a GPU",
                         "arrays of one device; only scalars stay on the CPU", "move them all to the GPU, or to the CPU")
             )  # fmt: skip
+        produced: set[Tensor] = set()
+        for node in self.nodes:
+            produced.update(node.outputs.values())
+        for node in self.nodes:
+            for port, tensor in node.inputs.items():
+                if tensor.is_virtual and not tensor.is_pass_by_value and tensor not in produced:
+                    raise ValueError(
+                        refusal(node.where, f"input {port} (tensor {tensor.name!r})", "a virtual tensor that no "
+                                "operation of this graph makes", "results of this graph's operations, and tensors in "
+                                "memory", "call set_output(True) on it in the graph that makes it")
+                    )  # fmt: skip
         for node in self.nodes:
             node.prepare(self.context)
+            for tensor in node.outputs.values():
+                tensor.check_written(node.where)
         for node in self.nodes:
             for tensor in node.tensors():
                 if tensor.data_type is NOT_SET:
@@ -218,11 +231,14 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
             plans.bar(engines.obstacle)
         self._program = CudnnProgram(
-            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape
+            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools()
         )
 
     def _all_tensors(self) -> list[Tensor]:
         return [tensor for node in self.nodes for tensor in node.tensors()]
+
+    def _pools(self) -> set[int | None]:
+        return {node.inputs[port].uid for node in self.nodes for port in node.pool_ports}
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
@@ -234,6 +250,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         Raises:
             cudnnGraphNotSupportedError: no configuration supports the graph.
         """
+        self._check_modes("create_execution_plans", modes)
         plans = self._plans("create_execution_plans")
         if plans is not None:
             try:
@@ -281,6 +298,8 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def build(self, modes: Sequence[heur_mode] | None = None) -> None:
         """All steps from ``validate`` to ``build_plans``. Without heuristic modes only the first two."""
+        if modes is not None:
+            self._check_modes("build", modes)
         self.validate()
         self._hand_over()
         if modes is None:
@@ -288,6 +307,13 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         self.create_execution_plans(modes)
         self.check_support()
         self.build_plans()
+
+    def _check_modes(self, step: str, modes: Any) -> None:
+        if not hasattr(modes, "__iter__") or {*map(type, modes)} - {heur_mode}:
+            raise TypeError(
+                refusal(f"graph {self.name!r}", f"modes of {step}", repr(modes), "a list of cudnn.heur_mode",
+                        "pass [cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK], say")
+            )  # fmt: skip
 
     def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
         if self._program is None:
@@ -435,11 +461,16 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         """Runs the graph on the handle's stream. Allocates nothing and does not wait, so a CUDA graph can capture it.
 
         Args:
-            tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or addresses. Their shapes are not
-                compared with the graph's. Entries that the graph does not use are ignored.
+            tensor_to_buffer: Data by graph tensor or uid: PyTorch or DLPack tensors, or, on a GPU, addresses. Entries
+                that the graph does not use are ignored. Arrays have the graph's types, and its elements where its
+                strides look for them; on a GPU, layouts are compared where addresses are new.
             workspace: ``get_workspace_size()`` bytes of device memory.
             handle: None: the graph's own, or the default one on PyTorch's current stream.
             override_uids, override_shapes, override_strides: Other shapes and strides for these tensors, in this call.
+
+        Raises:
+            ValueError: an array is missing, or has another type or layout than the graph's tensor.
+            TypeError: a key or value of another kind; an address for the reference executor.
         """
         program = self._planned()
         used = self._handle if handle is None else handle
@@ -649,7 +680,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         program = self._program = CudnnProgram(
-            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape
+            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools()
         )
         program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
 

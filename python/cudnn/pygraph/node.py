@@ -43,6 +43,7 @@ class Node:
     tag: ClassVar[str]
     method: ClassVar[str]
     exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
+    pool_ports: ClassVar[frozenset[str]] = frozenset()  # inputs whose memory may go on beyond their shape
     computes: ClassVar[bool] = True  # False where elements are moved alone, which takes no compute type
 
     name: str = ""

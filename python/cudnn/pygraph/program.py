@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from cudnn.backend import library
@@ -18,6 +19,7 @@ from cudnn.datatypes import (
 )
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph.arrays import check_array
 from cudnn.pygraph.dlpack import data_pointer
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
@@ -110,9 +112,11 @@ class CudnnProgram:
         tensors: Iterable[Tensor],
         device: int,
         override_shape: bool = False,
+        pools: Collection[int | None] = (),
     ) -> None:
         """
         Args:
+            pools: The uids of tensors whose memory may go on beyond their shape.
             plans: None for a graph restored with its one plan.
             tensors: All of the graph, with uids.
             override_shape: Whether the operation graph lets calls override shapes.
@@ -125,6 +129,7 @@ class CudnnProgram:
         self.by_value = frozenset(uid for uid, tensor in self._tensors.items() if tensor.is_pass_by_value)
         self.device = device
         self.override_shape = override_shape
+        self._pools = frozenset(pools)
         self._constants = [host_scalar(data_type[kind], value) for kind, value in bindings.constants.values()]
         self._constant_pointers = [ctypes.addressof(constant) for constant in self._constants]
         self._copies = [
@@ -169,11 +174,17 @@ class CudnnProgram:
         used = default_handle(self.device) if handle is None else resolve(handle)
         ready = plan or self.plan
         assert ready is not None
-        pointers, space = self._addresses(variant_pack, workspace, used, ready)
+        given = {} if override is None else dict(zip(override[0], zip(*override[1:], strict=False), strict=False))
+        pointers, space = self._addresses(variant_pack, workspace, used, ready, given)
         self.launch(pointers, space, used, ready, override and self._overriding(*override))
 
     def _addresses(
-        self, variant_pack: VariantPack, workspace: Any, handle: Handle, plan: ExecutionPlan
+        self,
+        variant_pack: VariantPack,
+        workspace: Any,
+        handle: Handle,
+        plan: ExecutionPlan,
+        overridden: Mapping[int, tuple[Sequence[int], Sequence[int]]] = MappingProxyType({}),
     ) -> tuple[list[int], int]:
         """Where the data of ``bindings.user`` and the workspace lie, checked."""
         keys = keys_by_uid(variant_pack)
@@ -185,7 +196,7 @@ class CudnnProgram:
                 )  # fmt: skip
         ordered = [keys[uid] for uid in self.bindings.user]
         values = [variant_pack[key] for key in ordered]
-        self.check(values, workspace, handle, plan)
+        self.check(values, workspace, handle, plan, overridden)
         pointers = [
             address_of(value, lambda uid=uid: self._label(uid))
             for uid, value in zip(self.bindings.user, values, strict=True)
@@ -305,7 +316,7 @@ class CudnnProgram:
             return None
         if self.workspace_size(self.plan) and not _is_torch_tensor(workspace):
             return None
-        return specialised(self, self.plan, ordered, own, otherwise)
+        return specialised(self, self.plan, ordered, [variant_pack[key] for key in ordered], own, otherwise)
 
     def filled(self, key: tuple[int, ...]) -> tuple[int, ...]:
         """Addresses in the order of ``uids``, workspace and handle, from those of the caller's tensors."""
@@ -331,8 +342,19 @@ class CudnnProgram:
     def _label(self, uid: int) -> str:
         return f"tensor {self._tensors[uid].name!r} (uid {uid})"
 
-    def check(self, values: Sequence[Any], workspace: Any, handle: Handle, plan: ExecutionPlan) -> None:
-        """Refuses what would make the kernel fault: a dead handle, a small workspace, a tensor of another device."""
+    def check(
+        self,
+        values: Sequence[Any],
+        workspace: Any,
+        handle: Handle,
+        plan: ExecutionPlan,
+        overridden: Mapping[int, tuple[Sequence[int], Sequence[int]]] = MappingProxyType({}),
+    ) -> None:
+        """Refuses what would make the kernel fault or read the wrong elements.
+
+        That is a dead handle, a small workspace, a tensor of another device, type or layout; of addresses nothing is
+        known. ``overridden`` has shapes and strides by uid.
+        """
         resolve(handle)
         if handle.is_reference:
             raise ValueError(
@@ -354,6 +376,13 @@ class CudnnProgram:
                             f"cuda:{handle.device}, the device of the handle", "move it there, or build the graph with "
                             "backend='reference' to run it with PyTorch where its tensors are")
                 )  # fmt: skip
+        for uid, value in zip(self.bindings.user, values, strict=True):
+            if _is_torch_tensor(value) or hasattr(value, "__dlpack__"):
+                tensor = self._tensors[uid]
+                if uid in overridden:
+                    tensor = Tensor.like(tensor)
+                    tensor.dim, tensor.stride = map(list, overridden[uid])
+                check_array(tensor, value, self._label(uid), uid in self._pools or uid in overridden)
         needed = self.workspace_size(plan)
         if not needed or isinstance(workspace, int):
             return

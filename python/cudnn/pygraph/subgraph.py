@@ -46,10 +46,10 @@ class SubGraph(
         uid: int = -1,
         ragged_offset_multiplier: int = 1,
     ) -> Tensor:
-        """A tensor described by shape and strides in elements. A negative ``uid`` leaves the choice to the library."""
+        """A tensor described by shape and strides in elements. A ``uid`` of -1 leaves the choice to the library."""
         tensor = Tensor(
             dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name,
-            None if uid < 0 else int(uid),
+            None if uid == -1 else uid,
         )  # fmt: skip
         return tensor.set_ragged_offset_multiplier(ragged_offset_multiplier)
 

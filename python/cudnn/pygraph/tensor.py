@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 from collections.abc import Callable, Sequence
+from math import gcd, prod
 from typing import Any
 
 from cudnn.datatypes import (
@@ -15,10 +18,11 @@ from cudnn.datatypes import (
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refusal
 from cudnn.pygraph.dlpack import describe
-from cudnn.pygraph.layout import row_major
+from cudnn.pygraph.layout import row_major, span
 from cudnn.pygraph.schema import conforming
 
 NOT_SET = data_type.NOT_SET
+_LIMIT = 2**63  # cuDNN's extents, strides and uids are signed numbers of 64 bits
 
 
 class Tensor:
@@ -61,8 +65,8 @@ class Tensor:
         value: int | float | None = None,
     ) -> None:
         self.name = name
-        self.dim = [int(extent) for extent in dim]
-        self.stride = [int(step) for step in stride]
+        self.dim = _integers(name, "dim", dim)
+        self.stride = _integers(name, "stride", stride)
         self.data_type = library_type(data_type)
         self.is_virtual = is_virtual
         self.is_pass_by_value = is_pass_by_value
@@ -74,7 +78,9 @@ class Tensor:
         self.alignment = 16
         self.vector_count = 1
         self.vector_dimension = -1
-        self.uid = uid  # None until the user or build_operation_graph() assigns one; 0 is a legal uid
+        self.uid: int | None = None  # until the user or build_operation_graph() assigns one; 0 is a legal uid
+        if uid is not None:
+            self.set_uid(uid)
 
     @classmethod
     def like(cls, source: Any, name: str = "") -> Tensor:
@@ -126,9 +132,10 @@ class Tensor:
 
     def set_uid(self, uid: int) -> Tensor:
         """Assigns the number by which the tensor is found in a serialised graph and in a dict of data; 0 is allowed."""
-        if uid < 0:
-            raise ValueError(refusal(f"tensor {self.name!r}", "uid", str(uid), "0 or more", "choose another number"))
-        self.uid = int(uid)
+        number = _integer(self.name, "uid", uid)
+        if not 0 <= number < _LIMIT:
+            raise ValueError(refusal(f"tensor {self.name!r}", "uid", number, "0 to 2^63 - 1", "choose another number"))
+        self.uid = number
         return self
 
     def get_data_type(self) -> data_type:
@@ -146,7 +153,7 @@ class Tensor:
 
     def set_dim(self, dim: Sequence[int]) -> Tensor:
         """Sets the shape: 1 to 8 positive extents."""
-        self.dim = [int(extent) for extent in dim]
+        self.dim = _integers(self.name, "dim", dim)
         return self
 
     def get_stride(self) -> list[int]:
@@ -155,7 +162,7 @@ class Tensor:
 
     def set_stride(self, stride: Sequence[int]) -> Tensor:
         """Sets the strides, in elements, one for each dimension."""
-        self.stride = [int(step) for step in stride]
+        self.stride = _integers(self.name, "stride", stride)
         return self
 
     def get_is_virtual(self) -> bool:
@@ -191,7 +198,13 @@ class Tensor:
 
     def set_reordering_type(self, reordering_type: tensor_reordering) -> Tensor:
         """Sets a special memory layout, such as ``F8_128x4`` for block scale factors."""
-        self.reordering_type = tensor_reordering(reordering_type)
+        try:
+            self.reordering_type = tensor_reordering(reordering_type)
+        except ValueError:
+            allowed = ", ".join(map(str, tensor_reordering))
+            raise ValueError(
+                refusal(f"tensor {self.name!r}", "reordering_type", repr(reordering_type), allowed, "choose one")
+            ) from None
         return self
 
     def get_alignment(self) -> int:
@@ -200,7 +213,7 @@ class Tensor:
 
     def set_alignment(self, alignment: int) -> Tensor:
         """Sets the alignment, in bytes, that the data of every call has; 16 unless set."""
-        self.alignment = int(alignment)
+        self.alignment = _integer(self.name, "alignment", alignment)
         return self
 
     def get_vector_count(self) -> int:
@@ -213,7 +226,8 @@ class Tensor:
 
     def set_vector_count_and_dimension(self, count: int, dimension: int) -> Tensor:
         """Stores ``count`` consecutive elements of ``dimension`` side by side, as ``INT8x4`` and ``INT8x32`` do."""
-        self.vector_count, self.vector_dimension = int(count), int(dimension)
+        self.vector_count = _integer(self.name, "count", count)
+        self.vector_dimension = _integer(self.name, "dimension", dimension)
         return self
 
     def get_ragged_offset(self) -> Tensor | None:
@@ -222,6 +236,9 @@ class Tensor:
 
     def set_ragged_offset(self, ragged_offset: Tensor) -> Tensor:
         """Batch entries start at the offsets (in elements) in a ``[batch + 1, 1, 1, 1]`` INT32 or INT64 tensor."""
+        if not isinstance(ragged_offset, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = type(ragged_offset).__name__
+            raise TypeError(refusal(f"tensor {self.name!r}", "ragged_offset", got, "a cudnn.tensor", "describe one"))
         self.ragged_offset = ragged_offset
         return self
 
@@ -231,7 +248,7 @@ class Tensor:
 
     def set_ragged_offset_multiplier(self, multiplier: int) -> Tensor:
         """Sets what the offsets are multiplied by to count elements."""
-        self.ragged_offset_multiplier = int(multiplier)
+        self.ragged_offset_multiplier = _integer(self.name, "multiplier", multiplier)
         return self
 
     # Inference.
@@ -259,12 +276,37 @@ class Tensor:
             raise ValueError(refusal(where, label, f"rank {len(self.dim)}", "rank 1 to 8", "merge dimensions"))
         if any(extent < 1 for extent in self.dim):
             raise ValueError(refusal(where, label, f"dim={self.dim}", "positive extents", "drop empty dimensions"))
+        if any(step < 0 for step in self.stride):
+            raise ValueError(
+                refusal(where, label, f"stride={self.stride}", "strides of 0 or more", "turn the tensor round first")
+            )
+        last = sum((extent - 1) * step for extent, step in zip(self.dim, self.stride, strict=True))
+        if max(*self.dim, *self.stride, prod(self.dim), last) >= _LIMIT // 8:
+            raise ValueError(
+                refusal(where, label, f"dim={self.dim}, stride={self.stride}", "fewer than 2^60 elements and places",
+                        "correct the shape")
+            )  # fmt: skip
         if self.is_virtual and self.is_pass_by_value:
             raise ValueError(refusal(where, label, "virtual and pass-by-value", "one of the two", "choose one"))
         if self.value is not None and not self.is_pass_by_value:
             raise ValueError(
                 refusal(where, label, "a stored constant", "pass-by-value only", "call set_is_pass_by_value(True)")
             )
+
+    def check_written(self, where: str) -> None:
+        """Refuses an output whose strides put several elements at one place."""
+        if self.is_virtual or self.ragged_offset is not None or self.reordering_type is not tensor_reordering.NONE:
+            return
+        axes = [(extent, step) for extent, step in zip(self.dim, self.stride, strict=True) if extent > 1]
+        overlap = prod(self.dim) > span(self.dim, self.stride) or any(
+            other < extent * gcd(step, other) and step < more * gcd(step, other)
+            for (extent, step), (more, other) in itertools.combinations(axes, 2)
+        )
+        if overlap:
+            raise ValueError(
+                refusal(where, f"output tensor {self.name!r}", f"dim={self.dim}, stride={self.stride}",
+                        "a place of its own for every element", "correct set_stride()")
+            )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
         """The tensor as JSON-able data; defaults are left out."""
@@ -306,6 +348,24 @@ class Tensor:
 
     def __repr__(self) -> str:
         return json.dumps(self.describe())
+
+
+def _integer(name: str, what: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            refusal(f"tensor {name!r}", what, repr(value), "an integer", "pass an int, or a NumPy or PyTorch integer")
+        ) from None
+
+
+def _integers(name: str, what: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(
+            refusal(f"tensor {name!r}", what, repr(values), "a sequence of integers", f"pass {what}=[4, 8], say")
+        ) from None
 
 
 _FIELDS = [field for field in Tensor.__slots__ if field != "__weakref__"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ from cudnn.datatypes import _is_torch_tensor, element_bits
 from cudnn.enums import data_type
 from cudnn.errors import refusal
 from cudnn.lazy import torch
-from cudnn.reference.memory import memory, pack_bits, read, rounded, span_bytes, torch_type, unpack_bits, write
+from cudnn.pygraph.arrays import check_array, span_bytes
+from cudnn.reference.memory import elements, memory, pack_bits, read, rounded, torch_type, unpack_bits, write
 
 if TYPE_CHECKING:
     from cudnn.pygraph.node import Node
@@ -36,6 +38,7 @@ class ReferenceProgram:
         produced = {id(tensor) for node in nodes for tensor in node.outputs.values()}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
+        self._pools = {node.inputs[port].uid for node in nodes for port in node.pool_ports}
         self._rows: dict[int, Tensor] = {}  # of ragged outputs: the tensor with the rows of each entry
         for node in nodes:
             for tensor in (*node.inputs.values(), *(t.ragged_offset for t in node.tensors() if t.ragged_offset)):
@@ -84,7 +87,14 @@ class ReferenceProgram:
                 if buffers.get(uid) is None:
                     raise ValueError(
                         refusal("execute", f"{kind} tensor {tensor.name!r} (uid {uid})", "no data",
-                                "a tensor or pointer for every input and output", f"add it to the dict under uid {uid}")
+                                "a tensor for every input and output", f"add it to the dict under uid {uid}")
+                    )  # fmt: skip
+                data = buffers[uid]
+                if not _is_torch_tensor(data) and not hasattr(data, "__dlpack__"):
+                    got = "an address" if isinstance(data, int) else type(data).__name__
+                    raise TypeError(
+                        refusal("execute", f"{kind} tensor {tensor.name!r} (uid {uid})", got, "a torch.Tensor or an "
+                                "object with __dlpack__; addresses on a GPU only", "pass one of these")
                     )  # fmt: skip
         big = [
             (uid, buffers[uid])
@@ -95,7 +105,51 @@ class ReferenceProgram:
         if len(devices) > 1:
             listing = ", ".join(f"uid {uid} on {data.device}" for uid, data in big)
             raise ValueError(refusal("execute", "tensors", listing, "one device for all", "move them to one device"))
+        for uid, tensor in {**self._inputs, **self._outputs}.items():
+            check_array(tensor, buffers[uid], f"tensor {tensor.name!r} (uid {uid})", uid in self._pools)
+        self._check_places(buffers)
         return big[0][1].device if big else torch.device("cpu")
+
+    def _check_places(self, buffers: Mapping[int, Any]) -> None:
+        """Refuses what cuDNN does: memory off the tensor's alignment, and outputs over parts of other tensors."""
+        raw: dict[int, Any] = {}
+        for uid, tensor in {**self._inputs, **self._outputs}.items():
+            if tensor.is_pass_by_value or tensor.ragged_offset is not None:
+                continue
+            where = f"tensor {tensor.name!r} (uid {uid})"
+            nbytes = 0 if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
+            raw[uid] = memory(buffers[uid], nbytes, where)
+            if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment:
+                raise ValueError(
+                    refusal("execute", where, f"address {raw[uid].data_ptr():#x}", f"a multiple of {tensor.alignment} "
+                            "bytes, the tensor's alignment", "pass a copy, or call set_alignment() before the graph is "
+                            "built")
+                )  # fmt: skip
+        for uid in self._outputs.keys() & raw.keys():
+            for other in raw.keys() - {uid}:
+                if self._collide(uid, other, raw):
+                    its = self._inputs.get(other) or self._outputs[other]
+                    raise ValueError(
+                        refusal("execute", f"output tensor {self._outputs[uid].name!r} (uid {uid})",
+                                f"memory that tensor {its.name!r} (uid {other}) uses", "memory of its own, or that of "
+                                "one whole input, to work in place", "allocate another tensor")
+                    )  # fmt: skip
+
+    def _collide(self, uid: int, other: int, raw: Mapping[int, Any]) -> bool:
+        """Whether an output shares bytes with another tensor, unless it takes the place of an input."""
+        mine, its = raw[uid], raw[other]
+        first, second = mine.data_ptr(), its.data_ptr()
+        if mine.device != its.device or first + mine.numel() <= second or second + its.numel() <= first:
+            return False
+        output = self._outputs[uid]
+        tensor = self._inputs.get(other) or self._outputs[other]
+        in_place = other in self._inputs and first == second and output.data_type is tensor.data_type
+        if in_place and _axes(output) == _axes(tensor):
+            return False
+        start = min(first, second)
+        taken = torch.zeros(max(first + mine.numel(), second + its.numel()) - start, dtype=torch.bool)
+        elements(taken, first - start, output).fill_(True)
+        return bool(elements(taken, second - start, tensor).any())
 
     def _load(self, tensor: Tensor, buffers: Mapping[int, Any], device: Any) -> Any:
         where = f"tensor {tensor.name!r} (uid {tensor.uid})"
@@ -107,7 +161,7 @@ class ReferenceProgram:
             return whole
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             return unpack_bits(data.view(torch.uint8))
-        raw = memory(data, span_bytes(tensor), torch.device("cpu") if tensor.is_pass_by_value else device, where)
+        raw = memory(data, span_bytes(tensor), where)
         return read(raw, tensor, where).to(device)
 
     def _run(self, node: Node, values: dict[int, Any], device: Any) -> dict[int, Any]:
@@ -134,7 +188,7 @@ class ReferenceProgram:
             part.dim[0], part.dim[2] = 1, min(tensor.dim[2], most[entry], (end - start) // max(1, tensor.stride[2]))
             if part.dim[2] > 0:
                 first = start * element_bits(tensor.data_type) // 8
-                raw = memory(buffers[tensor.get_uid()], first + span_bytes(part), device, where)
+                raw = memory(buffers[tensor.get_uid()], first + span_bytes(part), where)
                 found[entry] = raw[first:], part
         return found
 
@@ -148,7 +202,7 @@ class ReferenceProgram:
         if tensor.data_type is data_type.BOOLEAN and _is_torch_tensor(data) and _is_bit_packed(tensor, data):
             data.view(torch.uint8).copy_(pack_bits(value))
             return
-        write(memory(data, span_bytes(tensor), device, where), tensor, value, where)
+        write(memory(data, span_bytes(tensor), where), tensor, value, where)
 
 
 def run_node(node: Node, value_of: Callable[[Tensor], Any], device: Any) -> dict[str, Any]:
@@ -164,6 +218,11 @@ def run_node(node: Node, value_of: Callable[[Tensor], Any], device: Any) -> dict
         arguments[port] = value if port in node.exact_ports else value.to(compute)
     found = node.evaluate(arguments)
     return {port: rounded(found[port], tensor.data_type, node.where) for port, tensor in node.outputs.items()}
+
+
+def _axes(tensor: Tensor) -> list[tuple[int, int]]:
+    """Extents and strides, without the extents of 1."""
+    return [pair for pair in zip(tensor.dim, tensor.stride, strict=True) if pair[0] > 1]
 
 
 def _is_bit_packed(tensor: Tensor, data: Any) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cudnn.datatypes import (
@@ -17,7 +14,7 @@ from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import refusal
 from cudnn.gemm.scales import pack_float4, unpack_float4
 from cudnn.lazy import torch
-from cudnn.pygraph.layout import span
+from cudnn.pygraph.arrays import span_bytes, tiles
 
 if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
@@ -57,16 +54,9 @@ def rounded(value: Any, kind: data_type, where: str) -> Any:
     return value.to(torch_type(kind, where))
 
 
-def memory(data: Any, nbytes: int, device: Any, where: str) -> Any:
-    """A uint8 view of the ``nbytes`` bytes at a torch tensor's, DLPack object's or raw pointer's first element."""
-    if isinstance(data, int):
-        return _from_pointer(data, nbytes, device)
+def memory(data: Any, nbytes: int, where: str) -> Any:
+    """A uint8 view of the ``nbytes`` bytes at a torch tensor's or DLPack object's first element."""
     if not _is_torch_tensor(data):
-        if not hasattr(data, "__dlpack__"):
-            raise TypeError(
-                refusal(where, "data", type(data).__name__, "a torch.Tensor, an object with __dlpack__, or an address "
-                        "(int)", "pass one of these")
-            )  # fmt: skip
         data = torch.from_dlpack(data)
     start = data.storage_offset() * data.element_size()
     available = data.untyped_storage().nbytes() - start
@@ -76,14 +66,6 @@ def memory(data: Any, nbytes: int, device: Any, where: str) -> Any:
                     "pass a tensor of the graph tensor's shape, strides and type")
         )  # fmt: skip
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage(), start, (nbytes,), (1,))
-
-
-def _from_pointer(address: int, nbytes: int, device: Any) -> Any:
-    if device.type == "cpu":
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
-    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int], where: str) -> Any:
@@ -99,12 +81,13 @@ def view(raw: Any, kind: data_type, dims: Sequence[int], strides: Sequence[int],
     return usable.view(dtype).as_strided(tuple(dims), tuple(strides))
 
 
-def span_bytes(tensor: Tensor) -> int:
-    """Bytes from the first to the last element of a graph tensor, both included."""
-    if tensor.reordering_type is tensor_reordering.F8_128x4:
-        _, rows, columns, batch = _tiles(tensor)
-        return rows * columns * batch
-    return math.ceil(span(tensor.dim, tensor.stride) * element_bits(tensor.data_type) / 8)
+def elements(marks: Any, start: int, tensor: Tensor) -> Any:
+    """The entries, one for each byte of memory, that the elements of a graph tensor at a byte take."""
+    bits = element_bits(tensor.data_type)
+    if tensor.reordering_type is not tensor_reordering.NONE or bits < 8:
+        return marks[start : start + span_bytes(tensor)]
+    steps = [step * bits // 8 for step in tensor.stride]
+    return marks.as_strided([*tensor.dim, bits // 8], [*steps, 1], start)
 
 
 def read(raw: Any, tensor: Tensor, where: str) -> Any:
@@ -139,15 +122,6 @@ def _values_to_pairs(values: Any) -> Any:
     return pack_float4(torch.nn.functional.pad(flat, (0, flat.numel() % 2)).view(1, -1, 1)).view(torch.uint8).flatten()
 
 
-def _tiles(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Of a tensor in the layout F8_128x4: the dimension that runs inside tiles' rows, padded rows, columns, batch."""
-    last = len(tensor.dim) - 1
-    column = last if tensor.stride[last] <= tensor.stride[last - 1] else last - 1
-    row = 2 * last - 1 - column
-    padded = -(-tensor.dim[row] // 128) * 128, -(-tensor.dim[column] // 4) * 4
-    return column, *padded, math.prod(tensor.dim[:-2])
-
-
 def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
     """Where each element of a tensor in the layout F8_128x4 lies, in bytes, in the shape of the tensor.
 
@@ -159,7 +133,7 @@ def _offsets(tensor: Tensor, device: Any, where: str) -> Any:
             refusal(where, "reordering_type", f"{tensor.reordering_type.name} of {tensor.data_type.name}",
                     "NONE, or F8_128x4 of an 8-bit type, on the reference executor", "run this graph on a GPU")
         )  # fmt: skip
-    column, rows, columns, _ = _tiles(tensor)
+    column, rows, columns, _ = tiles(tensor)
     last = len(tensor.dim) - 1
     position = [
         torch.arange(extent, device=device).view([-1 if at == axis else 1 for at in range(last + 1)])
