@@ -413,4 +413,4 @@ def test_functions_are_not_restored() -> None:
             restored.validate()
         restored.deserialize(graph.serialize())
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="name of a Python function, 'forward'"):
-            restored.execute({uid: torch.zeros(100_000) for uid in range(100)}, None)
+            restored.execute({uid: torch.zeros(400_000, dtype=torch.uint8) for uid in range(100)}, None)
