@@ -21,10 +21,10 @@ from cudnn.datatypes import _is_torch_tensor  # pyright: ignore[reportPrivateUsa
 from cudnn.enums import heur_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
+from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.program import keys_by_uid
 
 if TYPE_CHECKING:
-    from cudnn.pygraph.graph import pygraph
     from cudnn.wrapper import Graph
 
 _log = logging.getLogger("cudnn")
@@ -104,9 +104,7 @@ def autotune(
         RuntimeError: a stream is being captured, or the graph was restored with its one plan.
         ValueError, TypeError: as for ``execute``; a workspace or an output that is a bare address.
     """
-    from cudnn.wrapper import Graph
-
-    if isinstance(graph, Graph):
+    if not isinstance(graph, pygraph):
         return graph._autotune(  # pyright: ignore[reportPrivateUsage]
             tensors, workspace, handle=handle, iterations=iterations, cache=cache
         )

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cudnn
-from cudnn.pygraph import attention_support
-from cudnn.pygraph.attention_backward import AttentionBackward
-from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.attention_scores import ScoreGraph, swapped
+from cudnn.pygraph.attention import support as attention_support
+from cudnn.pygraph.attention.backward import AttentionBackward
+from cudnn.pygraph.attention.forward import AttentionForward
+from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.tensor import Tensor
 from support.attention import (
     BACKWARD_CASES,

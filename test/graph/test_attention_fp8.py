@@ -11,7 +11,7 @@ import torch
 
 import cudnn
 from cudnn.backend import library
-from cudnn.pygraph import attention_support
+from cudnn.pygraph.attention import support as attention_support
 from cudnn.pygraph.known_faults import SEEN_IN
 from support.attention import Problem, attention
 from support.attention_fp8 import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.pygraph import attention_support
+from cudnn.pygraph.attention import support as attention_support
 from support.attention import (
     BACKWARD_CASES,
     CASES,

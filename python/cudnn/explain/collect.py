@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import library
 from cudnn.backend.descriptor import Descriptor
@@ -29,11 +29,13 @@ from cudnn.explain.model import (
 )
 from cudnn.explain.narrow import narrowed
 from cudnn.explain.twins import REFUSALS, twin_of
-from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Node, NodeList
 from cudnn.pygraph.program import CudnnProgram
 from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.graph import pygraph
 
 MODES = (heur_mode.A, heur_mode.FALLBACK)
 _KNOB = re.compile(r"_k(\d+)=(-?\d+)")

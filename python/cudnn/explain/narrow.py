@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cudnn.enums import data_type, heur_mode
 from cudnn.explain.model import Reason
 from cudnn.explain.twins import REFUSALS, twin_of
-from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.layout import channels_last, row_major
 from cudnn.pygraph.node import Node
 from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.graph import pygraph
 
 Part = tuple[int, ...]
 _FLOATS = frozenset({data_type.FLOAT, data_type.DOUBLE, data_type.HALF, data_type.BFLOAT16})

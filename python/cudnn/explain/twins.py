@@ -6,11 +6,14 @@ import copy
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cudnn.backend.device import DeviceProperties
 from cudnn.errors import cudnnGraphNotSupportedError
-from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import Node
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.graph import pygraph
 
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError, cudnnGraphNotSupportedError)
 

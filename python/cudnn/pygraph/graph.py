@@ -32,9 +32,7 @@ from cudnn.enums import (
 )
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
-from cudnn.pygraph.attention import AttentionMethods
-from cudnn.pygraph.attention_fp8 import Fp8AttentionMethods
-from cudnn.pygraph.attention_mxfp8 import Mxfp8AttentionMethods
+from cudnn.pygraph.attention import AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods
 from cudnn.pygraph.lowering import Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.enums import attention_implementation, diagonal_alignment
-from cudnn.pygraph import attention_support as support
-from cudnn.pygraph.attention import shared, wants_stats, where_of
-from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.attention_scores import ScoreGraph, swapped
+from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention.forward import AttentionForward
+from cudnn.pygraph.attention.methods import shared, wants_stats, where_of
+from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList
 from cudnn.pygraph.tensor import Tensor

@@ -6,9 +6,9 @@ from typing import Any
 
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment
 from cudnn.errors import refusal
-from cudnn.pygraph.attention_backward import AttentionBackward
-from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.attention_scores import ScoreModifier
+from cudnn.pygraph.attention.backward import AttentionBackward
+from cudnn.pygraph.attention.forward import AttentionForward
+from cudnn.pygraph.attention.scores import ScoreModifier
 from cudnn.pygraph.node import NOT_SET, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
 

@@ -16,10 +16,10 @@ from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.known_faults import SEEN_IN
 
 if TYPE_CHECKING:
-    from cudnn.pygraph.attention_backward import AttentionBackward
-    from cudnn.pygraph.attention_forward import AttentionForward
-    from cudnn.pygraph.attention_fp8 import AttentionFp8Backward, AttentionFp8Forward
-    from cudnn.pygraph.attention_scores import Attention
+    from cudnn.pygraph.attention.backward import AttentionBackward
+    from cudnn.pygraph.attention.forward import AttentionForward
+    from cudnn.pygraph.attention.fp8 import AttentionFp8Backward, AttentionFp8Forward
+    from cudnn.pygraph.attention.scores import Attention
 
 _log = logging.getLogger("cudnn")
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cudnn.enums import attention_implementation, diagonal_alignment
-from cudnn.pygraph import attention_support as support
-from cudnn.pygraph.attention import Dropout, add_outputs, shared, wants_stats, where_of
-from cudnn.pygraph.attention_backward import AttentionBackward
-from cudnn.pygraph.attention_forward import AttentionForward
-from cudnn.pygraph.attention_scores import ScoreGraph, ScoreModifier
+from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention.backward import AttentionBackward
+from cudnn.pygraph.attention.forward import AttentionForward
+from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats, where_of
+from cudnn.pygraph.attention.scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList
 from cudnn.pygraph.tensor import Tensor

@@ -14,16 +14,16 @@ from cudnn.backend import library
 from cudnn.backend.library import format_version
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.pygraph import attention_faults as faults
+from cudnn.pygraph.attention import faults
 from cudnn.pygraph.layout import row_major
 from cudnn.pygraph.node import NOT_SET, Context
 
 if TYPE_CHECKING:
-    from cudnn.pygraph.attention import AttentionForward
-    from cudnn.pygraph.attention_backward import AttentionBackward
-    from cudnn.pygraph.attention_fp8 import AttentionFp8Backward, AttentionFp8Forward
-    from cudnn.pygraph.attention_mxfp8 import AttentionMxfp8Forward
-    from cudnn.pygraph.attention_scores import Attention
+    from cudnn.pygraph.attention.backward import AttentionBackward
+    from cudnn.pygraph.attention.fp8 import AttentionFp8Backward, AttentionFp8Forward
+    from cudnn.pygraph.attention.methods import AttentionForward
+    from cudnn.pygraph.attention.mxfp8 import AttentionMxfp8Forward
+    from cudnn.pygraph.attention.scores import Attention
     from cudnn.pygraph.tensor import Tensor
 
 NEWEST = sys.maxsize

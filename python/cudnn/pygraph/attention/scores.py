@@ -1,8 +1,8 @@
 """What attention's forward and backward pass share: their attributes, and the way from ``Q K^T`` to masked scores.
 
 That way is a chain of steps, each a method of ``ScoreGraph`` from scores to scores that returns them unchanged
-where it does not apply. A new feature of the scores is one more step in the lists of ``attention_forward.py`` and
-``attention_backward.py``.
+where it does not apply. A new feature of the scores is one more step in the lists of ``forward.py`` and
+``backward.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from cudnn.enums import data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
-from cudnn.pygraph.attention_ops import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
+from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.layout import broadcast, row_major
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.matmul import Matmul

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cudnn.backend import enums as be
 from cudnn.backend.attributes import Attribute as A
 from cudnn.enums import attention_implementation, data_type
-from cudnn.pygraph import attention_support as support
-from cudnn.pygraph.attention_ops import Softmax
-from cudnn.pygraph.attention_scores import BAND_MASK_SINCE, Attention, ScoreGraph
+from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention.operations import Softmax
+from cudnn.pygraph.attention.scores import BAND_MASK_SINCE, Attention, ScoreGraph
 from cudnn.pygraph.layout import strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context

@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from cudnn.enums import data_type, reduction_mode
-from cudnn.pygraph import attention_support as support
-from cudnn.pygraph.attention_scores import Attention, ScoreGraph, ScoreModifier, swapped
+from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention.scores import Attention, ScoreGraph, ScoreModifier, swapped
 from cudnn.pygraph.layout import broadcast, row_major, strides_like
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import Context
