@@ -71,6 +71,7 @@ def run(
     scheduler: str = "lowest-pc",
     seed: int = 0,
     multiprocessors: int = 8,
+    load_waits: bool = True,
     memory: Sequence[Any] = (),
 ) -> Launch:
     """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
@@ -79,7 +80,8 @@ def run(
     scalar, or the parameter's bytes. `shared_bytes` is the dynamic shared memory; `memory` names further arrays that
     the kernel may reach. `races` turns on happens-before detection. `scheduler` is "lowest-pc", "random" or "lazy";
     `seed` is for the latter two. A kernel with cluster launch control has one block on each of `multiprocessors`; the
-    other blocks are handed out or started as those end.
+    other blocks are handed out or started as those end. `load_waits` False: with races on, a register of `tcgen05.ld`
+    may be used without `tcgen05.wait::ld`; its first use counts as the wait.
 
     Raises `Fault` (or a subclass) where the kernel breaks a rule, `UnsupportedPTX` for what the emulator does not know.
     """
@@ -89,7 +91,7 @@ def run(
     values = [_argument(value, size, i) for i, (value, size) in enumerate(zip(args, sizes, strict=True))]
     buffers = [_buffer(x) for x in [*args, *memory]]
     ranges = {(a, a + n) for a, n in (b for b in buffers if b is not None)}
-    options = Options(races, scheduler, seed, multiprocessors)
+    options = Options(races, scheduler, seed, multiprocessors, load_waits)
     dimensions = _dim3(grid, "grid"), _dim3(block, "block"), _dim3(cluster, "cluster")
     return execute(ptx, entry, *dimensions, shared_bytes, values, ranges=ranges, options=options, report=Report())
 
@@ -102,6 +104,7 @@ def emulate(
     scheduler: str = "lowest-pc",
     seed: int = 0,
     multiprocessors: int = 8,
+    load_waits: bool = True,
     memory: Sequence[Any] = (),
 ) -> Iterator[Report]:
     """CuTe DSL kernels compiled inside this block run here, on CPU tensors, when they are called inside such a block.
@@ -109,13 +112,14 @@ def emulate(
     The DSL compiles for `arch`. Plain `cute.compile` and `--enable-tvm-ffi` both work. A fault of the kernel is
     raised by the call that launched it (by the end of the block, if the call was made on the bare TVM-FFI function).
     Kernels see `multiprocessors` SMs; with cluster launch control as many blocks are resident. The storages of all live
-    CPU tensors are accessible; `memory` adds arrays. Yields a report.
+    CPU tensors are accessible; `memory` adds arrays. `load_waits` False lets a kernel leave the wait for `tcgen05.ld`
+    to the compiler that comes after PTX, as some of NVIDIA's do. Yields a report.
     """
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session, dsl_settings
 
     if arch not in CAPABILITY:
         raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
-    options = Options(races, scheduler, seed, multiprocessors)
+    options = Options(races, scheduler, seed, multiprocessors, load_waits)
     if HOOK.session is not None:
         raise EmulatorError("emulate blocks do not nest")
     buffers = [_buffer(x) for x in memory]

@@ -23,6 +23,7 @@ from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
 from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
 from ptx_emulator.errors import Deadlock, EmulatorError, Fault
+from ptx_emulator.in_flight import Registers
 from ptx_emulator.memory import Memory
 from ptx_emulator.mma import WarpMatrices
 from ptx_emulator.numerics import Array, u32, u64
@@ -45,6 +46,7 @@ class Options:
     scheduler: str = "lowest-pc"
     seed: int = 0
     multiprocessors: int = 8
+    load_waits: bool = True
 
     def __post_init__(self) -> None:
         if self.scheduler not in SCHEDULERS:
@@ -93,6 +95,8 @@ class Machine:
         self.scheduler, self.random = options.scheduler, random.Random(options.seed)
         self.queues = Queues(options.scheduler == "lazy", options.seed)
         self.race: Any = Races(self) if options.races else NoRaces()
+        watched = options.races and program.in_flight.numbers
+        self.registers: Any = Registers(self, options.load_waits) if watched else NoRaces()
         self.memory = Memory(self, ranges)
         self.sync = Sync(self)
         self.async_copies = AsyncCopies(self)
@@ -415,7 +419,7 @@ def execute(
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise EmulatorError(f"grid {grid} is not a multiple of the cluster {cluster}")
     launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
-    launch.warnings = program.warnings()
+    launch.warnings = [] if options.races else program.warnings()  # with races on, what does happen is reported
     report.launches.append(launch)
     parameters, keep = parameter_buffer(program, values)
     size = cluster[0] * cluster[1] * cluster[2]

@@ -142,7 +142,8 @@ class Races:
         if clock is not None:
             self.clock[warps] = np.maximum(self.clock[warps], self.fit(clock))
 
-    def learn(self, warps: Array, component: int, epoch: int) -> None:
+    def learn(self, warps: Array, component: Any, epoch: Any) -> None:
+        """`component` and `epoch` are numbers, or one for each warp."""
         self.clock[warps, 0, component] = np.maximum(self.clock[warps, 0, component], epoch)
 
     def converge(self, m: Any) -> None:
@@ -193,6 +194,13 @@ class Races:
             self._apart(site, shadow, flat, lane, self.turn[who], write, flags)
         epochs = self.clock[who, 0, who].astype(np.int64)
         self._access(site, shadow, flat, who, epochs, self.clock, who, write, flags)
+
+    def by_components(
+        self, site: int, shadow: Shadow, index: Array, warps: Array, components: Array, epochs: Array
+    ) -> None:
+        """Reads that warps have issued, each by a component of its own; `index` (warps, granules)."""
+        who, row, epoch = (np.repeat(x, index.shape[1]) for x in (components, warps, epochs))
+        self._access(site, shadow, index.reshape(-1), who, epoch, self.clock, row, False, 0)
 
     def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, turn: Any, write: bool, flags: int) -> None:
         """Two lanes of a warp must not meet within a turn, one of them writing."""

@@ -33,6 +33,10 @@ class Launch:
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
 
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+
     def count_conflicts(self, site: int, lanes: Array, address: Array, size: int) -> None:
         """Wavefronts beyond the one (or two, four for 8- and 16-byte accesses) that every warp needs."""
         per_pass = {8: 16, 16: 8}.get(size, 32)

@@ -98,6 +98,8 @@ class TensorMemory:
         self.shadow = Shadow("tensor memory", blocks * LANES * COLUMNS if machine.race.on else 0, True)
         self.sequence: dict[int, int] = {}
         self.stored: dict[int, int] = {}
+        warps = machine.count // 32
+        self.loads, self.loader = np.zeros(warps, np.int64), np.full(warps, -1)  # tcgen05.ld; their component
 
     # -- allocation
     def alloc(self, site: int, m: Any, holder: Place, columns: Any) -> None:
@@ -225,20 +227,35 @@ class TensorMemory:
         machine.event += 1
 
     def _move_shadow(self, site: int, granules: Array, lanes: Array, write: bool) -> None:
-        race = self.machine.race
-        if not write:  # the hardware's scoreboard holds back whoever uses the registers
-            race.by_lanes(site, self.shadow, granules, lanes, False)
+        race, warps = self.machine.race, lanes[::32] >> 5
+        if not write:
+            self.loads[warps] += 1
+            granules = granules.reshape(len(warps), -1)
+            race.by_components(site, self.shadow, granules, warps, self.loaders(warps), self.loads[warps])
             return
-        for warp in np.unique(lanes >> 5).tolist():
+        for warp in warps.tolist():
             mine = granules[lanes >> 5 == warp]
             component = race.component(("tcgen05.st", warp), f"tcgen05.st of {self.machine.warp_name(warp)}")
             issue = race.issue(np.array([warp * 32]))
             race.by_agent(site, self.shadow, mine, issue, component, self.stored.get(warp, 0) + 1, True, 0)
 
+    def loaders(self, warps: Array) -> Array:
+        """The components that load for some warps."""
+        for warp in warps[self.loader[warps] < 0].tolist():
+            name = f"tcgen05.ld of {self.machine.warp_name(warp)}"
+            self.loader[warp] = self.machine.race.component(("tcgen05.ld", warp), name)
+        return self.loader[warps]
+
+    def loaded(self, warps: Array, loads: Array) -> None:
+        """Warps know that so many of their loads have completed."""
+        self.machine.race.learn(warps, self.loaders(warps), loads)
+
     def wait(self, site: int, m: Any, what: str) -> None:
         machine = self.machine
         warps = whole_warps(m, machine.count, f"tcgen05.{what}", site)[:, 0] >> 5
-        if machine.race.on and what == "wait::st":
+        if machine.race.on and what == "wait::ld":
+            self.loaded(warps, self.loads[warps])
+        elif machine.race.on:
             for warp in warps.tolist():
                 self.stored[warp] = self.stored.get(warp, 0) + 1
                 component = machine.race.component(("tcgen05.st", warp), f"tcgen05.st of {machine.warp_name(warp)}")

@@ -19,7 +19,7 @@ from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from emulator import gemm, harness
 from emulator.kernels.blackwell_gemm import BlackwellGemm
 from emulator.kernels.hopper_gemm import HopperGemm
-from emulator.mutation import mutants
+from emulator.mutation import holds_registers, mutants
 from emulator.test_launch_control import SHARED as RESPONSE
 from emulator.test_launch_control import kernel as launch_control_kernel
 from emulator.test_tensor_maps import IN_GLOBAL, THROUGH_SHARED, edited
@@ -132,6 +132,14 @@ def test_each_synchronisation_is_missed(name: str) -> None:
     assert len(results) >= 5
     unexplained = {text: n for text, n in survivors.items() if n > equivalent.get(text, (0, ""))[0]}
     assert not unexplained
+
+
+@pytest.mark.parametrize("name", ["hopper", "blackwell"])
+@pytest.mark.parametrize("attempt", [("lowest-pc", 0), ("random", 1), ("lazy", 2)], ids=lambda x: x[0])
+def test_waits_for_registers_are_missed_under_every_schedule(name: str, attempt: tuple[str, int]) -> None:
+    results = mutants(CASES[name][0](), [attempt], holds_registers)
+    assert len(results) >= (2 if name == "hopper" else 1)
+    assert {mutant.outcome for mutant in results} == {"RaceError"}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,7 +12,7 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile, SumRow  # noqa: E402
-from emulator.mutation import mutants  # noqa: E402
+from emulator.mutation import holds_registers, mutants  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
 
@@ -76,6 +76,17 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
 def names(*brief: str) -> list[Any]:
     """All cases; others than these only with ``--full``."""
     return [pytest.param(name, marks=[] if name in brief else pytest.mark.full) for name in CASES]
+
+
+@pytest.mark.parametrize("attempt", [("lowest-pc", 0), ("random", 0), ("lazy", 0)], ids=lambda x: x[0])
+@pytest.mark.parametrize("name", names("ping-pong", "plain"))
+@pytest.mark.timeout(600)
+def test_waits_for_registers_are_missed_under_every_schedule(name: str, attempt: tuple[str, int]) -> None:
+    """wgmma.commit_group and wait_group, tcgen05.wait::ld: dropped one at a time."""
+    arch, configuration, sizes = CASES[name]
+    results = mutants(launcher(arch, configuration, *sizes), [attempt], holds_registers)
+    assert len(results) >= (3 if arch == HOPPER else 1)
+    assert {mutant.outcome for mutant in results} == {"RaceError"}
 
 
 @pytest.mark.parametrize("name", names("dynamic"))

@@ -27,7 +27,7 @@ def registers_of(operands: Sequence[Operand]) -> set[str]:
         elif isinstance(operand, Pair):
             names |= registers_of([operand.first, operand.second])
         elif isinstance(operand, Address):
-            names |= registers_of([operand.base])
+            names |= registers_of([operand.base, *(operand.coordinates.items if operand.coordinates else ())])
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from ptx_emulator import alu, convert, warp
 from ptx_emulator.codegen import arithmetic, asynchronous, memory  # noqa: F401  (they register their handlers)
 from ptx_emulator.codegen.emitter import Emitter, registers_of
+from ptx_emulator.codegen.in_flight import LOADED, InFlight, moves
 from ptx_emulator.numerics import f32, flush, u16, u32, u64
 from ptx_emulator.ptx import Instruction, Kernel, build, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
@@ -26,6 +27,7 @@ class Program:
         self.kernel = kernel
         self.graph = build(kernel)
         self.blocks = self.graph.blocks
+        self.in_flight = InFlight(self.graph)
         emitter = Emitter(self.graph)
         self.types, self.fragments, self.special = emitter.types, len(emitter.fragments), emitter.special
         lines: list[str] = []
@@ -46,27 +48,17 @@ class Program:
         self.granule = self._granule()
 
     def warnings(self) -> list[str]:
-        """PTX wants tcgen05.wait::ld before the registers of a tcgen05.ld are read; many DSL kernels leave it out.
-
-        The compiler pairs registers where they are written: a move does not count, but what it writes does.
-        """
-        found = []
-        loaded: dict[str, Instruction] = {}
-        for instruction in self.kernel.instructions:
-            if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "wait::ld":
-                loaded.clear()
-            first = instruction.operands[:1]
-            reads = instruction.operands if instruction.opcode in ("st", "red") else instruction.operands[1:]
-            early = registers_of(reads) & loaded.keys()
-            if instruction.opcode == "mov" and early:
-                loaded |= dict.fromkeys(registers_of(first), loaded[min(early)])
-                continue
-            for name in early:
-                load = loaded.pop(name)
-                found.append(f"PTX line {load.line}: {name} of {load.text} is read without tcgen05.wait::ld")
-            if instruction.opcode == "tcgen05" and instruction.modifiers[0] == "ld":
-                loaded |= dict.fromkeys(registers_of(first), instruction)
-        return sorted({text.split(": ")[0]: text for text in found}.values())
+        """Registers that may be used before the `wgmma` or `tcgen05.ld` is waited for that holds them."""
+        found = {}
+        for site, held in self.in_flight.touched.items():
+            register, role, load = min(held)
+            code = self.kernel.instructions
+            what = f"of {code[load].text}" if role == LOADED else "of a wgmma"
+            wait = "tcgen05.wait::ld" if role == LOADED else "wgmma.wait_group"
+            found[load if role == LOADED else site] = (
+                f"PTX line {code[site].line}: {register} {what} is used without {wait}"
+            )
+        return list(found.values())
 
     def _granule(self) -> int:
         """Bytes that the race detector tells apart: the smallest store, at most four."""
@@ -86,6 +78,8 @@ class Program:
                 body = ["M.race.converge(m)", *body]
             if written := emitter.written(instruction):
                 body = [f"M.mma.written(m,{written})", *body]
+            if self.in_flight.numbers:
+                body = self._watched(emitter, site, instruction, body)
             guard = emitter.guard(instruction)
             if not guard or instruction.opcode in ("bra", "ret", "exit"):
                 for text in body:
@@ -97,6 +91,31 @@ class Program:
                 add(f"    {text}", site)
             add("  m=m0", site)
         add("  return None", last - 1)
+
+    def _watched(self, emitter: Emitter, site: int, i: Instruction, body: list[str]) -> list[str]:
+        """With what it does to registers in flight; `M.registers` keeps account."""
+        numbers = self.in_flight.numbers
+
+        def constant(held: Iterable[tuple[str, str]]) -> str:
+            return emitter.constant(np.array([numbers[register, role] for register, role in held]))
+
+        if early := self.in_flight.touched.get(site):
+            body = [f"M.registers.touch({site},m,{constant(held[:2] for held in early)})", *body]
+        if held := self.in_flight.held_by(site):
+            return [*body, f"M.registers.hold({site},m,{constant(each[:2] for each in held)})"]
+        if i.text.startswith("wgmma.commit_group"):
+            return [*body, "M.registers.commit(m)"]
+        if i.text.startswith("wgmma.wait_group"):
+            return [*body, f"M.registers.wait(m,0,{asynchronous.number(i.operands[0])})"]
+        if i.text.startswith("tcgen05.wait::ld"):
+            return [*body, "M.registers.wait(m,1,0)"]
+        if moves(i):
+            targets, sources = (sorted(registers_of(x)) for x in (i.operands[:1], i.operands[1:]))
+            known = [(name, LOADED) for name in sources if (name, LOADED) in numbers]
+            if known:
+                moved = constant((name, LOADED) for name in targets)
+                return [*body, f"M.registers.move(m,{moved},{constant(known)})"]
+        return body
 
     def site_at(self, line: int) -> int:
         return self.site_of_line[line - 1]
