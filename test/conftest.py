@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: threads of PyTorch would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest

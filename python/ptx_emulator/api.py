@@ -111,11 +111,13 @@ def emulate(
 
     The DSL compiles for `arch`. Plain `cute.compile` and `--enable-tvm-ffi` both work. A fault of the kernel is
     raised by the call that launched it (by the end of the block, if the call was made on the bare TVM-FFI function).
+    A block belongs to the thread that entered it (to its context, as `contextvars` has it); others may be in blocks of
+    their own, of any architecture, at the same time.
     Kernels see `multiprocessors` SMs; with cluster launch control as many blocks are resident. The storages of all live
     CPU tensors are accessible; `memory` adds arrays. `load_waits` False lets a kernel leave the wait for `tcgen05.ld`
     to the compiler that comes after PTX, as some of NVIDIA's do. Yields a report.
     """
-    from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session, dsl_settings
+    from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session
 
     if arch not in CAPABILITY:
         raise ValueError(f"arch must be one of {', '.join(CAPABILITY)}; got {arch!r}")
@@ -125,12 +127,9 @@ def emulate(
     buffers = [_buffer(x) for x in memory]
     ranges = {(b[0], b[0] + b[1]) for b in buffers if b is not None}
     session = Session(arch, options, ranges)
-    HOOK.install()
-    with dsl_settings(arch, multiprocessors):
-        HOOK.raise_pending()  # of a call outside
-        HOOK.session = session
-        try:
-            yield session.report
-            HOOK.raise_pending()
-        finally:
-            HOOK.session = HOOK.error = None
+    HOOK.enter(session)
+    try:
+        yield session.report
+        HOOK.raise_pending()
+    finally:
+        HOOK.leave()

@@ -19,6 +19,7 @@ import numpy as np
 
 from ptx_emulator import alu
 from ptx_emulator.asynchronous import AsyncCopies, Queues
+from ptx_emulator.blas import single_threaded
 from ptx_emulator.codegen import Program, load
 from ptx_emulator.codegen.emitter import RESERVED_SHARED
 from ptx_emulator.codegen.special import SPECIAL_REGISTERS, WIDE, block_coordinate, coordinate
@@ -430,7 +431,8 @@ def execute(
         while waiting:
             clusters = [waiting.popleft() for _ in range(min(wave, len(waiting)))]
             machine = Machine(program, launch, options, parameters, ranges, clusters, waiting)
-            machine.run()
+            with single_threaded():
+                machine.run()
             waiting.extendleft(reversed(machine.started))
     except Fault as fault:
         launch.error = f"{type(fault).__name__}: {fault}"

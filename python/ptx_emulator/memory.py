@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,8 +51,9 @@ def torch_storages() -> set[tuple[int, int]]:
     while new:
         new = [k for kind in new for k in kind.__subclasses__()]
         kinds.update(new)
-    objects = gc.get_objects()  # a million: no Python code for each
-    for item in list(itertools.compress(objects, map(kinds.__contains__, map(type, objects)))):
+    # An object refers to its type. A list of all objects would hold those that other threads are just building, and a
+    # tuple that is referred to from elsewhere cannot grow.
+    for item in [each for each in gc.get_referrers(*kinds) if type(each) in kinds]:
         if item.device.type == "cpu" and item.layout is torch.strided:
             try:
                 storage = item.untyped_storage()

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ptx_emulator.memory import torch_storages
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_tensors_of_every_type_are_found() -> None:
+    tensors = [torch.zeros(24), torch.nn.Parameter(torch.zeros(3)), torch.zeros(5).as_subclass(Subclass)]
+    found = torch_storages()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        assert (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) in found
+
+
+def test_the_search_does_not_disturb_other_threads() -> None:
+    """A tuple grows while it is filled, which fails where somebody else refers to it."""
+    done, failures = threading.Event(), list[BaseException]()
+
+    def fill() -> None:
+        try:
+            while not done.is_set():
+                tuple(number for number in range(2000))
+        except SystemError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=fill) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    end = time.perf_counter() + 2
+    while time.perf_counter() < end and not failures:
+        torch_storages()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 def test_tensors_of_a_trace_own_no_memory() -> None:

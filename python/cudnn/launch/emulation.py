@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 from cudnn import settings
 from cudnn.errors import refusal
 from cudnn.launch.architecture import ARCHITECTURES
-from cudnn.launch.kernels import compile_kernel, emulating
-
-_entered: contextvars.ContextVar[str] = contextvars.ContextVar("cudnn_emulation", default="")
+from cudnn.launch.kernels import emulated, emulated_kernel
 
 
 @contextlib.contextmanager
@@ -21,7 +18,8 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
     """Within the block, fused APIs on CPU tensors run the real kernel for ``arch`` in the emulator.
 
     Options are those of ``ptx_emulator.emulate``: ``races=True`` looks for data races, ``scheduler`` and ``seed`` say
-    in which order things happen. Yields the emulator's report.
+    in which order things happen. Yields the emulator's report. The block is that of the thread that entered it: others
+    go on as they were, and may emulate on their own at the same time.
 
     Raises:
         ValueError: no kernel is written for ``arch``.
@@ -32,36 +30,29 @@ def emulation(arch: str, **options: Any) -> Iterator[Any]:
     import ptx_emulator
 
     with ptx_emulator.emulate(arch, **options) as report:
-        token = _entered.set(arch)
-        emulating.set()
+        emulated.set(arch)
         try:
             yield report
         finally:
-            emulating.clear()
-            _entered.reset(token)
+            emulated.set("")
 
 
 def emulated_architecture() -> str:
     """The architecture emulated for CPU tensors: of the innermost ``emulation``, else ``CUDNN_EMULATE``, else none."""
-    return _entered.get() or settings.EMULATE.get()
+    return emulated.get() or settings.EMULATE.get()
 
 
 def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
     """Runs a kernel in the emulator on the arguments, all on the CPU, and the null stream."""
-    with contextlib.nullcontext() if _entered.get() else emulation(arch):
-        _emulated_kernel(source, configuration, arch)(*arguments, 0)
+    with contextlib.nullcontext() if emulated.get() else emulation(arch):
+        emulated_kernel(source, configuration, arch)(*arguments, 0)
 
 
 def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:
     """Compiles a kernel for the emulator; the result runs it as :func:`emulate` does."""
-    with contextlib.nullcontext() if _entered.get() else emulation(arch):
-        _emulated_kernel(source, configuration, arch)
+    with contextlib.nullcontext() if emulated.get() else emulation(arch):
+        emulated_kernel(source, configuration, arch)
     return functools.partial(emulate, source, configuration, arch)
-
-
-@functools.cache
-def _emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
-    return compile_kernel(source, configuration, arch)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import importlib
@@ -18,8 +19,10 @@ from cudnn.launch import cache, runtime
 
 _logger = logging.getLogger("cudnn.launch")
 _lock = threading.Lock()  # the DSL compiles one kernel at a time
-emulating = threading.Event()  # what the DSL compiles meanwhile calls the emulator: no GPU could run it
+# The architecture that this context emulates: what the DSL compiles there calls the emulator, no GPU could run it.
+emulated: contextvars.ContextVar[str] = contextvars.ContextVar("cudnn_emulation", default="")
 _loaded: dict[tuple[str, Any, str], Callable[..., None]] = {}
+_emulated: dict[tuple[str, Any, str], Callable[..., None]] = {}
 
 
 def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
@@ -33,6 +36,14 @@ def kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
             entry = _entry(source, configuration, arch)
             _loaded[key] = runtime.load(cache.fetch(entry, lambda: _build(source, configuration, arch)))
         return _loaded[key]
+
+
+def emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[..., None]:
+    """The same within ``cudnn.emulation``, of this process alone."""
+    with _lock:
+        if (source, configuration, arch) not in _emulated:
+            _emulated[source, configuration, arch] = compile_kernel(source, configuration, arch)
+        return _emulated[source, configuration, arch]
 
 
 def prepare(source: str, configuration: Any, arch: str, store: cache.Store) -> bool:
@@ -64,7 +75,7 @@ def compile_kernel(source: str, configuration: Any, arch: str) -> Any:
 
 
 def _build(source: str, configuration: Any, arch: str) -> bytes:
-    if emulating.is_set():
+    if emulated.get():
         name = source.rpartition(":")[2]
         raise RuntimeError(
             refusal(name, "compilation for a GPU", "a call within cudnn.emulation", "calls outside of it")

@@ -2,16 +2,18 @@
 
 After the DSL's passes the host function is LLVM dialect with about a dozen undeclared bodies, the CUDA runtime's.
 They are given bodies here that jump to ctypes callbacks, which works for the plain JIT engine and for TVM-FFI alike.
-Everything compiled outside `emulate` stays as it was.
+Everything compiled outside `emulate` stays as it was. A block belongs to its thread (its context, as `contextvars` has
+it): others may be in blocks of their own, or compile for a GPU, at the same time. The DSL compiles for one at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,15 +38,32 @@ class Session:
     report: Report = field(default_factory=Report)
 
 
+_session: ContextVar[Session | None] = ContextVar("ptx_emulator", default=None)
+_error: ContextVar[BaseException | None] = ContextVar("ptx_emulator_error", default=None)
+
+
 class Hook:
-    """The one patch of the DSL; `session` is the active `emulate` block."""
+    """The one patch of the DSL."""
 
     def __init__(self) -> None:
-        self.session: Session | None = None
-        self.error: BaseException | None = None  # the first one of a launch that nobody has raised yet
         self.installed = False
+        self.lock = threading.RLock()  # the DSL's own state is that of one compilation
         # Compiled code holds the addresses of these callbacks for as long as the process lives.
         self.runtimes: list[Runtime] = []
+
+    @property
+    def session(self) -> Session | None:
+        """The active `emulate` block."""
+        return _session.get()
+
+    def enter(self, session: Session) -> None:
+        self.install()
+        self.raise_pending()  # of a call outside
+        _session.set(session)
+
+    def leave(self) -> None:
+        _session.set(None)
+        _error.set(None)
 
     def run(
         self, ptx: str, entry: str, grid: Dim3, block: Dim3, cluster: Dim3, shared: int, values: list[bytes]
@@ -54,7 +73,7 @@ class Hook:
             raise EmulatorError(
                 f"{entry} was compiled for the emulator: call it inside `with ptx_emulator.emulate(...)`"
             )
-        if self.error is not None:
+        if _error.get() is not None:
             return
         ranges = reachable(torch_storages(), values) | session.ranges
         execute(
@@ -63,10 +82,12 @@ class Hook:
         )  # fmt: skip
 
     def failed(self, error: BaseException) -> None:
-        self.error = self.error or error
+        """Keeps the first error of a launch until somebody can raise it."""
+        _error.set(_error.get() or error)
 
     def raise_pending(self) -> None:
-        error, self.error = self.error, None
+        error = _error.get()
+        _error.set(None)
         if error is not None:
             raise error
 
@@ -88,9 +109,12 @@ class Hook:
         return result
 
     def install(self) -> None:
-        if self.installed:
-            return
-        self.installed = True
+        with self.lock:
+            if not self.installed:
+                self._install()
+                self.installed = True
+
+    def _install(self) -> None:
         from cutlass.base_dsl import jit_executor
         from cutlass.base_dsl.compiler import Compiler
         from cutlass.cutlass_dsl import cuda_jit_executor
@@ -122,6 +146,74 @@ class Hook:
         compiled.num_devices = property(num_devices)  # type: ignore[assignment]
         module.unload = unload_hooked  # type: ignore[method-assign]
         self.install_tvm_ffi()
+        self.install_settings()
+
+    def install_settings(self) -> None:
+        """Within a block the DSL compiles for its architecture, keeps nothing in its caches and asks for no device."""
+        import cutlass.cute  # noqa: F401  (creates the DSL object)
+        from cutlass.base_dsl.compiler import CompileCallable
+        from cutlass.cutlass_dsl import CuTeDSL
+        from cutlass.utils import HardwareInfo
+
+        dsl = CuTeDSL._get_dsl()
+        settings: dict[str, Callable[[Session], Any]] = {
+            "arch": lambda session: session.arch, "no_cache": lambda _: True,
+            "disable_file_caching": lambda _: True, "lineinfo": lambda _: True,
+        }  # fmt: skip
+        base = type(dsl.envar)
+        properties = {name: self._setting(base, name, value) for name, value in settings.items()}
+        dsl.envar.__class__ = type(base.__name__, (base,), properties)
+
+        def multiprocessors(session: Session, *_: Any, **__: Any) -> int:
+            return session.options.multiprocessors
+
+        hardware: dict[str, Callable[..., Any]] = {
+            "__init__": lambda session, *a, **k: None,
+            "get_max_active_clusters": lambda session, size, *a, **k: max(1, multiprocessors(session) // size),
+            "get_device_multiprocessor_count": multiprocessors,
+            "get_l2_cache_size_in_bytes": lambda session, *a, **k: 50 << 20,
+        }
+        for name, answer in hardware.items():
+            self._answer(HardwareInfo, name, answer)
+        self._answer(type(dsl), "_runtime_can_run_compiled", lambda *_: True)
+        self._one_at_a_time(CompileCallable, "_compile")
+        self._one_at_a_time(type(dsl), "_func")
+        self._one_at_a_time(type(dsl), "_preprocess_and_replace_code")
+
+    def _setting(self, base: type, name: str, value: Callable[[Session], Any]) -> property:
+        """An attribute that has another value within a block."""
+        own = vars(_owner(base, name))[name]
+        if not isinstance(own, property):
+            own = property(lambda envar: vars(envar)[name], lambda envar, new: vars(envar).update({name: new}))
+
+        def read(envar: Any) -> Any:
+            session = self.session
+            return own.__get__(envar) if session is None else value(session)
+
+        return property(read, own.fset, own.fdel)
+
+    def _answer(self, cls: type, name: str, answer: Callable[..., Any]) -> None:
+        """A method that is answered here within a block."""
+        owner = _owner(cls, name)
+        original = vars(owner)[name]
+
+        def method(this: Any, *args: Any, **kwargs: Any) -> Any:
+            session = self.session
+            return original(this, *args, **kwargs) if session is None else answer(session, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    def _one_at_a_time(self, cls: type, name: str) -> None:
+        owner = _owner(cls, name)
+        original = vars(owner)[name]
+        static = isinstance(original, staticmethod)
+        function = original.__func__ if static else original
+
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with self.lock:
+                return function(*args, **kwargs)
+
+        setattr(owner, name, staticmethod(locked) if static else locked)
 
     def refuse_export(self) -> None:
         """What was compiled for the emulator holds addresses of this process: no object file may be made of it."""
@@ -174,6 +266,11 @@ class Hook:
 HOOK = Hook()
 
 
+def _owner(cls: type, name: str) -> Any:
+    """The class of a hierarchy that defines `name`."""
+    return next(each for each in cls.__mro__ if name in vars(each))
+
+
 def give_bodies(module: Any, runtime: Runtime) -> None:
     """Defines the declared runtime functions of an LLVM-dialect module as jumps to `runtime`."""
     import cutlass._mlir.ir
@@ -204,37 +301,3 @@ def give_bodies(module: Any, runtime: Runtime) -> None:
             defined = ir.Module.parse(source)
             op.operation.erase()
             defined.body.operations[0].operation.clone(ir.InsertionPoint(module.body))
-
-
-@contextlib.contextmanager
-def swapped(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes of an object or a class replaced for a while."""
-    saved = {name: vars(target)[name] if isinstance(target, type) else getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(target, name, value)
-
-
-@contextlib.contextmanager
-def dsl_settings(arch: str, multiprocessors: int) -> Iterator[None]:
-    """The DSL compiles for `arch`, keeps nothing in its caches and does not ask for a device."""
-    import cutlass.cute  # noqa: F401  (creates the DSL object)
-    from cutlass.cutlass_dsl import CuTeDSL
-    from cutlass.utils import HardwareInfo
-
-    dsl = CuTeDSL._get_dsl()
-    hardware: dict[str, Any] = {
-        "__init__": lambda self, *a, **k: None,
-        "get_max_active_clusters": lambda self, size, *a, **k: max(1, multiprocessors // size),
-        "get_device_multiprocessor_count": lambda self, *a, **k: multiprocessors,
-        "get_l2_cache_size_in_bytes": lambda self, *a, **k: 50 << 20,
-    }
-    runs: dict[str, Any] = {"_runtime_can_run_compiled": lambda self, runtime, compiled: True}
-    settings = swapped(dsl.envar, arch=arch, no_cache=True, disable_file_caching=True, lineinfo=True)
-    owner = next(c for c in type(dsl).__mro__ if "_runtime_can_run_compiled" in vars(c))
-    with settings, swapped(HardwareInfo, **hardware), swapped(owner, **runs):
-        yield
