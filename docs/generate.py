@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import cudnn
-from cudnn import settings
+from cudnn import registry, settings
 from cudnn.pygraph.node import NodeList
 from cudnn.pygraph.subgraph import SubGraph
 
@@ -81,10 +81,33 @@ def enumerations() -> str:
     return "\n".join(rows)
 
 
+def fused_apis() -> str:
+    """One row an API: its class, its wrapper, what the wrapper returns, what it computes."""
+    rows = []
+    for name in registry.packages():
+        api = registry.find(name)
+        returned = ", ".join(f"`{result}`" for result in api.returns)
+        title = f"[{api.title}](fused/{name}.md)"
+        rows.append(f"| {title} | `{api.__name__}` | `{name}_wrapper` | {returned} | {_first_paragraph(api.__doc__)} |")
+    return "\n".join(["| API | class | wrapper | results | what |", "|---|---|---|---|---|", *rows])
+
+
+def names() -> str:
+    """The stub through which type checkers see the public names of the fused APIs in `cudnn`."""
+    lines = ['"""The public names of the fused APIs. Written by `python docs/generate.py`."""', ""]
+    for package in dict.fromkeys(registry.public_names().values()):
+        exported = [name for name, home in registry.public_names().items() if home == package]
+        lines += [f"from {package} import {name} as {name}" for name in sorted(exported)]
+    return "\n".join(lines) + "\n"
+
+
+NAMES = _DOCS.parent / "python" / "cudnn" / "fused" / "names.pyi"
+
 TABLES: dict[str, Callable[[], str]] = {
     "enumerations": enumerations,
     "environment": settings.markdown_table,
     "operations": operations,
+    "fused_apis": fused_apis,
 }
 
 
@@ -99,5 +122,6 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
+    NAMES.write_text(names())
     for path in pages():
         path.write_text(render(path.read_text()))

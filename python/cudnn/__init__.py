@@ -1,6 +1,7 @@
 """cudnn-fused: NVIDIA's cuDNN graphs from Python, on a GPU or, with PyTorch as the reference, on any machine."""
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.autotune import TunedPlan, TuningReport, autotune
@@ -33,34 +34,13 @@ from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedEr
 from cudnn.graph import graph, graph_cache, jit
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.tensor import Tensor as tensor
-from cudnn.registry import FUSED_APIS
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
-    from cudnn.gemm_amax import GemmAmax as GemmAmax
-    from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
-    from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper
-    from cudnn.gemm_amax import gemm_amax_wrapper_sm100 as gemm_amax_wrapper_sm100
-    from cudnn.gemm_dsrelu import GemmDsrelu as GemmDsrelu
-    from cudnn.gemm_dsrelu import GemmDsreluSm100 as GemmDsreluSm100
-    from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper as gemm_dsrelu_wrapper
-    from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper_sm100 as gemm_dsrelu_wrapper_sm100
-    from cudnn.gemm_srelu import GemmSrelu as GemmSrelu
-    from cudnn.gemm_srelu import GemmSreluSm100 as GemmSreluSm100
-    from cudnn.gemm_srelu import gemm_srelu_wrapper as gemm_srelu_wrapper
-    from cudnn.gemm_srelu import gemm_srelu_wrapper_sm100 as gemm_srelu_wrapper_sm100
-    from cudnn.gemm_swiglu import GemmSwiglu as GemmSwiglu
-    from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
-    from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
-    from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
-    from cudnn.gemm_swiglu import interleave_gate_up as interleave_gate_up
+    from cudnn.fused.names import *  # noqa: F403
     from cudnn.launch import emulation as emulation
-    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
-    from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
-    from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
-    from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
 
 __version__ = "0.1.0"
 
@@ -108,26 +88,27 @@ __all__ = [
     "tensor_reordering",
 ]
 
-# The fused APIs, each with the module that its first use loads: `import cudnn` loads neither PyTorch nor the CuTe DSL.
+# Loaded at first use, as the fused APIs are: `import cudnn` loads neither PyTorch nor the CuTe DSL.
 _LAZY = {
     "causal_conv1d_backward": "cudnn.backend.causal_conv1d",
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
-    "interleave_gate_up": "cudnn.gemm_swiglu",
-    **{
-        name: f"cudnn.{module}"
-        for module, operation in FUSED_APIS.items()
-        for name in (operation, f"{operation}Sm100", f"{module}_wrapper", f"{module}_wrapper_sm100")
-    },
 }
 _LAZY_MODULES = ("experimental", "gemm", "ops")
 
 
+def _fused_names() -> Mapping[str, str]:
+    """Names of the fused APIs, found in their folders, and their packages."""
+    return importlib.import_module("cudnn.registry").public_names()
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY and name not in _LAZY_MODULES:
+    known = name in _LAZY or name in _LAZY_MODULES
+    package = None if known else _fused_names().get(name)
+    if not known and package is None:
         raise AttributeError(f"module 'cudnn' has no attribute {name!r}")
     try:
-        module = importlib.import_module(_LAZY.get(name, f"cudnn.{name}"))
+        module = importlib.import_module(package or _LAZY.get(name, f"cudnn.{name}"))
     except ImportError as error:
         raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To mend it, reinstall cudnn-fused.") from error
     value = module if name in _LAZY_MODULES else getattr(module, name)
@@ -136,4 +117,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES, *_fused_names()})

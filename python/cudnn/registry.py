@@ -1,24 +1,69 @@
-"""The fused APIs: what serves all of them asks here.
+"""The fused APIs, found by their folders: what serves all of them asks here.
 
-``cudnn.<name>`` is an API's package. Its module ``api`` holds the class and ``USUAL``, what ``cudnn cache warm``
-compiles for it.
+An API is a folder of the package with an ``api.py``, or one below a folder of a family. Its name is the folder's, its
+public names are the ``__all__`` of its ``__init__.py``, which is read and not run: nothing is loaded before it is used.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-FUSED_APIS: Mapping[str, str] = {
-    "gemm_amax": "GemmAmax",
-    "gemm_dsrelu": "GemmDsrelu",
-    "gemm_srelu": "GemmSrelu",
-    "gemm_swiglu": "GemmSwiglu",
-    "rmsnorm_rht_amax": "RmsNormRhtAmax",
-}
-"""Names and classes."""
+import cudnn
+
+if TYPE_CHECKING:
+    from cudnn.fused.host import FusedAPI
+
+
+def packages() -> Mapping[str, str]:
+    """Names of all fused APIs and their packages."""
+    return _packages(tuple(cudnn.__path__))
+
+
+@functools.cache
+def _packages(roots: tuple[str, ...]) -> Mapping[str, str]:
+    found = {}
+    for root in map(Path, roots):
+        for pattern in ("*/api.py", "*/*/api.py"):
+            for path in root.glob(pattern):
+                found[path.parent.name] = ".".join(["cudnn", *path.parent.relative_to(root).parts])
+    return dict(sorted(found.items()))
+
+
+def public_names() -> Mapping[str, str]:
+    """The public names of all fused APIs, and the packages that have them."""
+    return _public_names(tuple(cudnn.__path__))
+
+
+@functools.cache
+def _public_names(roots: tuple[str, ...]) -> Mapping[str, str]:
+    return {name: package for package in _packages(roots).values() for name in _exported(roots, package)}
+
+
+@functools.cache
+def find(name: str) -> type[FusedAPI]:
+    """The class of a fused API, under the name without an architecture.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    from cudnn.fused.host import FusedAPI
+
+    package = packages()[name]
+    module = importlib.import_module(package)
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, FusedAPI)]
+    return next(cls for cls in classes if "execute" in vars(cls) and cls.__module__.startswith(package))
+
+
+def wrapper(name: str) -> Callable[..., Any]:
+    """The function that allocates the results of a fused API."""
+    return getattr(importlib.import_module(packages()[name]), f"{name}_wrapper")
 
 
 @dataclass(frozen=True)
@@ -38,4 +83,24 @@ class Usual:
 
 def usual(name: str) -> Usual:
     """That of a fused API."""
-    return importlib.import_module(f"cudnn.{name}.api").USUAL
+    api = find(name)
+    return Usual(tuple(api.usual_types), api.example[0], tuple(api.usual_shapes), api.usual)
+
+
+def gemms() -> list[str]:
+    """The names of the dense fused GEMMs."""
+    from cudnn.fused.dense import DenseGemm
+
+    return [name for name in packages() if issubclass(find(name), DenseGemm)]
+
+
+def _exported(roots: tuple[str, ...], package: str) -> tuple[str, ...]:
+    """The ``__all__`` of a package."""
+    parts = package.split(".")[1:]
+    for root in map(Path, roots):
+        path = root.joinpath(*parts, "__init__.py")
+        if path.is_file():
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                    return tuple(ast.literal_eval(node.value))
+    return ()

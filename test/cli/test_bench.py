@@ -18,14 +18,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cudnn
-from cudnn import bench, lazy
+from cudnn import bench, lazy, registry
 from cudnn.backend import handle
-from cudnn.bench import Candidate, Clock, Problem, Ratio, Reading, Row, gemm, gemm_swiglu, monitor, operands, report
+from cudnn.bench import Candidate, Clock, Problem, Ratio, Reading, Row, declared, gemm, monitor, operands, report
 from cudnn.cli import app
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
+from cudnn.fused.dense import OPERAND_TYPES
 
-NAMES = "gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu, rmsnorm_rht_amax"
+NAMES = ", ".join(bench.BENCHMARKS)
+PEER = "benchmarks/triton_gemm_swiglu.py"
 YARDSTICKS = ("cuBLAS", "cuBLAS + SwiGLU")
 READING = Reading(1755.0, 690.5, 61.0)
 LARGE, SMALL = "8192x28672x4096 Llama 3 8B", "64x64x64"
@@ -75,7 +77,7 @@ class FakeGpu:
         (["nothing"], f"got 'nothing'; allowed: {NAMES}."),
         (["gemm_swiglu", "--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, mxfp8, nvfp4."),
         (["rmsnorm_rht_amax", "--dtype", "fp8"], "got 'fp8'; allowed: bf16."),
-        (["gemm_amax", "--no-ab12"], "got gemm_amax; allowed: only with gemm_swiglu."),
+        (["gemm_amax", "--no-ab12"], "got gemm_amax; allowed: only with results that have ab12."),
         (["gemm_swiglu", "--shapes", "128x64"], "got '128x64'; allowed: MxNxK, M a multiple of 1, N a multiple of 64"),
         (["gemm_swiglu", "--shapes", "128x64x64,8x65x64"], "got '8x65x64'; allowed: MxNxK"),
         (["gemm_swiglu", "--shapes", "0x64x64"], "got '0x64x64'; allowed: MxNxK"),
@@ -315,7 +317,8 @@ def test_swiglu_takes_up_first() -> None:
     z = torch.zeros(1, 128)
     z[0, 5], z[0, 32 + 5] = 3.0, 2.0  # up, gate
     z[0, 64 + 7], z[0, 96 + 7] = -1.0, 4.0
-    c = gemm_swiglu.formula(z, {}, torch.float32)["c"]
+    _, after = declared.split(declared.operations(registry.find("gemm_swiglu"), OPERAND_TYPES["bf16"]))
+    c = declared.formula(after, z, {}, torch.float32)["c"]
     assert c.shape == (1, 64)
     assert c[0, 5] == pytest.approx(3 * 2 / (1 + math.exp(-2)))
     assert c[0, 32 + 7] == pytest.approx(-4 / (1 + math.exp(-4)))
@@ -325,7 +328,7 @@ def test_swiglu_takes_up_first() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, dtype) for name in bench.BENCHMARKS if name.startswith("gemm") for dtype in ("bf16", "nvfp4")),
+        *((name, dtype) for name in bench.BENCHMARKS if name in registry.gemms() for dtype in ("bf16", "nvfp4")),
         *(("gemm_swiglu", dtype) for dtype in ("fp16", "fp8", "mxfp8")),
     ],
 )
@@ -335,7 +338,7 @@ def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeyp
     monkeypatch.setattr(gemm, "COPY_BYTES", 1 << 12)
     monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
     benchmark = bench.find(name)
-    options = bench.Options(dtype, ((256, 256, 128),), without_ab12=benchmark.has_ab12)
+    options = bench.Options(dtype, ((256, 256, 128),), without_optional=bool(benchmark.optional))
     clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
     rows = [
         row
@@ -362,7 +365,7 @@ def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPa
 def test_the_triton_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    module = gemm.triton_peer()
+    module = declared.source_module(PEER)
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     source = importlib.import_module("triton.compiler").ASTSource
     for dtype, keep in (("bf16", True), ("fp8e4nv", False)):
@@ -380,4 +383,4 @@ def test_the_triton_kernel_compiles_for_hopper(monkeypatch: pytest.MonkeyPatch, 
 def test_without_the_source_tree_the_triton_kernel_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cudnn, "__file__", str(tmp_path / "site-packages" / "cudnn" / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="part of the source tree"):
-        gemm.triton_peer()
+        declared.source_module.__wrapped__(PEER)

@@ -130,8 +130,7 @@ def test_more_work_never_takes_less_time(m: int, n: int, k: int, name: str, fact
 
 def test_results_of_swiglu_are_half_as_wide() -> None:
     assert (
-        model.result_bytes((Scale(), StoreTile("ab12", "float32"), Gated(), StoreTile("c", "float8_e4m3fn")), 64)
-        == 288
+        model.result_bytes((Scale(), StoreTile("ab12", "float32"), Gated(), StoreTile("c", "float8_e4m3fn")), 64) == 288
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cudnn import launch
-from cudnn.cli import app, programs, selftest
+from cudnn import launch, registry
+from cudnn.cli import app, selftest
 from cudnn.cli.programs import gemm_operands
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from ptx_emulator import calibration
@@ -43,7 +43,7 @@ def test_matrix() -> None:
     hopper, blackwell = (variants(arch) for arch in ARCHITECTURES)
     assert len(set(blackwell)) == len(blackwell) > len(set(hopper)) == len(hopper)
     assert set(hopper) < set(blackwell)
-    assert {v.api for v in hopper} == {name for name in programs.PROGRAMS if name.startswith("gemm_")}
+    assert {v.api for v in hopper} == set(registry.gemms())
     tilings = {(v.tile, v.cluster) for v in blackwell if v.api == "gemm_srelu" and v.scale}
     assert {((128, 128), (1, 1)), ((128, 256), (2, 1)), ((256, 256), (2, 2))} < tilings
     for arch in ARCHITECTURES:
@@ -84,7 +84,7 @@ def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.Monk
         seen.append(case)
         return difference
 
-    monkeypatch.setattr("cudnn.cli.programs.gemm_amax.operands", doubled)
+    monkeypatch.setattr("cudnn.cli.programs.dense.operands", doubled)
     monkeypatch.setattr(calibration, "compare", first_is_wrong)
     result = run("--arch", "sm_90a", "--emulate")
     assert result.exit_code == 1

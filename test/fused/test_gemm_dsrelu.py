@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cudnn.gemm_dsrelu import GemmDsrelu, gemm_dsrelu_wrapper
-from cudnn.gemm_srelu.reference import squared_relu_backward
 from support import gemms
 from support.gemm_families import case, check, options
 from support.gemms import BF16, E4M3, F16, F32
@@ -16,17 +15,6 @@ from support.gemms import BF16, E4M3, F16, F32
 
 def operation(problem: Any, **more: Any) -> GemmDsrelu:
     return GemmDsrelu(**problem.samples(), **{**options(problem), **more})
-
-
-def test_formula_is_the_gradient_of_the_squared_relu() -> None:
-    """With the product as the forward result and c as the gradient that arrives."""
-    x = torch.randn(5, 7, 2, dtype=torch.float64, requires_grad=True)
-    prob = torch.rand(5, 1, 2, dtype=torch.float64, requires_grad=True)
-    c = torch.randn(5, 7, 2, dtype=torch.float64)
-    d, dprob = torch.autograd.grad((torch.relu(x) ** 2 * prob * c).sum(), (x, prob))
-    found = squared_relu_backward(x.detach(), c, prob.detach())
-    torch.testing.assert_close(found[0], d)
-    torch.testing.assert_close(found[1], dprob)
 
 
 @pytest.mark.parametrize("side", [F16, BF16, F32])

@@ -10,7 +10,8 @@ import torch
 
 import cudnn
 from cudnn import launch
-from cudnn.gemm import base
+from cudnn.fused.host import FusedAPI
+from cudnn_kernels.signature import bind, signature
 from support import gemms
 from support.gemm_families import ARCHITECTURES, BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -264,8 +265,10 @@ def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> N
     kernel = gemm._compiled_kernel
     gemm.compile()
     assert gemm._compiled_kernel is kernel
-    with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
-        kernel({**case(family.name).tensors, "alpha": 1.0}, 132, 0, None)
+    ((source, configuration, _),) = gemm.kernels()
+    assert launch.kernel(source, configuration, arch) is kernel
+    with pytest.raises((TypeError, ValueError), match=r"argument|Expect"):
+        kernel(torch.empty(1))
 
 
 def test_workspace(family: Family) -> None:
@@ -321,12 +324,14 @@ def test_execute_before_compile_is_refused(family: Family) -> None:
         operation(problem).execute(**problem.arguments())
 
 
-def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = case(family.name, device="meta")
+def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.MonkeyPatch, kernels: Recorded) -> None:
+    problem = case(family.name)
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "10")
-    gemm = operation(problem, arch=arch)
-    plan = gemm._plan_for(arch)
-    assert gemm._multiprocessors(plan, 132) == (132 // plan.cluster_size - 10) * plan.cluster_size
+    gemm = compiled(problem, arch)
+    gemm.execute(**on_gpu(problem))
+    size = tiling(gemm)[1][0] * tiling(gemm)[1][1]
+    ((_, arguments),) = kernels.calls
+    assert arguments[-2] == (78 // size - 10) * size
     monkeypatch.setenv("CUDNNFE_CLUSTER_OVERLAP_MARGIN", "148")
     assert gemm.check_support()  # read when the object is made
     with pytest.raises(ValueError, match="CUDNNFE_CLUSTER_OVERLAP_MARGIN: got 148; allowed: less than"):
@@ -541,7 +546,8 @@ class Recorded:
         self.refusing = False
         monkeypatch.setattr(launch, "kernel", self.load)
         monkeypatch.setattr(launch, "raw_stream", lambda stream, index: 17 if stream is None else stream)
-        monkeypatch.setattr(base, "multiprocessors", lambda index: 78)
+        monkeypatch.setattr(FusedAPI, "multiprocessors", staticmethod(lambda index: 78))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
 
     def load(self, source: str, configuration: Any, arch: str) -> Any:
         def run(*arguments: Any) -> None:
@@ -561,18 +567,17 @@ def on_gpu(problem: Case) -> dict[str, Any]:
     return {name: None if tensor is None else OnGpu(tensor) for name, tensor in problem.arguments().items()}
 
 
+def tiling(gemm: Any) -> tuple[Any, Any]:
+    """Tile (m, n) and cluster of the kernel."""
+    ((_, configuration, _),) = gemm.kernels()
+    configuration = getattr(configuration, "gemm", configuration)
+    return configuration.tile[:2], configuration.cluster
+
+
 def compiled(problem: Case, arch: str = "sm_90a") -> Any:
     gemm = operation(problem, arch=arch)
     gemm.compile()
     return gemm
-
-
-ORDER = {
-    "gemm_amax": ["amax", "c"],
-    "gemm_swiglu": [0.5, "ab12", "amax", "sfc", "norm_const", "c"],
-    "gemm_srelu": [0.5, "c", "prob", "amax", "sfd", "norm_const", "d"],
-    "gemm_dsrelu": [0.5, "c", "dprob", "prob", "amax", "sfd", "norm_const", "d"],
-}
 
 
 def test_what_the_kernel_is_given(family: Family, arch: str, kernels: Recorded) -> None:
@@ -582,10 +587,13 @@ def test_what_the_kernel_is_given(family: Family, arch: str, kernels: Recorded) 
     gemm = compiled(problem, arch)
     gemm.execute(**tensors, **alpha)
     gemm.execute(**tensors, **alpha, current_stream=3)
-    expected = [
-        tensors[f"{name}_tensor"] if isinstance(name, str) else name for name in ["a", "b", *ORDER[family.name]]
-    ]
-    assert kernels.calls == [("Gemm", (*expected, 78, 17)), ("Gemm", (*expected, 78, 3))]
+    for call, stream in zip(kernels.calls, (17, 3), strict=True):
+        bound = bind(signature(gemm.kernels()[0][1]), call[1])
+        numbers = {**alpha, "multiprocessors": 78, "stream": stream}
+        assert call[0] == "Gemm"
+        assert {key: bound.pop(key) for key in numbers} == numbers
+        assert set(bound) == {key for key, tensor in problem.tensors.items() if tensor is not None}
+        assert all(tensor is tensors[f"{key}_tensor"] for key, tensor in bound.items())
 
 
 def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> None:
@@ -599,12 +607,13 @@ def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> 
         kernels.calls.clear()
         gemm.execute(**tensors, workspace_tensor=given)
         ((name, arguments),) = kernels.calls
-        assert arguments[:4] == tuple(tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
-        assert arguments[-2:] == (78, 17)
+        bound = bind(signature(gemm.kernels()[0][1]), arguments)
+        assert all(bound[key] is tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
+        assert (bound["multiprocessors"], bound["stream"]) == (78, 17)
         if arch == "sm_100a":
             assert (name, size) == ("Gemm", 0)
             continue
-        used = arguments[4]
+        used = bound["workspace"]
         assert (name, used.dtype) == ("PreparedGemm", torch.uint8)
         assert used is given if given is not None else used.numel() == size
 
@@ -613,17 +622,19 @@ def test_tile_and_cluster_are_followed_on_blackwell(family: Family) -> None:
     """Columns are rounded up: to pairs of gates and others, or to atoms of scale factors."""
     problem = case(family.name, 256, 512, 512, device="meta")
     tile, cluster = ((128, 256), (1, 1)) if family.name in ("gemm_amax", "gemm_swiglu") else ((256, 192), (4, 2))
-    gemm = operation(problem, mma_tiler_mn=tile, cluster_shape_mn=cluster)
-    found = gemm._plan_for("sm_100a").gemm
-    assert (found.tile[:2], found.cluster) == (tile, cluster)
-    assert gemm._plan_for("sm_90a").gemm == operation(problem)._plan_for("sm_90a").gemm
+
+    def chosen(problem: Case, arch: str = "sm_100a", **more: Any) -> Any:
+        return tiling(operation(problem, arch=arch, **more))
+
+    assert chosen(problem, mma_tiler_mn=tile, cluster_shape_mn=cluster) == (tile, cluster)
+    assert chosen(problem, "sm_90a", mma_tiler_mn=tile, cluster_shape_mn=cluster) == chosen(problem, "sm_90a")
     if family.name == "gemm_swiglu":
-        assert operation(problem, mma_tiler_mn=(128, 96))._plan_for("sm_100a").gemm.tile[:2] == (128, 128)
+        assert chosen(problem, mma_tiler_mn=(128, 96))[0] == (128, 128)
     if family.name in ("gemm_srelu", "gemm_dsrelu"):
         problem = case(family.name, 256, 512, 512, dtype=FP4, scale=E8M0, device="meta")
-        assert operation(problem, mma_tiler_mn=(128, 192))._plan_for("sm_100a").gemm.tile[:2] == (128, 256)
+        assert chosen(problem, mma_tiler_mn=(128, 192))[0] == (128, 256)
         problem = case(family.name, 256, 512, 512, out=F32, side=F32, device="meta")  # more would spill registers
-        assert operation(problem, mma_tiler_mn=(128, 192))._plan_for("sm_100a").gemm.tile[:2] == (128, 128)
+        assert chosen(problem, mma_tiler_mn=(128, 192))[0] == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -683,9 +694,9 @@ def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Rec
 
 
 def test_dequantisation_is_said_once(family: Family, kernels: Recorded, caplog: pytest.LogCaptureFixture) -> None:
-    from cudnn.gemm.plans import say_dequantised
+    from cudnn.fused.call import say
 
-    say_dequantised.cache_clear()
+    say.cache_clear()
     for _ in range(2):
         compiled(case(family.name, dtype=FP4, scale=E8M0))
     compiled(case(family.name))

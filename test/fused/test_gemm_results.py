@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn import launch
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
-from cudnn.gemm import base
+from cudnn.fused import host
 from cudnn_kernels import architecture
 from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, of_variant, options, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -194,7 +194,8 @@ def test_every_variant_has_room_for_two_k_tiles() -> None:
         chosen = {**options(problem), "mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "arch": "sm_100a"}
         gemm = problem.family.cls(**problem.samples(), **chosen)
         assert gemm.check_support()
-        assert Gemm(gemm._plan_for("sm_100a").gemm).stages() >= 2
+        ((_, configuration, _),) = gemm.kernels()
+        assert Gemm(configuration.gemm).stages() >= 2
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_one_cluster_takes_many_tiles(
     """As many multiprocessors as one cluster needs; on sm_100a the caller's, on sm_90a one of two CTAs."""
     size = 2 if arch == "sm_90a" else cluster[0] * cluster[1]
     few = replace(architecture.ARCHITECTURES[arch], multiprocessors=size)
-    monkeypatch.setattr(base, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})
+    monkeypatch.setattr(host, "ARCHITECTURES", {**architecture.ARCHITECTURES, arch: few})
     problem = case(name, 264, 192, 72, 2, out=F16, side=F16, dtype=F16, amax=name == "gemm_dsrelu")
     report = execute(problem, arch, mma_tiler_mn=tile, cluster_shape_mn=cluster)
     check(problem)

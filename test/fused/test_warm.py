@@ -14,10 +14,10 @@ import cudnn
 from cudnn.cli import app
 from cudnn.gemm import quantize_rows
 from cudnn.launch import cache, kernels, warm
-from cudnn.registry import FUSED_APIS, usual
+from cudnn.registry import find, gemms, packages, usual
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
-GEMMS = [name for name in FUSED_APIS if name.startswith("gemm")]
+GEMMS = gemms()
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_fused_api_is_known() -> None:
     wrappers = {name.removesuffix("_wrapper") for name in dir(cudnn) if name.endswith("_wrapper")}
-    assert wrappers == set(FUSED_APIS)
+    assert wrappers == set(packages())
     for arch in ARCHITECTURES:
         labels = Counter(kernel.label.split(",")[0] for kernel in warm.wanted([arch]))
         assert set(labels) == wrappers
@@ -83,15 +83,14 @@ CALLS += [(name, dtype, False) for name, dtypes in DEFAULTS.items() for dtype in
 
 @pytest.mark.parametrize(("name", "dtype", "typed"), CALLS)
 def test_the_kernels_of_usual_calls_are_among_them(name: str, dtype: str, typed: bool) -> None:
-    module = __import__(f"cudnn.{name}.api", fromlist=["api"])
-    objects = getattr(module, f"_cache_of_{FUSED_APIS[name]}Objects")
+    objects = find(name).objects
     objects.clear()
     _call(name, dtype, (torch.float16 if dtype == "fp16" else torch.bfloat16) if typed else None)
     (made,) = objects.values()
     objects.clear()
     assert made.kernels() == []  # on the CPU
     for arch in ARCHITECTURES:
-        made._arch = arch
+        made.arch = arch
         wanted = [(k.source, k.configuration, k.arch) for k in warm.wanted([arch], [name], [dtype])]
         for kernel in made.kernels():
             assert kernel in wanted
@@ -164,6 +163,6 @@ def test_a_cache_that_cannot_be_written_is_an_error(folder: Path, monkeypatch: p
 
 
 def test_usual_shapes_have_the_dimensions() -> None:
-    for name in FUSED_APIS:
+    for name in packages():
         api = usual(name)
         assert {len(shape) for shape in api.shapes} == {len(api.dimensions)}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def _modules(folder: Path) -> set[str]:
     """Files of the packages below a folder, by their place in an installation."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return {str(path) for path in files if path.suffix in (".py", ".typed", ".json", ".xz")}
+    return {str(path) for path in files if path.suffix in (".py", ".pyi", ".typed", ".json", ".xz")}
 
 
 SOURCES = _modules(ROOT / "python") | _modules(ROOT / "kernels")

@@ -127,6 +127,10 @@ def test_generated_tables_are_current(generate: ModuleType) -> None:
     assert stale == [], "run `python docs/generate.py`"
 
 
+def test_type_checkers_see_every_fused_api(generate: ModuleType) -> None:
+    assert generate.NAMES.read_text() == generate.names(), "run `python docs/generate.py`"
+
+
 def test_operations_table_lists_every_operation(generate: ModuleType) -> None:
     import cudnn
     from cudnn.pygraph.node import REGISTRY

@@ -8,17 +8,17 @@ median of the rounds' own ratios, with the least and the greatest. Whatever give
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cudnn import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = ("gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax")
-"""Modules of this package, each with a ``Benchmark`` of the name ``BENCHMARK``."""
+BENCHMARKS = tuple(registry.packages())
+"""Names of the fused APIs."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
@@ -31,7 +31,7 @@ class Options:
     dtype: str
     shapes: tuple[tuple[int, ...], ...] = ()
     all: bool = False
-    without_ab12: bool = False
+    without_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Benchmark:
     dtypes: tuple[str, ...]
     dimensions: dict[str, int]
     problems: Callable[[Options], list[Problem]]
-    has_ab12: bool = False
+    optional: str = ""  # a result that may be left out
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Those of a list such as ``4096x4096x4096,8192x8192x8192``.
@@ -68,8 +68,12 @@ class Benchmark:
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark of a name in ``BENCHMARKS``."""
-    return importlib.import_module(f"cudnn.bench.{name}").BENCHMARK
+    """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
+    from cudnn.bench import declared, whole
+    from cudnn.fused.dense import DenseGemm
+
+    api = registry.find(name)
+    return declared.benchmark(api) if issubclass(api, DenseGemm) else whole.benchmark(api)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import cudnn
 from cudnn import launch
 from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
@@ -53,6 +50,7 @@ class Fused:
     prepare: Callable[[Operands, Extras, bool], Callable[[], Results]]
     extras: Callable[[Operands, int, int], Extras] = lambda o, m, n: {}
     kept: str = ""  # name of the pre-activation, where the API stores it
+    optional: str = ""  # the same, where it may be left out
     gated: bool = False
     matrices: float = 1.0
     scaled: bool = True
@@ -73,7 +71,7 @@ def benchmark(fused: Fused) -> Benchmark:
         dtypes=tuple(BITS),
         dimensions=DIMENSIONS,
         problems=functools.partial(problems, fused),
-        has_ab12=fused.kept == "ab12",
+        optional=fused.optional,
     )
 
 
@@ -126,11 +124,11 @@ def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[C
         found.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
     for name, prepare in fused.peers.items():
         found.append(candidate(name, functools.partial(prepare, o, True), {**activated, **kept}))
-    if options.without_ab12:
+    if options.without_optional:
         call = functools.partial(fused.prepare, o, extras, False)
-        found.append(candidate(f"{fused.name}, no ab12", call, activated, ours=True))
+        found.append(candidate(f"{fused.name}, no {fused.optional}", call, activated, ours=True))
         for name, prepare in fused.peers.items():
-            found.append(candidate(f"{name}, no ab12", functools.partial(prepare, o, False), activated))
+            found.append(candidate(f"{name}, no {fused.optional}", functools.partial(prepare, o, False), activated))
     return found
 
 
@@ -214,21 +212,6 @@ def executed(api: Any, tensors: Mapping[str, Any], results: Results) -> Callable
     return call
 
 
-def samples(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor for those of ``execute``."""
-    return {f"sample_{name.removesuffix('_tensor')}": tensor for name, tensor in tensors.items()}
-
-
-def inputs(o: Operands) -> dict[str, Any]:
-    """A, B and their scale factors, or None, as ``execute`` takes them."""
-    return {"a_tensor": o.a.tensor, "b_tensor": o.b.tensor, "sfa_tensor": o.a.scale, "sfb_tensor": o.b.scale}
-
-
-def options_of(o: Operands) -> dict[str, Any]:
-    """Keyword arguments of a constructor."""
-    return {} if o.vector is None else {"sf_vec_size": o.vector}
-
-
 def copy_candidates() -> list[Candidate]:
     """A device copy, bytes read plus written: the bandwidth of the roofline."""
     source = normal(COPY_BYTES // 4)
@@ -254,18 +237,3 @@ def host_candidates(fused: Fused, options: Options) -> list[Candidate]:
 def unchecked(results: Results) -> str:
     """For calls of which only the host time counts."""
     return ""
-
-
-def triton_peer() -> Any:
-    """The module with our Triton kernel. It is part of the source tree, not of the installed package.
-
-    Raises:
-        FileNotFoundError: the package does not run from a source tree.
-    """
-    path = Path(cudnn.__file__).parents[2] / "benchmarks" / "triton_gemm_swiglu.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"{path}: the Triton kernel is part of the source tree; run from there")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -32,23 +32,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cudnn import registry
 from cudnn.bench import BENCHMARKS, Row, find
 from cudnn.bench.report import Report
 from cudnn.bench.sass import Epilogue, Facts, disassemble, disassembler, facts
 from cudnn.errors import refusal
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue import (
-    Amax,
-    Gated,
-    LoadTile,
-    MultiplyColumn,
-    Scale,
-    SquaredRelu,
-    SquaredReluBackward,
-    StoreTile,
-    SumRow,
-)
+from cudnn_kernels.epilogue import Scale, StoreTile
 from cudnn_kernels.formats import bits
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
@@ -127,30 +118,32 @@ WISHES = (
 """Tiles and clusters that are shown for Blackwell, where the caller may choose; first what is chosen otherwise."""
 
 
+def declared(name: str) -> Any:
+    """The class of a dense fused GEMM.
+
+    Raises:
+        ValueError: no such one.
+    """
+    if name not in registry.gemms():
+        raise ValueError(refusal("epilogues", "name", repr(name), ", ".join(registry.gemms())))
+    return registry.find(name)
+
+
+def gated(name: str) -> bool:
+    """Whether two columns of its product make one of the result."""
+    return declared(name).pairs > 1
+
+
 def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
     """What a benchmark's candidates of ours do to the accumulator, by the names that it gives them.
 
     Raises:
         ValueError: no fused GEMM.
     """
-    t = TYPES[dtype]
-    amax = (Amax(),) if dtype == "nvfp4" else ()
-    found: dict[str, tuple[Any, ...]] = {ALONE: (*((Scale(),) if dtype == "fp8" else ()), StoreTile("z", t.out))}
-    end = (*amax, StoreTile("d", t.out))
-    if name == "gemm_amax":
-        found["GemmAmax"] = (Amax(), StoreTile("c", t.out))
-    elif name == "gemm_swiglu":
-        end = (Gated(), *amax, StoreTile("c", t.out))
-        found["GemmSwiglu"] = (Scale(), StoreTile("ab12", t.out), *end)
-        found["GemmSwiglu, no ab12"] = (Scale(), *end)
-    elif name == "gemm_srelu":
-        found["GemmSrelu"] = (Scale(), StoreTile("c", t.out), SquaredRelu(), MultiplyColumn(), *end)
-    elif name == "gemm_dsrelu":
-        gradient = (SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn())
-        found["GemmDsrelu"] = (Scale(), LoadTile("c", t.out), *gradient, *end)
-    else:
-        raise ValueError(refusal("epilogues", "name", repr(name), "gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu"))
-    return found
+    from cudnn.bench import declared as benchmarks
+
+    alone = (*((Scale(),) if dtype == "fp8" else ()), StoreTile("z", TYPES[dtype].out))
+    return {ALONE: alone, **benchmarks.epilogues(declared(name), dtype)}
 
 
 def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: int) -> list[GemmConfiguration]:
@@ -377,11 +370,11 @@ def preparation_bytes(arch: str, dtype: str, m: int, n: int, k: int) -> float:
 
 
 def candidates(
-    name: str, dtype: str, n: int, k: int, without_ab12: bool
+    name: str, dtype: str, n: int, k: int, without_optional: bool
 ) -> Iterator[tuple[str, str, GemmConfiguration]]:
     """Name, architecture and configuration of all that ``cudnn bench --model`` shows."""
     for candidate, epilogue in epilogues(name, dtype).items():
-        if "no ab12" in candidate and not without_ab12:
+        if ", no " in candidate and not without_optional:
             continue
         for arch in MACHINES:
             for configuration in configurations(arch, dtype, epilogue, n, k):

@@ -31,7 +31,7 @@ def main(
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="These instead of the benchmark's own.")] = "",
     every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
     no_ab12: Annotated[
-        bool, typer.Option("--no-ab12", help="gemm_swiglu: also without storing the pre-activation.")
+        bool, typer.Option("--no-ab12", help="Gated APIs: also without storing the pre-activation.")
     ] = False,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
@@ -69,8 +69,8 @@ def main(
     dtype = dtype or benchmark.dtypes[0]
     if dtype not in benchmark.dtypes:
         raise typer.BadParameter(f"got {dtype!r}; allowed: {', '.join(benchmark.dtypes)}.", param_hint="--dtype")
-    if no_ab12 and not benchmark.has_ab12:
-        raise typer.BadParameter(f"got {name}; allowed: only with gemm_swiglu.", param_hint="--no-ab12")
+    if no_ab12 and benchmark.optional != "ab12":
+        raise typer.BadParameter(f"got {name}; allowed: only with results that have ab12.", param_hint="--no-ab12")
     try:
         wanted = benchmark.shapes(shapes) if shapes else ()
     except ValueError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cudnn.cli.commands import Command, Group
-from cudnn.registry import FUSED_APIS
+from cudnn.registry import packages
 
 if TYPE_CHECKING:
     from cudnn.launch.cache import Store
@@ -74,7 +74,7 @@ def _warm(
         typer.Option(metavar="ARCH", help="sm_90a (H100, H200) or sm_100a (B200); no such GPU is needed."),
     ],
     api: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(FUSED_APIS)}; default: all.")
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(packages())}; default: all.")
     ] = None,
     dtype: Annotated[
         list[str] | None,
@@ -103,7 +103,7 @@ def _warm(
                 raise typer.BadParameter(f"got {one!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
 
     check(arch, warm.architectures(), "--arch")
-    check(api or [], tuple(FUSED_APIS), "--api")
+    check(api or [], tuple(packages()), "--api")
     store = cache.system(system) if system else cache.user()
     assert store is not None
     if os.getuid() != store.owner:

@@ -6,7 +6,6 @@ On a GPU the GEMMs run in child processes, which are replaced after a fault or a
 from __future__ import annotations
 
 import datetime
-import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
-from cudnn.cli.programs import Problem
+from cudnn.cli.programs.dense import make
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.lazy import torch
 
@@ -108,7 +107,7 @@ def microkernels(arch: str, emulate: bool) -> tuple[list[Finding], dict[str, str
 def try_variant(variant: Variant, device: str) -> Finding:
     """Runs a fused GEMM where the caller has chosen and holds it against its definition in float64."""
     torch.manual_seed(0)
-    problem: Problem = importlib.import_module(f"cudnn.cli.programs.{variant.api}").make(variant, device)
+    problem = make(variant, device)
     wrong = [each for each in problem.compare(problem.call()) if not each.passed]
     detail = "; ".join(f"{each.name}: error {each.error:.2e}, allowed {each.allowed:.2e}" for each in wrong)
     return Finding(variant.api, str(variant), FAILED if wrong else AGREES, detail)

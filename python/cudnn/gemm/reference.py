@@ -1,13 +1,14 @@
-"""What the references of the fused GEMMs share: the product, and rounding."""
+"""What the fused GEMMs compute, in PyTorch: the product, and the epilogue as the kernels' own reference has it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cudnn.gemm.formats import FLOAT4, name_of
-from cudnn.gemm.scales import dequantize, quantize_rows, round_to
+from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
+from cudnn_kernels.epilogue import reference
 
 
 def product(tensors: Mapping[str, Any], vector: int) -> Any:
@@ -17,21 +18,7 @@ def product(tensors: Mapping[str, Any], vector: int) -> Any:
     return torch.einsum("mkl,nkl->mnl", a, b)
 
 
-def store(tensor: Any, values: Any) -> None:
-    """Rounds float32 values to a tensor's type."""
-    rounded = round_to(values, tensor.dtype)
-    if name_of(tensor.dtype) == FLOAT4:  # PyTorch does not copy this type
-        tensor, rounded = tensor.view(torch.uint8), rounded.view(torch.uint8)
-    tensor.copy_(rounded)
-
-
-def store_quantized(tensor: Any, scales: Any, values: Any, vector: int, norm_const: Any) -> None:
-    """Rounds float32 values to a tensor's type, each ``vector`` of them along n divided by a factor."""
-    elements, factors = quantize_rows(values, tensor.dtype, scales.dtype, vector, norm_const)
-    tensor.copy_(elements)
-    scales.copy_(factors)
-
-
-def raise_amax(amax: Any, values: Any) -> None:
-    """amax = max(amax, |values|), NaN where there is one."""
-    amax.copy_(torch.maximum(amax, values.abs().amax()))
+def evaluate(operations: Sequence[Any], accumulator: Any, tensors: Mapping[str, Any]) -> None:
+    """Does to a call's tensors, and numbers, what an epilogue does."""
+    packed = {n: x.view(torch.uint8) for n, x in tensors.items() if name_of(getattr(x, "dtype", "")) == FLOAT4}
+    reference.evaluate(operations, accumulator, {**tensors, **packed})  # PyTorch does not copy packed elements

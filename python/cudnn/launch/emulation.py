@@ -43,9 +43,9 @@ def emulated_architecture() -> str:
 
 
 def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
-    """Runs a kernel in the emulator on the arguments, all on the CPU, and the null stream."""
+    """Runs a kernel in the emulator on its arguments, all on the CPU, the stream the null one."""
     with contextlib.nullcontext() if emulated.get() else emulation(arch):
-        emulated_kernel(source, configuration, arch)(*arguments, 0)
+        emulated_kernel(source, configuration, arch)(*arguments)
 
 
 def compile_for_emulation(source: str, configuration: Any, arch: str) -> Callable[..., None]:

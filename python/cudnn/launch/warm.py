@@ -13,7 +13,7 @@ from cudnn.errors import refusal
 from cudnn.launch import kernels
 from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.launch.cache import Store
-from cudnn.registry import FUSED_APIS, Usual, usual
+from cudnn.registry import Usual, packages, usual
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def wanted(
         ValueError: no API has such a type, or a shape does not suit one.
         NotImplementedError: a shape that an API does not support.
     """
-    chosen = {name: usual(name) for name in apis or FUSED_APIS}
+    chosen = {name: usual(name) for name in apis or packages()}
     known = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
     for dtype in dtypes:
         if dtype not in known:

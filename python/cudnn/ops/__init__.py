@@ -1,17 +1,30 @@
-"""Operators for ``torch.compile``: the first use of one registers it as ``torch.ops.cudnn.<name>``."""
-# pyright: reportUnsupportedDunderAll=false
+"""Operators for ``torch.compile``: the first use of one registers it as ``torch.ops.cudnn.<name>``.
+
+Every fused API has one of its name.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-__all__ = ["causal_conv1d", "gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax"]
+from cudnn import registry
+
+_OWN = ("causal_conv1d",)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name in _OWN:
+        operator = getattr(importlib.import_module(f"{__name__}._{name}"), name)
+    elif name in registry.packages():
+        from cudnn.fused.operator import register
+
+        operator = register(name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    operator = getattr(importlib.import_module(f"{__name__}._{name}"), name)
     globals()[name] = operator
     return operator
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OWN, *registry.packages()})

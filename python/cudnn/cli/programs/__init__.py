@@ -1,31 +1,21 @@
-"""The fused APIs that ``cudnn emulate`` and ``cudnn demo`` run: each makes its tensors, is called and is judged.
+"""The fused APIs that ``cudnn emulate`` and ``cudnn demo`` run: tensors are made, the API is called and is judged.
 
-A fused API joins with a module of its name here that holds ``PROGRAM``, and its name in ``PROGRAMS``.
+All of it derives from the APIs' declarations.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.lazy import torch
+from cudnn import registry
+from cudnn.fused.examples import Comparison, compare
 
-PROGRAMS = ("gemm_amax", "gemm_dsrelu", "gemm_srelu", "gemm_swiglu", "rmsnorm_rht_amax")
+__all__ = ["PROGRAMS", "Comparison", "Problem", "Program", "compare", "find"]
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A result beside its reference, at the element that comes closest to what is allowed, or exceeds it most."""
-
-    name: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.allowed
+PROGRAMS = tuple(registry.packages())
+"""Names of the fused APIs."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +42,8 @@ class Program:
 
 def find(name: str) -> Program:
     """The program of a name in ``PROGRAMS``."""
-    return importlib.import_module(f"cudnn.cli.programs.{name}").PROGRAM
+    from cudnn.cli.programs import dense, whole
+    from cudnn.fused.dense import DenseGemm
 
-
-def compare(name: str, found: Any, expected: Any, relative: float, absolute: float = 0.0) -> Comparison:
-    """Judges each element: an error of ``relative * |expected| + absolute`` is allowed.
-
-    ``expected`` has the shape of ``found`` and a type with room for its errors.
-    """
-    allowed = (relative * expected.abs() + absolute).flatten()
-    error = (found.to(expected.dtype) - expected).abs().flatten()
-    share = (error / allowed.clamp(min=torch.finfo(error.dtype).tiny)).nan_to_num(nan=float("inf"))
-    worst = int(share.argmax())
-    return Comparison(name, float(error[worst]), float(allowed[worst]))
+    api = registry.find(name)
+    return dense.program(api) if issubclass(api, DenseGemm) else whole.program(api)

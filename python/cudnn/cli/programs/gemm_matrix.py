@@ -1,10 +1,14 @@
-"""The combinations in which the dense fused GEMMs are tried, on any architecture. Plain data."""
+"""The combinations in which the dense fused GEMMs are tried, on any architecture: those that their rules allow."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from cudnn import registry
 
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 E4M3, E5M2, E8M0, FP4, BYTES = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint8"
@@ -17,6 +21,8 @@ _TILINGS: Sequence[Tiling] = (
     ((256, 256), (2, 1)),
     _PAIRS,
 )
+_CLUSTERS = ((1, 1), (2, 2))
+_STORED = ((F32, BF16), (BF16, F32), (E4M3, F32), (E4M3, BF16))
 _SCALES = ((E8M0, 16), (E8M0, 32), (E4M3, 16))
 _MAJORS = tuple("".join(majors) for majors in itertools.product("mk", "nk", "mn"))
 
@@ -41,6 +47,11 @@ class Variant:
     tile: tuple[int, int] = (128, 128)
     cluster: tuple[int, int] = (1, 1)
 
+    @property
+    def quantises(self) -> bool:
+        """Whether the last result has scale factors, where the API has some."""
+        return self.out in (E4M3, E5M2)
+
     def __str__(self) -> str:
         scale = f" x {self.scale} of {self.vector}" if self.scale else ""
         tile, cluster = ("x".join(map(str, sizes)) for sizes in (self.tile, self.cluster))
@@ -48,11 +59,21 @@ class Variant:
         return f"{self.api} {self.dtype}{scale} to {results}, {self.majors}, tile {tile}, cluster {cluster}"
 
 
+@functools.cache
 def variants(arch: str = "sm_100a") -> list[Variant]:
     """All of them. On sm_90a tile and cluster choose nothing: one of those that differ in nothing else."""
-    found = [*_amax(), *_swiglu(), *_squared_relu("gemm_srelu"), *_squared_relu("gemm_dsrelu")]
+    from cudnn.cli.programs.dense import supported
+    from cudnn.fused.layouts import Matrix
+
+    found: dict[Variant, None] = {}
+    for name in registry.gemms():
+        api: Any = registry.find(name)
+        further = [x for x in api.tensors if isinstance(x.layout, Matrix) and x.name not in ("a", "b", api.result[0])]
+        for v in _candidates(name):
+            if (further or v.side == BF16) and v not in found and supported(v):
+                found[v] = None
     if arch != "sm_90a":
-        return found
+        return list(found)
     first: dict[Variant, Variant] = {}
     for variant in found:
         first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
@@ -75,45 +96,23 @@ def _variant(api: str, tiling: Tiling, dtype: str, *, k: int = 0, **given: objec
     return Variant(api, shape, dtype, tile=tile, cluster=cluster, **given)  # type: ignore[arg-type]
 
 
-def _amax() -> Iterator[Variant]:
-    api = "gemm_amax"
-    results = [(out, major) for out in (F32, BF16, E4M3) for major in "mn"]
-    for (scale, vector), (out, major), cluster in itertools.product(_SCALES, [*results, (FP4, "n")], [(1, 1), (2, 2)]):
+def _candidates(api: str) -> Iterator[Variant]:
+    """For any dense GEMM: block-scaled operands, plain ones, quantised results, in every tiling and of every major."""
+    for (scale, vector), tiling in itertools.product(_SCALES, _TILINGS):
+        yield _variant(api, tiling, FP4, scale=scale, vector=vector)
+    for (scale, vector), (side, out), tiling in itertools.product(_SCALES, _STORED, (_ONE, _PAIRS)):
+        yield _variant(api, tiling, FP4, side=side, out=out, scale=scale, vector=vector)
+    for (scale, vector), out, major, cluster in itertools.product(_SCALES, (F32, E4M3, FP4), "mn", _CLUSTERS):
         yield _variant(api, ((128, 128), cluster), FP4, out=out, majors=f"kk{major}", scale=scale, vector=vector)
-    for cluster, out in itertools.product([(1, 1), (2, 1), (2, 2)], (F32, BF16)):
-        yield _variant(api, ((128, 256), cluster), FP4, out=out, scale=E8M0, vector=32)
     for scale, vector in _SCALES:
-        yield _variant(api, _ONE, BYTES, out=BF16, scale=scale, vector=vector)
-    for majors, out, columns in itertools.product(_MAJORS, (F32, BF16), (128, 256)):
-        yield _variant(api, ((128, columns), (1, 1)), E5M2, out=out, majors=majors, scale=E8M0, vector=32)
+        yield _variant(api, _ONE, BYTES, scale=scale, vector=vector)
+    for dtype, tiling in itertools.product((E4M3, E5M2), _TILINGS):
+        yield _variant(api, tiling, dtype, out=E4M3, scale=E8M0, vector=32)
+    for majors, out, tiling in itertools.product(_MAJORS, (F32, BF16), (_ONE, _PAIRS)):
+        yield _variant(api, tiling, E4M3, majors=majors, out=out, scale=E8M0, vector=32)
+    for dtype, majors, tiling in itertools.product((BF16, F32, E4M3), _MAJORS, (_ONE, _PAIRS)):
+        yield _variant(api, tiling, dtype, majors=majors, side=F32 if majors[2] == "m" else BF16)
     for dtype, out, cluster in itertools.product((BF16, F16, F32, E4M3, E5M2), (F32, BF16), [(1, 1), (2, 1)]):
         yield _variant(api, ((128, 128), cluster), dtype, out=out)
-
-
-def _swiglu() -> Iterator[Variant]:
-    api = "gemm_swiglu"
-    both: Sequence[Tiling] = (_ONE, _PAIRS)
-    for dtype, side, majors, tiling in itertools.product((BF16, F32, E4M3), (BF16, F32), _MAJORS, both):
-        yield _variant(api, tiling, dtype, side=side, majors=majors)
-    stored = [(F32, BF16), (BF16, F32), (BF16, BF16), (E4M3, F32), (E4M3, BF16)]
-    for (scale, vector), (side, out), tiling in itertools.product(_SCALES, stored, both):
-        yield _variant(api, tiling, FP4, side=side, out=out, scale=scale, vector=vector)
-    for scale, vector in _SCALES:
-        yield _variant(api, _ONE, BYTES, scale=scale, vector=vector)
-    for majors, out, tiling in itertools.product(_MAJORS, (F32, BF16), both):
-        yield _variant(api, tiling, E4M3, majors=majors, out=out, scale=E8M0, vector=32)
-    for dtype, out, tiling in itertools.product((BF16, F32), (E4M3, E5M2), both):
-        yield _variant(api, tiling, dtype, out=out, vector=32)
-
-
-def _squared_relu(api: str) -> Iterator[Variant]:
-    for (scale, vector), out, tiling in itertools.product(_SCALES, (BF16, F32), _TILINGS):
-        yield _variant(api, tiling, FP4, out=out, scale=scale, vector=vector)
-    for scale, vector in _SCALES:
-        yield _variant(api, _ONE, BYTES, scale=scale, vector=vector)
-    for dtype, out, tiling in itertools.product((E4M3, E5M2), (E4M3, BF16, F32), _TILINGS):
-        yield _variant(api, tiling, dtype, out=out, scale=E8M0, vector=32)
-    for out, tiling in itertools.product((BF16, E5M2), _TILINGS):
+    for out, tiling in itertools.product((E4M3, E5M2), _TILINGS):
         yield _variant(api, tiling, BF16, out=out, vector=32)
-    for majors in _MAJORS:
-        yield _variant(api, _ONE, E4M3, majors=majors, out=E5M2, scale=E8M0, vector=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unp
 from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, name_of
 from cudnn.lazy import torch
 
-DIMENSIONS, SHAPE = ("m", "n", "k"), (128, 128, 64)
 NORM_CONST = 0.01
 
 _ROUNDED = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3, FP4: 0.25}
@@ -57,16 +57,6 @@ def matrix(rows: int, columns: int, batch: int, dtype: str, row_major: bool, dev
     return values.permute(1, 2, 0) if row_major else values.permute(2, 1, 0)
 
 
-def options(v: Variant) -> dict[str, Any]:
-    """Those of every wrapper."""
-    return {"mma_tiler_mn": v.tile, "cluster_shape_mn": v.cluster, "sf_vec_size": v.vector}
-
-
-def quantizer(v: Variant, device: str) -> Any:
-    """The constant that a quantised result needs; None for other results."""
-    return torch.tensor([NORM_CONST], device=device) if v.out in QUANTIZED_LIMIT else None
-
-
 def judge(name: str, found: Any, expected: Any, slack: float) -> Comparison:
     """A result that is rounded once, after an error of ``slack`` times the largest magnitude."""
     kind = name_of(found.dtype)
@@ -76,26 +66,22 @@ def judge(name: str, found: Any, expected: Any, slack: float) -> Comparison:
     return compare(name, values, expected.clamp(-limit, limit), 1.01 * _ROUNDED[kind], absolute)
 
 
-def judge_result(v: Variant, names: tuple[str, str], results: Any, expected: Any, slack: float) -> list[Comparison]:
-    """The last result of an epilogue, with its scale factors and amax where there are some."""
+def judge_quantised(
+    v: Variant, names: tuple[str, str], found: Mapping[str, Any], expected: Any, slack: float
+) -> list[Comparison]:
+    """A result of 8 bits and its scale factors."""
     name, scales = names
-    found = results[f"{name}_tensor"]
-    amax = results["amax_tensor"]
-    judged = [] if amax is None else [compare("amax", amax, expected.abs().max().reshape(1), 4 * slack)]
-    if results.get(f"{scales}_tensor") is None:
-        return [judge(name, found, expected, slack), *judged]
     rows, columns, _ = expected.shape
-    factors = scale_values(unpack_scales(results[f"{scales}_tensor"], rows, ceil_div(columns, v.vector)))
+    factors = scale_values(unpack_scales(found[scales], rows, ceil_div(columns, v.vector)))
     blocks = torch.nn.functional.pad(expected, (0, 0, 0, -columns % v.vector)).unflatten(1, (-1, v.vector))
     least = blocks.abs().amax(2) * NORM_CONST / QUANTIZED_LIMIT[v.out]  # the next power of two is less than twice that
     loose = slack * float(least.max())
-    back = found.double() * factors.repeat_interleave(v.vector, 1)[:, :columns] / NORM_CONST
+    back = found[name].double() * factors.repeat_interleave(v.vector, 1)[:, :columns] / NORM_CONST
     distance = 1.01 * _LEAST[v.out] * float(factors.max()) / NORM_CONST
     largest = float(expected.abs().max())
     return [
         compare(name, back, expected, 1.01 * _ROUNDED[v.out], distance + slack * largest),
         compare(scales, factors, 1.5 * least, 1 / 3, loose),
-        *judged,
     ]
 
 

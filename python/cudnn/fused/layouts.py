@@ -1,4 +1,4 @@
-"""What a fused GEMM says of its tensors: shapes and strides by the names of sizes, types, who may leave one out."""
+"""How a fused API describes its tensors: shapes and strides by the names of sizes, types, who may leave one out."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import same_stride
-from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, PLAIN, SCALES, name_of
+from cudnn.api_base import same_stride, unpad
+from cudnn.gemm.formats import FLOAT4, name_of
 from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]
-"""Sizes by name: ``m``, ``n``, ``k``, ``l``, ``columns`` of the result, ``vector`` elements that share a scale."""
+"""Sizes by name, as an API's ``sizes_of`` gives them: ``m``, ``n``, ``k``, ``l`` and the like."""
 
 
 class Layout(ABC):
@@ -40,6 +40,10 @@ class Layout(ABC):
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         """What :meth:`accepts`, in words, and what to do for it."""
         return " or ".join(str(tuple(stride)) for stride in self.strides(sizes)), ""
+
+    def fitted(self, tensor: Any) -> Any:
+        """The tensor, or description, in the dimensions of this layout: without trailing ones of size 1."""
+        return unpad(tensor, self.rank)
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         """A tensor of this layout, not initialised."""
@@ -104,6 +108,9 @@ class Matrix(Layout):
             shape, stride = (shape[0], shape[1] // 2, shape[2]), tuple(s if s == 1 else s // 2 for s in stride)
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
+    def __str__(self) -> str:
+        return f"({self.rows}, {self.columns}, l), {' or '.join(f'{major}-major' for major in reversed(self.majors))}"
+
 
 @dataclass(frozen=True)
 class BlockScales(Layout):
@@ -122,6 +129,9 @@ class BlockScales(Layout):
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         return empty_scales(sizes[self.rows], sizes[self.columns], sizes["l"], sizes["vector"], dtype, device)
 
+    def __str__(self) -> str:
+        return f"scale factors of ({self.rows}, {self.columns}, l), in atoms of 128 x 4"
+
 
 @dataclass(frozen=True)
 class Column(Layout):
@@ -138,60 +148,65 @@ class Column(Layout):
         rows, _, batch = self.shape(sizes)
         return [(batch, batch, 1), (batch, 1, 1), (1, 1, rows), (1, rows, rows)]
 
+    def __str__(self) -> str:
+        return f"({self.rows}, 1, l), contiguous or with the strides (1, 1, {self.rows})"
 
-@dataclass(frozen=True)
-class One(Layout):
-    """A single value: (1,). Wrappers allocate it with ``dimensions`` dimensions of size 1."""
 
-    dimensions: int = 1
-    rank = 1
-    alignment = 4
+@dataclass(frozen=True, init=False)
+class Contiguous(Layout):
+    """Row-major with these sizes: names, or numbers for what never changes."""
+
+    dims: tuple[str | int, ...]
+    alignment: int
+
+    def __init__(self, *dims: str | int, alignment: int = 16) -> None:
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "alignment", alignment)
+
+    @property
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return len(self.dims)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return (1,)
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
-        return [(1,)]
+        stride = [1]
+        for size in reversed(self.shape(sizes)[1:]):
+            stride.append(stride[-1] * size)
+        return [tuple(reversed(stride))]
 
-    def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
-        return torch.empty((1,) * self.dimensions, dtype=dtype, device=device)
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.dims))}{',' * (len(self.dims) == 1)})"
+
+
+class Rows(Contiguous):
+    """The same; dimensions before the last that one stride leads through count as one."""
+
+    def fitted(self, tensor: Any) -> Any:
+        tensor = unpad(tensor, self.rank)
+        return tensor if tensor.ndim <= self.rank else tensor.view(-1, *tensor.shape[1 - self.rank :])
 
 
 @dataclass(frozen=True)
-class Argument:
-    """A tensor of a fused GEMM: ``sample_<name>`` of its constructor and ``<name>_tensor`` of its calls.
+class TensorSpec:
+    """A tensor of a fused API: ``sample_<name>`` of its constructor and ``<name>_tensor`` of its calls.
 
-    ``types`` are PyTorch's names. Results are ``written``. A wrapper fills what it allocates with ``fill``, where that
-    is given.
+    ``types`` are PyTorch's names; where there is a tensor ``same``, its type is that one's. A result is ``written``: a
+    wrapper allocates it, in the shape of the tensor ``like`` or with ``padding`` more dimensions of size 1 where these
+    are given, and fills it with ``fill``. It may lie in the memory of the input ``over``. Examples and benchmarks fill
+    an input with ``draw``: a number, ``"normal"`` or ``"uniform"``.
     """
 
     name: str
     layout: Layout
     types: tuple[str, ...]
     optional: bool = False
+    same: str = ""
     fill: float | None = None
     written: bool = False
-
-
-def operands(scales: tuple[str, ...] = SCALES) -> tuple[Argument, ...]:
-    """A, B and their scale factors of the types ``scales``."""
-    types = tuple(dict.fromkeys([*PLAIN, *BLOCK_SCALED]))
-    return (
-        Argument("a", Matrix("m", "k", "mk"), types),
-        Argument("b", Matrix("n", "k", "nk"), types),
-        Argument("sfa", BlockScales("m", "k"), scales, optional=True),
-        Argument("sfb", BlockScales("n", "k"), scales, optional=True),
-    )
-
-
-def amax(dimensions: int, optional: bool = True) -> Argument:
-    """The largest magnitude, raised from what it was before. Wrappers allocate it with so many dimensions of size 1."""
-    return Argument("amax", One(dimensions), ("float32",), optional, fill=float("-inf"), written=True)
-
-
-def quantizer(name: str, columns: str) -> tuple[Argument, ...]:
-    """The scale factors of a result with so many columns, and the constant that they are chosen by."""
-    return (
-        Argument(name, BlockScales("m", columns), SCALES, optional=True, written=True),
-        Argument("norm_const", One(), ("float32",), optional=True),
-    )
+    like: str = ""
+    over: str = ""
+    padding: int = 0
+    draw: str | float = "normal"
+    about: str = ""

@@ -1,0 +1,182 @@
+"""Benchmarks of the dense fused GEMMs, from their declarations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cudnn
+from cudnn.bench import Benchmark, gemm
+from cudnn.bench.operands import Operands, batched, operands
+from cudnn.fused.dense import OPERAND_TYPES, DenseGemm, OperandType, blank
+from cudnn.fused.examples import draw
+from cudnn.fused.layouts import BlockScales, Matrix
+from cudnn.gemm.formats import name_of
+from cudnn.gemm.reference import evaluate
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+
+
+def benchmark(api: type[DenseGemm]) -> Benchmark:
+    """The benchmark of an API: beside cuBLAS, cuBLAS followed by its epilogue in torch.compile, and its own peers."""
+    before, after = split(operations(api, OPERAND_TYPES["bf16"]))
+    matrices, share = 0.0, 1.0
+    for o in (*before, *after):
+        matrices += share * o.staged / 16
+        share /= o.narrowing
+    return gemm.benchmark(
+        gemm.Fused(
+            api.__name__,
+            api.title.removeprefix("GEMM + "),
+            functools.partial(formula, after),
+            functools.partial(prepare, api),
+            functools.partial(extras, api),
+            kept=next((o.tensor for o in before), ""),
+            optional=next((o.tensor for o in before if api.spec(o.tensor).optional), ""),
+            gated=api.pairs > 1,
+            matrices=matrices,
+            scaled="alpha" in api.scalars,
+            peers={name: functools.partial(peer, api, place) for name, place in api.peers.items()},
+            host={f"{api.__name__}.execute, all tensors": functools.partial(all_tensors, api)} if api.result[1] else {},
+        )
+    )
+
+
+def operations(api: Any, kind: OperandType, keep: bool = True, shape: tuple[int, ...] = (256, 256, 256)) -> Any:
+    """The epilogue for operands of a type; without ``keep``, without the results that are optional."""
+    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
+    tensors = blank(api, (*shape, 1), kind, "meta", without=() if keep else optional)
+    options = {"sf_vec_size": kind.vector} if kind.scale else {}
+    return api(**api.samples(tensors), **options).operations()
+
+
+def split(operations: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """The stores of the product itself, which it is in memory already where another library made it; and the rest."""
+    unchanging = (epilogue.Scale, epilogue.StoreTile, epilogue.LoadTile, epilogue.Amax)
+    stores, rest, changed = list[Any](), list[Any](), False
+    for o in operations:
+        changed |= not isinstance(o, unchanging)
+        if isinstance(o, epilogue.StoreTile) and not changed:
+            stores.append(o)
+        elif not isinstance(o, epilogue.Scale):
+            rest.append(o)
+    return stores, rest
+
+
+def formula(operations: list[Any], z: Any, extras: gemm.Extras, out: Any) -> dict[str, Any]:
+    """The results of an epilogue, computed in float32, rounded to ``out``: what torch.compile gets."""
+    results: dict[str, Any] = {}
+    rows, columns = z.shape
+    for o in operations:
+        if isinstance(o, epilogue.StoreTile):
+            results[o.tensor] = torch.empty(rows, columns, dtype=out, device=z.device)
+        elif isinstance(o, epilogue.Amax):
+            results[o.tensor] = torch.full((1,), float("-inf"), device=z.device)
+        elif isinstance(o, epilogue.SumRow):
+            results[o.tensor] = torch.zeros(rows, 1, device=z.device)
+        columns //= o.narrowing
+    evaluate(operations, z.float(), {**extras, **results})
+    return results
+
+
+def extras(api: type[DenseGemm], o: Operands, m: int, n: int) -> gemm.Extras:
+    """Inputs beside the operands: matrices in the 16-bit type, positive factors of rows."""
+    sizes = api.sizes_of({"a": (m, 1, 1), "b": (n, 1, 1)}, {**api.defaults(), "sf_vec_size": 16})
+    found: gemm.Extras = {}
+    for spec in api.tensors:
+        if spec.name in ("a", "b", "norm_const", *api.returns) or isinstance(spec.layout, BlockScales):
+            continue
+        x = draw(spec, spec.layout.shape(sizes), o.a.plain.device)
+        found[spec.name] = x.to(o.out)[..., 0] if isinstance(spec.layout, Matrix) else x.flatten(1)
+    return found
+
+
+def prepare(api: type[DenseGemm], o: Operands, extras: gemm.Extras, keep: bool) -> Callable[[], gemm.Results]:
+    """The API on the benchmark's operands; results begin as NaN, or as what is added to."""
+    kind = OperandType(
+        name_of(o.a.tensor.dtype), name_of(o.out), name_of(o.a.scale.dtype) if o.vector else "", o.vector or 16
+    )
+    return _executed(api, o, kind, extras, keep, "")
+
+
+def all_tensors(api: type[DenseGemm]) -> Callable[[], gemm.Results]:
+    """The API with each of its tensors: MXFP8 operands and, where it takes that, an MXFP8 result."""
+    size = gemm.HOST_SIZE
+    o = operands("mxfp8", size, size, size)
+    kind = OPERAND_TYPES["mxfp8"]
+    try:
+        return _executed(api, o, kind, extras(api, o, size, size), True, "float8_e4m3fn")
+    except (ValueError, NotImplementedError):
+        return _executed(api, o, kind, extras(api, o, size, size), True, "")
+
+
+def _executed(
+    api: Any, o: Operands, kind: OperandType, extras: gemm.Extras, keep: bool, out: str
+) -> Callable[[], gemm.Results]:
+    (m, k), n = o.a.plain.shape, o.peer_b.shape[0]
+    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
+    tensors = blank(api, (m, n, k, 1), kind, o.a.plain.device, out=out, without=() if keep else optional)
+    for name in api.returns:
+        if name in tensors and isinstance(api.spec(name).layout, Matrix) and tensors[name].element_size() > 1:
+            tensors[name].fill_(float("nan"))
+    if "norm_const" in tensors:
+        tensors["norm_const"].fill_(1.0)
+    tensors |= {"a": o.a.tensor, "b": o.b.tensor, **{name: _batched(x) for name, x in extras.items()}}
+    if o.vector:
+        tensors |= {"sfa": o.a.scale, "sfb": o.b.scale}
+    scalars = {"alpha": o.alpha} if "alpha" in api.scalars else {}
+    made = api(**api.samples(tensors), **scalars, **({"sf_vec_size": o.vector} if o.vector else {}))
+    results = {name: tensors[name] for name in api.returns if name in tensors}
+    called = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
+    return gemm.executed(made, {**called, **scalars}, results)
+
+
+def _batched(x: Any) -> Any:
+    return batched(x) if x.ndim == 2 else x
+
+
+def peer(api: type[DenseGemm], place: str, o: Operands, keep: bool) -> Callable[[], gemm.Results]:
+    """Another kernel, ``file:function`` of the source tree: called with A, B, the matrices returned and alpha."""
+    path, _, name = place.partition(":")
+    kernel = getattr(source_module(path), name)
+    kind = OperandType("bfloat16", name_of(o.out))
+    (m, k), n = o.a.plain.shape, o.peer_b.shape[0]
+    made = blank(api, (m, n, k, 1), kind, o.a.plain.device)
+    matrices = [name for name in api.returns if isinstance(api.spec(name).layout, Matrix)]
+    results = {name: made[name][..., 0] if keep or not api.spec(name).optional else None for name in matrices}
+    run = functools.partial(kernel, o.a.plain, o.peer_b, *results.values(), o.peer_alpha)
+
+    def call() -> gemm.Results:
+        run()
+        return results
+
+    return call
+
+
+@functools.cache
+def source_module(place: str) -> Any:
+    """A file of the source tree, which is no part of the installed package.
+
+    Raises:
+        FileNotFoundError: the package does not run from a source tree.
+    """
+    path = Path(cudnn.__file__).parents[2] / place
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path}: the peer is part of the source tree; run from there")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def epilogues(api: type[DenseGemm], dtype: str) -> Mapping[str, tuple[Any, ...]]:
+    """What the candidates of an API do to the accumulator, by the names that the benchmark gives them."""
+    kind = OPERAND_TYPES[dtype]
+    found = {api.__name__: operations(api, kind)}
+    optional = [spec.name for spec in api.tensors if spec.optional and isinstance(spec.layout, Matrix)]
+    if optional:
+        found[f"{api.__name__}, no {optional[0]}"] = operations(api, kind, keep=False)
+    return found

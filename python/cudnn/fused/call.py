@@ -1,0 +1,203 @@
+"""The call of a compiled kernel: what a warm ``execute`` costs. What is wrong with a call is found out elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cudnn import launch, settings
+from cudnn.fused.layouts import BlockScales, Matrix
+from cudnn.lazy import torch
+from cudnn_kernels.signature import signature, workspace_size
+
+if TYPE_CHECKING:
+    from cudnn.fused.host import FusedAPI
+
+
+class Plan(Protocol):
+    """How an API runs on an architecture: a kernel, not loaded yet, and the slots of its arguments, in order.
+
+    Slots are named after the API's tensors and scalars, and ``workspace``, ``multiprocessors``, ``stream``.
+    ``cluster_size`` CTAs start together. ``notice`` is said in the log, once for each API.
+    """
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def configuration(self) -> Any: ...
+    @property
+    def slots(self) -> Sequence[Any]: ...
+    @property
+    def cluster_size(self) -> int: ...
+    @property
+    def notice(self) -> str: ...
+    def workspace_size(self, sizes: Any) -> int:
+        """Bytes that the kernel needs beside its tensors."""
+        ...
+
+
+class KernelPlan:
+    """One kernel on tensors as they are."""
+
+    cluster_size = 1
+    notice = ""
+
+    def __init__(self, source: str, configuration: Any) -> None:
+        self.source, self.configuration, self.slots = source, configuration, signature(configuration)
+
+    def workspace_size(self, sizes: Any) -> int:
+        """Bytes of the workspace for a call's sizes."""
+        return workspace_size(self.slots, sizes)
+
+
+class Call:
+    """A kernel bound to an API's arguments.
+
+    The kernel itself checks types, strides and the shapes that share sizes, and raises before it writes anything but
+    the workspace. Shapes that it cannot relate are checked when they change; so is the workspace. One value remembers
+    both, since several threads may use an object.
+    """
+
+    def __init__(self, api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> None:
+        self.api, self.plan, self.kernel = api, plan, kernel
+        if plan.notice:
+            say(api._title(), plan.notice)
+        names = (*api.names, *api.scalars)
+        at = {name: index for index, name in enumerate((*names, "multiprocessors", "stream", "workspace"))}
+        slots = [slot.name for slot in plan.slots]
+        self.take = _getter([at[name] for name in slots])
+        self.views = [(at[name], taken) for name, taken in _views(api, plan)]
+        absent = [index for index, name in enumerate(api.names) if not api.given(name)]
+        self.absent, self.nothing = _getter(absent), (None,) * len(absent)
+        self.related = _getter([at[name] for name in _unrelated(api)])
+        self.padded = api.padded
+        self.defaults = tuple(getattr(api, name) for name in api.scalars)
+        self.unset = (None,) * len(self.defaults)
+        self.prepares = "workspace" in slots
+        self.limits: dict[int, int] = {}
+        self.checked: tuple[tuple[Any, ...], Callable[[], Any]] = ((), _none)
+        self.current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def run(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:
+        """What ``execute`` does, with tensors in the order of its signature."""
+        try:
+            first = tensors[0]
+            if not first.is_cuda:
+                self.api.run_on_cpu(tensors, scalars, stream, workspace)
+                return
+            if self.padded:
+                tensors = self.api.unpadded(tensors)
+            if self.nothing and self.absent(tensors) != self.nothing:
+                raise TypeError("a tensor without a sample")
+            seen = tuple(map(_shape, self.related(tensors)))
+            shapes, known = self.checked
+            if seen != shapes or (workspace is not None and workspace is not known()):
+                if 0 in first.shape:
+                    return
+                self._check(tensors, seen, workspace)
+            if scalars == self.unset:
+                scalars = self.defaults
+            elif None in scalars:
+                scalars = tuple(d if s is None else s for s, d in zip(scalars, self.defaults, strict=True))
+            index = first.get_device()
+            limit = self.limits.get(index) or self._limit(index)
+            stream = self.current_stream(index) if stream is None else launch.raw_stream(stream, index)
+            if self.prepares and workspace is None:
+                workspace = self._allocated(tensors, stream)
+            if self.views:
+                tensors = self._viewed(tensors)
+            self.kernel(*self.take((*tensors, *scalars, limit, stream, workspace)))
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
+            if self.padded or not self.api.has_padding(tensors):
+                raise
+            self.padded = True
+            self.run(tensors, scalars, stream, workspace)
+
+    def emulate(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], multiprocessors: int, workspace: Any) -> None:
+        """The same in the emulator, for tensors that were checked."""
+        if self.prepares and workspace is None:
+            workspace = self._allocated(tensors, 0)
+        tensors = self._viewed(tensors)
+        limit = self.api.usable(self.plan, multiprocessors)
+        self.kernel(*self.take((*tensors, *scalars, limit, 0, workspace)))
+
+    def _check(self, tensors: tuple[Any, ...], seen: tuple[Any, ...], workspace: Any) -> None:
+        """Checks shapes and workspace, and remembers them."""
+        self.api.check_shapes(dict(zip(self.api.names, tensors, strict=True)))
+        known: Callable[[], Any] = _none
+        if workspace is not None:
+            self.api.check_workspace(tensors, workspace, self.plan)
+            known = weakref.ref(workspace)
+        self.checked = (seen, known)
+
+    def _limit(self, index: int) -> int:
+        self.limits[index] = self.api.usable(self.plan, self.api.multiprocessors(index))
+        return self.limits[index]
+
+    def _viewed(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = list(tensors)
+        for i, taken in self.views:
+            found[i] = found[i].view(taken)
+        return tuple(found)
+
+    def _allocated(self, tensors: tuple[Any, ...], stream: int) -> Any:
+        """Memory of this call, which PyTorch's allocator knows to be used on ``stream``."""
+        size = self.plan.workspace_size(self.api.sizes_now(tensors))
+        first = tensors[0]
+        with _allocating_for(stream, first):
+            return torch.empty(size, dtype=torch.uint8, device=first.device)
+
+
+def _views(api: FusedAPI, plan: Plan) -> list[tuple[str, Any]]:
+    """Tensors that the kernel takes as another type: packed elements as bytes, signed bytes as exponents."""
+    taken = {torch.float4_e2m1fn_x2: torch.uint8, torch.int8: torch.float8_e8m0fnu}
+    names = [slot.name for slot in plan.slots]
+    return [(name, taken[api.dtype(name)]) for name in api.names if name in names and api.dtype(name) in taken]
+
+
+def _unrelated(api: FusedAPI) -> list[str]:
+    """Tensors whose shapes tell whether those that the kernel cannot relate are right; the first one, if all are."""
+    found = [spec for spec in api.tensors if api.given(spec.name) and not _is_related(api, spec.layout)]
+    if not found:
+        return [api.names[0]]
+    scaled = any(isinstance(spec.layout, BlockScales) for spec in found)  # a factor stands for many sizes
+    before = api.sized_by if scaled or len(api.sized_by) == 1 else api.sized_by[1:]
+    return list(dict.fromkeys([*before, *(spec.name for spec in found)]))
+
+
+def _is_related(api: FusedAPI, layout: Any) -> bool:
+    if isinstance(layout, Matrix):
+        return layout.columns not in api.multiples and layout.rows not in api.multiples
+    return not isinstance(layout, BlockScales) and not set(getattr(layout, "dims", ())) & set(api.multiples)
+
+
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Takes these of a sequence."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return operator.itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0, 0))
+
+
+_shape = operator.attrgetter("shape")
+
+
+@functools.cache
+def say(name: str, notice: str) -> None:
+    """Says something of an API in the log, once."""
+    settings.configure_logging().warning("%s: %s", name, notice)
+
+
+def _none() -> None:
+    """Stands for a reference to a workspace that there is not."""
+
+
+def _allocating_for(stream: int, tensor: Any) -> Any:
+    """A context in which PyTorch's allocator knows that memory is used on ``stream``."""
+    if not tensor.is_cuda or stream == launch.raw_stream(None, tensor.get_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=tensor.device))

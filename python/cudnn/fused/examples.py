@@ -1,0 +1,44 @@
+"""Random inputs of the fused APIs, and how their results are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn.fused.layouts import TensorSpec
+from cudnn.lazy import torch
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A result beside its reference, at the element that comes closest to what is allowed, or exceeds it most."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+
+def draw(spec: TensorSpec, shape: Sequence[int], device: str) -> Any:
+    """Random float32 values, or one value, for an input; drawn on the CPU, the same for every device."""
+    if isinstance(spec.draw, float):
+        values = torch.full(tuple(shape), spec.draw)
+    else:
+        values = torch.randn(*shape) if spec.draw == "normal" else torch.rand(*shape) + 0.5
+    return values.to(device)
+
+
+def compare(name: str, found: Any, expected: Any, relative: float, absolute: float = 0.0) -> Comparison:
+    """Judges each element: an error of ``relative * |expected| + absolute`` is allowed.
+
+    ``expected`` has the shape of ``found`` and a type with room for its errors.
+    """
+    allowed = (relative * expected.abs() + absolute).flatten()
+    error = (found.to(expected.dtype) - expected).abs().flatten()
+    share = (error / allowed.clamp(min=torch.finfo(error.dtype).tiny)).nan_to_num(nan=float("inf"))
+    worst = int(share.argmax())
+    return Comparison(name, float(error[worst]), float(allowed[worst]))

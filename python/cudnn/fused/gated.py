@@ -1,0 +1,110 @@
+"""What the gated GEMMs share: pairs of columns, the tensors, and the rules of cuDNN's own kernels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from cudnn.fused.dense import NARROW, DenseGemm, amax, operands, quantizer, scale_type
+from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
+from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+
+
+class GatedGemm(DenseGemm):
+    """A GEMM and a gated activation of its columns: of every 64, the first 32 are up, the others gate."""
+
+    tensors = (
+        *operands(),
+        TensorSpec(
+            "ab12", Matrix("m", "n", "mn"), ("float32", *NARROW, *FLOAT8), optional=True, written=True,
+            about="8 bits: scaled only",
+        ),
+        TensorSpec(
+            "c", Matrix("m", "columns", "mn"), ("float32", *NARROW, *FLOAT8), written=True,
+            about="columns = n / 2; the major of ab12; scaled: float32 too; 8 bits with sfc",
+        ),
+        amax(dimensions=3),
+        *quantizer("sfc", "columns"),
+    )  # fmt: skip
+    returns = ("ab12", "c", "sfc", "amax")
+    scalars = ("alpha",)
+    pairs = 2
+    result = ("c", "sfc")
+    tile_n = range(32, 257, 32)
+    default_cluster = (2, 2)
+
+    @abstractmethod
+    def gate(self) -> epilogue.Gate:
+        """What becomes of a pair."""
+
+    def operations(self) -> tuple[Any, ...]:
+        stored = (self.store("ab12"),) if self.given("ab12") else ()
+        return (epilogue.Scale("alpha"), *stored, epilogue.Gated(self.gate()), *self.result_epilogue("c"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype, major = given["c_dtype"] or given["a"].dtype, given["c_major"]
+        found = {"c": (c_dtype, major)}
+        if given["ab12_dtype"] is not None:
+            found["ab12"] = (given["ab12_dtype"], major)
+        if name_of(c_dtype) in FLOAT8:
+            found["sfc"] = (scale_type(given["sfa"]), "")
+        if name_of(given["a"].dtype) == FLOAT4 and c_dtype == torch.bfloat16:
+            found["amax"] = (torch.float32, "")
+        return found
+
+    # What it does not take.
+
+    @property
+    def _plain(self) -> bool:
+        return not any(self.given(name) for name in ("sfa", "sfb", "amax", "sfc", "norm_const"))
+
+    def check_accumulator(self) -> None:
+        wide = [name for name in ("a", "ab12") if self.kind(name) == "float32"]
+        if self.acc_dtype != torch.float16 or not self._plain:
+            super().check_accumulator()
+        if wide or self.kind("a") == "bfloat16":
+            raise self.error("acc_dtype", self.acc_dtype, "torch.float32, for operands or ab12 with more range")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        a, ab12, c = self.kind("a"), self.kind("ab12"), self.kind("c")
+        if sizes["n"] % 64:
+            raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
+        if self.given("ab12") and self.major("ab12") != self.major("c"):
+            raise self._refuse("c tensor major", self.major("c"), f"{self.major('ab12')}, that of ab12")
+        if self._plain:
+            self._check_plain(ab12, c)
+        else:
+            self._check_scaled(a, ab12, c, sizes)
+
+    def _check_plain(self, ab12: str, c: str) -> None:
+        if ab12 in FLOAT8:
+            raise self.unsupported("ab12 tensor dtype", ab12, "float32, float16, bfloat16")
+        if c not in NARROW:
+            raise self.error("c tensor dtype", c, "float16, bfloat16, without scale factors, amax or norm_const")
+        if self.mma_tiler_mn[0] == 128 and self.cluster_shape_mn != (1, 1):
+            raise self.error("cluster_shape_mn", self.cluster_shape_mn, "(1, 1), for a tile of 128 rows")
+
+    def _check_scaled(self, a: str, ab12: str, c: str, sizes: Sizes) -> None:
+        if (ab12, c) == ("float32", "float32"):
+            raise self.unsupported("c tensor dtype", c, "float16, bfloat16, with ab12 of float32")
+        if a in FLOAT8 and ab12 in ("float32", *FLOAT8):
+            raise self.error("ab12 tensor dtype", ab12, f"float16, bfloat16, for operands of {a}")
+        if self.scaled and c in FLOAT8:
+            raise self.error("c tensor dtype", c, "float32, float16, bfloat16, for operands with scale factors")
+        if not self.scaled:
+            return
+        rows, columns = self.mma_tiler_mn
+        if a == FLOAT4:
+            if self.major("c") != "n":
+                raise self.error("c tensor major", self.major("c"), f"n, for operands of {a}")
+            if columns % 64:
+                raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"multiples of 64 columns, for operands of {a}")
+            if c == "bfloat16" and not self.given("amax"):
+                raise self.error("amax tensor", "None", f"a tensor, for operands of {a} and c of {c}")
+        for size, tile in (("m", rows), ("n", columns)):
+            if sizes[size] % tile:
+                raise self.error(size, sizes[size], f"multiples of {tile}, the tile, with scale factors")

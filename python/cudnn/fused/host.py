@@ -1,0 +1,507 @@
+"""The one path of all fused APIs: descriptions, checks, compilation, execution on a GPU, in PyTorch or emulated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from cudnn import launch, settings
+from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping
+from cudnn.errors import refusal
+from cudnn.fused.call import Call, Plan
+from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
+from cudnn.gemm.formats import BITS, dtypes, name_of
+from cudnn.lazy import torch
+from cudnn_kernels.architecture import ARCHITECTURES
+
+ALIGNMENT = 16  # bytes, of contiguous extents and of workspaces
+
+
+class FusedAPI(APIBase):
+    """A fused operation, declared: a subclass is the whole description of an API.
+
+    A subclass writes its constructor, ``execute`` and the wrapper with the signatures that people read; each body is
+    one call. The rest derives from what it declares:
+
+    - ``tensors``: every tensor of a call; ``returns``: those that the wrapper allocates and returns, in order
+    - ``scalars``: numbers that the kernel takes, arguments of the constructor or, None for that, of ``execute``
+    - ``sized_by``: the tensors whose shapes tell all sizes, by :meth:`sizes_of`; ``multiples``: sizes that are
+      multiples or shares of others, which a kernel cannot relate; ``fixed``: sizes that are always those of the samples
+    - :meth:`check_rules`: what the API does not take; :meth:`plan`: which kernel runs; :meth:`reference`: what it
+      computes; :meth:`results`: types of what the wrapper allocates
+    """
+
+    title: ClassVar[str]
+    tensors: ClassVar[Sequence[TensorSpec]]
+    returns: ClassVar[Sequence[str]]
+    scalars: ClassVar[Sequence[str]] = ()
+    sized_by: ClassVar[Sequence[str]]
+    multiples: ClassVar[Sequence[str]] = ()
+    fixed: ClassVar[Sequence[str]] = ()
+    architectures: ClassVar[Sequence[str]] = tuple(ARCHITECTURES)
+    packs: ClassVar[bool] = False  # bytes are pairs of four-bit elements
+
+    hints: ClassVar[Sequence[str]] = ()  # options that change no result
+    example: ClassVar[tuple[tuple[str, ...], tuple[int, ...]]]  # the sizes of a small problem: names and numbers
+    usual_types: ClassVar[Sequence[str]]  # short names of operands' types
+    usual_shapes: ClassVar[Sequence[tuple[int, ...]]]  # one for each kernel that sizes choose among
+    peers: ClassVar[Mapping[str, str]] = {}  # other kernels for the benchmark: ``file:function`` of the source tree
+    shapes: ClassVar[Sequence[tuple[int, ...]]]  # that the benchmark measures, each a multiple of ``steps``
+    steps: ClassVar[Sequence[int]]
+    formulas: ClassVar[
+        Mapping[str, Callable[..., Any]]
+    ] = {}  # for torch.compile, of the inputs and ``formula_options``
+    formula_options: ClassVar[Sequence[str]] = ()
+    gradients: ClassVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = None  # of the operator: setup, backward
+
+    names: ClassVar[tuple[str, ...]]  # of the tensors, in the order of ``execute``
+    parameters: ClassVar[Mapping[str, str]]  # those of ``execute``, by name of tensor
+    run_time: ClassVar[tuple[str, ...]]  # the scalars that ``execute`` takes; others are the constructor's
+    objects: ClassVar[dict[Any, Any]]  # those that the wrapper made
+    arch: str | None = None
+
+    run: Callable[..., None]
+    """What ``execute`` calls: ``run(tensors, scalars, stream, workspace)``, tensors in the order of its signature.
+
+    The kernels follow what is queued on the stream, which may be an int, a ``CUstream`` or a ``torch.cuda.Stream``;
+    None: PyTorch's current stream. The workspace has at least ``workspace_size()`` bytes, for the sizes of the call;
+    None: PyTorch's allocator is asked. Nothing else is allocated and nothing waits, so a call can be captured in a CUDA
+    graph. Several threads may use an object.
+
+    Raises:
+        RuntimeError: not compiled yet.
+        ValueError, TypeError: a tensor is not like its sample; sizes may differ.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "execute" in vars(cls):
+            known = {spec.name for spec in cls.tensors}
+            called = inspect.signature(cls.execute).parameters
+            cls.parameters = {
+                name.removesuffix("_tensor"): name for name in called if name.removesuffix("_tensor") in known
+            }
+            cls.names = tuple(cls.parameters)
+            cls.run_time = tuple(name for name in cls.scalars if name in called)
+            cls.objects = {}
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{cls._table()}"
+
+    @classmethod
+    def _table(cls) -> str:
+        """The tensors, one a line, in the order of ``execute``."""
+        lines = ["Tensors:"]
+        for spec in (cls.spec(name) for name in cls.names):
+            kind = f"the type of {spec.same}" if spec.same else ", ".join(spec.types)
+            may = "; may be None" if spec.optional else ""
+            lines.append(f"    {spec.name}: {spec.layout}: {kind}{f'; {spec.about}' if spec.about else ''}{may}")
+        return "\n".join(lines)
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """``given``: the arguments of the subclass's constructor, its ``locals()``. Only descriptions are kept."""
+        super().__init__()
+        self._interpret_uint8_as_fp4x2 = self.packs
+        samples = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
+        self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
+        self.padded = self._has_padding(samples)
+        for name, value in given.items():
+            if not name.startswith("sample_") and name not in ("self", "__class__"):
+                setattr(self, name, value)
+        for name in self.scalars:
+            self._check_number(name, getattr(self, name))
+            setattr(self, name, float(getattr(self, name)))
+        self.margin = settings.CLUSTER_OVERLAP_MARGIN.get()
+        self._plan: Plan | None = None
+        self._emulated: dict[str, Call] = {}
+        self.run = self._run_uncompiled
+
+    @classmethod
+    def spec(cls, name: str) -> TensorSpec:
+        """The declaration of a tensor."""
+        return next(spec for spec in cls.tensors if spec.name == name)
+
+    # What a subclass says.
+
+    @classmethod
+    @abstractmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes by name, from the shapes of ``sized_by`` in elements and the constructor's options.
+
+        Raises:
+            ValueError: they have not the dimensions that they need.
+        """
+
+    @abstractmethod
+    def check_rules(self, sizes: Sizes) -> None:
+        """Raises for what this API does not take, of samples whose shapes, strides and types are right."""
+
+    @abstractmethod
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        """How it runs on an architecture."""
+
+    @abstractmethod
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        """Computes the results in PyTorch, into their tensors; scalars are among them, by name."""
+
+    @classmethod
+    @abstractmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        """Types and majors of what the wrapper allocates, from its arguments and its tensors by name."""
+
+    def check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
+        """Raises for extents that the copy engine does not take, of samples or of a call's tensors."""
+
+    def check_options(self) -> None:
+        """Raises for options without which there are no sizes."""
+
+    @classmethod
+    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What tells calls of the wrapper apart that need objects of their own."""
+        return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in given.values())
+
+    @classmethod
+    @abstractmethod
+    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+        """Objects as calls usually make them, for compiling ahead of time."""
+
+    @classmethod
+    def shape_of(cls, tensor: Any) -> tuple[int, ...]:
+        """The shape of a tensor in elements."""
+        return tensor.shape
+
+    @classmethod
+    @functools.cache
+    def defaults(cls) -> dict[str, Any]:
+        """The constructor's options that have a default."""
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        return {p.name: p.default for p in parameters if p.default is not p.empty and not p.name.startswith("sample_")}
+
+    @classmethod
+    def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
+        """All sizes by name of a problem of an example's sizes."""
+        shapes = {}
+        for name in cls.sized_by:
+            layout = cls.spec(name).layout
+            shapes[name] = tuple(sizes.get(str(dim), 1) for dim in getattr(layout, "dims", ()))
+        return cls.sizes_of(shapes, cls.defaults())
+
+    @classmethod
+    def samples(cls, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments for tensors by name."""
+        return {f"sample_{spec.name}": tensors.get(spec.name) for spec in cls.tensors}
+
+    @classmethod
+    def folder(cls) -> str:
+        """The name of the folder that declares it: that of its operator, its program and its benchmark."""
+        return cls.__module__.split(".")[-2]
+
+    # What was given.
+
+    def given(self, name: str) -> bool:
+        """Whether there is a sample of a tensor."""
+        return self.descs.get(name) is not None
+
+    def dtype(self, name: str) -> Any:
+        """The type of a sample, None where there is none."""
+        desc = self.descs.get(name)
+        return None if desc is None else desc.dtype
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes by name of described tensors."""
+        return self.sizes_of({name: descs[name].shape for name in self.sized_by}, vars(self))
+
+    def sizes_now(self, tensors: Sequence[Any]) -> dict[str, int]:
+        """Sizes by name of a call's tensors."""
+        return self.sizes({name: self._described(name, tensors[self.names.index(name)]) for name in self.sized_by})
+
+    def unpadded(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """A call's tensors without trailing dimensions of size 1 that they have beyond their rank."""
+        return tuple(
+            None if tensor is None else self.fitted(name, tensor)
+            for name, tensor in zip(self.names, tensors, strict=True)
+        )
+
+    @classmethod
+    def fitted(cls, name: str, tensor: Any) -> Any:
+        """A tensor, or description, in the dimensions of its layout."""
+        layout = cls.spec(name).layout
+        if tensor.ndim == layout.rank:
+            return tensor
+        try:
+            return layout.fitted(tensor)
+        except RuntimeError as error:
+            stride = tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()
+            allowed = "dimensions that one stride leads through, before the last"
+            got, cure = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
+            raise ValueError(refusal(cls._title(), name, got, allowed, cure)) from error
+
+    def has_padding(self, tensors: Sequence[Any]) -> bool:
+        """Whether a call's tensors have trailing dimensions of size 1 beyond their rank."""
+        return self._has_padding(dict(zip(self.names, tensors, strict=True)))
+
+    def _has_padding(self, tensors: Mapping[str, Any]) -> bool:
+        return any(t is not None and t.ndim > self.spec(name).layout.rank for name, t in tensors.items())
+
+    def error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
+        """What is raised for a value that is not allowed."""
+        return ValueError(refusal(self._title(), what, got, allowed, cure))
+
+    def unsupported(self, what: str, got: object, allowed: str) -> NotImplementedError:
+        """What is raised for a combination that no kernel covers."""
+        return NotImplementedError(refusal(self._title(), what, got, allowed))
+
+    def _described(self, name: str, tensor: Any) -> TensorDesc | None:
+        if tensor is None:
+            return None
+        check_tensor(self._title(), name, tensor)
+        desc = TensorDesc.of(tensor, name, self.packs and isinstance(self.spec(name).layout, Matrix))
+        return self.fitted(name, desc)
+
+    # Support.
+
+    def check_support(self) -> bool:
+        """True where the samples, the options and the architecture are supported.
+
+        Raises:
+            ValueError: a shape, stride, type or option.
+            NotImplementedError: a combination that could be, but is not supported.
+            RuntimeError: no kernel for the architecture.
+        """
+        self.check_options()
+        for spec in self.tensors:
+            if not spec.optional and not self.given(spec.name):
+                raise self.error(f"{spec.name} tensor", "None", "a tensor")
+        sizes = self.sizes(self.descs)
+        self._check_layouts(self.descs, sizes)
+        for spec in self.tensors:
+            self._check_type(spec)
+        self.check_rules(sizes)
+        devices = {str(desc.device) for desc in self.descs.values() if desc is not None}
+        if len(devices) > 1:
+            raise self.error("samples", f"the devices {', '.join(sorted(devices))}", "one device")
+        target = self._target()
+        if target is not None:
+            self.usable(self.plan(target, sizes), ARCHITECTURES[target].multiprocessors)
+        self._is_supported = True
+        return True
+
+    def _check_type(self, spec: TensorSpec) -> None:
+        mine, other = self.dtype(spec.name), self.dtype(spec.same)
+        if mine is not None and other is not None and name_of(mine) != name_of(other):
+            raise self._refuse(f"{spec.name} tensor dtype", mine, other)
+        self._check_dtype(self.descs.get(spec.name), *dtypes(spec.types))
+
+    def _check_layouts(self, descs: Mapping[str, TensorDesc | None], sizes: Sizes) -> None:
+        present = [(spec, desc) for spec in self.tensors if (desc := descs.get(spec.name)) is not None]
+        for spec, desc in present:
+            self._check_shape(desc, spec.layout.shape(sizes))
+        for spec, desc in present:
+            bits = BITS.get(name_of(desc.dtype), desc.dtype.itemsize * 8)
+            if not spec.layout.accepts(desc.shape, desc.stride, sizes, bits, spec.written):
+                allowed, cure = spec.layout.allowed(sizes, spec.written)
+                raise self._refuse(f"{spec.name} tensor stride", desc.stride, allowed, cure)
+
+    def _target(self) -> str | None:
+        """The architecture to compile for: as given, or the device's; None on the CPU."""
+        device, arch = self._device, self.arch
+        where = self._title()
+        if arch is None and device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available"))
+            arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
+        if arch is not None:
+            self._check_architecture(arch)
+        elif device.type != "cpu":
+            raise RuntimeError(refusal(where, "device", device, "cuda or cpu", 'pass arch="sm_90a"'))
+        return arch
+
+    def _check_architecture(self, arch: str) -> None:
+        launch.pick(dict.fromkeys(self.architectures, ""), arch, self._title())
+
+    @property
+    def _device(self) -> Any:
+        desc = self.descs[self.sized_by[0]]
+        assert desc is not None
+        return desc.device
+
+    def usable(self, plan: Plan, count: int) -> int:
+        """How many of so many multiprocessors the kernels may use: the margin leaves some clusters to others."""
+        if all(slot.name != "multiprocessors" for slot in plan.slots):
+            return count
+        clusters = count // plan.cluster_size - self.margin
+        if clusters <= 0:
+            name, all_ = settings.CLUSTER_OVERLAP_MARGIN.name, clusters + self.margin
+            raise self.error(name, self.margin, f"less than the {all_} clusters that fit on the GPU")
+        return clusters * plan.cluster_size
+
+    @staticmethod
+    @functools.cache
+    def multiprocessors(index: int) -> int:
+        """How many multiprocessors a CUDA device has."""
+        return torch.cuda.get_device_properties(index).multi_processor_count
+
+    # Compilation.
+
+    def compile(self) -> None:
+        """Compiles, or loads what an earlier process compiled; on CPU samples for the emulator, within its block."""
+        if self._compiled_kernel is not None:
+            return
+        if not self._is_supported:
+            self.check_support()
+        arch = self._target()
+        if arch is None:
+            emulated = launch.emulated_architecture()
+            if emulated:
+                self._emulated_call(emulated)
+            self._compiled_kernel = self.run = self._run_from_cpu_samples
+            return
+        self._plan = self.plan(arch, self.sizes(self.descs))
+        self._kernel = self._plan.configuration
+        self._compiled_kernel = launch.kernel(self._plan.source, self._plan.configuration, arch)
+        self.run = Call(self, self._plan, self._compiled_kernel).run
+
+    def kernels(self) -> list[tuple[str, Any, str]]:
+        """The kernels that ``compile`` loads: source, configuration and architecture; none on the CPU."""
+        arch = self._target()
+        if arch is None:
+            return []
+        plan = self.plan(arch, self.sizes(self.descs))
+        return [(plan.source, plan.configuration, arch)]
+
+    def workspace_size(self) -> int:
+        """Bytes of the workspace that ``execute`` needs for tensors of the samples' sizes; 0 for the reference."""
+        arch, sizes = self._target(), self.sizes(self.descs)
+        if arch is not None:
+            return (self._plan or self.plan(arch, sizes)).workspace_size(sizes)
+        emulated = launch.emulated_architecture()
+        return self.plan(emulated, sizes).workspace_size(sizes) if emulated else 0
+
+    # Execution where there is no GPU.
+
+    def _run_uncompiled(self, *_: Any) -> None:
+        raise self._not_compiled()
+
+    def _run_from_cpu_samples(self, tensors: tuple[Any, ...], *given: Any) -> None:
+        if getattr(tensors[0], "is_cuda", False):
+            allowed = "CPU tensors, as the samples"
+            raise RuntimeError(refusal(self._title(), "tensors", "CUDA tensors", allowed, "compile from CUDA samples"))
+        self.run_on_cpu(tensors, *given)
+
+    def run_on_cpu(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:
+        """The reference or, within ``cudnn.emulation``, the kernel; both refuse what a GPU's kernels refuse."""
+        self.explain(tensors, scalars)
+        if stream is not None:
+            launch.raw_stream(stream, 0)
+        arch = launch.emulated_architecture()
+        call = self._emulated_call(arch) if arch else None
+        if workspace is not None:
+            self.check_workspace(tensors, workspace, call.plan if call else None)
+        if 0 in tensors[0].shape:
+            return
+        tensors = self.unpadded(tensors)
+        scalars = tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
+        if call is not None:
+            call.emulate(tensors, scalars, ARCHITECTURES[arch].multiprocessors, workspace)
+            return
+        launch.say_reference_runs(self._title())
+        with torch.no_grad():  # kernels record nothing for autograd
+            self.reference(dict(zip((*self.names, *self.scalars), (*tensors, *scalars), strict=True)))
+
+    def _emulated_call(self, arch: str) -> Call:
+        """The kernel for the emulator, compiled at the first call."""
+        if arch not in self._emulated:
+            self._check_architecture(arch)
+            plan = self.plan(arch, self.sizes(self.descs))
+            kernel = launch.compile_for_emulation(plan.source, plan.configuration, arch)
+            self._emulated[arch] = Call(self, plan, kernel)
+        return self._emulated[arch]
+
+    # What is wrong with a call.
+
+    def explain(self, tensors: Sequence[Any], scalars: Sequence[Any]) -> None:
+        """Raises where a tensor of a call is unlike its sample, sizes aside, or a number is none."""
+        for name, value in zip(self.scalars, scalars, strict=True):
+            if value is not None:
+                self._check_number(name, value)
+        self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
+
+    def _check_number(self, name: str, value: Any) -> None:
+        if not isinstance(value, (float, int)):
+            cure = f"pass {name}.item()" if hasattr(value, "item") else ""
+            raise TypeError(refusal(self._title(), name, type(value).__name__, "a float", cure))
+
+    def check_shapes(self, tensors: Mapping[str, Any]) -> None:
+        """Raises where the shapes of a call's tensors, as many as there are samples, do not fit together."""
+        self._check_as_many(tensors)
+        found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
+        sizes = self._sizes_of_call(found)
+        for spec in self.tensors:
+            self._check_shape(found.get(spec.name), spec.layout.shape(sizes))
+        self._check_memory(tensors)
+
+    def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
+        """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""
+        check_tensor(self._title(), "workspace", workspace)
+        needed = plan.workspace_size(self.sizes_now(tensors)) if plan else 0
+        device = tensors[0].device
+        if workspace.dtype != torch.uint8 or workspace.ndim != 1 or not workspace.is_contiguous():
+            got = f"{workspace.dtype} of the shape {tuple(workspace.shape)}"
+            raise self.error("workspace_tensor", got, "torch.uint8 of one dimension, contiguous")
+        if workspace.device != device or workspace.numel() < needed or workspace.data_ptr() % ALIGNMENT:
+            got = f"{workspace.numel()} bytes at {workspace.data_ptr():#x} on {workspace.device}"
+            allowed = f"at least {needed} bytes, aligned to {ALIGNMENT}, on {device}"
+            raise self.error("workspace_tensor", got, allowed, "call workspace_size()")
+
+    def _sizes_of_call(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        sizes = self.sizes(descs)
+        if self.fixed:
+            samples = self.sizes(self.descs)
+            sizes |= {name: samples[name] for name in self.fixed}
+        return sizes
+
+    def _check_as_many(self, tensors: Mapping[str, Any]) -> None:
+        for name, sample in self.descs.items():
+            if (tensors[name] is None) != (sample is None):
+                got, allowed = ("None", "a tensor") if sample is not None else ("a tensor", "None")
+                raise self.error(f"{name} tensor", got, f"{allowed}, as the sample")
+
+    def _check_like_samples(self, tensors: Mapping[str, Any]) -> None:
+        self._check_as_many(tensors)
+        found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
+        self._check_layouts(found, self._sizes_of_call(found))
+        device = tensors[self.names[0]].device
+        for name, sample in self.descs.items():
+            desc = found[name]
+            if desc is None or sample is None:
+                continue
+            self._check_dtype(desc, sample.dtype)
+            layout = self.spec(name).layout
+            if isinstance(layout, Matrix):
+                major = layout.major(sample.shape, sample.stride)
+                inner = layout.majors.index(major)
+                if desc.stride[inner] != 1 and desc.shape[inner] != 1:
+                    raise self._refuse(f"{name} tensor stride", desc.stride, f"{major}-major")
+            if str(desc.device) != str(device):
+                raise self._refuse(f"{name} tensor device", desc.device, device)
+        self.check_alignment(found)
+        self._check_memory(tensors)
+
+    def _check_memory(self, tensors: Mapping[str, Any]) -> None:
+        """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
+        present = [spec for spec in self.tensors if tensors.get(spec.name) is not None]
+        for spec in present:
+            address, step = tensors[spec.name].data_ptr(), spec.layout.alignment
+            if address % step:
+                allowed = f"multiples of {step} bytes"
+                raise self.error(f"{spec.name} tensor, its address", f"{address:#x}", allowed, "pass a copy")
+        for i, one in enumerate(present):
+            for other in present[i + 1 :]:
+                result, rest = (one, other) if one.written else (other, one)
+                if not result.written or not overlapping(tensors[one.name], tensors[other.name]):
+                    continue
+                if result.over == rest.name and tensors[result.name].data_ptr() == tensors[rest.name].data_ptr():
+                    continue
+                got, allowed = f"memory that {rest.name} uses too", "memory of its own"
+                raise self.error(f"{result.name} tensor", got, allowed, "allocate it")

@@ -1,0 +1,29 @@
+"""The public names of the fused APIs. Written by `python docs/generate.py`."""
+
+from cudnn.gemm_amax import GemmAmax as GemmAmax
+from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
+from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper
+from cudnn.gemm_amax import gemm_amax_wrapper_sm100 as gemm_amax_wrapper_sm100
+from cudnn.gemm_dsrelu import GemmDsrelu as GemmDsrelu
+from cudnn.gemm_dsrelu import GemmDsreluSm100 as GemmDsreluSm100
+from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper as gemm_dsrelu_wrapper
+from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper_sm100 as gemm_dsrelu_wrapper_sm100
+from cudnn.gemm_geglu import GemmGeglu as GemmGeglu
+from cudnn.gemm_geglu import GemmGegluSm100 as GemmGegluSm100
+from cudnn.gemm_geglu import gemm_geglu_wrapper as gemm_geglu_wrapper
+from cudnn.gemm_geglu import gemm_geglu_wrapper_sm100 as gemm_geglu_wrapper_sm100
+from cudnn.gemm_srelu import GemmSrelu as GemmSrelu
+from cudnn.gemm_srelu import GemmSreluSm100 as GemmSreluSm100
+from cudnn.gemm_srelu import gemm_srelu_wrapper as gemm_srelu_wrapper
+from cudnn.gemm_srelu import gemm_srelu_wrapper_sm100 as gemm_srelu_wrapper_sm100
+from cudnn.gemm_swiglu import GemmSwiglu as GemmSwiglu
+from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
+from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
+from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
+from cudnn.gemm_swiglu import interleave_gate_up as interleave_gate_up
+from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
+from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
+from cudnn.rmsnorm_rht_amax import best_num_threads as best_num_threads
+from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
+from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
+from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100

@@ -1,0 +1,65 @@
+"""The operators of the fused APIs for ``torch.compile``, from the wrappers' signatures."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cudnn import registry
+from cudnn.fused.host import FusedAPI
+from cudnn.fused.wrapper import prepare
+from cudnn.lazy import torch
+
+_STREAMS = ("stream", "current_stream")
+
+
+def register(name: str) -> Any:
+    """Registers ``torch.ops.cudnn.<name>`` for a fused API, which calls the wrapper and returns its results in order.
+
+    It has the wrapper's arguments, without hints and streams. A result that there is not has no elements. The fake
+    kernel, for tracing, allocates what the wrapper would; gradients flow where the API has some.
+    """
+    api, wrapper = registry.find(name), registry.wrapper(name)
+    signature, parameters = _signature(api, wrapper)
+
+    def run(*positional: Any, **named: Any) -> Any:
+        return _present(api, wrapper(**bound(positional, named)), positional[0])
+
+    def bound(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
+        given = signature.bind(*positional, **named)
+        given.apply_defaults()
+        return {parameters[name]: value for name, value in given.arguments.items()}
+
+    def fake(*positional: Any, **named: Any) -> Any:
+        arguments = {p.name: p.default for p in inspect.signature(wrapper).parameters.values()}
+        made = prepare(api, {**arguments, **bound(positional, named)})
+        return _present(api, {f"{name}_tensor": tensor for name, tensor in made.allocated.items()}, positional[0])
+
+    run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
+    run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    schema = torch.library.infer_schema(run, mutates_args=())
+    operator = torch.library.custom_op(f"cudnn::{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    if api.gradients is not None:
+        setup, backward = api.gradients
+        operator.register_autograd(backward, setup_context=setup)
+    return operator
+
+
+def _signature(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
+    """The operator's signature, and the wrapper's parameters by the operator's."""
+    types = typing.get_type_hints(wrapper, localns={"Tensor": torch.Tensor, "dtype": torch.dtype, "TupleDict": Any})
+    kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in (*api.hints, *_STREAMS)]
+    names = {p.name.removesuffix("_tensor"): p.name for p in kept}
+    renamed = [p.replace(name=n, annotation=types[p.name]) for n, p in zip(names, kept, strict=True)]
+    count = len(api.returns)
+    result = tuple[(torch.Tensor,) * count] if count > 1 else torch.Tensor
+    return inspect.Signature(renamed, return_annotation=result), names
+
+
+def _present(api: type[FusedAPI], results: Mapping[str, Any], like: Any) -> Any:
+    """Results in order; operators return tensors, so one without elements stands for one that there is not."""
+    found = [results.get(f"{name}_tensor") for name in api.returns]
+    return tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in found)

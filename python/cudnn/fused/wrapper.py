@@ -1,0 +1,106 @@
+"""What every wrapper does: allocates the results, compiles where that was not done yet, and executes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn import settings
+from cudnn.api_base import TupleDict, check_tensor, unpad
+from cudnn.errors import refusal
+from cudnn.fused.host import FusedAPI
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A wrapper's arguments, sorted: inputs by name, the constructor's options, results, what tells objects apart."""
+
+    given: Mapping[str, Any]
+    options: Mapping[str, Any]
+    allocated: Mapping[str, Any]
+    key: tuple[Any, ...]
+
+
+def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
+    """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
+    made = prepare(api, arguments)
+    tensors = {**made.given, **made.allocated}
+    operation: Any = api.objects.get(made.key)
+    if operation is None:
+        operation = api(**api.samples(tensors), **made.options)
+        operation.check_support()
+        operation.compile()
+        api.objects[made.key] = operation
+    stream = arguments["stream"] if "stream" in arguments else arguments.get("current_stream")
+    scalars = {name: arguments[name] for name in api.run_time if name in arguments}
+    named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
+    operation.execute(**named, **scalars, current_stream=stream)
+    return TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
+
+
+def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
+    """Sorts a wrapper's arguments and allocates the results."""
+    where = f"{api.folder()}_wrapper"
+    given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
+    for name, value in arguments.items():
+        if name.endswith("_major") and value not in ("m", "n"):
+            raise ValueError(refusal(where, name, repr(value), "'m' or 'n'"))
+    options = {name: arguments[name] for name in _options(api) if name in arguments}
+    try:
+        fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
+        results = api.results({**arguments, **fitted})
+        allocated = allocate(api, fitted, options, results)
+        kinds = api.cache_key(fitted, options)
+    except (AttributeError, TypeError):
+        for name, tensor in given.items():
+            if tensor is not None or not api.spec(name).optional:
+                check_tensor(where, name, tensor)
+        raise
+    key = (
+        kinds,
+        tuple((name, dtype, major) for name, (dtype, major) in results.items()),
+        tuple(options.items()),
+        settings.CLUSTER_OVERLAP_MARGIN.get(),
+    )
+    allocated = {name: _like(api, name, tensor, given) for name, tensor in allocated.items()}
+    return Arguments(given, options, allocated, key)
+
+
+def allocate(
+    api: type[FusedAPI], given: Mapping[str, Any], options: Mapping[str, Any], results: Mapping[str, tuple[Any, str]]
+) -> dict[str, Any]:
+    """Tensors for results of these types and majors."""
+    first = given[api.sized_by[0]]
+    sizes = api.sizes_of({name: api.shape_of(given[name]) for name in api.sized_by}, options)
+    allocated: dict[str, Any] = {}
+    for name, (dtype, major) in results.items():
+        spec = api.spec(name)
+        tensor = spec.layout.allocate(sizes, major, dtype, first.device)
+        if spec.fill is not None:
+            tensor.fill_(spec.fill)
+        allocated[name] = tensor.view(*tensor.shape, *(1,) * spec.padding) if spec.padding else tensor
+    return allocated
+
+
+@functools.cache
+def _tensors(api: type[FusedAPI], parameters: tuple[str, ...]) -> dict[str, str]:
+    """The tensors among a wrapper's parameters: the names of both."""
+    known = {spec.name for spec in api.tensors}
+    named = {parameter.removesuffix("_tensor"): parameter for parameter in parameters}
+    return {name: parameter for name, parameter in named.items() if name in known}
+
+
+@functools.cache
+def _options(api: type[FusedAPI]) -> tuple[str, ...]:
+    """The constructor's arguments beside samples and what ``execute`` takes."""
+    names = inspect.signature(api.__init__).parameters
+    return tuple(n for n in names if not n.startswith("sample_") and n not in ("self", *api.run_time))
+
+
+def _like(api: type[FusedAPI], name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
+    """A result in the shape of the input that it is like."""
+    like = api.spec(name).like
+    return tensor.view(unpad(given[like], api.spec(like).layout.rank).shape) if like else tensor
