@@ -76,17 +76,20 @@ def run_program(name: str, shape: tuple[int, ...] | None, options: Options) -> O
     """Runs a fused API of ``programs.PROGRAMS`` on random CPU tensors and compares with its reference."""
     program = programs.find(name)
     torch.manual_seed(options.seed)
-    problem = program.make(shape or program.shape, "cpu")
-    results: list[Any] = []
+    made: list[Any] = []  # the problem, then its results
+
+    def execute() -> None:
+        made.append(program.make(shape or program.shape, "cpu"))
+        made.append(made[0].call())
 
     def describe(error: Exception) -> str:
         if not isinstance(error, (ValueError, RuntimeError)):  # what check_support() raises
             raise error
         return str(error)
 
-    outcome = _emulate(options, lambda: results.append(problem.call()), describe)
+    outcome = _emulate(options, execute, describe)
     if not outcome.failure:
-        outcome.comparisons = problem.compare(*results)
+        outcome.comparisons = made[0].compare(made[1])
         outcome.exit_code = 0 if all(comparison.passed for comparison in outcome.comparisons) else 1
     return outcome
 
