@@ -21,7 +21,7 @@ from cudnn.bench.rmsnorm_rht_amax import EPS, SHAPES, errors, tensors
 
 from cudnn import launch
 from cudnn.bench import GPU, compare, ratio
-from cudnn.rmsnorm_rht_amax.api import _KERNEL
+from cudnn.rmsnorm_rht_amax.api import _KERNELS
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 
@@ -44,7 +44,7 @@ def tune(m: int, n: int) -> None:
     calls: list[Callable[[], Any]] = [lambda: target.copy_(x)]
     labels = []
     for c in dict.fromkeys(configurations(n)):
-        run = functools.partial(launch.kernel(_KERNEL, c, launch.device_architecture(0)), *arguments)
+        run = functools.partial(launch.kernel(_KERNELS["sm_90a"], c, launch.device_architecture(0)), *arguments)
         o.fill_(float("nan"))
         run()
         error_o, error_amax = errors(x, w, o, amax)

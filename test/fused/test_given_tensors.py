@@ -269,9 +269,9 @@ def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], mon
     gemm = problem.family.cls(**problem.samples(), **options(problem))
     compiled: list[str] = []
     emulation = importlib.import_module("cudnn.launch.emulation")
-    original = emulation.compile_kernel
-    monkeypatch.setattr(emulation, "compile_kernel", lambda *a: compiled.append(a[2]) or original(*a))
-    emulation._emulated_kernel.cache_clear()
+    original = kernels.compile_kernel
+    monkeypatch.setattr(kernels, "compile_kernel", lambda *a: compiled.append(a[2]) or original(*a))
+    monkeypatch.setattr(kernels, "_emulated", {})
     with cudnn.emulation(arch):
         gemm.compile()
         assert compiled == [arch]
