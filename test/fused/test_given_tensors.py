@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -268,7 +267,8 @@ def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], mon
     problem = case("gemm_amax", 128, 128, 96, **given)
     gemm = problem.family.cls(**problem.samples(), **options(problem))
     compiled: list[str] = []
-    emulation = importlib.import_module("cudnn.launch.emulation")
+    from cudnn.launch import kernels
+
     original = kernels.compile_kernel
     monkeypatch.setattr(kernels, "compile_kernel", lambda *a: compiled.append(a[2]) or original(*a))
     monkeypatch.setattr(kernels, "_emulated", {})
