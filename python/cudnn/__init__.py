@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(package or _LAZY.get(name, f"cudnn.{name}"))
     except ImportError as error:
-        raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To mend it, reinstall cudnn-fused.") from error
+        raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To fix it, reinstall cudnn-fused.") from error
     value = module if name in _LAZY_MODULES else getattr(module, name)
     globals()[name] = value
     return value

@@ -285,12 +285,12 @@ class APIBase(ABC):
 
     def _not_compiled(self) -> RuntimeError:
         return RuntimeError(
-            f"{self._title()}: the kernel is not compiled. To mend it, call compile() before execute()."
+            f"{self._title()}: the kernel is not compiled. To fix it, call compile() before execute()."
         )
 
     def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:
         text = f"{self._title()}: {what} mismatch: expected {expected}, got {got}"
-        return ValueError(f"{text}. To mend it, {cure}." if cure else text)
+        return ValueError(f"{text}. To fix it, {cure}." if cure else text)
 
     def _check_shape(self, desc: TensorDesc | None, expected: Sequence[int]) -> None:
         if desc is not None and desc.shape != tuple(expected):

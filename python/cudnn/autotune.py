@@ -156,7 +156,7 @@ def _adopt(graph: pygraph, tag: str, workspace: Any) -> bool:
             try:
                 graph.build_plan_at_index(index)
             except (cudnnGraphNotSupportedError, RuntimeError) as error:
-                _log.info("autotune: plan %s of an earlier run is not taken: %s", tag, error)
+                _log.info("autotune: plan %s of an earlier run cannot be used: %s", tag, error)
                 return False
             return workspace is None or graph.get_workspace_size() <= workspace.nbytes
     return False
@@ -275,7 +275,7 @@ class _Choice:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("autotune: %s cannot be read and is written anew: %s", self._path, error)
+            _log.warning("autotune: %s cannot be read and will be rewritten: %s", self._path, error)
             return None
 
     def write(self, tag: str) -> None:
@@ -288,4 +288,4 @@ class _Choice:
                 json.dump({**self._what, "plan": tag}, file)
             os.replace(temporary, self._path)  # a reader sees the old file or the new one
         except OSError as error:
-            _log.warning("autotune: the choice is not kept: %s", error)
+            _log.warning("autotune: the choice could not be saved: %s", error)

@@ -38,7 +38,7 @@ def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") ->
     """Words a refusal: which call or node and argument, what it got, what is allowed, what to do.
 
     >>> refusal("conv2d (conv_fprop)", "stride", "nothing", "one per spatial dimension", "pass stride=[1, 1]")
-    'conv2d (conv_fprop): stride: got nothing; allowed: one per spatial dimension. To mend it, pass stride=[1, 1].'
+    'conv2d (conv_fprop): stride: got nothing; allowed: one per spatial dimension. To fix it, pass stride=[1, 1].'
     """
     text = f"{where}: {what}: got {got}; allowed: {allowed}."
-    return f"{text} To mend it, {cure}." if cure else text
+    return f"{text} To fix it, {cure}." if cure else text

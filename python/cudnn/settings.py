@@ -39,7 +39,7 @@ class Setting(Generic[T]):
         except ValueError:
             raise ValueError(
                 f"environment variable {self.name}: got {text!r}; allowed: {self.kind}. "
-                f"To mend it, unset it (default: {self.default!r}) or correct it."
+                f"To fix it, unset it (default: {self.default!r}) or correct it."
             ) from None
 
 
@@ -68,15 +68,15 @@ LIBRARY_FOLDERS = Setting(
     "folders, separated by `:`",
     lambda text: tuple(folder for folder in text.split(os.pathsep) if folder),
     (),
-    "Where libcudnn is looked for first, unless the process has loaded one already (PyTorch's, say). After these "
-    "folders come the Python packages that bring it, then the system.",
+    "Where libcudnn is searched first, unless the process has loaded one already, such as PyTorch's. Then come Python "
+    "packages that contain it, then the system.",
 )
 LOG_INFO = Setting(
     "CUDNN_FRONTEND_LOG_INFO",
     "1 or 0",
     _flag,
     False,
-    "Logs what is built and run; each graph that is validated as one line of JSON.",
+    "Logs what is built and run, and every validated graph as one line of JSON.",
 )
 LOG_FILE = Setting(
     "CUDNN_FRONTEND_LOG_FILE",
@@ -116,22 +116,22 @@ CLUSTER_OVERLAP_MARGIN = Setting(
     "a number, 0 or more",
     _count,
     0,
-    "Clusters of thread blocks that a fused GEMM leaves to kernels that run at the same time, of those that fit on the "
-    "GPU. Read when its object is made.",
+    "How many clusters of thread blocks, of those that fit on the GPU, a fused GEMM leaves to other kernels. Read when "
+    "its object is constructed.",
 )
 GEMM_DYNAMIC_M = Setting(
     "CUDNN_FE_GEMM_DYNAMIC_M",
-    "anything: that it is set counts",
+    "any text, even an empty one",
     lambda text: True,
     False,
-    "The wrappers of the dense fused GEMMs keep one object for every m.",
+    "If set, wrappers of the dense fused GEMMs use one object for all m.",
 )
 GEMM_DYNAMIC_MNKL = Setting(
     "CUDNN_FE_GEMM_DYNAMIC_MNKL",
-    "anything: that it is set counts",
+    "any text, even an empty one",
     lambda text: True,
     False,
-    "The wrappers of the dense fused GEMMs keep one object for every m, n, k and l.",
+    "If set, wrappers of the dense fused GEMMs use one object for all m, n, k and l.",
 )
 
 SETTINGS = (

@@ -43,7 +43,7 @@ def test_a_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(library, "_candidates", lambda: iter(()))
     monkeypatch.setattr(library, "_library", None)
     assert not library.is_available()
-    with pytest.raises(CudnnLibraryError, match=r"not installed.*pip install cudnn-fused\[cu12\]"):
+    with pytest.raises(CudnnLibraryError, match=r"not installed.*pip install .\.\[cu12\]"):
         library.load()
 
 

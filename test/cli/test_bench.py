@@ -96,7 +96,7 @@ def test_a_plot_is_refused_before_anything_is_measured(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, output = invoke("gemm_swiglu", "--plot", "plot.png")
     assert code == 2
-    assert "matplotlib is missing: install cudnn-fused[bench]" in output
+    assert "matplotlib is missing: run pip install '.[bench]' in a clone" in output
 
 
 @pytest.mark.skipif(handle.gpu_available(), reason="a GPU is here")

@@ -243,7 +243,7 @@ def test_a_configuration_that_nobody_disassembled(monkeypatch: pytest.MonkeyPatc
     finally:
         model.table.cache_clear()
     assert code == 1
-    assert "allowed: one in the table of machine code. To mend it, pip install nvidia-cuda-nvdisasm." in output
+    assert "allowed: one in the table of machine code. To fix it, pip install nvidia-cuda-nvdisasm." in output
 
 
 def test_with_a_disassembler_the_machine_code_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_processes_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         (["--arch", "sm_80", "--emulate"], "got 'sm_80'; allowed: sm_90a, sm_100a."),
-        (["--arch", "sm_100a"], "got 'sm_100a'; here: sm_90a. To mend it, add --emulate."),
+        (["--arch", "sm_100a"], "got 'sm_100a'; here: sm_90a. To fix it, add --emulate."),
     ],
 )
 def test_what_it_cannot_do_is_refused(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

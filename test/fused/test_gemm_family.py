@@ -119,7 +119,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     (
         {"l": 2}, {"a": meta(128, 128, 2)}, {}, ValueError,
         r"a tensor stride mismatch: expected \(128, 1, 16384\) or \(1, 128, 16384\), or further apart by multiples of "
-        r"16 bytes, got \(256, 2, 1\). To mend it, pass tensor.permute\(2, 0, 1\).contiguous\(\).permute\(1, 2, 0\)",
+        r"16 bytes, got \(256, 2, 1\). To fix it, pass tensor.permute\(2, 0, 1\).contiguous\(\).permute\(1, 2, 0\)",
     ),
     ({}, {"a": meta(128, 128, 1, dtype=torch.int32, stride=(128, 1, 16384))}, {}, ValueError, "a tensor dtype"),
     (
@@ -176,7 +176,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
         "cluster_shape_mn: got .1, 1.; allowed: an even number of rows, for a tile of 256",
     ),
     ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got the"),
-    ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu. To mend it, pass arch="),
+    ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu. To fix it, pass arch="),
     ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
 ]  # fmt: skip
 
@@ -318,9 +318,7 @@ def test_other_tensors_than_the_samples_are_refused(family: Family, tensors: dic
 
 def test_execute_before_compile_is_refused(family: Family) -> None:
     problem = case(family.name)
-    with pytest.raises(
-        RuntimeError, match=rf"{family.cls.__name__}: the kernel is not compiled. To mend it, call comp"
-    ):
+    with pytest.raises(RuntimeError, match=rf"{family.cls.__name__}: the kernel is not compiled. To fix it, call comp"):
         operation(problem).execute(**problem.arguments())
 
 

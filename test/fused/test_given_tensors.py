@@ -125,7 +125,7 @@ def test_one_operand_for_all_of_a_batch(where: str) -> None:
     check(problem, slack=slack(problem))
     problem.tensors["c"] = problem.tensors["c"][..., :1].expand(-1, -1, 3)
     with pytest.raises(
-        ValueError, match=r"c tensor stride mismatch: .* got .* To mend it, allocate it as torch.empty\("
+        ValueError, match=r"c tensor stride mismatch: .* got .* To fix it, allocate it as torch.empty\("
     ):
         execute(problem, where)
 
@@ -187,13 +187,13 @@ REFUSED: list[tuple[Callable[[Case], Case], dict[str, Any], type[Exception], str
     (lambda p: neighbour(p, "ab12", "c"), {}, ValueError, "ab12 tensor: got memory that c uses too; allowed: memory"),
     (lambda p: neighbour(p, "a", "c"), {}, ValueError, "c tensor: got memory that a uses too; allowed: memory"),
     (change(), {"alpha": "1"}, TypeError, "alpha: got str; allowed: a float"),
-    (change(), {"alpha": torch.ones(1)}, TypeError, r"alpha: got Tensor; allowed: a float. To mend it, pass alpha.it"),
+    (change(), {"alpha": torch.ones(1)}, TypeError, r"alpha: got Tensor; allowed: a float. To fix it, pass alpha.it"),
     (change(), {"current_stream": "0"}, TypeError, "current_stream: got str; allowed: None, an int, a torch"),
     (change(), {"workspace_tensor": 5}, TypeError, "workspace tensor: got int; allowed: a torch.Tensor"),
     (change(), {"workspace_tensor": torch.empty(64)}, ValueError, "workspace_tensor: got torch.float32 of the shape"),
     (
         change(a=lambda x: np.zeros(x.shape, np.float16)), {}, TypeError,
-        r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To mend it, pass torch.from_numpy\(a\)",
+        r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass torch.from_numpy\(a\)",
     ),
     (change(c=lambda x: 5), {}, TypeError, "c tensor: got int; allowed: a torch.Tensor"),
 ]  # fmt: skip
@@ -223,19 +223,19 @@ def test_what_the_constructors_and_wrappers_refuse(family: Family) -> None:
             family.cls(**problem.samples(), **options(problem), alpha="x")
     array = np.zeros((128, 64, 1), np.float16)
     with pytest.raises(
-        TypeError, match=r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To mend it, pass torch.f"
+        TypeError, match=r"a tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass torch.f"
     ):
         family.cls(**{**problem.samples(), "sample_a": array}, **options(problem))
     given = {key: problem.tensors[key] for key in ("a", "b", "sfa", "sfb", *family.extra)}
     for key in ("a", "b"):
         with pytest.raises(
-            TypeError, match=rf"{key} tensor: got numpy.ndarray; allowed: a torch.Tensor. To mend it, pass"
+            TypeError, match=rf"{key} tensor: got numpy.ndarray; allowed: a torch.Tensor. To fix it, pass"
         ):
             family.wrapper(**{f"{name}_tensor": tensor for name, tensor in {**given, key: array}.items()})
 
 
 def test_two_dimensions_are_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"three dimensions, \(m, k, l\). To mend it, pass a.unsqueeze\(-1\), a"):
+    with pytest.raises(ValueError, match=r"three dimensions, \(m, k, l\). To fix it, pass a.unsqueeze\(-1\), a"):
         cudnn.gemm_amax_wrapper(torch.randn(64, 64), torch.randn(64, 64))
 
 

@@ -110,7 +110,7 @@ def test_odd_rows_and_more_dimensions(where: str, shape: tuple[int, ...]) -> Non
 
 def test_rows_that_lie_apart_are_refused_with_what_to_do() -> None:
     x, w = inputs(8, 512)
-    with pytest.raises(ValueError, match=r"x: got the strides .* To mend it, pass x.contiguous\(\)"):
+    with pytest.raises(ValueError, match=r"x: got the strides .* To fix it, pass x.contiguous\(\)"):
         rmsnorm_rht_amax_wrapper(x.view(4, 2, 512).transpose(0, 1), w)
 
 
@@ -187,7 +187,7 @@ def test_public_names() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"n": 520}, ValueError, "columns of x: got 520; allowed: multiples of 16"),
-    ({"n": 528}, ValueError, "columns of x: got 528; allowed: multiples of 512. To mend it, or give num_threads"),
+    ({"n": 528}, ValueError, "columns of x: got 528; allowed: multiples of 512. To fix it, or give num_threads"),
     ({"num_threads": 0}, ValueError, "num_threads: got 0; allowed: multiples of 32 from 32 to 1024"),
     ({"num_threads": -32}, ValueError, "num_threads: got -32"),
     ({"num_threads": 48}, ValueError, "num_threads: got 48"),
@@ -261,7 +261,7 @@ def test_other_tensors_than_the_samples_are_refused(change: dict[str, Any], word
 
 def test_execute_before_compile_is_refused() -> None:
     x, w = inputs(4, 512)
-    with pytest.raises(RuntimeError, match=r"RmsNormRhtAmax: the kernel is not compiled. To mend it, call compile\(\)"):
+    with pytest.raises(RuntimeError, match=r"RmsNormRhtAmax: the kernel is not compiled. To fix it, call compile\(\)"):
         RmsNormRhtAmax(**sample()).execute(x_tensor=x, w_tensor=w, o_tensor=x, amax_tensor=torch.empty(2))
 
 

@@ -115,7 +115,7 @@ def test_shapes_choose_among_kernels() -> None:
     [
         (["--api", "gemm"], "got 'gemm'; allowed: gemm_amax, gemm_dsrelu"),
         (["--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, mxfp8, nvfp4"),
-        (["--shape", "128x128"], "gemm_amax: shape: got 128x128; allowed: m x n x k. To mend it, choose the APIs"),
+        (["--shape", "128x128"], "gemm_amax: shape: got 128x128; allowed: m x n x k. To fix it, choose the APIs"),
         (["--shape", "128xn"], "got '128xn'; allowed: sizes such as"),
         (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),
         (["--api", "rmsnorm_rht_amax", "--shape", "2x65536"], "columns of x"),
@@ -139,8 +139,8 @@ def test_calls_find_what_was_compiled(
         command += ["--system", str(tmp_path / "system")]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    assert "2 kernels compiled, 0 were there" in done.output
-    assert "0 kernels compiled, 2 were there" in CliRunner().invoke(app, command).output
+    assert "2 kernels compiled, 0 were already there" in done.output
+    assert "0 kernels compiled, 2 were already there" in CliRunner().invoke(app, command).output
     if jobs > 1:
         monkeypatch.setenv("CUDNN_SYSTEM_KERNEL_CACHE", str(tmp_path / "system"))
         assert not folder.exists()

@@ -159,7 +159,7 @@ def test_the_fastest_plan_is_chosen(planned: cudnn.pygraph) -> None:
     plans = tuple(Bench(planned, {0: 7.5, 1: 2.25}).plans())
     assert [plan.tag for plan in plans] == names(planned)
     assert [plan.microseconds for plan in plans] == [7.5, 2.25] + [None] * (len(plans) - 2)
-    assert all("barred by name" in plan.reason and plan.workspace is None for plan in plans[2:])
+    assert all("excluded by name" in plan.reason and plan.workspace is None for plan in plans[2:])
     report = module._best(planned, plans)
     assert planned.get_plan_name() == report.chosen == plans[1].tag
     heading, first, second, *rest = str(report).splitlines()
@@ -195,7 +195,7 @@ def test_the_choice_of_an_earlier_run(planned: cudnn.pygraph, caplog: pytest.Log
     planned.deselect_engines([second])
     with caplog.at_level(logging.INFO, "cudnn"):
         assert not module._adopt(planned, second, None)
-    assert "of an earlier run is not taken" in caplog.text
+    assert "of an earlier run cannot be used" in caplog.text
 
 
 def test_another_shape_is_another_choice(h200: Any) -> None:
@@ -219,7 +219,7 @@ def test_a_damaged_choice_is_made_anew(
     assert json.loads(path.read_text())["plan"] == "eng1"
     path.write_bytes(content)
     assert choice.read() is None
-    assert "cannot be read and is written anew" in caplog.text
+    assert "cannot be read and will be rewritten" in caplog.text
 
 
 def test_the_command_that_clears_the_cache_clears_choices(
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_to(
     graph = planned_graph(h200)
     product(graph)
     module._Choice(graph, "a GPU").write("eng1")
-    assert "the choice is not kept" in caplog.text
+    assert "the choice could not be saved" in caplog.text
 
 
 def test_a_report_from_disk_prints_one_line() -> None:

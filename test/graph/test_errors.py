@@ -22,7 +22,7 @@ def half(*dim: int) -> dict[str, Any]:
 
 
 def test_wording() -> None:
-    assert refusal("mm (matmul)", "A", 3, "4", "pass 4") == "mm (matmul): A: got 3; allowed: 4. To mend it, pass 4."
+    assert refusal("mm (matmul)", "A", 3, "4", "pass 4") == "mm (matmul): A: got 3; allowed: 4. To fix it, pass 4."
     assert refusal("mm", "A", 3, "4") == "mm: A: got 3; allowed: 4."
 
 

@@ -213,7 +213,7 @@ def test_why_configurations_are_barred(h200: Any) -> None:
     graph.deselect_engines([first])
     graph.build_plans()
     explained = graph.explain()
-    assert {plan.tag: plan.reason for plan in explained.refused}[first] == f"barred by name ({first})"
+    assert {plan.tag: plan.reason for plan in explained.refused}[first] == f"excluded by name ({first})"
     assert explained.plan is not None
     assert explained.plan.tag == graph.get_plan_name() != first
     graph = planned_graph(h200)
@@ -226,7 +226,7 @@ def test_why_configurations_are_barred(h200: Any) -> None:
     assert explained.state == "refused"
     assert len(explained.refused) == graph.get_execution_plan_count()
     assert "every one of the" in explained.reasons[0].rule
-    assert "lift a bar" in explained.reasons[0].cures[0]
+    assert "remove a restriction" in explained.reasons[0].cures[0]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str], bool]) -> None:
@@ -307,7 +307,7 @@ def test_a_rule_found_while_lowering_is_not_narrowed(h200: Any) -> None:
 
 def test_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
-        raise CudnnLibraryError("libcudnn is not here. To mend it, install it.")
+        raise CudnnLibraryError("libcudnn is not here. To fix it, install it.")
 
     monkeypatch.setattr(library, "load", missing)
     graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, backend="cudnn")

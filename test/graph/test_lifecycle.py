@@ -339,7 +339,7 @@ def test_deselecting(h200: Any) -> None:
     graph.build_plans()
     assert not graph.get_plan_name().startswith(engine + "_")
     graph.deselect_engines(["eng"])
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="barred by name"):
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="excluded by name"):
         graph.check_support()
 
 

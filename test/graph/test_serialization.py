@@ -338,7 +338,7 @@ def mutate(document: Any, draw: random.Random) -> None:
 
 def restore(data: bytes, wrapped: bool) -> None:
     """Restores and, where that succeeds, looks at the graph; nothing but ValueErrors that say what to do."""
-    said = "To mend it"
+    said = "To fix it"
     # A cudnn.Graph builds a sound description at once, which may be refused like any other.
     refused = (RuntimeError, NotImplementedError, cudnn.cudnnGraphNotSupportedError) if wrapped else ()
     try:
@@ -347,7 +347,7 @@ def restore(data: bytes, wrapped: bool) -> None:
         repr(graph)
     except (ValueError, *refused) as error:
         said = str(error)
-    assert "To mend it" in said
+    assert "To fix it" in said
 
 
 @pytest.mark.parametrize("made", [built, attention, pieces, called])
@@ -375,7 +375,7 @@ def test_mutated_bytes() -> None:
     "data", [b"[" * 100_000, b'{"a":' * 100_000, b"", b"null", b"[]", 7, None, [1, 2, 300], ["a"], "{", object()]
 )
 def test_what_is_no_structure(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"deserialize: data: got .*To mend it, serialise the graph again"):
+    with pytest.raises(ValueError, match=r"deserialize: data: got .*To fix it, serialise the graph again"):
         cudnn.pygraph(backend="reference").deserialize(data)
 
 

@@ -238,9 +238,7 @@ def test_e8m0_factors(arch: str) -> None:
     largest = [*largest[largest >= 0].tolist(), 3.0, 0.0, FLOAT32_LARGEST, math.inf, math.nan]
     values = torch.zeros(len(largest), 16)
     values[:, 3], values[:, 5] = torch.tensor(largest), torch.tensor(largest) * -0.75
-    made = bias_run(
-        arch, (QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten()
-    )
+    made = bias_run(arch, (QuantizeRows("s", "float32", E8M0, 16), StoreTile("d", "float32")), values.flatten())
     factors, stored = made["s"], made["d"]
     codes = factors.view(torch.uint8)[0, 0, 0, :, :, 0].t().flatten()
     for index, value in enumerate(largest):

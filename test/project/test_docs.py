@@ -222,6 +222,29 @@ def _functions(module: Any) -> Iterator[Any]:
             yield from _functions(member)
 
 
+def test_names_in_kernels_are_those_of_the_kernels() -> None:
+    """The page's examples occur in the kernels, the prefixes of the kernels on the page, and its lines are theirs."""
+    page = Page.read(ROOT / "docs" / "names-in-kernels.md")
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "kernels").rglob("*.py")))
+    words = set(re.findall(r"\w+", sources))
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in page.path.read_text().splitlines()
+        if row[:3] == "| `"
+    ]
+    shown = [name for row in rows for name in re.findall(r"`(\w+)`", row[0] if len(row) == 2 else row[2])]
+    assert len(shown) > 20
+    assert [name for name in shown if name not in words] == []
+    prefixes = "".join(name for row in rows if len(row) == 3 for name in re.findall(r"`(\w)`", row[0]))
+    assert prefixes == "mgsrt"
+    tensors = {name for name in words if re.fullmatch(r"[a-z]{1,2}[A-Z][a-z_]*|t[A-Z][a-z][A-Z]\w*", name)}
+    assert tensors
+    assert [name for name in sorted(tensors) if name[0] not in prefixes] == []
+    (block,) = [block for block in page.blocks if block.title]
+    lines = {line.strip() for line in (ROOT / block.title).read_text().splitlines()}
+    assert [line for line in block.text.splitlines() if line.strip() not in lines] == []
+
+
 def test_readme_has_two_commands_for_a_fresh_machine() -> None:
     text = (ROOT / "README.md").read_text()
     section = text.split("## A fresh machine")[1].split("\n#")[0]

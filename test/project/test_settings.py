@@ -29,7 +29,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, text: str, value: bool) -> None:
 
 def test_a_wrong_value_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.LOG_INFO.name, "perhaps")
-    with pytest.raises(ValueError, match=r"CUDNN_FRONTEND_LOG_INFO: got 'perhaps'; allowed: 1 or 0\. To mend it"):
+    with pytest.raises(ValueError, match=r"CUDNN_FRONTEND_LOG_INFO: got 'perhaps'; allowed: 1 or 0\. To fix it"):
         settings.LOG_INFO.get()
 
 

@@ -72,7 +72,7 @@ class KernelCache:
             if self._descriptor is not None:
                 raise RuntimeError(
                     "KernelCache.deserialize: got a cache in use; allowed: a fresh one. "
-                    "To mend it, call create_kernel_cache()."
+                    "To fix it, call create_kernel_cache()."
                 )
             self.descriptor.set(Attribute.KERNEL_CACHE_JSON_REPRESENTATION, text)
 

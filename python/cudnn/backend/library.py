@@ -21,8 +21,8 @@ from cudnn.errors import CudnnError, CudnnLibraryError, cudnnGraphNotSupportedEr
 
 OLDEST = 91000
 _CURE = (
-    "install cuDNN for the CUDA version of your PyTorch: `pip install cudnn-fused[cu12]` or "
-    "`pip install cudnn-fused[cu13]`, or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH"
+    "install cuDNN for the CUDA version of your driver, `pip install '.[cu12]'` or `pip install '.[cu13]'` in a clone "
+    "of cudnn-fused, or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH"
 )
 
 _log = logging.getLogger("cudnn")
@@ -53,7 +53,7 @@ class Library:
         try:
             cdll = ctypes.CDLL(path)
         except OSError as error:
-            raise CudnnLibraryError(f"libcudnn at {path} cannot be loaded: {error}. To mend it, {_CURE}.") from error
+            raise CudnnLibraryError(f"libcudnn at {path} cannot be loaded: {error}. To fix it, {_CURE}.") from error
         cdll.cudnnGetVersion.restype = c_size_t
         cdll.cudnnGetCudartVersion.restype = c_size_t
         self.path = path
@@ -62,7 +62,7 @@ class Library:
         if self.version < OLDEST:
             raise CudnnLibraryError(
                 f"cuDNN {format_version(self.version)} at {path} is too old; needed: {format_version(OLDEST)} or "
-                f"newer. To mend it, {_CURE}."
+                f"newer. To fix it, {_CURE}."
             )
 
         def declare(name: str, *arguments: type) -> Any:
@@ -124,7 +124,7 @@ class Library:
         if self.version < since:
             raise cudnnGraphNotSupportedError(
                 f"{what} needs cuDNN {format_version(since)} or newer; loaded: {format_version(self.version)} from "
-                f"{self.path}. To mend it, install a newer nvidia-cudnn package."
+                f"{self.path}. To fix it, install a newer nvidia-cudnn package."
             )
 
 
@@ -192,7 +192,7 @@ def _find() -> str:
     """Where libcudnn is. One that the process maps already comes first: sub-libraries of two versions do not mix."""
     for path in _candidates():
         return path
-    raise CudnnLibraryError(f"libcudnn.so.9 is not installed. To mend it, {_CURE}.")
+    raise CudnnLibraryError(f"libcudnn.so.9 is not installed. To fix it, {_CURE}.")
 
 
 def _candidates() -> Iterator[str]:

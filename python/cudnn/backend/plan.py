@@ -319,7 +319,7 @@ class PlanList:
     """The engine configurations of a graph, best first, and the plans built of them.
 
     Attributes:
-        configs: All configurations, barred ones included.
+        configs: All configurations, including excluded ones.
         where: How messages call the graph.
         plans: The built plans, by the index of their configuration.
         chosen: Index of the candidate, the plan to execute; None before it is built.
@@ -373,7 +373,7 @@ class PlanList:
 
     def deselect_engines(self, names: Sequence[str]) -> None:
         """Bars configurations whose tag contains one of these texts, such as ``"eng3"``."""
-        self.bar(lambda config: next((f"barred by name ({name})" for name in names if name in config.tag), ""))
+        self.bar(lambda config: next((f"excluded by name ({name})" for name in names if name in config.tag), ""))
 
     def deselect_workspace_greater_than(self, size: int) -> None:
         """Bars configurations that need more than ``size`` bytes of workspace."""
@@ -419,7 +419,7 @@ class PlanList:
         return reason
 
     def refusals(self) -> dict[int, str]:
-        """Why configurations are barred, or could not be built, by index."""
+        """Why configurations are excluded, or could not be built, by index."""
         found = {i: self._obstacle(config) or self.failures.get(i, "") for i, config in enumerate(self.configs)}
         return {index: reason for index, reason in found.items() if reason}
 
@@ -427,7 +427,7 @@ class PlanList:
         """Builds nothing.
 
         Raises:
-            cudnnGraphNotSupportedError: every configuration is barred.
+            cudnnGraphNotSupportedError: every configuration is excluded.
         """
         reasons: list[str] = []
         for config in self.configs:
@@ -472,7 +472,7 @@ class PlanList:
 
         Raises:
             RuntimeError: there is no such configuration.
-            cudnnGraphNotSupportedError: it is barred, or cuDNN refuses it.
+            cudnnGraphNotSupportedError: it is excluded, or cuDNN refuses it.
         """
         config = self.config_at(index)
         reason = self._obstacle(config)
@@ -511,7 +511,7 @@ class PlanList:
         self.config_at(index)
         if index not in self.plans:
             built = ", ".join(map(str, sorted(self.plans))) or "none"
-            cure = f"To mend it, call build_plan_at_index({index})"
+            cure = f"To fix it, call build_plan_at_index({index})"
             raise RuntimeError(f"plan index: got {index}, which is not built; built: {built}. {cure}.")
         return self.plans[index]
 
@@ -523,7 +523,7 @@ class PlanList:
             RuntimeError: none is built.
         """
         if self.chosen is None:
-            raise RuntimeError("No execution plan is built. To mend it, call build() or build_plans() first.")
+            raise RuntimeError("No execution plan is built. To fix it, call build() or build_plans() first.")
         return self.plans[self.chosen]
 
     def _refused(self, what: str, reasons: Sequence[str]) -> cudnnGraphNotSupportedError:

@@ -49,7 +49,7 @@ def _info() -> None:
 
 @app.command("demo", cls=Command)
 def _demo(
-    device: Annotated[str, typer.Option(help="cuda, cpu, or auto: cuda where there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="cuda, cpu, or auto (cuda if there is a GPU).")] = "auto",
 ) -> None:
     """Build and run real graphs and check each against plain PyTorch. Exit code 1 if any is wrong."""
     from cudnn.cli.demo import run
@@ -64,7 +64,7 @@ app.command("explain", cls=Command)(_explain)
 
 
 class _ScriptCommand(Command):
-    """What follows a Python script on the command line is the script's."""
+    """Arguments after a Python script on the command line belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         script = next((index for index, text in enumerate(args) if text.endswith(".py")), len(args))
@@ -78,14 +78,15 @@ def _emulate(
     arch: Annotated[str, typer.Option(help="sm_90a (Hopper) or sm_100a (Blackwell).")] = "sm_100a",
     races: Annotated[bool, typer.Option(help="Look for data races; two to five times slower.")] = True,
     scheduler: Annotated[str, typer.Option(help="lowest-pc, random or lazy.")] = "lowest-pc",
-    seed: Annotated[int, typer.Option(help="For random tensors and schedulers.")] = 0,
-    shape: Annotated[str, typer.Option(help="Of a fused API's problem, such as 16x512.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the random tensors and schedulers.")] = 0,
+    shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
 ) -> None:
     """Run a fused API or a script of CuTe DSL kernels without a GPU; show what the kernels did.
 
-    Options stand before a script; what follows it is its own. Exit code 1 after a fault, a race or a wrong result.
+    Options go before a script; what follows the script is passed to it. Exit code 1 after a fault, a race or a wrong
+    result.
     """
     from cudnn.cli import emulate, programs
     from cudnn.launch.warm import architectures
@@ -129,7 +130,7 @@ def _selftest(
     if not emulate:
         here = device_architecture(0) if torch.cuda.is_available() else "no GPU"
         if here != arch:
-            raise typer.BadParameter(f"got {arch!r}; here: {here}. To mend it, add --emulate.", param_hint="--arch")
+            raise typer.BadParameter(f"got {arch!r}; here: {here}. To fix it, add --emulate.", param_hint="--arch")
     raise typer.Exit(selftest.run(arch, emulate, full, json))
 
 

@@ -28,7 +28,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 def main(
     name: Annotated[str, typer.Argument(help=f"The fused API: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
-    shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="These instead of the benchmark's own.")] = "",
+    shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
     every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
     no_ab12: Annotated[
         bool, typer.Option("--no-ab12", help="Gated APIs: also without storing the pre-activation.")
@@ -36,16 +36,16 @@ def main(
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
     from_csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Show and draw what was measured before, on any machine.")
+        Path | None, typer.Option(metavar="FILE", help="Show and plot an earlier measurement, on any machine.")
     ] = None,
     model: Annotated[
-        bool, typer.Option("--model", help="Measure nothing: model Hopper and Blackwell, or what --from-csv measured.")
+        bool, typer.Option("--model", help="Measure nothing: compute a model, or compare --from-csv with it.")
     ] = False,
-    clock: Annotated[float, typer.Option(metavar="MHZ", help="With --model, instead of the datasheet's.")] = 0.0,
+    clock: Annotated[float, typer.Option(metavar="MHZ", help="Clock for --model, instead of the datasheet's.")] = 0.0,
 ) -> None:
     """Measure a fused API beside cuBLAS, torch.compile and Triton on this GPU.
 
-    Candidates take turns, six rounds of 40 ms each, on random data, after their results were checked.
+    Candidates take turns on random data, in six rounds of 40 ms each, after their results were checked.
 
     Ratios: the yardstick's time divided by this one's; median of the rounds, half of their range.
 
@@ -54,10 +54,10 @@ def main(
     Exit code 1 if a candidate was wrong or could not run.
     """
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        cure = "install cudnn-fused[bench], or write --csv here and draw it elsewhere with --from-csv"
+        cure = "run pip install '.[bench]' in a clone, or write --csv here and plot it elsewhere with --from-csv"
         raise typer.BadParameter(f"matplotlib is missing: {cure}.", param_hint="--plot")
     if clock < 0 or (clock and (not model or from_csv is not None)):
-        allowed = "a positive number, with --model and without --from-csv, which has clocks of its own"
+        allowed = "a positive number, with --model and without --from-csv, whose runs have their own clocks"
         raise typer.BadParameter(f"got {clock:g}; allowed: {allowed}.", param_hint="--clock")
     if model and (csv is not None or plot is not None):
         raise typer.BadParameter("got --csv or --plot; allowed: neither, nothing is measured.", param_hint="--model")
@@ -90,7 +90,7 @@ def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, pl
     """Measures, and shows what was measured; the exit code."""
     console = Console()
     if not torch.cuda.is_available():
-        console.print("cudnn bench: no NVIDIA GPU here; a benchmark on a CPU would say nothing.")
+        console.print("cudnn bench: there is no NVIDIA GPU here, and a benchmark on a CPU would mean nothing.")
         return 1
     software = f"cudnn-fused {cudnn.__version__}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
     device = torch.cuda.get_device_name()
@@ -179,7 +179,7 @@ def _state(rows: Sequence[bench.Row]) -> str:
     readings = [row.reading for row in rows if row.reading is not None and row.flops]
     readings = readings or [row.reading for row in rows if row.reading is not None]
     if not readings:
-        return "clocks and power: unknown, nvidia-smi does not tell"
+        return "clocks and power: unknown (nvidia-smi does not report them)"
     clocks, powers, temperatures = zip(*readings, strict=True)
     return (
         f"while timing: SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz, "

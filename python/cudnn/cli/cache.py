@@ -19,7 +19,7 @@ app = typer.Typer(cls=Group, help="Compiled kernels on disk: list, clear, warm."
 
 @app.command("list", cls=Command)
 def _list(
-    full: Annotated[bool, typer.Option("--full", help="Configurations in all their length.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show configurations in full.")] = False,
 ) -> None:
     """Show every compiled kernel: name, architecture, size, configuration, and what would be refused."""
     from cudnn.launch import cache
@@ -64,7 +64,7 @@ def _clear() -> None:
     store, removed = cache.user(), cache.clear()
     typer.echo(f"{store.folder}: {removed} compiled kernels removed")
     for file in store.files():
-        typer.echo(f"left alone: {file.fault}")
+        typer.echo(f"not removed: {file.fault}")
 
 
 @app.command("warm", cls=Command)
@@ -91,7 +91,7 @@ def _warm(
         int, typer.Option(min=1, metavar="N", help="Kernels compiled at a time; each takes 0.5 GB of memory.")
     ] = 1,
 ) -> None:
-    """Compile kernels of the fused APIs ahead of time, for an image say: those of usual calls, or as told.
+    """Compile kernels of the fused APIs ahead of time, for example for an image: those of common calls, or as given.
 
     --arch, --api, --dtype and --shape may be given several times.
     """
@@ -107,7 +107,7 @@ def _warm(
     store = cache.system(system) if system else cache.user()
     assert store is not None
     if os.getuid() != store.owner:
-        allowed = "root, for files of others are refused when kernels are loaded"
+        allowed = "root, because files of other users are refused when kernels are loaded"
         raise typer.BadParameter(f"got user {os.getuid()}; allowed: {allowed}.", param_hint="--system")
     try:
         kernels = warm.wanted(arch, api or (), dtype or (), [_sizes(text) for text in shape or ()])
@@ -143,4 +143,5 @@ def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
             console.print(f"{number}/{len(kernels)} {kernel.label}: {took}", soft_wrap=True)
             compiled += bool(seconds)
             progress.advance(task)
-    console.print(f"{store.folder}: {compiled} kernels compiled, {len(kernels) - compiled} were there", soft_wrap=True)
+    there = len(kernels) - compiled
+    console.print(f"{store.folder}: {compiled} kernels compiled, {there} were already there", soft_wrap=True)

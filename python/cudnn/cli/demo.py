@@ -179,7 +179,7 @@ def run(device: str) -> int:
     console = Console(highlight=False)
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
-        console.print("--device cuda: PyTorch sees no GPU. To mend it, see `cudnn info`, or use --device cpu.")
+        console.print("--device cuda: PyTorch sees no GPU. To fix it, see `cudnn info`, or use --device cpu.")
         return 1
     chosen = ("cuda" if has_gpu else "cpu") if device == "auto" else device
     on_gpu = chosen == "cuda" and launch.device_architecture(torch.cuda.current_device()) in architectures()

@@ -43,8 +43,8 @@ def main(
         Path | None,
         typer.Option(
             metavar="JSON",
-            help="Plan for the device that this file describes, without a GPU here: what "
-            "cudnn.create_device_properties(0).serialize() gave where the device is.",
+            help="Plan for the device that this file describes, without a GPU here: the "
+            "output of cudnn.create_device_properties(0).serialize() on a machine that has it.",
         ),
     ] = None,
 ) -> None:

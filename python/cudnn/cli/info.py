@@ -43,7 +43,7 @@ class Facts:
 
 @dataclass
 class Problem:
-    """Something wrong with an installation, and what mends it."""
+    """A problem with an installation, and how to fix it."""
 
     what: str
     cure: str
@@ -147,7 +147,7 @@ def show() -> None:
         can.add_row(name, "[green]yes[/]" if able else "[yellow]no[/]", detail)
     console.print(can)
     for problem in diagnose(facts):
-        console.print(f"[bold yellow]Warning:[/] {problem.what}.\n  To mend it: {problem.cure}.", soft_wrap=True)
+        console.print(f"[bold yellow]Warning:[/] {problem.what}.\n  To fix it: {problem.cure}.", soft_wrap=True)
 
 
 def _torch_facts(facts: Facts) -> None:

@@ -136,7 +136,7 @@ def _refusal(check: Callable[[], None]) -> Exception | None:
 
 def reason(error: Exception, nodes: Iterable[int] = ()) -> Reason:
     """A refusal, taken apart into rule and cure."""
-    rule, _, cure = str(error).partition(" To mend it, ")
+    rule, _, cure = str(error).partition(" To fix it, ")
     return Reason(tuple(nodes), rule, (cure.rstrip("."),) if cure else ())
 
 
@@ -193,8 +193,8 @@ def _reasons(
         return [reason(error)]  # cuDNN could not be asked
     if plans is not None and plans.configs and not plans.failures:
         return [
-            Reason((), f"every one of the {len(plans.configs)} engine configurations is barred",
-                   ("lift a bar: the refused configurations say which one hit them",))
+            Reason((), f"every one of the {len(plans.configs)} engine configurations is excluded",
+                   ("remove a restriction: the refused configurations say which one excludes them",))
         ]  # fmt: skip
     building = plans is not None and bool(plans.failures)
     if error is None:

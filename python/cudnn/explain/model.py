@@ -86,7 +86,7 @@ class ExplainedPlan:
 
 @dataclass(frozen=True)
 class RefusedPlan:
-    """An engine configuration that may not run the graph, and why: barred, or cuDNN's message from its build."""
+    """An engine configuration that cannot run the graph, and why: it was excluded, or cuDNN's message."""
 
     tag: str
     reason: str

@@ -174,7 +174,7 @@ def fetch(entry: Entry, build: Callable[[], bytes]) -> bytes:
             try:
                 store.write(entry, content)
             except OSError as error:
-                _logger.warning("compiled kernel not kept: %s", error)
+                _logger.warning("compiled kernel not saved: %s", error)
         return content
 
 
@@ -185,7 +185,7 @@ def find(store: Store, entry: Entry) -> bytes | None:
     except FileNotFoundError:
         return None
     except UntrustedFileError as error:
-        _logger.warning("compiled kernel refused, to be built again: %s", error)
+        _logger.warning("compiled kernel refused; it will be built again: %s", error)
         return None
 
 

@@ -114,7 +114,7 @@ class Uids:
                 if tensor.uid is not None and self._owner.setdefault(tensor.uid, tensor) is not tensor:
                     raise RuntimeError(
                         f"uid {tensor.uid} is set on two tensors, {self._owner[tensor.uid].name!r} and {tensor.name!r} "
-                        f"(the second one in {node.where}): allowed: one tensor per uid. To mend it, call set_uid() "
+                        f"(the second one in {node.where}): allowed: one tensor per uid. To fix it, call set_uid() "
                         "with another number on one of them."
                     )
         self._next = 1

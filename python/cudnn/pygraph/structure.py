@@ -286,7 +286,9 @@ class Concatenate(Node):
             raise ValueError(refusal(self.where, "inputs", kinds, "one data type", "convert some with identity()"))
         if self.in_place_index is not None and not 0 <= self.in_place_index < len(inputs):
             raise ValueError(
-                refusal(self.where, "in_place_index", self.in_place_index, f"None or 0 to {len(inputs) - 1}", "mend it")
+                refusal(
+                    self.where, "in_place_index", self.in_place_index, f"None or 0 to {len(inputs) - 1}", "correct it"
+                )
             )
         dims = [*first.dim]
         dims[self.axis] = sum(tensor.dim[self.axis] for tensor in inputs)

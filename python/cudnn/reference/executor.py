@@ -66,7 +66,7 @@ class ReferenceProgram:
         buffers = {uid: variant_pack[key] for uid, key in self._keys_by_uid(variant_pack).items()}
         if not _said:
             _said = True
-            _log.warning("the reference executor runs this graph with PyTorch: right in its precision, not fast")
+            _log.warning("this graph runs on the reference executor (PyTorch), which is correct but not fast")
         device = self._check(buffers)
         with torch.no_grad():
             values = {
