@@ -34,7 +34,7 @@ def _shown(output: dict[str, Any]) -> str:
     if output["output_type"] == "stream":
         return f"```text\n{''.join(output['text'])}```"
     if "image/svg+xml" in output["data"]:
-        return f"<div class=\"drawing\">{''.join(output['data']['image/svg+xml'])}</div>"
+        return f'<div class="drawing">{"".join(output["data"]["image/svg+xml"])}</div>'
     return f"```text\n{''.join(output['data']['text/plain'])}\n```"
 
 

@@ -103,7 +103,7 @@ def test_accepted(case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
     described, given_array = REFUSED[case]
-    with pytest.raises(ValueError, match=r"^execute: x: got .*; allowed: .* To mend it, "):
+    with pytest.raises(ValueError, match=r"^execute: x: got .*; allowed: .* To fix it, "):
         check_array(described, given_array, "x")
 
 

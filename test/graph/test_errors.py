@@ -320,7 +320,7 @@ def test_an_output_in_memory_of_another_graph_is_an_input() -> None:
 def test_modes(modes: Any, step: str) -> None:
     graph, _, _ = doubled()
     with pytest.raises(
-        TypeError, match=f"modes of {step}: got .*; allowed: a list of cudnn.heur_mode. To mend it, pass"
+        TypeError, match=f"modes of {step}: got .*; allowed: a list of cudnn.heur_mode. To fix it, pass"
     ):
         getattr(graph, step)(modes)
 
@@ -344,7 +344,7 @@ def test_modes(modes: Any, step: str) -> None:
     ],
 )
 def test_setters(setter: str, arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"tensor 'x': {message}.*To mend it"):
+    with pytest.raises(error, match=f"tensor 'x': {message}.*To fix it"):
         getattr(cudnn.tensor(name="x"), setter)(*arguments)
 
 

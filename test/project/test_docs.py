@@ -167,7 +167,7 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
     """The names of the packages, the methods of graphs, and each fused API of the folders."""
     import cudnn
     import ptx_emulator
-    from cudnn import experimental, ops
+    from cudnn import experimental, ops, registry
 
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
     fused = _script("fused_reference")
@@ -180,21 +180,13 @@ def test_reference_has_every_public_name(generate: ModuleType) -> None:
     assert "ptx_emulator.errors" in names
     assert all(getattr(ptx_emulator, name).__module__ == "ptx_emulator.errors" for name in faults)
     hidden = {"__version__", *cudnn._LAZY_MODULES}
-    aliases = re.compile(r"(?i)_?sm100$")  # of the fused APIs: the page says that there are such names
-    public = {
-        *cudnn.__all__,
-        *map(aliases.sub, [""] * len(cudnn._LAZY), cudnn._LAZY),
-        "emulate",
-        "run",
-        "Report",
-        "Launch",
-    }
-    operators = {*experimental.ops.__all__, *(name for name in ops.__all__ if f"{name}_wrapper" not in public)}
+    fused_names = {name for name in registry.public_names() if not name.lower().endswith("sm100")}
+    public = {*cudnn.__all__, *cudnn._LAZY, *fused_names, "emulate", "run", "Report", "Launch"}
+    operators = {*experimental.ops.__all__, *ops._OWN}
     assert sorted((public | operators) - hidden - reached) == []
     families = {family.__name__ for family in generate._families()}
     assert families - reached == set()
-    apis = sorted(path.parent.name for path in (ROOT / "python" / "cudnn").rglob("*/api.py"))
-    assert [api for api in apis if f"cudnn.{api}_wrapper" not in names] == []
+    assert [api for api in registry.packages() if f"cudnn.{api}_wrapper" not in names] == []
 
 
 def test_docstrings_name_arguments_that_exist() -> None:
