@@ -1,0 +1,47 @@
+"""Which keys a query row sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+
+@dataclass
+class Mask:
+    """The window of a sequence: row q sees the keys from q + offset - left to q + offset + right, both included.
+
+    ``right`` and ``left`` are None where the window has no end on that side.
+    """
+
+    queries: Int32
+    keys: Int32
+    offset: Int32
+    right: Any
+    left: Any
+
+    def end(self, row: Any) -> Int32:
+        """One more than the last key that a row sees; 0 or less where it sees none."""
+        if const_expr(self.right is None):
+            return self.keys
+        return cutlass.min(self.keys, row + self.offset + self.right + 1)
+
+    def begin(self, row: Any) -> Int32:
+        """The first key that a row sees."""
+        if const_expr(self.left is None):
+            return Int32(0)
+        return cutlass.max(Int32(0), row + self.offset - self.left)
+
+    def blocks(self, first: Any, last: Any, size: int) -> tuple[Int32, Int32, Int32, Int32]:
+        """Blocks of ``size`` keys for the rows from ``first`` to ``last``: begin, whole begin, whole end, end.
+
+        All rows see all keys of the blocks from the whole begin to the whole end, if it is larger.
+        """
+        end = cute.ceil_div(cutlass.max(self.end(last), Int32(0)), size)
+        begin = cutlass.min(self.begin(first) // size, end)
+        whole_end = cutlass.min(cutlass.max(self.end(first), Int32(0)) // size, end)
+        whole_begin = cutlass.max(cute.ceil_div(self.begin(last), size), begin)
+        return begin, whole_begin, whole_end, end

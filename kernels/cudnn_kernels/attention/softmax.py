@@ -1,0 +1,70 @@
+"""The softmax of rows that come block by block (M. Milakov, N. Gimelshein: Online normalizer calculation, 2018)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, select_
+
+from cudnn_kernels.epilogue.fragment import RowLayout
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass
+class State:
+    """The largest score so far, and the sum of exponentials, of each of a thread's rows.
+
+    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values.
+    """
+
+    maxima: cute.Tensor
+    sums: cute.Tensor
+    scale: Float32
+
+
+def reset(state: State) -> None:
+    """Before a row's first block."""
+    state.maxima.fill(-math.inf)
+    state.sums.fill(0.0)
+
+
+def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Sequence[Float32]:
+    """Turns a block's scores into exponentials, in place.
+
+    What was added up before must be multiplied by the result, row by row.
+    """
+    corrections = []
+    for slot in range(rows.slots):
+        order = rows.order(width, slot)
+        chains = [scores[order[0]], scores[order[1]]]
+        for place, i in enumerate(order[2:]):
+            chains[place % 2] = cute.arch.fmax(chains[place % 2], scores[i])
+        before = state.maxima[slot]
+        largest = cute.arch.fmax(before, rows.across(cute.arch.fmax(*chains), cute.arch.fmax))
+        state.maxima[slot] = largest
+        shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))
+        correction = cute.math.exp2(before * state.scale - shift, fastmath=True)
+        sums = [state.sums[slot] * correction, Float32(0.0)]
+        for place, i in enumerate(order):
+            value = cute.math.exp2(scores[i] * state.scale - shift, fastmath=True)
+            scores[i] = value
+            sums[place % 2] = sums[place % 2] + value
+        state.sums[slot] = sums[0] + sums[1]
+        corrections.append(correction)
+    return corrections
+
+
+def finish(state: State, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:
+    """What a row's products must be multiplied by, and its log of the sum of exponentials.
+
+    Those of a row that saw nothing: 0 and -inf.
+    """
+    total = rows.across(state.sums[slot], lambda a, b: a + b)
+    empty = total == 0.0
+    factor = Float32(select_(empty, Float32(0.0), 1.0 / total))
+    log_sum = (state.maxima[slot] * state.scale + cute.math.log2(total, fastmath=True)) * math.log(2)
+    return factor, Float32(select_(empty, Float32(-math.inf), log_sum))

@@ -1,0 +1,516 @@
+"""Attention on Hopper, forward: O = softmax(scale Q K^T + mask) V.
+
+A CTA has query rows of one head: 64 for each warpgroup that multiplies. One warp of another warpgroup lets the copy
+engine fetch Q, and rings of blocks of K and V. A warpgroup keeps its rows of O and one block of scores in registers: it
+issues the next block's Q K^T and this block's P V, and while the latter runs it computes the softmax of the former.
+Blocks are taken from the last to the first, so that those at the mask's edge come first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from cudnn_kernels.attention import ForwardConfiguration, softmax
+from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.sm90.wgmma import WgmmaRows
+from cudnn_kernels.types import DTYPES, fake
+
+GROUP = 128  # threads of a warpgroup
+ROWS = 64  # of a warpgroup
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
+GROUP_BARRIER = 1
+
+
+@dataclass
+class Rings:
+    """Barriers in shared memory: those of Q, and of each buffer of K and of V."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+
+
+@dataclass
+class Problem:
+    """What a tile belongs to: its first row, its head, that of K and V, its batch, and where its sequence lies."""
+
+    row: Int32
+    head: Int32
+    key_head: Int32
+    batch: Int32
+    first_query: Int32
+    first_key: Int32
+    mask: Mask
+
+
+class AttentionForward:
+    """The kernel for one :class:`ForwardConfiguration`."""
+
+    def __init__(self, configuration: ForwardConfiguration) -> None:
+        c = self.c = configuration
+        self.dtype = DTYPES[c.dtype]
+        self.tile_m, self.tile_n = c.tile
+        self.groups = self.tile_m // ROWS
+        self.warps = 4 * self.groups
+        self.score_rows = WgmmaRows(slots=2)
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
+        offsets_q: Any, offsets_k: Any, longest: Int32, scale: Float32, scale_output: Float32,
+        right: Int32, left: Int32, multiprocessors: Int32, stream: Any,
+    ) -> None:  # fmt: skip
+        """Q (s_q, d, h_q, b), K (s_k, d, h_k, b), V (s_k, d_v, h_k, b), O (s_q, d_v, h_q, b), LSE (s_q, h_q, b)."""
+        c = self.c
+        rows = self.tile_m * c.cluster
+        tiles = cute.ceil_div(longest, rows)
+        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        total = tiles * q.shape[2] * batches
+        q_layout, k_layout, v_layout = self.layouts(1)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        share = load if const_expr(c.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        one = (None, None, 0)
+        v_turned = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2, 3]))
+        atom_q, mQ = cpasync.make_tiled_tma_atom(load, q, cute.slice_(q_layout, one), (self.tile_m, c.head))
+        atom_k, mK = cpasync.make_tiled_tma_atom(
+            share, k, cute.slice_(k_layout, one), (self.tile_n, c.head), num_multicast=c.cluster
+        )
+        atom_v, mV = cpasync.make_tiled_tma_atom(
+            share, v_turned, cute.slice_(v_layout, one), (c.head_v, self.tile_n), num_multicast=c.cluster
+        )
+        atom_o, mO = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), o, self.output_tile(), (ROWS, c.head_v)
+        )
+        clusters = cutlass.min(total, multiprocessors // c.cluster)
+        self.kernel(
+            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, o, lse, offsets_q, offsets_k, tiles, batches,
+            q.shape[2], k.shape[2], q.shape[0], k.shape[0], scale * softmax.LOG2_E, scale_output, right, left,
+        ).launch(
+            grid=[c.cluster, clusters, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
+            stream=stream, min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def layouts(self, stages: int) -> tuple[Any, Any, Any]:
+        """Q, and the rings of K and V, in shared memory."""
+        c = self.c
+        scores, products = (self.tile_m, self.tile_n, c.head), (self.tile_m, c.head_v, self.tile_n)
+        return (
+            sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, scores, self.dtype, 1),
+            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, scores, self.dtype, stages),
+            sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, products, self.dtype, stages),
+        )
+
+    def output_layout(self) -> Any:
+        """O in shared memory, where Q was: a warpgroup overwrites its own rows only."""
+        shape = (self.tile_m, self.tile_n, self.c.head_v)
+        return cute.slice_(sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1), (None, None, 0))
+
+    def output_tile(self) -> Any:
+        """The layout of a warpgroup's rows of O."""
+        return cute.composition(self.output_layout(), (ROWS, self.c.head_v))
+
+    def score_mma(self) -> cute.TiledMma:
+        """Q K^T of a warpgroup."""
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype, Float32, (ROWS, self.tile_n, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
+        )
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    def product_mma(self) -> cute.TiledMma:
+        """P V of a warpgroup, P from registers."""
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype, Float32, (ROWS, self.c.head_v, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
+        )
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    @cute.kernel
+    def kernel(
+        self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
+        atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
+        tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
+        scale: Float32, scale_output: Float32, right: Int32, left: Int32,
+    ) -> None:  # fmt: skip
+        """The roles of the warpgroups."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        smem = SmemAllocator()
+        q_layout, k_layout, v_layout = self.layouts(c.stages)
+        sQ, sK, sV = (
+            smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+            for x in (q_layout, k_layout, v_layout)
+        )
+        sQ = sQ[None, None, 0]
+        out = self.output_layout()
+        sO = cute.make_tensor(sQ.iterator, out.outer)
+        rings = Rings(*(smem.allocate_array(cutlass.Int64, count) for count in (1, 1, *[c.stages] * 4)))
+        if thread == 0:
+            cute.arch.mbarrier_init(rings.q_full, 1)
+            cute.arch.mbarrier_init(rings.q_empty, self.groups)
+            for stage in cutlass.range_constexpr(c.stages):
+                cute.arch.mbarrier_init(rings.k_full + stage, 1)
+                cute.arch.mbarrier_init(rings.v_full + stage, 1)
+                cute.arch.mbarrier_init(rings.k_empty + stage, self.warps * c.cluster)
+                cute.arch.mbarrier_init(rings.v_empty + stage, self.warps * c.cluster)
+            for atom in (atom_q, atom_k, atom_v, atom_o):
+                cpasync.prefetch_descriptor(atom)
+        cute.arch.mbarrier_init_fence()
+        self.meet()
+        rank, cluster, _ = cute.arch.block_idx()
+        _, clusters, _ = cute.arch.grid_dim()
+        total = tiles * heads * batches
+        few, many = REGISTERS[self.groups]
+        if group == 0:
+            cute.arch.setmaxregister_decrease(few)
+            if warp_index == 0:
+                self.produce(
+                    atom_q, mQ, atom_k, mK, atom_v, mV, sQ, sK, sV, rings, offsets_q, offsets_k, tiles, heads,
+                    key_heads, queries, keys, right, left, rank, cluster, clusters, total,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(many)
+            self.consume(
+                atom_o, mO, o, lse, sQ, sK, sV, sO, rings, offsets_q, offsets_k, tiles, heads, key_heads, queries, keys,
+                scale, scale_output, right, left, rank, cluster, clusters, total, group - 1, thread - GROUP * group,
+            )  # fmt: skip
+        if const_expr(c.cluster > 1):
+            self.meet()
+
+    @cute.jit
+    def meet(self) -> None:
+        """Waits for all threads of the cluster."""
+        if const_expr(self.c.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def problem(
+        self, index: Int32, tiles: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
+        offsets_q: Any, offsets_k: Any, right: Int32, left: Int32, rank: Int32,
+    ) -> Problem:  # fmt: skip
+        """What the ``index``-th tile of a cluster is. The last rows come first: with a causal mask they take longest."""
+        c = self.c
+        tile, rest = tiles - 1 - index % tiles, index // tiles
+        head, batch = rest % heads, rest // heads
+        first_query, first_key = Int32(0), Int32(0)
+        if const_expr(c.packed):
+            first_query, first_key = offsets_q[batch], offsets_k[batch]
+            queries, keys = offsets_q[batch + 1] - first_query, offsets_k[batch + 1] - first_key
+        mask = Mask(
+            queries, keys, keys - queries,
+            right if const_expr(c.right) else None, left if const_expr(c.left) else None,
+        )  # fmt: skip
+        row = (tile * c.cluster + rank) * self.tile_m
+        return Problem(row, head, head // (heads // key_heads), batch, first_query, first_key, mask)
+
+    def blocks(self, p: Problem, rank: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The blocks of keys that the rows of all CTAs of the cluster need."""
+        first = p.row - rank * self.tile_m
+        last = cutlass.min(first + self.tile_m * self.c.cluster, p.mask.queries) - 1
+        return p.mask.blocks(first, last, self.tile_n)
+
+    @cute.jit
+    def produce(
+        self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
+        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, rings: Rings, offsets_q: Any, offsets_k: Any, tiles: Int32,
+        heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, right: Int32, left: Int32, rank: Int32,
+        cluster: Int32, clusters: Int32, total: Int32,
+    ) -> None:  # fmt: skip
+        """One warp: fetches Q, K and V of all tiles."""
+        c = self.c
+        whole = cute.make_layout(1)
+        everyone = cutlass.Int16((1 << c.cluster) - 1) if const_expr(c.cluster > 1) else None
+        position, count = Int32(0), Int32(0)
+        for index in cutlass.range(cluster, total, clusters):
+            p = self.problem(
+                index, tiles, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, rank
+            )
+            begin, _, _, end = self.blocks(p, rank)
+            batch = 0 if const_expr(c.packed) else p.batch
+            if self.exists(p, rank):
+                mine = mQ[None, None, p.head, batch]
+                gQ = cute.local_tile(cute.domain_offset((p.first_query + p.row, 0), mine), (self.tile_m, c.head), (0, 0))
+                gK = cute.local_tile(
+                    cute.domain_offset((p.first_key, 0), mK[None, None, p.key_head, batch]), (self.tile_n, c.head), (None, 0)
+                )
+                gV = cute.local_tile(
+                    cute.domain_offset((0, p.first_key), mV[None, None, p.key_head, batch]), (c.head_v, self.tile_n), (0, None)
+                )
+                tQsQ, tQgQ = cpasync.tma_partition(
+                    atom_q, 0, whole, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
+                )
+                sharing = cute.make_layout(c.cluster)
+                tKsK, tKgK = cpasync.tma_partition(
+                    atom_k, rank, sharing, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2)
+                )
+                tVsV, tVgV = cpasync.tma_partition(
+                    atom_v, rank, sharing, cute.group_modes(sV, 0, 2), cute.group_modes(gV, 0, 2)
+                )
+                cute.arch.mbarrier_wait(rings.q_empty, (count + 1) % 2)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full, self.bytes(self.tile_m, c.head))
+                cute.copy(atom_q, tQgQ, tQsQ, tma_bar_ptr=rings.q_full)
+                for step in cutlass.range(end - begin + 1, unroll=1):
+                    if step < end - begin:
+                        stage, phase = (position + step) % c.stages, (position + step) // c.stages % 2
+                        cute.arch.mbarrier_wait(rings.k_empty + stage, phase ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(rings.k_full + stage, self.bytes(self.tile_n, c.head))
+                        cute.copy(
+                            atom_k, tKgK[None, end - 1 - step], tKsK[None, stage], tma_bar_ptr=rings.k_full + stage,
+                            mcast_mask=everyone,
+                        )  # fmt: skip
+                    if step > 0:
+                        before = position + step - 1
+                        stage, phase = before % c.stages, before // c.stages % 2
+                        cute.arch.mbarrier_wait(rings.v_empty + stage, phase ^ 1)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                rings.v_full + stage, self.bytes(self.tile_n, c.head_v)
+                            )
+                        cute.copy(
+                            atom_v, tVgV[None, end - step], tVsV[None, stage], tma_bar_ptr=rings.v_full + stage,
+                            mcast_mask=everyone,
+                        )  # fmt: skip
+                position += end - begin
+                count += 1
+
+    def exists(self, p: Problem, rank: Int32) -> Boolean:
+        """Whether the tile has rows in the CTA's cluster: sequences may be shorter than the longest."""
+        return p.row - rank * self.tile_m < p.mask.queries
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Of a tile in shared memory."""
+        return rows * columns * self.dtype.width // 8
+
+    @cute.jit
+    def consume(
+        self, atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
+        sV: cute.Tensor, sO: cute.Tensor, rings: Rings, offsets_q: Any, offsets_k: Any, tiles: Int32, heads: Int32,
+        key_heads: Int32, queries: Int32, keys: Int32, scale: Float32, scale_output: Float32, right: Int32, left: Int32,
+        rank: Int32, cluster: Int32, clusters: Int32, total: Int32, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """A warpgroup: its rows of all tiles."""
+        c = self.c
+        score_mma, product_mma = self.score_mma(), self.product_mma()
+        scores_part, product_part = score_mma.get_slice(thread), product_mma.get_slice(thread)
+        sQ_group = cute.local_tile(sQ, (ROWS, c.head), (group, 0))
+        tSrQ = score_mma.make_fragment_A(scores_part.partition_A(sQ_group))
+        tSrK = score_mma.make_fragment_B(scores_part.partition_B(sK))
+        tOrV = product_mma.make_fragment_B(product_part.partition_B(sV))
+        scores = cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(product_mma.partition_shape_C((ROWS, c.head_v)), Float32)
+        words = cute.make_rmem_tensor(self.tile_n // 4, Int32)  # P, two values a word
+        state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
+        position, count = Int32(0), Int32(0)
+        for index in cutlass.range(cluster, total, clusters):
+            p = self.problem(
+                index, tiles, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, rank
+            )
+            begin, whole_begin, whole_end, end = self.blocks(p, rank)
+            if self.exists(p, rank):
+                softmax.reset(state)
+                acc.fill(0.0)
+                cute.arch.mbarrier_wait(rings.q_full, count % 2)
+                if end > begin:
+                    at = position + end - 1  # the ring's position of block n is at - n
+                    row = p.row + group * ROWS
+                    self.first(scores, tSrQ, tSrK, words, rings, state, p, row, thread, end - 1, at)
+                    start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
+                    for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
+                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, True)
+                    middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(c.left) else begin
+                    for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
+                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, False)
+                    if const_expr(c.left):
+                        for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
+                            self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, True)
+                    self.last(acc, words, tOrV, rings, at - begin)
+                ends = [softmax.finish(state, self.score_rows, slot) for slot in range(2)]
+                self.correct(acc, [factor * scale_output for factor, _ in ends])
+                log_sums = cute.make_rmem_tensor(2, Float32)
+                for slot in cutlass.range_constexpr(2):
+                    log_sums[slot] = ends[slot][1]
+                self.store(product_mma, acc, log_sums, atom_o, mO, o, lse, sO, rings, p, group, thread)
+                position += end - begin
+                count += 1
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def multiply_scores(self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
+        """Issues Q K^T of a block."""
+        mma = self.score_mma()
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for block in range(self.c.head // 16):
+            cute.gemm(mma, scores, tSrQ[None, None, block], tSrK[None, None, block, stage], scores)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def multiply_values(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, stage: Int32) -> None:
+        """Issues P V of a block."""
+        mma = self.product_mma()
+        fixed = cute.make_rmem_tensor(self.tile_n // 4, Int32)
+        for i in range(self.tile_n // 4):  # opaque: else the compiler packs halves after the fence
+            fixed[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[i]])
+        shape = cute.make_layout(mma.partition_shape_A((ROWS, self.tile_n)))
+        tOrP = cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=self.dtype), shape)
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for block in range(self.tile_n // 16):
+            cute.gemm(mma, acc, tOrP[None, None, block], tOrV[None, None, block, stage], acc)
+        warpgroup.commit_group()
+
+    def first(
+        self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor, rings: Rings,
+        state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, at: Int32,
+    ) -> None:  # fmt: skip
+        """The scores of a tile's first block."""
+        stage, phase = (at - n) % self.c.stages, (at - n) // self.c.stages % 2
+        cute.arch.mbarrier_wait(rings.k_full + stage, phase)
+        self.multiply_scores(scores, tSrQ, tSrK, stage)
+        warpgroup.wait_group(0)
+        self.release(rings.k_empty + stage)
+        self.hide(scores, p, row, thread, n)
+        softmax.update(state, scores, self.score_rows, self.tile_n)
+        self.round(scores, words)
+
+    def step(
+        self, scores: cute.Tensor, acc: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor,
+        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, at: Int32,
+        masked: bool,
+    ) -> None:  # fmt: skip
+        """Block n's scores, while the products of block n + 1 run."""
+        stage, phase = (at - n) % self.c.stages, (at - n) // self.c.stages % 2
+        value_stage, value_phase = (at - n - 1) % self.c.stages, (at - n - 1) // self.c.stages % 2
+        cute.arch.mbarrier_wait(rings.k_full + stage, phase)
+        self.multiply_scores(scores, tSrQ, tSrK, stage)
+        cute.arch.mbarrier_wait(rings.v_full + value_stage, value_phase)
+        self.multiply_values(acc, words, tOrV, value_stage)
+        warpgroup.wait_group(1)
+        self.release(rings.k_empty + stage)
+        if const_expr(masked):
+            self.hide(scores, p, row, thread, n)
+        corrections = softmax.update(state, scores, self.score_rows, self.tile_n)
+        warpgroup.wait_group(0)
+        self.release(rings.v_empty + value_stage)
+        self.round(scores, words)
+        self.correct(acc, corrections)
+
+    def last(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, rings: Rings, position: Int32) -> None:
+        """The products of a tile's last block."""
+        stage, phase = position % self.c.stages, position // self.c.stages % 2
+        cute.arch.mbarrier_wait(rings.v_full + stage, phase)
+        self.multiply_values(acc, words, tOrV, stage)
+        warpgroup.wait_group(0)
+        self.release(rings.v_empty + stage)
+
+    def hide(self, scores: cute.Tensor, p: Problem, row: Int32, thread: Int32, n: Int32) -> None:
+        """Makes scores of keys that a row does not see -inf."""
+        for slot in range(2):
+            mine = row + self.score_rows.row(thread, slot)
+            begin, end = p.mask.begin(mine) - n * self.tile_n, p.mask.end(mine) - n * self.tile_n
+            for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
+                column = self.score_rows.column(thread, place)
+                seen = column < end
+                if const_expr(self.c.left):
+                    seen = seen & (column >= begin)
+                scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+
+    def round(self, scores: cute.Tensor, words: cute.Tensor) -> None:
+        """P as the tensor cores take it: an accumulator's registers are an operand's, in the same order."""
+        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
+        rounded.store(scores.load().to(self.dtype))
+        pairs = cute.recast_tensor(rounded, Int32)
+        for i in range(self.tile_n // 4):
+            words[i] = pairs[i]
+
+    def correct(self, acc: cute.Tensor, factors: Any) -> None:
+        """Multiplies the rows of O."""
+        for slot in range(2):
+            for i in self.score_rows.order(self.c.head_v, slot):
+                acc[i] = acc[i] * factors[slot]
+
+    @cute.jit
+    def release(self, empty: Any) -> None:
+        """A warp is done with a buffer."""
+        lane = cute.arch.lane_idx()
+        if const_expr(self.c.cluster == 1):
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty)
+        elif lane < self.c.cluster:
+            cute.arch.mbarrier_arrive(empty, lane)
+
+    @cute.jit
+    def store(
+        self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor, o: cute.Tensor,
+        lse: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """O and LSE of a warpgroup's rows."""
+        c = self.c
+        batch = 0 if const_expr(c.packed) else p.batch
+        row = p.row + group * ROWS
+        for slot in cutlass.range_constexpr(2):
+            mine = row + self.score_rows.row(thread, slot)
+            if thread % 4 == 0:
+                if mine < p.mask.queries:
+                    lse[p.first_query + mine, p.head, batch] = log_sums[slot]
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        rounded.store(acc.load().to(self.dtype))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+        sO_group = cute.local_tile(sO, (ROWS, c.head_v), (group, 0))
+        if const_expr(not c.packed):
+            inside = Boolean(True)
+        else:
+            inside = row + ROWS <= p.mask.queries
+        if inside:
+            cute.copy(atom, copy.retile(rounded), copy.partition_D(sO_group))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
+            if thread < 32:
+                mine_o = cute.domain_offset((p.first_query + row, 0), mO[None, None, p.head, batch])
+                gO = cute.local_tile(mine_o, (ROWS, c.head_v), (0, 0))
+                tOsO, tOgO = cpasync.tma_partition(
+                    atom_o, 0, cute.make_layout(1), cute.group_modes(sO_group, 0, 2), cute.group_modes(gO, 0, 2)
+                )
+                cute.copy(atom_o, tOsO, tOgO)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        else:
+            for slot in cutlass.range_constexpr(2):
+                mine = row + self.score_rows.row(thread, slot)
+                if mine < p.mask.queries:
+                    for place, i in enumerate(self.score_rows.order(c.head_v, slot)):
+                        o[p.first_query + mine, self.score_rows.column(thread, place), p.head, batch] = rounded[i]
+            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
+        if thread == 0:
+            cute.arch.mbarrier_arrive(rings.q_empty)
+
+
+def arguments(configuration: ForwardConfiguration) -> tuple[Any, ...]:
+    """Stand-ins for the arguments of :class:`AttentionForward`."""
+    c = configuration
+    sq, sk, hq, hk, b = (cute.sym_int() for _ in range(5))
+    offsets = tuple(fake("int32", (cute.sym_int(),), 0, align=4) if c.packed else None for _ in range(2))
+    return (
+        fake(c.dtype, (sq, c.head, hq, b), 1), fake(c.dtype, (sk, c.head, hk, b), 1),
+        fake(c.dtype, (sk, c.head_v, hk, b), 1), fake(c.dtype, (sq, c.head_v, hq, b), 1),
+        fake("float32", (sq, hq, b), None, align=4), *offsets, Int32(0), Float32(0.0), Float32(0.0), Int32(0), Int32(0),
+        Int32(0), make_fake_stream(),
+    )  # fmt: skip
