@@ -23,3 +23,15 @@ class ForwardConfiguration:
     left: bool = False
     cluster: int = 1
     stages: int = 2
+
+
+@dataclass(frozen=True)
+class BackwardConfiguration:
+    """dQ, dK and dV for heads of ``head`` elements; ``keys`` of a CTA. Others as :class:`ForwardConfiguration`."""
+
+    dtype: str
+    head: int
+    keys: int
+    packed: bool = False
+    right: bool = False
+    left: bool = False
