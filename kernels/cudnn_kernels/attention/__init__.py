@@ -11,7 +11,8 @@ class ForwardConfiguration:
 
     ``tile`` is (query rows, keys) of a CTA. ``packed``: sequences follow each other and offsets say where they begin.
     ``right`` and ``left``: the window ends on that side; a causal mask is a right end. CTAs of a ``cluster`` have
-    neighbouring query rows of a head and share the loads of K and V.
+    neighbouring query rows of a head and share the loads of K and V. With ``pingpong`` two warpgroups take turns in
+    issuing products, so that one's softmax runs under the other's.
     """
 
     dtype: str
@@ -23,6 +24,8 @@ class ForwardConfiguration:
     left: bool = False
     cluster: int = 1
     stages: int = 2
+    pingpong: bool = False
+    lazy: bool = False
 
 
 @dataclass(frozen=True)

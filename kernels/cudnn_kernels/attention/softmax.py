@@ -12,6 +12,7 @@ from cutlass import Float32, select_
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 LOG2_E = math.log2(math.e)
+LAZY = 8.0
 
 
 @dataclass
@@ -32,7 +33,7 @@ def reset(state: State) -> None:
     state.sums.fill(0.0)
 
 
-def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Sequence[Float32]:
+def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int, lazy: bool = False) -> Sequence[Float32]:
     """Turns a block's scores into exponentials, in place.
 
     What was added up before must be multiplied by the result, row by row.
@@ -45,6 +46,8 @@ def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Se
             chains[place % 2] = cute.arch.fmax(chains[place % 2], scores[i])
         before = state.maxima[slot]
         largest = cute.arch.fmax(before, rows.across(cute.arch.fmax(*chains), cute.arch.fmax))
+        if lazy:
+            largest = Float32(select_((largest - before) * state.scale > LAZY, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))
         correction = cute.math.exp2(before * state.scale - shift, fastmath=True)

@@ -247,19 +247,22 @@ class AttentionBackward:
                 barriers.kv_full,
             )  # fmt: skip
         size = M * c.head * self.dtype.width // 8
-        for step in cutlass.range(steps * group_heads, unroll=1):
-            head = block.head * group_heads + step // steps
-            row = block.first_query + (block.begin + step % steps) * M
+        total = steps * group_heads
+        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
+            used = cutlass.min(step, total - 1)
+            head = block.head * group_heads + used // steps
+            row = block.first_query + (block.begin + used % steps) * M
             stage, phase = step % Q_STAGES, step // Q_STAGES % 2
             cute.arch.mbarrier_wait(barriers.q_empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + stage, size)
             target = sQ[None, None, stage]
             self.fetch(atom_q, mQ[None, None, head, batch], target, (row, 0), (M, c.head), barriers.q_full + stage)
-            cute.arch.mbarrier_wait(barriers.do_empty, step % 2 ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, size)
-            self.fetch(atom_do, mdO[None, None, head, batch], sdO, (row, 0), (M, c.head), barriers.do_full)
+            if step < total:
+                cute.arch.mbarrier_wait(barriers.do_empty, step % 2 ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, size)
+                self.fetch(atom_do, mdO[None, None, head, batch], sdO, (row, 0), (M, c.head), barriers.do_full)
 
     def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``."""
@@ -320,20 +323,19 @@ class AttentionBackward:
             cute.arch.mbarrier_wait(barriers.kv_full, 0)
             cute.arch.mbarrier_wait(barriers.q_full, 0)
             self.multiply(self.score_mma(), scores, tSrQ, tSrK, 0, False)
+            warpgroup.wait_group(0)
         for step in cutlass.range(total, unroll=1):
             head = block.head * group_heads + step // steps
             m_block = block.begin + step % steps
             stage, phase = step % Q_STAGES, step % 2
-            for slot in cutlass.range_constexpr(2):
-                row = m_block * M + self.rows.row(thread, slot)
-                row_sums[slot] = Float32.inf
-                row_products[slot] = Float32(0.0)
-                if row < block.mask.queries:
-                    row_sums[slot] = log_sums[block.first_query + row, head, batch]
-                    row_products[slot] = products[block.first_query + row, head, batch]
             cute.arch.mbarrier_wait(barriers.do_full, phase)
             self.multiply(self.score_mma(), gradients, tSrdO, tSrV, None, False)
-            warpgroup.wait_group(1)
+            for slot in cutlass.range_constexpr(2):
+                row = m_block * M + self.rows.row(thread, slot)
+                inside = row < block.mask.queries
+                place = block.first_query + cutlass.min(row, block.mask.queries - 1)
+                row_sums[slot] = Float32(cutlass.select_(inside, log_sums[place, head, batch], Float32.inf))
+                row_products[slot] = products[place, head, batch]
             self.exponentiate(scores, row_sums, scale_log2, block, m_block, group, thread)
             self.put(copy, atom, scores, tPsP)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -343,7 +345,7 @@ class AttentionBackward:
             for slot in cutlass.range_constexpr(2):
                 for i in self.rows.order(self.half_n, slot):
                     gradients[i] = scores[i] * (gradients[i] - row_products[slot])
-            cute.arch.mbarrier_wait(barriers.peer_empty, step % 2 ^ 1)  # the other CTA has what dS was before
+            cute.arch.mbarrier_wait(barriers.peer_empty, phase ^ 1)  # the other CTA has what dS was before
             self.put(copy, atom, gradients, tPsS)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.all_multiplying()
@@ -355,17 +357,15 @@ class AttentionBackward:
             self.multiply(self.query_mma(), acc_dq, tQrK, tQrS, None, False)
             cute.arch.mbarrier_wait(barriers.peer_full, phase)
             self.multiply(self.query_mma(), acc_dq, tQrPeerK, tQrPeerS, None, True)
-            if step + 1 < total:
-                ahead = (step + 1) % Q_STAGES
-                cute.arch.mbarrier_wait(barriers.q_full + ahead, (step + 1) // Q_STAGES % 2)
-                self.multiply(self.score_mma(), scores, tSrQ, tSrK, ahead, False)
-                warpgroup.wait_group(1)
-            else:
-                warpgroup.wait_group(0)
+            ahead = (step + 1) % Q_STAGES
+            cute.arch.mbarrier_wait(barriers.q_full + ahead, (step + 1) // Q_STAGES % 2)
+            self.multiply(self.score_mma(), scores, tSrQ, tSrK, ahead, False)  # the last time, for nothing
+            warpgroup.wait_group(1)
             self.release(barriers.q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(barriers.peer_empty, 1 - rank)
             self.add(acc_dq, dq_sums, block.first_block + m_block, head, batch, rank, group, thread)
+            warpgroup.wait_group(0)  # in flight over the end of a loop, the compiler would let products wait for each other
         self.store(acc_dk, sK, dk, block, batch, scale, group, thread, thread256)
         self.store(acc_dv, sV, dv, block, batch, Float32(1.0), group, thread, thread256)
 

@@ -28,7 +28,7 @@ from cudnn_kernels.types import DTYPES, fake
 GROUP = 128  # threads of a warpgroup
 ROWS = 64  # of a warpgroup
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
-GROUP_BARRIER = 1
+GROUP_BARRIER, TURN_BARRIER = 1, 4
 
 
 @dataclass
@@ -36,7 +36,6 @@ class Rings:
     """Barriers in shared memory: those of Q, and of each buffer of K and of V."""
 
     q_full: Any
-    q_empty: Any
     k_full: Any
     k_empty: Any
     v_full: Any
@@ -71,14 +70,17 @@ class AttentionForward:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
         offsets_q: Any, offsets_k: Any, longest: Int32, scale: Float32, scale_output: Float32,
-        right: Int32, left: Int32, multiprocessors: Int32, stream: Any,
+        right: Int32, left: Int32, together: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """Q (s_q, d, h_q, b), K (s_k, d, h_k, b), V (s_k, d_v, h_k, b), O (s_q, d_v, h_q, b), LSE (s_q, h_q, b)."""
+        """Q (s_q, d, h_q, b), K (s_k, d, h_k, b), V (s_k, d_v, h_k, b), O (s_q, d_v, h_q, b), LSE (s_q, h_q, b).
+
+        ``longest`` is the largest number of queries of a sequence; ``together`` heads run at a time, those whose K and
+        V the L2 cache holds.
+        """
         c = self.c
         rows = self.tile_m * c.cluster
         tiles = cute.ceil_div(longest, rows)
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        total = tiles * q.shape[2] * batches
         q_layout, k_layout, v_layout = self.layouts(1)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = load if const_expr(c.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -94,12 +96,11 @@ class AttentionForward:
         atom_o, mO = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), o, self.output_tile(), (ROWS, c.head_v)
         )
-        clusters = cutlass.min(total, multiprocessors // c.cluster)
         self.kernel(
             atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, o, lse, offsets_q, offsets_k, tiles, batches,
-            q.shape[2], k.shape[2], q.shape[0], k.shape[0], scale * softmax.LOG2_E, scale_output, right, left,
+            q.shape[2], k.shape[2], q.shape[0], k.shape[0], together, scale * softmax.LOG2_E, scale_output, right, left,
         ).launch(
-            grid=[c.cluster, clusters, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
+            grid=[c.cluster, tiles * q.shape[2] * batches, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -140,7 +141,7 @@ class AttentionForward:
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
         atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
-        tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
+        tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32,
         scale: Float32, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -157,10 +158,9 @@ class AttentionForward:
         sQ = sQ[None, None, 0]
         out = self.output_layout()
         sO = cute.make_tensor(sQ.iterator, out.outer)
-        rings = Rings(*(smem.allocate_array(cutlass.Int64, count) for count in (1, 1, *[c.stages] * 4)))
+        rings = Rings(*(smem.allocate_array(cutlass.Int64, count) for count in (1, *[c.stages] * 4)))
         if thread == 0:
             cute.arch.mbarrier_init(rings.q_full, 1)
-            cute.arch.mbarrier_init(rings.q_empty, self.groups)
             for stage in cutlass.range_constexpr(c.stages):
                 cute.arch.mbarrier_init(rings.k_full + stage, 1)
                 cute.arch.mbarrier_init(rings.v_full + stage, 1)
@@ -170,22 +170,20 @@ class AttentionForward:
                 cpasync.prefetch_descriptor(atom)
         cute.arch.mbarrier_init_fence()
         self.meet()
-        rank, cluster, _ = cute.arch.block_idx()
-        _, clusters, _ = cute.arch.grid_dim()
-        total = tiles * heads * batches
+        rank, _, _ = cute.arch.block_idx()
+        problem = self.problem(
+            tiles, batches, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, together
+        )
         few, many = REGISTERS[self.groups]
         if group == 0:
             cute.arch.setmaxregister_decrease(few)
             if warp_index == 0:
-                self.produce(
-                    atom_q, mQ, atom_k, mK, atom_v, mV, sQ, sK, sV, rings, offsets_q, offsets_k, tiles, heads,
-                    key_heads, queries, keys, right, left, rank, cluster, clusters, total,
-                )  # fmt: skip
+                self.produce(atom_q, mQ, atom_k, mK, atom_v, mV, sQ, sK, sV, rings, problem, rank)
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(
-                atom_o, mO, o, lse, sQ, sK, sV, sO, rings, offsets_q, offsets_k, tiles, heads, key_heads, queries, keys,
-                scale, scale_output, right, left, rank, cluster, clusters, total, group - 1, thread - GROUP * group,
+                atom_o, mO, o, lse, sQ, sK, sV, sO, rings, problem, scale, scale_output, rank, group - 1,
+                thread - GROUP * group,
             )  # fmt: skip
         if const_expr(c.cluster > 1):
             self.meet()
@@ -201,13 +199,16 @@ class AttentionForward:
 
     @cute.jit
     def problem(
-        self, index: Int32, tiles: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
-        offsets_q: Any, offsets_k: Any, right: Int32, left: Int32, rank: Int32,
+        self, tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, offsets_q: Any,
+        offsets_k: Any, right: Int32, left: Int32, together: Int32,
     ) -> Problem:  # fmt: skip
-        """What the ``index``-th tile of a cluster is. The last rows come first: with a causal mask they take longest."""
+        """What this CTA's rows are. The last rows of some heads come first: with a causal mask they take longest."""
         c = self.c
-        tile, rest = tiles - 1 - index % tiles, index // tiles
-        head, batch = rest % heads, rest // heads
+        rank, index, _ = cute.arch.block_idx()
+        first = index // (tiles * together) * together
+        width, rest = cutlass.min(together, heads * batches - first), index - first * tiles
+        tile, index = tiles - 1 - rest // width, first + rest % width
+        head, batch = index % heads, index // heads
         first_query, first_key = Int32(0), Int32(0)
         if const_expr(c.packed):
             first_query, first_key = offsets_q[batch], offsets_k[batch]
@@ -228,68 +229,40 @@ class AttentionForward:
     @cute.jit
     def produce(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
-        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, rings: Rings, offsets_q: Any, offsets_k: Any, tiles: Int32,
-        heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, right: Int32, left: Int32, rank: Int32,
-        cluster: Int32, clusters: Int32, total: Int32,
+        sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, rings: Rings, p: Problem, rank: Int32,
     ) -> None:  # fmt: skip
-        """One warp: fetches Q, K and V of all tiles."""
+        """One warp: fetches Q, K and V."""
         c = self.c
-        whole = cute.make_layout(1)
         everyone = cutlass.Int16((1 << c.cluster) - 1) if const_expr(c.cluster > 1) else None
-        position, count = Int32(0), Int32(0)
-        for index in cutlass.range(cluster, total, clusters):
-            p = self.problem(
-                index, tiles, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, rank
-            )
-            begin, _, _, end = self.blocks(p, rank)
-            batch = 0 if const_expr(c.packed) else p.batch
-            if self.exists(p, rank):
-                mine = mQ[None, None, p.head, batch]
-                gQ = cute.local_tile(cute.domain_offset((p.first_query + p.row, 0), mine), (self.tile_m, c.head), (0, 0))
-                gK = cute.local_tile(
-                    cute.domain_offset((p.first_key, 0), mK[None, None, p.key_head, batch]), (self.tile_n, c.head), (None, 0)
-                )
-                gV = cute.local_tile(
-                    cute.domain_offset((0, p.first_key), mV[None, None, p.key_head, batch]), (c.head_v, self.tile_n), (0, None)
-                )
-                tQsQ, tQgQ = cpasync.tma_partition(
-                    atom_q, 0, whole, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-                )
-                sharing = cute.make_layout(c.cluster)
-                tKsK, tKgK = cpasync.tma_partition(
-                    atom_k, rank, sharing, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2)
-                )
-                tVsV, tVgV = cpasync.tma_partition(
-                    atom_v, rank, sharing, cute.group_modes(sV, 0, 2), cute.group_modes(gV, 0, 2)
-                )
-                cute.arch.mbarrier_wait(rings.q_empty, (count + 1) % 2)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full, self.bytes(self.tile_m, c.head))
-                cute.copy(atom_q, tQgQ, tQsQ, tma_bar_ptr=rings.q_full)
-                for step in cutlass.range(end - begin + 1, unroll=1):
-                    if step < end - begin:
-                        stage, phase = (position + step) % c.stages, (position + step) // c.stages % 2
-                        cute.arch.mbarrier_wait(rings.k_empty + stage, phase ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(rings.k_full + stage, self.bytes(self.tile_n, c.head))
-                        cute.copy(
-                            atom_k, tKgK[None, end - 1 - step], tKsK[None, stage], tma_bar_ptr=rings.k_full + stage,
-                            mcast_mask=everyone,
-                        )  # fmt: skip
-                    if step > 0:
-                        before = position + step - 1
-                        stage, phase = before % c.stages, before // c.stages % 2
-                        cute.arch.mbarrier_wait(rings.v_empty + stage, phase ^ 1)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                rings.v_full + stage, self.bytes(self.tile_n, c.head_v)
-                            )
-                        cute.copy(
-                            atom_v, tVgV[None, end - step], tVsV[None, stage], tma_bar_ptr=rings.v_full + stage,
-                            mcast_mask=everyone,
-                        )  # fmt: skip
-                position += end - begin
-                count += 1
+        begin, _, _, end = self.blocks(p, rank)
+        batch = 0 if const_expr(c.packed) else p.batch
+        if self.exists(p, rank):
+            gQ = cute.domain_offset((p.first_query + p.row, 0), mQ[None, None, p.head, batch])
+            gK = cute.domain_offset((p.first_key, 0), mK[None, None, p.key_head, batch])
+            gV = cute.domain_offset((0, p.first_key), mV[None, None, p.key_head, batch])
+            tQsQ, tQgQ = partition(atom_q, 0, 1, sQ, cute.local_tile(gQ, (self.tile_m, c.head), (0, 0)))
+            tKsK, tKgK = partition(atom_k, rank, c.cluster, sK, cute.local_tile(gK, (self.tile_n, c.head), (None, 0)))
+            tVsV, tVgV = partition(atom_v, rank, c.cluster, sV, cute.local_tile(gV, (c.head_v, self.tile_n), (0, None)))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full, self.bytes(self.tile_m, c.head))
+            cute.copy(atom_q, tQgQ, tQsQ, tma_bar_ptr=rings.q_full)
+            for step in cutlass.range(end - begin + 1, unroll=1):
+                if step < end - begin:
+                    stage, phase = step % c.stages, step // c.stages % 2
+                    cute.arch.mbarrier_wait(rings.k_empty + stage, phase ^ 1)
+                    full = rings.k_full + stage
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(self.tile_n, c.head))
+                    source, target = tKgK[None, end - 1 - step], tKsK[None, stage]
+                    cute.copy(atom_k, source, target, tma_bar_ptr=full, mcast_mask=everyone)
+                if step > 0:
+                    stage, phase = (step - 1) % c.stages, (step - 1) // c.stages % 2
+                    cute.arch.mbarrier_wait(rings.v_empty + stage, phase ^ 1)
+                    full = rings.v_full + stage
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(self.tile_n, c.head_v))
+                    source, target = tVgV[None, end - step], tVsV[None, stage]
+                    cute.copy(atom_v, source, target, tma_bar_ptr=full, mcast_mask=everyone)
 
     def exists(self, p: Problem, rank: Int32) -> Boolean:
         """Whether the tile has rows in the CTA's cluster: sequences may be shorter than the longest."""
@@ -302,11 +275,10 @@ class AttentionForward:
     @cute.jit
     def consume(
         self, atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
-        sV: cute.Tensor, sO: cute.Tensor, rings: Rings, offsets_q: Any, offsets_k: Any, tiles: Int32, heads: Int32,
-        key_heads: Int32, queries: Int32, keys: Int32, scale: Float32, scale_output: Float32, right: Int32, left: Int32,
-        rank: Int32, cluster: Int32, clusters: Int32, total: Int32, group: Int32, thread: Int32,
+        sV: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, scale: Float32, scale_output: Float32, rank: Int32,
+        group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
-        """A warpgroup: its rows of all tiles."""
+        """A warpgroup: its rows."""
         c = self.c
         score_mma, product_mma = self.score_mma(), self.product_mma()
         scores_part, product_part = score_mma.get_slice(thread), product_mma.get_slice(thread)
@@ -318,39 +290,33 @@ class AttentionForward:
         acc = cute.make_rmem_tensor(product_mma.partition_shape_C((ROWS, c.head_v)), Float32)
         words = cute.make_rmem_tensor(self.tile_n // 4, Int32)  # P, two values a word
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
-        position, count = Int32(0), Int32(0)
-        for index in cutlass.range(cluster, total, clusters):
-            p = self.problem(
-                index, tiles, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, rank
-            )
-            begin, whole_begin, whole_end, end = self.blocks(p, rank)
-            if self.exists(p, rank):
-                softmax.reset(state)
-                acc.fill(0.0)
-                cute.arch.mbarrier_wait(rings.q_full, count % 2)
-                if end > begin:
-                    at = position + end - 1  # the ring's position of block n is at - n
-                    row = p.row + group * ROWS
-                    self.first(scores, tSrQ, tSrK, words, rings, state, p, row, thread, end - 1, at)
-                    start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
-                    for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
-                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, True)
-                    middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(c.left) else begin
-                    for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
-                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, False)
-                    if const_expr(c.left):
-                        for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
-                            self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, at, True)
-                    self.last(acc, words, tOrV, rings, at - begin)
-                ends = [softmax.finish(state, self.score_rows, slot) for slot in range(2)]
-                self.correct(acc, [factor * scale_output for factor, _ in ends])
-                log_sums = cute.make_rmem_tensor(2, Float32)
-                for slot in cutlass.range_constexpr(2):
-                    log_sums[slot] = ends[slot][1]
-                self.store(product_mma, acc, log_sums, atom_o, mO, o, lse, sO, rings, p, group, thread)
-                position += end - begin
-                count += 1
-        cute.arch.cp_async_bulk_wait_group(0)
+        softmax.reset(state)
+        acc.fill(0.0)
+        begin, whole_begin, whole_end, end = self.blocks(p, rank)
+        row = p.row + group * ROWS
+        if const_expr(c.pingpong):
+            if group == 1:
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * GROUP)
+        if self.exists(p, rank):
+            cute.arch.mbarrier_wait(rings.q_full, 0)
+            if end > begin:
+                self.first(scores, tSrQ, tSrK, words, rings, state, p, row, thread, end)
+                start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
+                for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, True)
+                middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(c.left) else begin
+                for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, False)
+                if const_expr(c.left):
+                    for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
+                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, True)
+                self.last(acc, words, tOrV, rings, end - 1 - begin)
+            ends = [softmax.finish(state, self.score_rows, slot) for slot in range(2)]
+            self.correct(acc, [factor * scale_output for factor, _ in ends])
+            log_sums = cute.make_rmem_tensor(2, Float32)
+            for slot in cutlass.range_constexpr(2):
+                log_sums[slot] = ends[slot][1]
+            self.store(product_mma, acc, log_sums, atom_o, mO, o, lse, sO, p, group, thread)
 
     def multiply_scores(self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
         """Issues Q K^T of a block."""
@@ -378,43 +344,54 @@ class AttentionForward:
 
     def first(
         self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor, rings: Rings,
-        state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, at: Int32,
+        state: softmax.State, p: Problem, row: Int32, thread: Int32, end: Int32,
     ) -> None:  # fmt: skip
-        """The scores of a tile's first block."""
-        stage, phase = (at - n) % self.c.stages, (at - n) // self.c.stages % 2
-        cute.arch.mbarrier_wait(rings.k_full + stage, phase)
+        """The scores of the first block."""
+        stage = 0
+        cute.arch.mbarrier_wait(rings.k_full, 0)
         self.multiply_scores(scores, tSrQ, tSrK, stage)
         warpgroup.wait_group(0)
         self.release(rings.k_empty + stage)
-        self.hide(scores, p, row, thread, n)
+        self.hide(scores, p, row, thread, end - 1)
         softmax.update(state, scores, self.score_rows, self.tile_n)
         self.round(scores, words)
 
     def step(
         self, scores: cute.Tensor, acc: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor,
-        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, at: Int32,
-        masked: bool,
+        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, group: Int32, thread: Int32, n: Int32,
+        end: Int32, masked: bool,
     ) -> None:  # fmt: skip
         """Block n's scores, while the products of block n + 1 run."""
-        stage, phase = (at - n) % self.c.stages, (at - n) // self.c.stages % 2
-        value_stage, value_phase = (at - n - 1) % self.c.stages, (at - n - 1) // self.c.stages % 2
+        count = end - 1 - n  # of blocks before
+        stage, phase = count % self.c.stages, count // self.c.stages % 2
+        value_stage, value_phase = (count - 1) % self.c.stages, (count - 1) // self.c.stages % 2
         cute.arch.mbarrier_wait(rings.k_full + stage, phase)
+        if self.c.pingpong:
+            cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * GROUP)
         self.multiply_scores(scores, tSrQ, tSrK, stage)
         cute.arch.mbarrier_wait(rings.v_full + value_stage, value_phase)
         self.multiply_values(acc, words, tOrV, value_stage)
+        if self.c.pingpong:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=2 * GROUP)
         warpgroup.wait_group(1)
         self.release(rings.k_empty + stage)
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
-        corrections = softmax.update(state, scores, self.score_rows, self.tile_n)
+        corrections = softmax.update(state, scores, self.score_rows, self.tile_n, self.c.lazy)
         warpgroup.wait_group(0)
         self.release(rings.v_empty + value_stage)
         self.round(scores, words)
-        self.correct(acc, corrections)
+        if self.c.lazy:
+            factors = cute.make_rmem_tensor(2, Float32)
+            for slot in range(2):
+                factors[slot] = corrections[slot]
+            self.correct_where_needed(acc, factors)
+        else:
+            self.correct(acc, corrections)
 
-    def last(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, rings: Rings, position: Int32) -> None:
-        """The products of a tile's last block."""
-        stage, phase = position % self.c.stages, position // self.c.stages % 2
+    def last(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, rings: Rings, count: Int32) -> None:
+        """The products of the last block."""
+        stage, phase = count % self.c.stages, count // self.c.stages % 2
         cute.arch.mbarrier_wait(rings.v_full + stage, phase)
         self.multiply_values(acc, words, tOrV, stage)
         warpgroup.wait_group(0)
@@ -447,6 +424,12 @@ class AttentionForward:
                 acc[i] = acc[i] * factors[slot]
 
     @cute.jit
+    def correct_where_needed(self, acc: cute.Tensor, factors: cute.Tensor) -> None:
+        needed = (factors[0] != 1.0) | (factors[1] != 1.0)
+        if cute.arch.vote_any_sync(needed):
+            self.correct(acc, [factors[0], factors[1]])
+
+    @cute.jit
     def release(self, empty: Any) -> None:
         """A warp is done with a buffer."""
         lane = cute.arch.lane_idx()
@@ -459,7 +442,7 @@ class AttentionForward:
     @cute.jit
     def store(
         self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor, o: cute.Tensor,
-        lse: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, group: Int32, thread: Int32,
+        lse: cute.Tensor, sO: cute.Tensor, p: Problem, group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """O and LSE of a warpgroup's rows."""
         c = self.c
@@ -486,21 +469,23 @@ class AttentionForward:
             if thread < 32:
                 mine_o = cute.domain_offset((p.first_query + row, 0), mO[None, None, p.head, batch])
                 gO = cute.local_tile(mine_o, (ROWS, c.head_v), (0, 0))
-                tOsO, tOgO = cpasync.tma_partition(
-                    atom_o, 0, cute.make_layout(1), cute.group_modes(sO_group, 0, 2), cute.group_modes(gO, 0, 2)
-                )
+                tOsO, tOgO = partition(atom_o, 0, 1, sO_group, gO)
                 cute.copy(atom_o, tOsO, tOgO)
                 cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.cp_async_bulk_wait_group(0)
         else:
             for slot in cutlass.range_constexpr(2):
                 mine = row + self.score_rows.row(thread, slot)
                 if mine < p.mask.queries:
                     for place, i in enumerate(self.score_rows.order(c.head_v, slot)):
                         o[p.first_query + mine, self.score_rows.column(thread, place), p.head, batch] = rounded[i]
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
-        if thread == 0:
-            cute.arch.mbarrier_arrive(rings.q_empty)
+
+
+def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
+    """A tile in shared and in global memory, as the copy engine sees them: one of ``share`` parts."""
+    return cpasync.tma_partition(
+        atom, rank, cute.make_layout(share), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
+    )
 
 
 def arguments(configuration: ForwardConfiguration) -> tuple[Any, ...]:
