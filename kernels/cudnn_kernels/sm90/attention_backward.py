@@ -37,7 +37,7 @@ GROUPS = 2  # that multiply
 PAIR = 2  # CTAs that exchange dS
 M = 64  # query rows of a step
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
-ALL_BARRIER = 1  # of the multiplying warpgroups
+ALL_BARRIER, GROUP_BARRIER = 1, 2  # of the multiplying warpgroups, of each
 Q_STAGES = 2
 BARRIERS = ("kv_full", "do_full", "do_empty", "peer_full", "peer_empty")
 
@@ -166,7 +166,7 @@ class AttentionBackward:
             cute.arch.mbarrier_init(barriers.peer_empty, 4 * GROUPS)
             for stage in cutlass.range_constexpr(Q_STAGES):
                 cute.arch.mbarrier_init(barriers.q_full + stage, 1)
-                cute.arch.mbarrier_init(barriers.q_empty + stage, 4 * GROUPS)
+                cute.arch.mbarrier_init(barriers.q_empty + stage, GROUPS)
             for atom in (atom_q, atom_do, atom_k, atom_v, atom_p):
                 cpasync.prefetch_descriptor(atom)
         cute.arch.mbarrier_init_fence()
@@ -324,18 +324,13 @@ class AttentionBackward:
             cute.arch.mbarrier_wait(barriers.q_full, 0)
             self.multiply(self.score_mma(), scores, tSrQ, tSrK, 0, False)
             warpgroup.wait_group(0)
+            self.load_rows(log_sums, products, row_sums, row_products, block, Int32(0), steps, group_heads, batch, thread)
         for step in cutlass.range(total, unroll=1):
             head = block.head * group_heads + step // steps
             m_block = block.begin + step % steps
             stage, phase = step % Q_STAGES, step % 2
             cute.arch.mbarrier_wait(barriers.do_full, phase)
             self.multiply(self.score_mma(), gradients, tSrdO, tSrV, None, False)
-            for slot in cutlass.range_constexpr(2):
-                row = m_block * M + self.rows.row(thread, slot)
-                inside = row < block.mask.queries
-                place = block.first_query + cutlass.min(row, block.mask.queries - 1)
-                row_sums[slot] = Float32(cutlass.select_(inside, log_sums[place, head, batch], Float32.inf))
-                row_products[slot] = products[place, head, batch]
             self.exponentiate(scores, row_sums, scale_log2, block, m_block, group, thread)
             self.put(copy, atom, scores, tPsP)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -345,6 +340,8 @@ class AttentionBackward:
             for slot in cutlass.range_constexpr(2):
                 for i in self.rows.order(self.half_n, slot):
                     gradients[i] = scores[i] * (gradients[i] - row_products[slot])
+            ahead = cutlass.min(step + 1, total - 1)
+            self.load_rows(log_sums, products, row_sums, row_products, block, ahead, steps, group_heads, batch, thread)
             cute.arch.mbarrier_wait(barriers.peer_empty, phase ^ 1)  # the other CTA has what dS was before
             self.put(copy, atom, gradients, tPsS)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -357,15 +354,19 @@ class AttentionBackward:
             self.multiply(self.query_mma(), acc_dq, tQrK, tQrS, None, False)
             cute.arch.mbarrier_wait(barriers.peer_full, phase)
             self.multiply(self.query_mma(), acc_dq, tQrPeerK, tQrPeerS, None, True)
-            ahead = (step + 1) % Q_STAGES
-            cute.arch.mbarrier_wait(barriers.q_full + ahead, (step + 1) // Q_STAGES % 2)
-            self.multiply(self.score_mma(), scores, tSrQ, tSrK, ahead, False)  # the last time, for nothing
+            following = (step + 1) % Q_STAGES
+            cute.arch.mbarrier_wait(barriers.q_full + following, (step + 1) // Q_STAGES % 2)
+            self.multiply(self.score_mma(), scores, tSrQ, tSrK, following, False)  # the last time, for nothing
             warpgroup.wait_group(1)
-            self.release(barriers.q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(barriers.peer_empty, 1 - rank)
-            self.add(acc_dq, dq_sums, block.first_block + m_block, head, batch, rank, group, thread)
+            self.add(acc_dq, sQ, stage, dq_sums, block.first_block + m_block, head, batch, rank, group, thread)
             warpgroup.wait_group(0)  # in flight over the end of a loop, the compiler would let products wait for each other
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(barriers.q_empty + stage)
+        if thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
         self.store(acc_dk, sK, dk, block, batch, scale, group, thread, thread256)
         self.store(acc_dv, sV, dv, block, batch, Float32(1.0), group, thread, thread256)
 
@@ -426,19 +427,47 @@ class AttentionBackward:
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty)
 
-    def add(
-        self, acc: cute.Tensor, sums: cute.Tensor, m_block: Int32, head: Int32, batch: Any, rank: Int32, group: Int32,
-        thread: Int32,
+    @cute.jit
+    def load_rows(
+        self, log_sums: cute.Tensor, products: cute.Tensor, row_sums: cute.Tensor, row_products: cute.Tensor,
+        block: Block, step: Int32, steps: Int32, group_heads: Int32, batch: Any, thread: Int32,
     ) -> None:  # fmt: skip
-        """Adds a warpgroup's part of dQ to the sums: four values of a thread at a time, threads next to each other."""
-        size = cute.size(acc)
-        first = (rank * GROUPS + group) * (size // 4)
-        for i in range(0, size, 4):
-            place = cute.domain_offset((thread * 4, first + i // 4, m_block, head, batch), sums).iterator
+        """LSE and D of a thread's rows, long before they are needed; of rows that do not exist, what makes P 0."""
+        head = block.head * group_heads + step // steps
+        for slot in cutlass.range_constexpr(2):
+            row = (block.begin + step % steps) * M + self.rows.row(thread, slot)
+            place = block.first_query + cutlass.min(row, block.mask.queries - 1)
+            exists = row < block.mask.queries
+            row_sums[slot] = Float32(cutlass.select_(exists, log_sums[place, head, batch], Float32.inf))
+            row_products[slot] = products[place, head, batch]
+
+    @cute.jit
+    def add(
+        self, acc: cute.Tensor, sQ: cute.Tensor, stage: Int32, sums: cute.Tensor, m_block: Int32, head: Int32, batch: Any,
+        rank: Int32, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """Lets the copy engine add a warpgroup's part of dQ to the sums, so that no thread waits for it.
+
+        It lies where the half of Q was that this warpgroup alone still read, for dK.
+        """
+        vectors = cute.size(acc) // 4
+        size = vectors * GROUP * 4
+        place = cute.recast_ptr(sQ[None, None, stage].iterator, swizzle_=None, dtype=Float32) + group * size
+        buffer = cute.make_tensor(place, cute.make_layout((4, GROUP, vectors)))
+        for i in cutlass.range_constexpr(vectors):
+            vector = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(4):
+                vector[j] = acc[4 * i + j]
+            cute.autovec_copy(vector, buffer[None, thread, i])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
+        if thread == 0:
+            target = cute.domain_offset((0, (rank * GROUPS + group) * vectors, m_block, head, batch), sums).iterator
             cute.arch.inline_ptx(
-                "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[place.toint(), acc[i], acc[i + 1], acc[i + 2], acc[i + 3]],
+                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                read_only_args=[target.toint(), place.toint(), Int32(4 * size)],
             )
+            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store(
