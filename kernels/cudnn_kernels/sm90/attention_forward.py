@@ -378,6 +378,7 @@ class AttentionForward:
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
         corrections = softmax.update(state, scores, self.score_rows, self.tile_n, self.c.lazy)
+        done_before_the_wait(state.sums[0] + state.sums[1])
         warpgroup.wait_group(0)
         self.release(rings.v_empty + value_stage)
         self.round(scores, words)
@@ -479,6 +480,13 @@ class AttentionForward:
                 if mine < p.mask.queries:
                     for place, i in enumerate(self.score_rows.order(c.head_v, slot)):
                         o[p.first_query + mine, self.score_rows.column(thread, place), p.head, batch] = rounded[i]
+
+
+def done_before_the_wait(value: Float32) -> None:
+    """Keeps ptxas from computing a value, 0 or more, after a wait for products that should run meanwhile."""
+    cute.arch.inline_ptx(
+        "{.reg .pred negative; setp.lt.f32 negative, {$r0}, 0f00000000; @negative trap;}", read_only_args=[value]
+    )
 
 
 def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
