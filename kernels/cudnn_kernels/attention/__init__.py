@@ -1,18 +1,48 @@
-"""What attention kernels are compiled for, on any architecture. Plain data, no CuTe DSL."""
+"""What attention kernels are compiled for, on any architecture. Plain data, no CuTe DSL.
+
+Tensors are as PyTorch has them: (b, h, s, d) or, where sequences of several lengths follow each other, ``packed``,
+(t, h, d) with the offsets of their first rows. Several heads of Q may share one of K and V.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+
+QUERY_BLOCK = 64  # rows of a block of dQ's sums, on Hopper
+
+
+def matrices(packed: bool, dtype: str, size: str, heads: str, names: dict[str, int]) -> Iterator[Tensor]:
+    """Tensors of so many elements a head, which have the stride 1."""
+    for name, head in names.items():
+        shape = (size, heads, head) if packed else ("b", heads, size, head)
+        yield Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1))
+
+
+def offsets(packed: bool) -> tuple[Tensor, ...]:
+    """Where sequences begin, and the last one's end: (b + 1,)."""
+    names = ("cum_seqlen_q", "cum_seqlen_k") if packed else ()
+    return tuple(vector(name, "int32", "ends") for name in names)
+
+
+def row_values(packed: bool, name: str) -> Tensor:
+    """A float32 value for every row of every head, such as the log-sum-exp: (b, h, s), or (t, h) in any order."""
+    return Tensor(name, "float32", ("sq", "hq") if packed else ("b", "hq", "sq"), (None,) * (3 - packed), align=4)
+
+
+WINDOW = (Scalar("right", "int32"), Scalar("left", "int32"))
+"""How many keys a row sees beyond its own on either side; not used on a side where the configuration has no end."""
 
 
 @dataclass(frozen=True)
 class ForwardConfiguration:
     """O = softmax(scale Q K^T + mask) V for heads of ``head`` elements, and of ``head_v`` in V and O.
 
-    ``tile`` is (query rows, keys) of a CTA. ``packed``: sequences follow each other and offsets say where they begin.
-    ``right`` and ``left``: the window ends on that side; a causal mask is a right end. CTAs of a ``cluster`` have
-    neighbouring query rows of a head and share the loads of K and V. With ``pingpong`` two warpgroups take turns in
-    issuing products, so that one's softmax runs under the other's.
+    ``tile`` is (query rows, keys) of a CTA. ``right`` and ``left``: the window ends on that side; a causal mask is a
+    right end. CTAs of a ``cluster`` have neighbouring query rows of a head and share the loads of K and V.
     """
 
     dtype: str
@@ -24,8 +54,31 @@ class ForwardConfiguration:
     left: bool = False
     cluster: int = 1
     stages: int = 2
-    pingpong: bool = False
-    lazy: bool = False
+
+    kernel = "attention_forward:AttentionForward"
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        return (
+            *matrices(self.packed, self.dtype, "sq", "hq", {"q": self.head}),
+            *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
+            *matrices(self.packed, self.dtype, "sq", "hq", {"o": self.head_v}),
+            row_values(self.packed, "lse"), *offsets(self.packed),
+            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW, Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A region of the workspace: so many bytes for every row of a head of Q, rows rounded up to blocks."""
+
+    name: str
+    bytes_per_row: int
+    packed: bool
+
+    def bytes(self, sizes: Sizes) -> Any:
+        blocks = sizes["sq"] // QUERY_BLOCK + sizes["b"] if self.packed else -(-sizes["sq"] // QUERY_BLOCK) * sizes["b"]
+        return blocks * QUERY_BLOCK * sizes["hq"] * self.bytes_per_row
 
 
 @dataclass(frozen=True)
@@ -38,3 +91,23 @@ class BackwardConfiguration:
     packed: bool = False
     right: bool = False
     left: bool = False
+
+    kernel = "attention_backward:AttentionBackward"
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernels."""
+        query, key = ("sq", "hq"), ("sk", "hk")
+        return (
+            *matrices(self.packed, self.dtype, *query, {"q": self.head}),
+            *matrices(self.packed, self.dtype, *key, {"k": self.head, "v": self.head}),
+            *matrices(self.packed, self.dtype, *query, {"o": self.head, "do": self.head}),
+            row_values(self.packed, "lse"),
+            *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
+            *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head}),
+            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
+            Workspace(tuple(Rows(*region, self.packed) for region in self.regions().items())), Stream(),
+        )  # fmt: skip
+
+    def regions(self) -> dict[str, int]:
+        """The regions of the workspace, and their bytes for a row."""
+        return {"row_products": 4, "log_sums": 4, "dq_sums": 4 * self.head}

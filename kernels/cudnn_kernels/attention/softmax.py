@@ -12,12 +12,13 @@ from cutlass import Float32, select_
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 LOG2_E = math.log2(math.e)
-LAZY = 8.0
+SLACK = 8.0
+"""Scores, times log2(e), may exceed what is subtracted from them by so much before all sums are multiplied anew."""
 
 
 @dataclass
 class State:
-    """The largest score so far, and the sum of exponentials, of each of a thread's rows.
+    """What is subtracted from scores, nearly the largest one so far, and the sum of exponentials, of each of a thread's rows.
 
     ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values.
     """
@@ -33,8 +34,8 @@ def reset(state: State) -> None:
     state.sums.fill(0.0)
 
 
-def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int, lazy: bool = False) -> Sequence[Float32]:
-    """Turns a block's scores into exponentials, in place.
+def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Sequence[Float32]:
+    """Turns a block's scores into exponentials, in place. They are at most 2^8.
 
     What was added up before must be multiplied by the result, row by row.
     """
@@ -46,8 +47,7 @@ def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int, lazy:
             chains[place % 2] = cute.arch.fmax(chains[place % 2], scores[i])
         before = state.maxima[slot]
         largest = cute.arch.fmax(before, rows.across(cute.arch.fmax(*chains), cute.arch.fmax))
-        if lazy:
-            largest = Float32(select_((largest - before) * state.scale > LAZY, largest, before))
+        largest = Float32(select_((largest - before) * state.scale > SLACK, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))
         correction = cute.math.exp2(before * state.scale - shift, fastmath=True)

@@ -20,17 +20,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.around import QueryGradient, RowProducts
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.signature import START, Workspace, bind
 from cudnn_kernels.sm90.wgmma import WgmmaRows
-from cudnn_kernels.types import DTYPES, fake
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply
@@ -82,17 +84,47 @@ class AttentionBackward:
         self.rows = WgmmaRows(slots=2)
 
     @cute.jit
-    def __call__(
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        c = self.c
+        given = bind(c.slots(), arguments)
+        matrices = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+        q, k, v, o, do, dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in matrices)
+        lse = sequences.rows(given["lse"], c.packed)
+        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
+        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        scale, right, left, stream = (given[name] for name in ("scale_softmax", "right", "left", "stream"))
+        blocks = sequences.blocks_of(q.shape[0], batches, M, c.packed)
+        per_batch, lse_shape = (blocks, q.shape[2], q.shape[3]), (blocks * M, q.shape[2], q.shape[3])
+        sizes = {"sq": Int64(q.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
+        products, log_sums, dq_sums = (
+            self.region(given["workspace"], name, shape, sizes)
+            for name, shape in (
+                ("row_products", lse_shape), ("log_sums", lse_shape), ("dq_sums", (512, M * c.head // 512, *per_batch))
+            )
+        )  # fmt: skip
+        RowProducts(c).launch(o, do, lse, products, log_sums, dq_sums, stream)
+        self.launch(q, k, v, do, dk, dv, log_sums, products, dq_sums, offsets_q, offsets_k, scale, right, left, stream)
+        QueryGradient(c).launch(dq_sums, dq, offsets_q, scale, stream)
+
+    def region(self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]) -> cute.Tensor:
+        """A region of the workspace as float32 values."""
+        (slot,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
+        start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
+        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=Float32)
+        return cute.make_tensor(first, cute.make_layout(shape))
+
+    def launch(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, do: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
         log_sums: cute.Tensor, products: cute.Tensor, dq_sums: cute.Tensor, offsets_q: Any, offsets_k: Any,
-        longest: Int32, scale: Float32, right: Int32, left: Int32, stream: Any,
+        scale: Float32, right: Int32, left: Int32, stream: Any,
     ) -> None:  # fmt: skip
         """Q, dO (s_q, d, h_q, b); K, V, dK, dV (s_k, d, h_k, b); LSE * log2(e) and D (s_q, h_q, b).
 
-        ``dq_sums``: float32, (128 * 4, M * d / 512, query blocks of a batch, h_q, b), zeros before.
+        ``dq_sums``: float32, (128 * 4, M * d / 512, query blocks, h_q, b), zeros before.
         """
         c = self.c
-        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        batches = 1 if const_expr(c.packed) else q.shape[3]
         layout_q, layout_k, layout_peer = self.input_layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
         atom_q, mQ = cpasync.make_tiled_tma_atom(load, q, layout_q, (M, c.head))
@@ -100,7 +132,8 @@ class AttentionBackward:
         atom_k, mK = cpasync.make_tiled_tma_atom(load, k, layout_k, (self.n, c.head))
         atom_v, mV = cpasync.make_tiled_tma_atom(load, v, layout_k, (self.n, c.head))
         atom_p, mP = cpasync.make_tiled_tma_atom(load, k, layout_peer, (self.n, self.half_d))
-        pairs = cute.ceil_div(longest, PAIR * self.n)
+        several = offsets_k.shape[0] - 1 if const_expr(c.packed) else 1
+        pairs = sequences.blocks_of(k.shape[0], several, PAIR * self.n, c.packed)
         self.kernel(
             atom_q, mQ, atom_do, mdO, atom_k, mK, atom_v, mV, atom_p, mP, dk, dv, log_sums, products, dq_sums,
             offsets_q, offsets_k, q.shape[0], k.shape[0], q.shape[2] // k.shape[2], scale, right, left,
@@ -204,11 +237,13 @@ class AttentionBackward:
         """What this CTA's keys are. Both CTAs of a pair take the same query blocks."""
         c = self.c
         index, head, batch = cute.arch.block_idx()
-        first_query, first_key, first_block = Int32(0), Int32(0), Int32(0)
+        s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
         if const_expr(c.packed):
-            first_query, first_key = offsets_q[batch], offsets_k[batch]
-            queries, keys = offsets_q[batch + 1] - first_query, offsets_k[batch + 1] - first_key
-            first_block = first_query // M + batch  # no two sequences share a block
+            batch, pair = sequences.find_block(offsets_k, index // PAIR, PAIR * self.n)
+            index = pair * PAIR + rank
+            s = sequences.packed(offsets_q, offsets_k, batch)
+            first_block = sequences.first_block(offsets_q, batch, M)
+        queries, keys = s.queries, s.keys
         mask = Mask(
             queries, keys, keys - queries,
             right if const_expr(c.right) else None, left if const_expr(c.left) else None,
@@ -223,7 +258,7 @@ class AttentionBackward:
         begin, end = begin // M, cute.ceil_div(cutlass.max(end, Int32(0)), M)
         if first >= keys:
             end = begin
-        return Block(key, head, batch, first_query, first_key, first_block, begin, cutlass.max(begin, end), mask)
+        return Block(key, head, s.batch, s.first_query, s.first_key, first_block, begin, cutlass.max(begin, end), mask)
 
     @cute.jit
     def produce(
@@ -500,17 +535,3 @@ def turned(tensor: cute.Tensor) -> cute.Tensor:
     rank = cute.rank(tensor)
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, rank)]))
 
-
-def arguments(configuration: BackwardConfiguration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`AttentionBackward`."""
-    c = configuration
-    sq, sk, hq, hk, b, blocks = (cute.sym_int() for _ in range(6))
-    offsets = tuple(fake("int32", (cute.sym_int(),), 0, align=4) if c.packed else None for _ in range(2))
-    query, key = (sq, c.head, hq, b), (sk, c.head, hk, b)
-    return (
-        fake(c.dtype, query, 1), fake(c.dtype, key, 1), fake(c.dtype, key, 1), fake(c.dtype, query, 1),
-        fake(c.dtype, key, 1), fake(c.dtype, key, 1),
-        fake("float32", (sq, hq, b), None, align=4), fake("float32", (sq, hq, b), None, align=4),
-        fake("float32", (512, M * c.head // 512, blocks, hq, b), 0),
-        *offsets, Int32(0), Float32(0.0), Int32(0), Int32(0), make_fake_stream(),
-    )  # fmt: skip

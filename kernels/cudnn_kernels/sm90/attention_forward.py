@@ -16,19 +16,21 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.attention import ForwardConfiguration, softmax
+from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.wgmma import WgmmaRows
-from cudnn_kernels.types import DTYPES, fake
 
 GROUP = 128  # threads of a warpgroup
 ROWS = 64  # of a warpgroup
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
-GROUP_BARRIER, TURN_BARRIER = 1, 4
+GROUP_BARRIER = 1
+L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
 
 
 @dataclass
@@ -67,20 +69,20 @@ class AttentionForward:
         self.score_rows = WgmmaRows(slots=2)
 
     @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-        offsets_q: Any, offsets_k: Any, longest: Int32, scale: Float32, scale_output: Float32,
-        right: Int32, left: Int32, together: Int32, stream: Any,
-    ) -> None:  # fmt: skip
-        """Q (s_q, d, h_q, b), K (s_k, d, h_k, b), V (s_k, d_v, h_k, b), O (s_q, d_v, h_q, b), LSE (s_q, h_q, b).
-
-        ``longest`` is the largest number of queries of a sequence; ``together`` heads run at a time, those whose K and
-        V the L2 cache holds.
-        """
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
         c = self.c
-        rows = self.tile_m * c.cluster
-        tiles = cute.ceil_div(longest, rows)
+        given = bind(c.slots(), arguments)
+        q, k, v, o = (sequences.matrix(given[name], c.packed) for name in ("q", "k", "v", "o"))
+        lse = sequences.rows(given["lse"], c.packed)
+        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        tiles = sequences.blocks_of(q.shape[0], batches, self.tile_m * c.cluster, c.packed)
+        heads = q.shape[2] if const_expr(c.packed) else q.shape[2] * q.shape[3]
+        head_bytes = k.shape[0] * ((c.head + c.head_v) * self.dtype.width // 8)
+        together = cutlass.max(L2_BYTES // cutlass.max(head_bytes, 1), 1) * (q.shape[2] // k.shape[2])
+        if const_expr(not c.right):
+            together = 1
         q_layout, k_layout, v_layout = self.layouts(1)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = load if const_expr(c.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -97,11 +99,12 @@ class AttentionForward:
             cpasync.CopyBulkTensorTileS2GOp(), o, self.output_tile(), (ROWS, c.head_v)
         )
         self.kernel(
-            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, o, lse, offsets_q, offsets_k, tiles, batches,
-            q.shape[2], k.shape[2], q.shape[0], k.shape[0], together, scale * softmax.LOG2_E, scale_output, right, left,
+            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, o, lse, offsets_q, offsets_k, tiles, heads, q.shape[2],
+            k.shape[2], q.shape[0], k.shape[0], Int32(together), given["scale_softmax"] * softmax.LOG2_E,
+            given["scale_output"], given["right"], given["left"],
         ).launch(
-            grid=[c.cluster, tiles * q.shape[2] * batches, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
-            stream=stream, min_blocks_per_mp=1,
+            grid=[c.cluster, tiles * heads, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
+            stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
 
     def layouts(self, stages: int) -> tuple[Any, Any, Any]:
@@ -141,7 +144,7 @@ class AttentionForward:
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
         atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
-        tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32,
+        tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32,
         scale: Float32, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -172,7 +175,7 @@ class AttentionForward:
         self.meet()
         rank, _, _ = cute.arch.block_idx()
         problem = self.problem(
-            tiles, batches, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, together
+            tiles, all_heads, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, together
         )
         few, many = REGISTERS[self.groups]
         if group == 0:
@@ -199,26 +202,26 @@ class AttentionForward:
 
     @cute.jit
     def problem(
-        self, tiles: Int32, batches: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, offsets_q: Any,
+        self, tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, offsets_q: Any,
         offsets_k: Any, right: Int32, left: Int32, together: Int32,
     ) -> Problem:  # fmt: skip
         """What this CTA's rows are. The last rows of some heads come first: with a causal mask they take longest."""
         c = self.c
         rank, index, _ = cute.arch.block_idx()
         first = index // (tiles * together) * together
-        width, rest = cutlass.min(together, heads * batches - first), index - first * tiles
+        width, rest = cutlass.min(together, all_heads - first), index - first * tiles
         tile, index = tiles - 1 - rest // width, first + rest % width
-        head, batch = index % heads, index // heads
-        first_query, first_key = Int32(0), Int32(0)
+        head = index % heads
+        s = Sequence(index // heads, queries, keys, Int32(0), Int32(0))
         if const_expr(c.packed):
-            first_query, first_key = offsets_q[batch], offsets_k[batch]
-            queries, keys = offsets_q[batch + 1] - first_query, offsets_k[batch + 1] - first_key
+            batch, tile = sequences.find_block(offsets_q, tile, self.tile_m * c.cluster)
+            s = sequences.packed(offsets_q, offsets_k, batch)
         mask = Mask(
-            queries, keys, keys - queries,
+            s.queries, s.keys, s.keys - s.queries,
             right if const_expr(c.right) else None, left if const_expr(c.left) else None,
         )  # fmt: skip
         row = (tile * c.cluster + rank) * self.tile_m
-        return Problem(row, head, head // (heads // key_heads), batch, first_query, first_key, mask)
+        return Problem(row, head, head // (heads // key_heads), s.batch, s.first_query, s.first_key, mask)
 
     def blocks(self, p: Problem, rank: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """The blocks of keys that the rows of all CTAs of the cluster need."""
@@ -294,22 +297,19 @@ class AttentionForward:
         acc.fill(0.0)
         begin, whole_begin, whole_end, end = self.blocks(p, rank)
         row = p.row + group * ROWS
-        if const_expr(c.pingpong):
-            if group == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * GROUP)
         if self.exists(p, rank):
             cute.arch.mbarrier_wait(rings.q_full, 0)
             if end > begin:
                 self.first(scores, tSrQ, tSrK, words, rings, state, p, row, thread, end)
                 start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
                 for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
-                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, True)
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, True)
                 middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(c.left) else begin
                 for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
-                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, False)
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, False)
                 if const_expr(c.left):
                     for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
-                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, group, thread, n, end, True)
+                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, True)
                 self.last(acc, words, tOrV, rings, end - 1 - begin)
             ends = [softmax.finish(state, self.score_rows, slot) for slot in range(2)]
             self.correct(acc, [factor * scale_output for factor, _ in ends])
@@ -358,37 +358,27 @@ class AttentionForward:
 
     def step(
         self, scores: cute.Tensor, acc: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor,
-        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, group: Int32, thread: Int32, n: Int32,
-        end: Int32, masked: bool,
+        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, end: Int32,
+        masked: bool,
     ) -> None:  # fmt: skip
         """Block n's scores, while the products of block n + 1 run."""
         count = end - 1 - n  # of blocks before
         stage, phase = count % self.c.stages, count // self.c.stages % 2
         value_stage, value_phase = (count - 1) % self.c.stages, (count - 1) // self.c.stages % 2
         cute.arch.mbarrier_wait(rings.k_full + stage, phase)
-        if self.c.pingpong:
-            cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * GROUP)
         self.multiply_scores(scores, tSrQ, tSrK, stage)
         cute.arch.mbarrier_wait(rings.v_full + value_stage, value_phase)
         self.multiply_values(acc, words, tOrV, value_stage)
-        if self.c.pingpong:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=2 * GROUP)
         warpgroup.wait_group(1)
         self.release(rings.k_empty + stage)
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
-        corrections = softmax.update(state, scores, self.score_rows, self.tile_n, self.c.lazy)
+        corrections = softmax.update(state, scores, self.score_rows, self.tile_n)
         done_before_the_wait(state.sums[0] + state.sums[1])
         warpgroup.wait_group(0)
         self.release(rings.v_empty + value_stage)
         self.round(scores, words)
-        if self.c.lazy:
-            factors = cute.make_rmem_tensor(2, Float32)
-            for slot in range(2):
-                factors[slot] = corrections[slot]
-            self.correct_where_needed(acc, factors)
-        else:
-            self.correct(acc, corrections)
+        self.correct_where_needed(acc, *corrections)
 
     def last(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, rings: Rings, count: Int32) -> None:
         """The products of the last block."""
@@ -425,10 +415,10 @@ class AttentionForward:
                 acc[i] = acc[i] * factors[slot]
 
     @cute.jit
-    def correct_where_needed(self, acc: cute.Tensor, factors: cute.Tensor) -> None:
-        needed = (factors[0] != 1.0) | (factors[1] != 1.0)
-        if cute.arch.vote_any_sync(needed):
-            self.correct(acc, [factors[0], factors[1]])
+    def correct_where_needed(self, acc: cute.Tensor, upper: Float32, lower: Float32) -> None:
+        """Multiplies the rows of O, unless all of a warp's factors are 1."""
+        if cute.arch.vote_any_sync((upper != 1.0) | (lower != 1.0)):
+            self.correct(acc, [upper, lower])
 
     @cute.jit
     def release(self, empty: Any) -> None:
@@ -495,15 +485,3 @@ def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.
         atom, rank, cute.make_layout(share), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
     )
 
-
-def arguments(configuration: ForwardConfiguration) -> tuple[Any, ...]:
-    """Stand-ins for the arguments of :class:`AttentionForward`."""
-    c = configuration
-    sq, sk, hq, hk, b = (cute.sym_int() for _ in range(5))
-    offsets = tuple(fake("int32", (cute.sym_int(),), 0, align=4) if c.packed else None for _ in range(2))
-    return (
-        fake(c.dtype, (sq, c.head, hq, b), 1), fake(c.dtype, (sk, c.head, hk, b), 1),
-        fake(c.dtype, (sk, c.head_v, hk, b), 1), fake(c.dtype, (sq, c.head_v, hq, b), 1),
-        fake("float32", (sq, hq, b), None, align=4), *offsets, Int32(0), Float32(0.0), Float32(0.0), Int32(0), Int32(0),
-        Int32(0), make_fake_stream(),
-    )  # fmt: skip

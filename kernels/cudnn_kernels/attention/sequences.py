@@ -1,0 +1,82 @@
+"""Where sequences lie: one value that answers all questions of their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+WARP = 32
+
+
+@dataclass
+class Sequence:
+    """A sequence's lengths, and its first row among those of its batch: 0 unless sequences are packed."""
+
+    batch: Int32
+    queries: Int32
+    keys: Int32
+    first_query: Int32
+    first_key: Int32
+
+
+def blocks_of(rows: Any, sequences: Any, size: int, packed: bool) -> Any:
+    """Blocks of ``size`` rows, of a sequence or of all packed ones, of which some are empty."""
+    return rows // size + sequences if packed else cute.ceil_div(rows, size)
+
+
+@cute.jit
+def find_block(offsets: cute.Tensor, block: Int32, size: int) -> tuple[Int32, Int32]:
+    """The packed sequence that a block belongs to, and the block's number in it. All lanes of a warp take part.
+
+    Sequence i has the blocks from offset[i] / size + i on, so that no two share one.
+    """
+    found = count_blocks(offsets, block, size) - 1
+    return found, block - first_block(offsets, found, size)
+
+
+def first_block(offsets: cute.Tensor, sequence: Any, size: int) -> Int32:
+    """The first block of a packed sequence."""
+    return offsets[sequence] // size + sequence
+
+
+@cute.jit
+def count_blocks(offsets: cute.Tensor, block: Int32, size: int) -> Int32:
+    """How many sequences begin with this block or an earlier one."""
+    lane, sequences, found = cute.arch.lane_idx(), offsets.shape[0] - 1, Int32(0)
+    for first in cutlass.range(0, sequences, WARP, unroll=1):
+        begun = Boolean(False)
+        if first + lane < sequences:
+            begun = first_block(offsets, first + lane, size) <= block
+        found += cute.arch.popc(cute.arch.vote_ballot_sync(begun))
+    return found
+
+
+def packed(offsets_q: cute.Tensor, offsets_k: cute.Tensor, batch: Int32) -> Sequence:
+    """One of several sequences that follow each other."""
+    first_query, first_key = offsets_q[batch], offsets_k[batch]
+    queries, keys = offsets_q[batch + 1] - first_query, offsets_k[batch + 1] - first_key
+    return Sequence(batch, queries, keys, first_query, first_key)
+
+
+def matrix(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """(b, h, s, d), or (t, h, d), as kernels take it: (s, d, h, b), packed ones with a batch of 1."""
+    if is_packed:
+        layout = cute.append(cute.select(tensor.layout, mode=[0, 2, 1]), cute.make_layout(1))
+    else:
+        layout = cute.select(tensor.layout, mode=[2, 3, 1, 0])
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """(b, h, s), or (t, h), as kernels take it: (s, h, b).
+
+    Of packed sequences, every head's values follow each other, whatever the strides say: so existing programs have it.
+    """
+    if is_packed:
+        return cute.make_tensor(tensor.iterator, cute.make_layout((*tensor.shape, 1)))
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
