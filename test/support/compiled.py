@@ -19,6 +19,7 @@ class Compiled:
     ptx: str
     registers: int
     stack: int
+    cubin: bytes
 
 
 def compile_kernel(arch: str, kernel: Any, *arguments: Any) -> Compiled:
@@ -27,7 +28,7 @@ def compile_kernel(arch: str, kernel: Any, *arguments: Any) -> Compiled:
         options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
         artifacts = compiler.compile_for(arch, kernel, *arguments, options=options).artifacts
     info = _info(artifacts.CUBIN)
-    return Compiled(artifacts.PTX, max(info[_REGISTERS]), max(info[_FRAME], default=0))
+    return Compiled(artifacts.PTX, max(info[_REGISTERS]), max(info[_FRAME], default=0), artifacts.CUBIN)
 
 
 def _info(cubin: bytes) -> dict[int, list[int]]:

@@ -18,8 +18,9 @@ SLACK = 8.0
 
 @dataclass
 class State:
-    """What is subtracted from scores, nearly the largest one so far, and the sum of exponentials, of each of a thread's rows.
+    """Of each of a thread's rows, what is subtracted from scores and the sum of exponentials.
 
+    What is subtracted is at most ``SLACK`` less than the largest score so far.
     ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values.
     """
 

@@ -26,10 +26,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
+from cudnn_kernels.attention.around import QueryGradient, RowProducts
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.softmax import LOG2_E
-from cudnn_kernels.attention.around import QueryGradient, RowProducts
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.signature import START, Workspace, bind
 from cudnn_kernels.sm90.wgmma import WgmmaRows
@@ -154,7 +154,8 @@ class AttentionBackward:
 
     def score_layout(self) -> Any:
         """P^T or dS^T: (keys, queries), queries in rows."""
-        return cute.slice_(sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, self.n, M), self.dtype, 1), (None, None, 0))
+        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, self.n, M), self.dtype, 1)
+        return cute.slice_(layout, (None, None, 0))
 
     def mma(self, n: int, a: OperandMajorMode, b: OperandMajorMode) -> cute.TiledMma:
         """The product of 64 rows and ``n`` columns, from shared memory."""
@@ -359,7 +360,7 @@ class AttentionBackward:
             cute.arch.mbarrier_wait(barriers.q_full, 0)
             self.multiply(self.score_mma(), scores, tSrQ, tSrK, 0, False)
             warpgroup.wait_group(0)
-            self.load_rows(log_sums, products, row_sums, row_products, block, Int32(0), steps, group_heads, batch, thread)
+            self.load_rows(log_sums, products, row_sums, row_products, block, 0, steps, group_heads, batch, thread)
         for step in cutlass.range(total, unroll=1):
             head = block.head * group_heads + step // steps
             m_block = block.begin + step % steps
@@ -397,7 +398,7 @@ class AttentionBackward:
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(barriers.peer_empty, 1 - rank)
             self.add(acc_dq, dq_sums, block.first_block + m_block, head, batch, rank, group, thread)
-            warpgroup.wait_group(0)  # in flight over the end of a loop, the compiler would let products wait for each other
+            warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
         self.store(acc_dk, sK, dk, block, batch, scale, group, thread, thread256)
         self.store(acc_dv, sV, dv, block, batch, Float32(1.0), group, thread, thread256)
 
@@ -448,7 +449,8 @@ class AttentionBackward:
             target = cute.arch.map_dsmem_ptr(sPeerS.iterator, other).toint()
             full = cute.arch.map_dsmem_ptr(barriers.peer_full, other).toint()
             cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
                 read_only_args=[target, sdS.iterator.toint(), Int32(size), full],
             )
 
@@ -461,7 +463,7 @@ class AttentionBackward:
     @cute.jit
     def load_rows(
         self, log_sums: cute.Tensor, products: cute.Tensor, row_sums: cute.Tensor, row_products: cute.Tensor,
-        block: Block, step: Int32, steps: Int32, group_heads: Int32, batch: Any, thread: Int32,
+        block: Block, step: Any, steps: Int32, group_heads: Int32, batch: Any, thread: Int32,
     ) -> None:  # fmt: skip
         """LSE and D of a thread's rows, long before they are needed; of rows that do not exist, what makes P 0."""
         head = block.head * group_heads + step // steps

@@ -128,16 +128,14 @@ class AttentionForward:
 
     def score_mma(self) -> cute.TiledMma:
         """Q K^T of a warpgroup."""
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (ROWS, self.tile_n, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
-        )
+        shape, k = (ROWS, self.tile_n, 16), OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, k, k)
         return cute.make_tiled_mma(cute.make_mma_atom(op))
 
     def product_mma(self) -> cute.TiledMma:
         """P V of a warpgroup, P from registers."""
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (ROWS, self.c.head_v, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
-        )
+        shape, majors = (ROWS, self.c.head_v, 16), (OperandMajorMode.K, OperandMajorMode.MN)
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.RMEM, *majors)
         return cute.make_tiled_mma(cute.make_mma_atom(op))
 
     @cute.kernel
@@ -202,8 +200,8 @@ class AttentionForward:
 
     @cute.jit
     def problem(
-        self, tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, offsets_q: Any,
-        offsets_k: Any, right: Int32, left: Int32, together: Int32,
+        self, tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
+        offsets_q: Any, offsets_k: Any, right: Int32, left: Int32, together: Int32,
     ) -> Problem:  # fmt: skip
         """What this CTA's rows are. The last rows of some heads come first: with a causal mask they take longest."""
         c = self.c
@@ -333,7 +331,7 @@ class AttentionForward:
         mma = self.product_mma()
         fixed = cute.make_rmem_tensor(self.tile_n // 4, Int32)
         for i in range(self.tile_n // 4):  # opaque: else the compiler packs halves after the fence
-            fixed[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[words[i]])
+            fixed[i] = opaque(words[i])
         shape = cute.make_layout(mma.partition_shape_A((ROWS, self.tile_n)))
         tOrP = cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=self.dtype), shape)
         warpgroup.fence()
@@ -449,10 +447,7 @@ class AttentionForward:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
         sO_group = cute.local_tile(sO, (ROWS, c.head_v), (group, 0))
-        if const_expr(not c.packed):
-            inside = Boolean(True)
-        else:
-            inside = row + ROWS <= p.mask.queries
+        inside = Boolean(True) if const_expr(not c.packed) else row + ROWS <= p.mask.queries
         if inside:
             cute.copy(atom, copy.retile(rounded), copy.partition_D(sO_group))
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -470,6 +465,11 @@ class AttentionForward:
                 if mine < p.mask.queries:
                     for place, i in enumerate(self.score_rows.order(c.head_v, slot)):
                         o[p.first_query + mine, self.score_rows.column(thread, place), p.head, batch] = rounded[i]
+
+
+def opaque(word: Int32) -> Int32:
+    """The same value, of which the compiler knows nothing."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
 def done_before_the_wait(value: Float32) -> None:

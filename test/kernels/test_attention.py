@@ -1,0 +1,169 @@
+"""Hopper's attention kernels in the emulator, with races detected, against a float64 formula that shares no code."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.bench.sass import disassemble
+from cudnn_kernels import compiler, fakes
+from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration
+from cudnn_kernels.signature import workspace_size
+from cudnn_kernels.sm90.attention_backward import AttentionBackward
+from cudnn_kernels.sm90.attention_forward import AttentionForward
+from support.compiled import compile_kernel
+
+ptx_emulator = pytest.importorskip("ptx_emulator")
+
+KEYS = 80  # of a CTA, where the head size is 256
+FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, KEYS))
+BACKWARD = BackwardConfiguration("bfloat16", 256, KEYS)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``lengths`` are (queries, keys) of each sequence; None: the window has no end on that side."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int] = (1, 1)
+    packed: bool = False
+    right: int | None = None
+    left: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def configured(self, configuration: Any) -> Any:
+        """A configuration for this problem."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        ends = {"right": self.right is not None, "left": self.left is not None}
+        return replace(configuration, dtype=dtype, packed=self.packed, **ends)
+
+
+def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) -> dict[str, torch.Tensor]:
+    """Results of one sequence in float64, from (h, s, d) and, with ``do``, the gradients."""
+    q, k, v = (tensors[name].double().clone().requires_grad_() for name in "qkv")
+    share = q.shape[0] // k.shape[0]
+    scores = scale * q @ k.repeat_interleave(share, 0).mT
+    rows, keys = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
+    hidden = torch.zeros(scores.shape[1:], dtype=torch.bool)
+    if problem.right is not None:
+        hidden |= keys > rows + problem.right
+    if problem.left is not None:
+        hidden |= keys < rows - problem.left
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
+    o = weights @ v.repeat_interleave(share, 0)
+    o.backward(tensors["do"].double())
+    found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: value.detach() for name, value in found.items() if value is not None}
+
+
+def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
+    """Random tensors, results of NaN, and the other arguments of both passes."""
+    hq, hk = problem.heads
+    several = (1, sum(q for q, _ in problem.lengths), sum(k for _, k in problem.lengths))
+    batch, sq, sk = several if problem.packed else (len(problem.lengths), *problem.lengths[0])
+
+    def made(rows: int, heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(batch, rows, heads, width).to(problem.dtype)
+        return x[0] if problem.packed else x.transpose(1, 2)
+
+    found: dict[str, Any] = {
+        "q": made(sq, hq, head), "do": made(sq, hq, head_v), "k": made(sk, hk, head), "v": made(sk, hk, head_v),
+    }  # fmt: skip
+    for name, like in (("o", "do"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        found[name] = torch.full_like(found[like], math.nan)
+    found["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
+    for i, name in enumerate(("cum_seqlen_q", "cum_seqlen_k")):
+        ends = torch.tensor([0, *(lengths[i] for lengths in problem.lengths)]).cumsum(0)
+        found[name] = ends.to(torch.int32)
+    numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "stream": 0}
+    return {**found, **numbers, "right": problem.right or 0, "left": problem.left or 0}
+
+
+def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
+    """The tensors of one sequence, (h, s, d), and LSE, (h, s)."""
+    found = {}
+    for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):
+        if problem.packed:
+            ends = given["cum_seqlen_k" if name in ("k", "v", "dk", "dv") else "cum_seqlen_q"]
+            found[name] = given[name][ends[index] : ends[index + 1]].transpose(0, 1)
+        else:
+            found[name] = given[name][index]
+    found["lse"] = given["lse"][index] if not problem.packed else given["lse"].view(given["lse"].shape[::-1])
+    if problem.packed:  # one head's values after the other's, whatever the shape says
+        found["lse"] = found["lse"][:, given["cum_seqlen_q"][index] : given["cum_seqlen_q"][index + 1]]
+    return found
+
+
+def run(kernel: type, configuration: Any, given: dict[str, Any]) -> None:
+    """Compiles a kernel and runs it in the emulator."""
+    with ptx_emulator.emulate("sm_90a", races=True):
+        compiled = compiler.compile_for("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+        compiled(*(given[slot.name] for slot in configuration.slots()))
+
+
+def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]) -> None:
+    """Compares results: their error is at most that of rounding P, dS and the result once each."""
+    for index in range(len(problem.lengths)):
+        found = sequence(given, problem, index)
+        if found["q"].numel() == 0:
+            continue
+        expected = reference(found, given["scale_softmax"], problem)
+        for name in names:
+            error = (found[name].double() - expected[name]).norm()
+            assert error <= 2 * torch.finfo(problem.dtype).eps * expected[name].norm() + 1e-6, name
+        if "o" in names:
+            torch.testing.assert_close(found["lse"].double(), expected["lse"], rtol=1e-6, atol=2e-6)
+
+
+PACKED = Problem(((50, 100), (0, 10), (150, 170), (30, 20)), packed=True, right=0)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "problem"),
+    [
+        (FORWARD, PACKED),
+        (replace(FORWARD, cluster=2), Problem(((200, 290),), heads=(2, 1), right=5, left=100, dtype=torch.float16)),
+        (replace(FORWARD, head=192, head_v=128, tile=(128, 128)), Problem(((70, 300), (70, 300)))),
+    ],
+)
+def test_forward(configuration: ForwardConfiguration, problem: Problem) -> None:
+    given = drawn(problem, configuration.head, configuration.head_v)
+    run(AttentionForward, problem.configured(configuration), given)
+    assert_right(given, problem, ("o",))
+
+
+def test_backward() -> None:
+    problem = replace(PACKED, heads=(2, 1), left=60)
+    given = drawn(problem, 256, 256)
+    for index in range(len(problem.lengths)):
+        found = sequence(given, problem, index)
+        expected = reference(found, given["scale_softmax"], problem)
+        found["o"].copy_(expected["o"])
+        found["lse"].copy_(expected["lse"])
+    configuration = problem.configured(BACKWARD)
+    heads, ends = given["q"].shape[1], len(problem.lengths)
+    rows = given["q"].shape[0 if problem.packed else 2]
+    size = workspace_size(configuration.slots(), {"sq": rows, "hq": heads, "b": ends})
+    given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
+    run(AttentionBackward, configuration, given)
+    assert_right(given, problem, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "configuration", "waits"),
+    [
+        (AttentionForward, replace(FORWARD, right=True), 10),
+        (AttentionBackward, replace(BACKWARD, right=True), 6),
+    ],
+)
+def test_machine_code(kernel: type, configuration: Any, waits: int) -> None:
+    """No spills, and no product that waits for the one before, which ptxas does where it cannot follow registers."""
+    compiled = compile_kernel("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+    assert compiled.stack == 0
+    assert disassemble(compiled.cubin).count("WARPGROUP.DEPBAR") <= waits
