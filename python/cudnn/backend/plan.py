@@ -372,11 +372,11 @@ class PlanList:
         self.configs.append(config)
 
     def deselect_engines(self, names: Sequence[str]) -> None:
-        """Bars configurations whose tag contains one of these texts, such as ``"eng3"``."""
+        """Excludes configurations whose tag contains one of these texts, such as ``"eng3"``."""
         self.bar(lambda config: next((f"excluded by name ({name})" for name in names if name in config.tag), ""))
 
     def deselect_workspace_greater_than(self, size: int) -> None:
-        """Bars configurations that need more than ``size`` bytes of workspace."""
+        """Excludes configurations that need more than ``size`` bytes of workspace."""
 
         def bar(config: EngineConfig) -> str:
             need = config.workspace_size
@@ -385,25 +385,25 @@ class PlanList:
         self.bar(bar)
 
     def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Bars configurations with any of these notes."""
+        """Excludes configurations with any of these notes."""
         self.bar(lambda config: _first("has the note", [note for note in notes if note in config.numerical_notes]))
 
     def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Bars configurations with any of these notes."""
+        """Excludes configurations with any of these notes."""
         self.bar(lambda config: _first("has the note", [note for note in notes if note in config.behavior_notes]))
 
     def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Bars configurations that lack any of these notes."""
+        """Excludes configurations that lack any of these notes."""
         self.bar(
             lambda config: _first("lacks the note", [note for note in notes if note not in config.numerical_notes])
         )
 
     def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Bars configurations that lack any of these notes."""
+        """Excludes configurations that lack any of these notes."""
         self.bar(lambda config: _first("lacks the note", [note for note in notes if note not in config.behavior_notes]))
 
     def bar(self, bar: Callable[[EngineConfig], str]) -> None:
-        """Bars configurations for the reason that the function gives, the empty string for none."""
+        """Excludes configurations for the reason that the function gives, the empty string for none."""
         self._bars.append(bar)
         if self.chosen is not None and bar(self.configs[self.chosen]):
             self.chosen = None

@@ -134,7 +134,7 @@ class BlockScaleQuantize(Node):
         needed[self._axis] //= self.block_size
         whole = [*needed]
         if scale.reordering_type is tensor_reordering.F8_128x4:
-            # cuDNN wants whole tiles, and the blocks of a row side by side.
+            # cuDNN requires whole tiles, and the blocks of a row side by side.
             order = sorted(stride_order(x.dim, x.stride), key=lambda axis: axis != self._axis)
             for axis in range(max(len(whole) - 2, 0), len(whole)):
                 tile = 4 if axis == self._axis else 128
@@ -210,7 +210,7 @@ class BlockScaleMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
-        """``input`` as small numbers, with one scale for each ``block_size`` elements along ``axis``.
+        """``input`` quantised to a narrow type, with one scale for each ``block_size`` elements along ``axis``.
 
         ``scale = round_up(amax(block) / largest(Y))`` and ``Y = round(input / scale)``, which saturates: the formula of
         cuDNN's documentation. Set the types on the results: Y FP8_E4M3, FP8_E5M2 or FP4_E2M1, the scale FP8_E8M0

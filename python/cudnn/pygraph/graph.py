@@ -110,7 +110,10 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         settings.configure_logging()
 
     def tensor_like(self, source: Any, name: str = "") -> Tensor:
-        """As in a sub-graph. CPU arrays of more than one element make the graph one for the reference executor."""
+        """A tensor described by another: a graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.
+
+        A CPU array of one element is passed by value. One of more elements makes the reference executor run the graph.
+        """
         tensor = super().tensor_like(source, name)
         if not isinstance(source, Tensor) and not tensor.is_pass_by_value:
             on_cpu = source.device.type == "cpu" if _is_torch_tensor(source) else source.__dlpack_device__()[0] == 1
@@ -145,7 +148,9 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
     def _prepare(self) -> None:
         if not self.nodes:
             raise ValueError(
-                refusal(f"graph {self.name!r}", "nodes", "none", "one operation or more", "call graph.matmul(), say")
+                refusal(
+                    f"graph {self.name!r}", "nodes", "none", "one operation or more", "call graph.matmul() or another"
+                )
             )
         if len(self._arrays_on) > 1:
             raise ValueError(
@@ -316,7 +321,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
     def _built(self, step: str) -> CudnnProgram | ReferenceProgram:
         if self._program is None:
             raise RuntimeError(
-                refusal(f"graph {self.name!r}", step, "a graph without operation graph", "a graph that was built",
+                refusal(f"graph {self.name!r}", step, "a graph without an operation graph", "a graph that was built",
                         "call build(), or build_operation_graph(), first")
             )  # fmt: skip
         return self._program
@@ -411,37 +416,37 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             plans.append(self._operation_graph.engine_config(engine_id, knobs, self._device_property))
 
     def deselect_engines(self, engine_names: Sequence[str]) -> None:
-        """Bars configurations whose name contains one of the texts, such as ``"eng3"``."""
+        """Excludes configurations whose name contains one of the texts, such as ``"eng3"``."""
         plans = self._plans("deselect_engines")
         if plans is not None:
             plans.deselect_engines(engine_names)
 
     def deselect_workspace_greater_than(self, workspace: int) -> None:
-        """Bars configurations that need more bytes of workspace."""
+        """Excludes configurations that need more bytes of workspace."""
         plans = self._plans("deselect_workspace_greater_than")
         if plans is not None:
             plans.deselect_workspace_greater_than(workspace)
 
     def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Bars configurations that have any of the notes."""
+        """Excludes configurations that have any of the notes."""
         plans = self._plans("deselect_numeric_notes")
         if plans is not None:
             plans.deselect_numeric_notes(notes)
 
     def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Bars configurations that have any of the notes."""
+        """Excludes configurations that have any of the notes."""
         plans = self._plans("deselect_behavior_notes")
         if plans is not None:
             plans.deselect_behavior_notes(notes)
 
     def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
-        """Bars configurations that lack any of the notes."""
+        """Excludes configurations that lack any of the notes."""
         plans = self._plans("select_numeric_notes")
         if plans is not None:
             plans.select_numeric_notes(notes)
 
     def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
-        """Bars configurations that lack any of the notes."""
+        """Excludes configurations that lack any of the notes."""
         plans = self._plans("select_behavior_notes")
         if plans is not None:
             plans.select_behavior_notes(notes)
@@ -558,7 +563,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         return [*(program.uids if isinstance(program, ReferenceProgram) else program.bindings.user)]
 
     def _prepare_variant_pack_template(self) -> None:
-        """Nothing is left to prepare: plans keep their variant packs by themselves."""
+        """Does nothing: plans keep their variant packs themselves."""
         self._planned()
 
     def _execute(

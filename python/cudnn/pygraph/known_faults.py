@@ -48,7 +48,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
         if isinstance(node, MoeGroupedMatmul) and node.mode is moe_grouped_matmul_mode.GATHER:
             raise cudnnGraphNotSupportedError(
                 refusal(node.where, "mode", f"GATHER with cuDNN {format_version(version)}, which accesses memory that "
-                        "is not its own", f"NONE, or {_NEWER}", "gather the tokens with the array library")
+                        "is not its own", f"NONE, or {_NEWER}", "gather the tokens with PyTorch")
             )  # fmt: skip
         if isinstance(node, BlockScaleDequantize) and node.is_negative_scale:
             raise cudnnGraphNotSupportedError(
@@ -60,7 +60,7 @@ def refuse(nodes: Sequence[Node], version: int) -> None:
             if isinstance(node, Concatenate):
                 raise cudnnGraphNotSupportedError(
                     refusal(node.where, "a convolution in the same graph", format_version(version), _NEWER,
-                            "concatenate in a graph of its own, or with the array library")
+                            "concatenate in a separate graph, or with PyTorch")
                 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _refuse_pooling(node: Resample, version: int) -> None:
         if present:
             raise cudnnGraphNotSupportedError(
                 refusal(node.where, "graph", f"{fault} with cuDNN {format_version(version)}, which computes it wrongly",
-                        _NEWER, "pool with the array library, or build the graph with backend='reference'")
+                        _NEWER, "pool with PyTorch, or build the graph with backend='reference'")
             )  # fmt: skip
 
 

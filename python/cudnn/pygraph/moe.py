@@ -51,7 +51,7 @@ class Grouped(Node):
         if any(not 0 <= start <= end <= tokens for start, end in zip(starts, ends, strict=True)):
             raise ValueError(
                 refusal(self.where, "first_token_offset", str(starts), f"rising values from 0 to {tokens}",
-                        "sort the tokens by expert and pass where each expert's begin")
+                        "sort the tokens by expert and pass the row at which each expert's begin")
             )  # fmt: skip
         return list(zip(starts, ends, strict=True))
 
@@ -169,7 +169,7 @@ class MoeMethods(NodeList):
         top_k: int = 0,
         name: str = "",
     ) -> Tensor:
-        """Each token by the weights of its expert, all experts in one operation. Needs cuDNN 9.15.
+        """Multiplies each token by the weights of its expert, for all experts in one operation. Needs cuDNN 9.15.
 
         Args:
             token: ``[1, rows, K]``, sorted by expert; for GATHER ``[1, tokens, K]`` in any order.

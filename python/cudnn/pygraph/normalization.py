@@ -36,7 +36,7 @@ class Kind:
     parameters: Callable[[Dims], list[int]]  # shape of SCALE and BIAS where the user has set none
     vector_axis: int = -1  # the dimension that a SCALE or BIAS of rank 1 runs along
     by_channel: bool = False  # statistics in NHWC order instead of the order of X
-    centered: bool = True  # False: no mean is taken off
+    centered: bool = True  # False: no mean is subtracted
 
     def statistics(self, x: Dims, scale: Dims) -> list[int]:
         """Shape of MEAN and INV_VARIANCE."""
@@ -145,9 +145,9 @@ def _mean(t: Any, shape: Dims) -> Any:
 class NormForward(Normalization):
     """``Y = (X - MEAN) * INV_VARIANCE * SCALE + BIAS`` with ``INV_VARIANCE = 1 / sqrt(variance + EPSILON)``.
 
-    The variance is that of the population (divided by n). RMS takes no mean off. In the training phase MEAN and
-    INV_VARIANCE are outputs too; batch normalisation in the inference phase takes them as inputs. Running statistics:
-    ``next = (1 - MOMENTUM) * old + MOMENTUM * batch``, with the variance of the sample (n - 1).
+    The variance is that of the population (divided by n). RMS normalisation subtracts no mean. In the training phase
+    MEAN and INV_VARIANCE are outputs too; batch normalisation in the inference phase takes them as inputs. Running
+    statistics: ``next = (1 - MOMENTUM) * old + MOMENTUM * batch``, with the variance of the sample (n - 1).
     """
 
     phase: norm_forward_phase

@@ -46,7 +46,7 @@ class Resample(Node):
             raise cudnnGraphNotSupportedError(
                 refusal(self.where, "resampling_mode", self.resampling_mode.name,
                         ", ".join(mode.name for mode in POOLING),
-                        "interpolate with the array library: cuDNN 9.19 and 9.28 build no plan for it")
+                        "interpolate with PyTorch: cuDNN 9.19 and 9.28 build no plan for it")
             )  # fmt: skip
         self.pre_padding = self.pre_padding or [0] * spatial
         self.post_padding = self.post_padding or [0] * spatial
@@ -253,12 +253,12 @@ class ResampleMethods(NodeList):
         ``window`` and ``stride``; ``pre_padding`` and ``post_padding`` are 0 unless given.
 
         All four are lists of whole numbers, one for each of the one to three spatial dimensions. A padding is smaller
-        than its window. cuDNN wants FLOAT for ``compute_data_type``.
+        than its window. cuDNN requires FLOAT for ``compute_data_type``.
 
         Args:
             resampling_mode: MAXPOOL, AVGPOOL_INCLUDE_PADDING (divides by the size of the window) or
                 AVGPOOL_EXCLUDE_PADDING (by how much of the window lies in the image). BILINEAR and NEAREST are refused.
-            padding_mode: What stands in the padding. cuDNN wants NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
+            padding_mode: What stands in the padding. cuDNN requires NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
                 where anything is padded; the reference executor takes EDGE_VAL_PAD too.
             generate_index: Also returns the place of the largest element in its window, for ``resample_backward``: a
                 number in row-major order, INT8, or INT32 where a window has more than 128 elements. cuDNN has it for

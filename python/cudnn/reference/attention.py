@@ -30,7 +30,7 @@ class Masks:
         bottom_right: The diagonal ends at the last valid row and column, instead of starting at the first ones.
         block_mask: Which tiles of 128 rows and 128 columns take part, ``[b, h_q, tiles, tiles / 8]`` bytes; bit i of
             byte j is tile 8 j + i.
-        sink: One more score for every row of a head, ``[1, h_q, 1, 1]``, whose weight is not kept.
+        sink: One more score for every row of a head, ``[1, h_q, 1, 1]``, whose weight is dropped.
         dropout: What the weights are multiplied with: a mask that broadcasts to the scores, and a scale.
     """
 

@@ -27,18 +27,18 @@ def moe_grouped_matmul(
     mode: str = "none",
     top_k: int = 1,
 ) -> torch.Tensor:
-    """Every token by the weights of its expert: ``[1, rows, N]``, row-major, in the type of token. Sums in float32.
+    """Multiplies each token by the weights of its expert: ``[1, rows, N]``, row-major, in the type of token.
 
-    Differentiable in token and weight. The gradient of token copies the weights, whose order cuDNN wants transposed;
-    that of weight needs cuDNN 9.22, and its build for CUDA 13. Forward it needs cuDNN 9.15.
+    Sums are in float32. Needs cuDNN 9.15. Differentiable in token and weight: the gradient of token copies the weights,
+    because cuDNN needs them transposed; that of weight needs cuDNN 9.22, built for CUDA 13.
 
     Args:
         token: ``[1, M, K]``, float16, bfloat16 or float32, sorted by expert; for "gather" in any order.
         weight: ``[E, K, N]`` with K contiguous: the transpose of a contiguous ``[E, N, K]``.
         first_token_offset: E integers, ``[E, 1, 1]``: the row at which each expert's segment begins, rising; the last
             segment ends with the rows.
-        token_index: Integers ``[1, rows, 1]``. "gather": the token that a row takes; cuDNN wants a multiple of M rows.
-            "scatter": the token that a row came from.
+        token_index: Integers ``[1, rows, 1]``. "gather": the token that a row takes; cuDNN requires a multiple of M
+            rows. "scatter": the token that a row came from.
         token_ks: Integers ``[1, rows, 1]``, "scatter" only: which of its token's ``top_k`` experts a row belongs to.
         mode: "none": row r is the product of token r. "gather": of token ``token_index[r]``. "scatter": the product of
             token r becomes row ``token_index[r] * top_k + token_ks[r]``.

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     cumulative_seq_len_q: Maybe = None,
     cumulative_seq_len_kv: Maybe = None,
 ) -> torch.Tensor:
-    """``softmax(scale * Q K^T, masked) V``: the arguments of PyTorch's function, and bands and lengths. Differentiable.
+    """``softmax(scale * Q K^T, masked) V``: PyTorch's arguments, and bands and lengths. Differentiable.
 
     Where a row sees no key, its result and its gradients are 0. So are those of rows beyond an entry's length.
 
@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
         query, key, value: ``[B, H_q, S_q, D]``, ``[B, H_kv, S_kv, D]``, ``[B, H_kv, S_kv, D_v]`` in one type, in any
             strides; copied where cuDNN cannot read them in place. float16 or bfloat16 on CUDA; on the CPU also float32
             and float64.
-        attn_mask, dropout_p: There are none; refused.
+        attn_mask, dropout_p: Not supported: only None and 0.
         is_causal: ``right_bound=0``, unless a right bound is given.
         scale: None: ``D ** -0.5``.
         enable_gqa: Lets H_q be a multiple of H_kv.

@@ -54,7 +54,7 @@ def refuse_fp8_forward(node: AttentionFp8Forward, version: int) -> None:
     _refuse(node, version, [
         Fault(d_v > d_qk, "head size", f"d_qk={d_qk}, d_v={d_v} with fp8 tensors", "which reads outside V",
               "d_v up to d_qk", "pad Q and K with zeros"),
-        Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory that is not its own", "no dropout",
+        Fault(node.has_dropout, "dropout", "fp8 tensors", "which accesses memory out of bounds", "no dropout",
               "use fp16 or bf16 tensors"),
         Fault(unbounded and s_q > s_kv, "padding mask", f"s_q={s_q} > s_kv={s_kv} without another mask in fp8",
               "whose Amax_S is too large", "s_q up to s_kv", "pad K and V to as many rows as Q has", refused=False),
@@ -124,7 +124,7 @@ def _gradients(node: AttentionBackward) -> Iterator[Fault]:
         f"s_q and s_kv, {[s_q, s_kv]}, as last extents", "sum a full gradient"
     )  # fmt: skip
     yield Fault(
-        "Dropout_mask" in node.inputs, "dropout", "a mask of the user's", "which ignores the inverse of its scale",
+        "Dropout_mask" in node.inputs, "dropout", "a mask of the caller's", "which ignores the inverse of its scale",
         "a probability with seed and offset", "use the random mask"
     )  # fmt: skip
     sink = "dSink" in node.outputs

@@ -176,7 +176,7 @@ class AttentionForward(Attention):
         return lowering.descriptor(be.DescriptorType.OPERATIONGRAPH, {A.OPERATIONGRAPH_OPS: inner})
 
     def _softmax(self, lowering: Lowering, statistics: Mapping[str, Tensor]) -> Descriptor:
-        """Names the softmax's extra inputs and outputs; cuDNN wants the other two too, and ignores them."""
+        """Names the softmax's extra inputs and outputs; cuDNN requires the other two too, and ignores them."""
         x, y = (self.virtual_scores(lowering.context) for _ in range(2))
         sink = {"Sink": self.inputs["Sink"]} if "Sink" in self.inputs else {}
         return Softmax(inputs={"X": x, **sink}, outputs={"Y": y, **statistics}).descriptor(lowering)

@@ -1,6 +1,6 @@
 """Scaled dot-product attention on fp8 tensors, forward and backward, each with its scales.
 
-A tensor in fp8 stands for its values times a *descale*; what is written in fp8 is first multiplied by a *scale*. Both
+An fp8 tensor represents its elements times a *descale*; what is written in fp8 is first multiplied by a *scale*. Both
 are FLOAT tensors of one element, as are the largest absolute values (amax) that the next step's scales come from.
 """
 

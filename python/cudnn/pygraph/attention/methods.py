@@ -92,7 +92,7 @@ class AttentionMethods(NodeList):
                 scores. It runs when the graph is validated and when it is built.
             score_max, score_sum_exp: Tensors ``[b, h_q, s_q, 1]`` that get each row's largest score, and the sum of
                 ``exp(score - largest)``.
-            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row, whose weight is not kept.
+            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row of the softmax, whose weight is dropped.
             unfuse_fma: Asks cuDNN (9.22) not to fuse multiplication and addition in the softmax.
 
         Returns:

@@ -22,7 +22,7 @@ class Softmax(Node):
     """``Y = softmax(X)`` over the last dimension, an operation that cuDNN has from 9.21.
 
     Optional outputs: Stats = ``log(sum(exp(X)))``, Max = ``max(X)``, Sum_exp = ``sum(exp(X - Max))``. The optional
-    input Sink is one more score in every row, whose weight is not kept.
+    input Sink is one more score in every row, whose weight is dropped.
     """
 
     tag = "SOFTMAX"
