@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import cudnn
 from cudnn.cli import app
 from cudnn.gemm import quantize_rows
 from cudnn.launch import cache, kernels, warm
-from cudnn.registry import find, gemms, packages, usual
+from cudnn.registry import find, gemms, packages, usual, wrapper
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 GEMMS = gemms()
@@ -57,21 +58,16 @@ def _call(name: str, dtype: str, out: Any) -> None:
     b, sfb, _ = _operand(dtype, n, k)
     prob = torch.zeros(1, m, 1).permute(1, 2, 0)
     c = torch.zeros(1, m, n, dtype=out or torch.bfloat16).permute(1, 2, 0)
-    if name == "gemm_amax":
-        cudnn.gemm_amax_wrapper(a, b, sfa, sfb, **options, **({"c_dtype": out} if out else {}))
-    elif name == "gemm_swiglu":
-        types = {"ab12_dtype": out, "c_dtype": out} if out else {}
-        cudnn.gemm_swiglu_wrapper(a, b, sfa_tensor=sfa, sfb_tensor=sfb, **options, **types)
-    elif name == "gemm_srelu":
-        types = {"c_dtype": out, "d_dtype": out} if out else {}
-        cudnn.gemm_srelu_wrapper(a, b, sfa, sfb, prob, **options, **types)
-    else:
-        cudnn.gemm_dsrelu_wrapper(a, b, c, sfa, sfb, prob, **options, **({"d_dtype": out} if out else {}))
+    given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
+    parameters = inspect.signature(wrapper(name)).parameters
+    types = {p: out for p in parameters if out and p.endswith("_dtype") and p != "acc_dtype"}
+    wrapper(name)(**{p: tensor for p, tensor in given.items() if p in parameters}, **options, **types)
 
 
 TYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 DEFAULTS = {
     "gemm_amax": TYPES,
+    "gemm_geglu": TYPES,
     "gemm_swiglu": ("bf16", "fp16", "fp8", "nvfp4"),  # ab12 of float32 is refused for mxfp8
     "gemm_srelu": ("bf16", "fp8", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
     "gemm_dsrelu": ("bf16", "fp8", "mxfp8", "nvfp4"),
