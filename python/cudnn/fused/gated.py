@@ -44,9 +44,14 @@ class GatedGemm(DenseGemm):
         stored = (self.store("ab12"),) if self.given("ab12") else ()
         return (epilogue.Scale("alpha"), *stored, epilogue.Gated(self.gate()), *self.result_epilogue("c"))
 
+    @staticmethod
+    def narrow(dtype: Any) -> Any:
+        """The type of a result where the caller names none: that of operands of 16 bits, bfloat16 for others."""
+        return dtype if name_of(dtype) in NARROW else torch.bfloat16
+
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        c_dtype, major = given["c_dtype"] or given["a"].dtype, given["c_major"]
+        c_dtype, major = given["c_dtype"] or cls.narrow(given["a"].dtype), given["c_major"]
         found = {"c": (c_dtype, major)}
         if given["ab12_dtype"] is not None:
             found["ab12"] = (given["ab12_dtype"], major)

@@ -79,9 +79,9 @@ def gemm_geglu_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12 where it has an ``ab12_dtype``; c of ``c_dtype``,
-    by default the type of ``a``; sfc with 8 bits; amax with four-bit operands and a bfloat16 result. Other arguments
-    and errors as those of :class:`GemmGeglu`. Nothing is recorded for autograd: the results have no ``grad_fn``.
-    ``cudnn.ops.gemm_geglu`` is the operator for ``torch.compile``.
+    by default the type of ``a`` where that has 16 bits, else bfloat16; sfc with 8 bits; amax with four-bit operands and
+    a bfloat16 result. Other arguments and errors as those of :class:`GemmGeglu`. Nothing is recorded for autograd: the
+    results have no ``grad_fn``. ``cudnn.ops.gemm_geglu`` is the operator for ``torch.compile``.
     """
     return call(GemmGegluSm100, locals())
 

@@ -88,8 +88,9 @@ def gemm_swiglu_wrapper(
 
     Returns ``ab12_tensor, c_tensor, sfc_tensor, amax_tensor``: ab12, of ``ab12_dtype`` (default float32), is None for
     ``ab12_dtype=None``; c is of ``c_dtype``, float16 unless told otherwise, whatever the type of ``a``, as existing
-    programs expect; ``c_dtype=None``: the type of ``a``. sfc comes with 8 bits; amax, of the shape (1, 1, 1), with
-    four-bit operands and a bfloat16 result. Other arguments and errors as those of :class:`GemmSwiglu`.
+    programs expect; ``c_dtype=None``: the type of ``a`` where that has 16 bits, else bfloat16. sfc comes with 8 bits;
+    amax, of the shape (1, 1, 1), with four-bit operands and a bfloat16 result. Other arguments and errors as those of
+    :class:`GemmSwiglu`.
 
     Nothing is recorded for autograd: the results have no ``grad_fn``. Gradients flow through ``cudnn.ops.gemm_swiglu``.
     """
