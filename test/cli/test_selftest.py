@@ -88,7 +88,7 @@ def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.Monk
     monkeypatch.setattr(calibration, "compare", first_is_wrong)
     result = run("--arch", "sm_90a", "--emulate")
     assert result.exit_code == 1
-    assert f"gemm_amax, {SMALL}: c: error" in words(result)
+    assert f"gemm_amax, {SMALL}: amax: error" in words(result)
     assert "GemmSrelu: a tensor dtype, with scale factors: got bfloat16" in words(result)
     assert f"microkernels: {seen[0].family}, {seen[0].name}: 1 of" in words(result)
     assert "3 of" in result.output.splitlines()[-1]
