@@ -228,7 +228,7 @@ class Hook:
                 )
             return original(module, *args, **kwargs)
 
-        for module in [m for m in sys.modules.values() if getattr(m, "get_export_module", None) is original]:
+        for module in [m for m in list(sys.modules.values()) if getattr(m, "get_export_module", None) is original]:
             module.get_export_module = hooked  # type: ignore[attr-defined]
 
     def install_tvm_ffi(self) -> None:
