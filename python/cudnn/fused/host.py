@@ -38,6 +38,7 @@ class FusedAPI(APIBase):
     tensors: ClassVar[Sequence[TensorSpec]]
     returns: ClassVar[Sequence[str]]
     scalars: ClassVar[Sequence[str]] = ()
+    integers: ClassVar[Sequence[str]] = ()  # scalars that are; the others are floats
     sized_by: ClassVar[Sequence[str]]
     multiples: ClassVar[Sequence[str]] = ()
     fixed: ClassVar[Sequence[str]] = ()
@@ -111,7 +112,8 @@ class FusedAPI(APIBase):
                 setattr(self, name, value)
         for name in self.scalars:
             self._check_number(name, getattr(self, name))
-            setattr(self, name, float(getattr(self, name)))
+            kind = int if name in self.integers else float
+            setattr(self, name, kind(getattr(self, name)))
         self.margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._plan: Plan | None = None
         self._emulated: dict[str, Call] = {}

@@ -1,0 +1,111 @@
+"""Attention, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan
+from cudnn.fused.layouts import Sizes
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.sdpa import reference
+from cudnn.sdpa.base import OFFSETS, Attention, cached, keys, queries, row_values
+from cudnn_kernels.attention import BackwardConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+KEYS = {(256, 256): 80}
+"""Keys of a CTA by head sizes."""
+
+
+class SdpaBackward(Attention):
+    """The gradients of attention.
+
+        p  = exp(scale_softmax * q k^T - lse)    0 where the mask hides a key; d[i] = the sum of o do over row i
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
+
+    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. dq is
+    added up in float32 in an order that changes from call to call. Hopper (sm_90a) only so far.
+
+    Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
+    results are overwritten. A call needs a workspace of about 4 bytes for every element of q, which PyTorch's
+    allocator provides on the stream of the call.
+    """
+
+    title = "attention, backward"
+    tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
+               row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
+               keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip
+    returns = ("dq", "dk", "dv")
+    scalars = ("scale_softmax", "right", "left")
+    head_sizes = tuple(KEYS)
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
+        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = None, max_s_k: int | None = None, acc_dtype: dtype = torch.float32,
+        mma_tiler_mn: tuple[int, int] = (128, 128), dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
+        is_causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
+        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
+        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
+        tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        tiler = tuple(getattr(self, "dkdv_mma_tiler_mn"))  # noqa: B009
+        if tiler != (128, 64):
+            raise self.error("dkdv_mma_tiler_mn", tiler, "(128, 64); the kernel chooses its tiles")
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        count = KEYS[sizes["d"], sizes["dv"]]
+        kind = name_of(self.dtype("q"))
+        return self.planned(arch, BackwardConfiguration(kind, sizes["d"], count, **self.ends()))
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)
+
+
+class SdpabwdSm100D256(SdpaBackward):
+    """:class:`SdpaBackward` for heads of 256 elements, by the name that existing programs use."""
+
+    head_sizes = ((256, 256),)
+
+
+def sdpa_bwd_wrapper_sm100_d256(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None,
+    max_s_k: int | None = None, acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
+    dkdv_mma_tiler_mn: tuple[int, int] = (128, 64), is_causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    scale_softmax: float | None = None, current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
+
+    Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.
+    """
+    options = {
+        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "mma_tiler_mn": mma_tiler_mn,
+        "dkdv_mma_tiler_mn": dkdv_mma_tiler_mn, "is_causal": is_causal, "window_size": tuple(window_size),
+        "scale_softmax": scale_softmax,
+    }  # fmt: skip
+    given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)
+    results = tuple(map(torch.empty_like, (q_tensor, k_tensor, v_tensor)))
+    tensors = (*given, *results, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+    cached(SdpabwdSm100D256, tensors, options).execute(*tensors, current_stream=current_stream)
+    return TupleDict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), results, strict=True))

@@ -1,0 +1,168 @@
+"""What attention's forward and backward passes share: sizes, sequences and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from cudnn.errors import refusal
+from cudnn.fused.call import KernelPlan, Plan
+from cudnn.fused.host import FusedAPI
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.lazy import torch
+from cudnn.sdpa.layouts import Heads, RowValues
+from cudnn.sdpa.reference import Window
+from cudnn_kernels.architecture import ARCHITECTURES
+
+TYPES = ("float16", "bfloat16")
+
+
+def queries(name: str, head: str, written: bool = False) -> TensorSpec:
+    """A matrix with the rows of Q."""
+    return TensorSpec(name, Heads("sq", "hq", head), TYPES, same="" if name == "q" else "q", written=written)
+
+
+def keys(name: str, head: str, written: bool = False) -> TensorSpec:
+    """A matrix with the rows of K."""
+    return TensorSpec(name, Heads("sk", "hk", head), TYPES, same="q", written=written)
+
+
+def row_values(written: bool = False) -> TensorSpec:
+    """The log-sum-exp."""
+    return TensorSpec("lse", RowValues(), ("float32",), written=written)
+
+
+OFFSETS = tuple(
+    TensorSpec(name, Contiguous("ends", alignment=4), ("int32",), optional=True)
+    for name in ("cum_seqlen_q", "cum_seqlen_k")
+)
+
+
+class Attention(FusedAPI):
+    """A pass of attention over sequences of one length, or packed ones."""
+
+    sized_by = ("q", "k")
+    architectures = ("sm_90a",)
+    integers = ("right", "left")
+    head_sizes: ClassVar[Sequence[tuple[int, int]]]
+    """Elements of a head, in Q and K and in V."""
+
+    is_causal: bool
+    window_size: tuple[int, int]
+    mma_tiler_mn: tuple[int, int]
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        packed = given["sample_cum_seqlen_q"] is not None
+        if packed != (given["sample_cum_seqlen_k"] is not None):
+            got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
+            raise ValueError(refusal(self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither"))
+        self.packed = packed
+        samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
+        left, right = given["window_size"]
+        right = 0 if given["is_causal"] else right
+        self.window = Window(right if right >= 0 else None, left if left >= 0 else None)
+        scale = given["scale_softmax"] or given["sample_q"].shape[-1] ** -0.5
+        super().__init__({**samples, "scale_softmax": scale, "right": max(right, 0), "left": max(left, 0)})
+        self.longest = self._longest(given)
+
+    def squeezed(self, tensor: Any) -> Any:
+        """Packed tensors without a batch of 1 before, and row values without a dimension of 1 behind."""
+        if not self.packed or not hasattr(tensor, "ndim"):
+            return tensor
+        if tensor.ndim == 4 and tensor.shape[0] == 1:
+            return tensor.squeeze(0)
+        return tensor.squeeze(-1) if tensor.ndim == 3 and tensor.shape[-1] == 1 else tensor
+
+    def _longest(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        """The lengths of the longest sequences, which are read from the offsets."""
+        found = []
+        for name in ("q", "k"):
+            ends, most = given[f"sample_cum_seqlen_{name}"], given[f"max_s_{name}"]
+            if ends is None:
+                shape = given[f"sample_{name}"].shape
+                longest = shape[2] if len(shape) == 4 else 0
+            else:
+                values = ends.tolist()
+                if len(values) < 2 or values[0] != 0 or any(a > b for a, b in pairwise(values)):
+                    raise self.error(f"cum_seqlen_{name}", values, "0, then where each sequence ends")
+                longest = max(b - a for a, b in pairwise(values))
+            if most is not None and most < longest:
+                raise self.error(f"max_s_{name}", most, f"at least {longest}, the longest sequence")
+            found.append(longest)
+        return found[0], found[1]
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        packed = options["packed"]
+        dims = 3 if packed else 4
+        for name, shape in shapes.items():
+            if len(shape) != dims:
+                allowed = "(t, h, d), with offsets" if packed else "(b, h, s, d), without offsets"
+                raise ValueError(refusal(cls._title(), f"{name} tensor", f"the shape {tuple(shape)}", allowed))
+        (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
+        if packed:
+            first, hq, sq, hk, sk = [options["sequences"]], sq, hq, sk, hk
+        return {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d, "ends": first[0] + 1}
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        shapes = {name: descs[name].shape for name in self.sized_by}
+        ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
+        found = self.sizes_of(shapes, {"packed": self.packed, "sequences": ends.shape[0] - 1 if ends else 0})
+        v = self.descs["v"]
+        return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
+
+    def check_rules(self, sizes: Sizes) -> None:
+        if (sizes["d"], sizes["dv"]) not in self.head_sizes:
+            allowed = ", ".join(str(d) if d == dv else f"{d} and {dv} in v" for d, dv in self.head_sizes)
+            raise self.error("head size", (sizes["d"], sizes["dv"]), allowed)
+        if sizes["hq"] % max(sizes["hk"], 1):
+            raise self.error("heads of q", sizes["hq"], f"multiples of the {sizes['hk']} heads of k")
+        if tuple(self.mma_tiler_mn) != (128, 128):
+            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "(128, 128); the kernel chooses its tiles")
+        for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):
+            if getattr(self, name, torch.float32) != torch.float32:
+                raise self.error(name, getattr(self, name), "torch.float32")
+        left, right = self.window_size
+        if not self.is_causal and (left, right) != (-1, -1):
+            raise self.unsupported("window_size", (left, right), "(-1, -1), unless is_causal=True")
+        longest_q, longest_k = self.longest
+        if self.window.left is not None and self.window.left >= longest_k - 1:
+            raise self.error("window_size, left", left, f"less than {longest_k - 1}, or -1 for no end")
+        if self.window.right is not None and self.window.right >= longest_q - 1:
+            raise self.error("window_size, right", self.window.right, f"less than {longest_q - 1}, or -1 for no end")
+
+    def check_call(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
+        """Raises where offsets are missing, or not wanted."""
+        if (cum_seqlen_q is not None, cum_seqlen_k is not None) != (self.packed, self.packed):
+            allowed = "given, for packed sequences" if self.packed else "None, for (b, h, s, d)"
+            raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
+
+    def ends(self) -> dict[str, bool]:
+        """Options of a configuration: on which sides the window ends."""
+        return {"packed": self.packed, "right": self.window.right is not None, "left": self.window.left is not None}
+
+    def planned(self, arch: str, configuration: Any) -> Plan:
+        """The plan for a kernel's configuration."""
+        return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        raise NotImplementedError
+
+    @classmethod
+    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+        raise NotImplementedError
+
+
+def cached(api: type[Attention], samples: Sequence[Any], options: Mapping[str, Any]) -> Attention:
+    """The object that a wrapper uses for tensors like these: made and compiled once."""
+    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in samples)
+    key = (kinds, tuple(options.items()))
+    made = api.objects.get(key)
+    if made is None:
+        made = api(*samples, **options)
+        made.check_support()
+        made.compile()
+        api.objects[key] = made
+    return made

@@ -1,0 +1,129 @@
+"""Attention, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan
+from cudnn.fused.layouts import Sizes
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.sdpa import reference
+from cudnn.sdpa.base import OFFSETS, Attention, cached, keys, queries, row_values
+from cudnn_kernels.attention import ForwardConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+TILES = {(64, 64): (192, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 80)}
+"""Query rows and keys of a CTA by head sizes: the fastest of those that were timed on an H200."""
+
+
+class SdpaForward(Attention):
+    """Attention over sequences of one length, or packed ones of several, forward.
+
+        s   = scale_softmax * q k^T          in float32, -inf where the mask hides a key
+        o   = scale_output * softmax(s) v    the exponentials are rounded to the type of v before the product
+        lse = ln sum exp(s)                  natural, over the keys of a row
+
+    A row that sees no key gets o = 0 and lse = -inf. Hopper (sm_90a) only so far.
+
+    ============  ================================  ==========================  ====================================
+    tensor        one length                        packed, with offsets        type
+    ============  ================================  ==========================  ====================================
+    q, o          (b, hq, sq, d), (b, hq, sq, dv)   (tq, hq, d), (tq, hq, dv)   float16, bfloat16
+    k, v          (b, hk, sk, d), (b, hk, sk, dv)   (tk, hk, d), (tk, hk, dv)   that of q
+    lse           (b, hq, sq)                       (tq, hq)                    float32
+    cum_seqlen    none                              (b + 1,)                    int32: 0, then where sequences end
+    ============  ================================  ==========================  ====================================
+
+    Matrices (b, h, s, d) are transposed (b, s, h, d) ones. Packed row values lie head by head in memory, whatever the
+    strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq is a multiple of hk. A compiled object
+    serves tensors of all sizes but d and dv.
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
+        max_s_q, max_s_k: at least the lengths of the longest sequences, which the kernel finds by itself.
+        qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its own tiles.
+        is_causal: row i of q sees the keys up to i + sk - sq: the diagonal ends in the lower right corner.
+        window_size: (left, right) with ``is_causal``: row i sees keys from i + sk - sq - left on; -1: from the first.
+        scale_softmax: None or 0: 1 / sqrt(d).
+        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
+            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+    """
+
+    title = "attention, forward"
+    tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+               row_values(written=True), *OFFSETS)  # fmt: skip
+    returns = ("o", "lse")
+    scalars = ("scale_softmax", "scale_output", "right", "left")
+    head_sizes = tuple(TILES)
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = None, max_s_k: int | None = None, qk_acc_dtype: dtype = torch.float32,
+        pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None, scale_output: float | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
+        self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
+        tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+        self.run(tensors, (scale_softmax or None, scale_output, None, None), current_stream, None)
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        heads, ends = (sizes["d"], sizes["dv"]), self.ends()
+        cluster = 2 if heads == (256, 256) and not ends["right"] else 1  # it shares what L2 must deliver
+        kind = name_of(self.dtype("q"))
+        return self.planned(arch, ForwardConfiguration(kind, *heads, TILES[heads], cluster=cluster, **ends))
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        numbers = tensors["scale_softmax"], tensors["scale_output"]
+        reference.forward(tensors, self.window, *numbers, self.packed)
+
+
+class SdpafwdSm100D256(SdpaForward):
+    """:class:`SdpaForward` for heads of 256 elements, by the name that existing programs use."""
+
+    head_sizes = ((256, 256),)
+
+
+def sdpa_fwd_wrapper_sm100_d256(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
+    qk_acc_dtype: dtype = torch.float32, pv_acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    scale_softmax: float | None = None, scale_output: float = 1.0, current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
+
+    Arguments and errors as those of :class:`SdpaForward`, for heads of 256 elements. Nothing is recorded for autograd.
+    """
+    options = {
+        "max_s_q": max_s_q, "max_s_k": max_s_k, "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype,
+        "mma_tiler_mn": mma_tiler_mn, "is_causal": is_causal, "window_size": tuple(window_size),
+        "scale_softmax": scale_softmax, "scale_output": scale_output,
+    }  # fmt: skip
+    o = torch.empty_like(q_tensor)
+    lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
+    tensors = (q_tensor, k_tensor, v_tensor, o, lse, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
+    cached(SdpafwdSm100D256, tensors, options).execute(*tensors, current_stream=current_stream)
+    return TupleDict(o_tensor=o, lse_tensor=lse)
+
+
+def lse_shape(q: Any, ends: Any) -> tuple[int, ...]:
+    """That of the row values for a q."""
+    if ends is not None:
+        return tuple(q.shape[-3:-1])
+    return tuple(q.shape[:3])

@@ -1,0 +1,89 @@
+"""Where attention's tensors lie: matrices (b, h, s, d) in b, s, h, d order, or packed ones (t, h, d)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn.api_base import same_stride
+from cudnn.fused.layouts import Layout, Sizes
+from cudnn.lazy import torch
+
+
+@dataclass(frozen=True)
+class Heads(Layout):
+    """The rows of every head by the names of sizes; the elements of a head have the stride 1.
+
+    Sequences of one length are (b, h, s, d), a transposed (b, s, h, d); packed ones (t, h, d).
+    """
+
+    rows: str
+    heads: str
+    head: str
+    rank = 4
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        rows, heads, head = sizes[self.rows], sizes[self.heads], sizes[self.head]
+        return (rows, heads, head) if sizes["packed"] else (sizes["b"], heads, rows, head)
+
+    def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+        rows, heads, head = sizes[self.rows], sizes[self.heads], sizes[self.head]
+        row = heads * head
+        return [(row, head, 1)] if sizes["packed"] else [(rows * row, head, row, 1)]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        """The dense order, rows and heads possibly further apart by multiples of 16 bytes."""
+        inner, outer = (1, 0) if sizes["packed"] else (1, 2)
+        order = [-1, inner, outer] if sizes["packed"] else [-1, inner, outer, 0]
+        if stride[-1] != 1:
+            return False
+        reach = shape[-1]
+        for dim in order[1:]:
+            if shape[dim] == 1:
+                continue
+            if stride[dim] < reach or stride[dim] * bits % (8 * self.alignment):
+                return False
+            reach = stride[dim] * shape[dim]
+        return True
+
+    def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
+        dense, _ = super().allowed(sizes, written)
+        cure = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
+        return f"{dense}, or further apart by multiples of 16 bytes", cure
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor
+
+
+@dataclass(frozen=True)
+class RowValues(Layout):
+    """A value for every row of every head: (b, h, s) contiguous, or packed (t, h).
+
+    Packed ones follow each other head by head in memory, whether the strides say so, (1, t), or not, (h, 1).
+    """
+
+    rank = 3
+    alignment = 4
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        rows, heads = sizes["sq"], sizes["hq"]
+        return (rows, heads) if sizes["packed"] else (sizes["b"], heads, rows)
+
+    def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+        rows, heads = sizes["sq"], sizes["hq"]
+        return [(heads, 1), (1, rows)] if sizes["packed"] else [(heads * rows, rows, 1)]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        return any(same_stride(shape, stride, allowed) for allowed in self.strides(sizes))
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.squeeze(-1) if tensor.ndim > 2 and tensor.shape[-1] == 1 else tensor
+
+
+def by_head(values: Any, packed: bool) -> Any:
+    """Row values as (b, h, s), or (h, t) where they are packed."""
+    if not packed:
+        return values
+    rows, heads = values.shape
+    return torch.as_strided(values, (heads, rows), (rows, 1), values.storage_offset())

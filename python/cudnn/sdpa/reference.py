@@ -1,0 +1,80 @@
+"""Attention in PyTorch, in float32: sequence by sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn.lazy import torch
+from cudnn.sdpa.layouts import by_head
+
+
+@dataclass(frozen=True)
+class Window:
+    """The keys that a row sees: as many more and fewer than the one on its diagonal; None: all on that side.
+
+    The diagonal ends in the lower right corner.
+    """
+
+    right: int | None
+    left: int | None
+
+    def hidden(self, queries: int, keys: int, device: Any) -> Any:
+        """True for keys that a row does not see: (queries, keys)."""
+        row = torch.arange(queries, device=device)[:, None] + keys - queries
+        key = torch.arange(keys, device=device)
+        hidden = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+        if self.right is not None:
+            hidden |= key > row + self.right
+        if self.left is not None:
+            hidden |= key < row - self.left
+        return hidden
+
+
+def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, Any]]:
+    """The tensors of each sequence: matrices (h, s, d), LSE (h, s). Writing them writes the whole tensors."""
+    queries, keys = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
+    present = [name for name in (*queries, *keys) if tensors.get(name) is not None]
+    lse = by_head(tensors["lse"], packed)
+    if not packed:
+        for index in range(tensors["q"].shape[0]):
+            yield {**{name: tensors[name][index] for name in present}, "lse": lse[index]}
+        return
+    ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
+    for index in range(len(ends_q) - 1):
+        q, k = slice(*ends_q[index : index + 2]), slice(*ends_k[index : index + 2])
+        parts = {name: tensors[name][q if name in queries else k].transpose(0, 1) for name in present}
+        yield {**parts, "lse": lse[:, q]}
+
+
+def forward(tensors: Mapping[str, Any], window: Window, scale: float, scale_output: float, packed: bool) -> None:
+    """Writes O and LSE. P is rounded to the inputs' type. Rows that see nothing: 0 and -inf."""
+    for x in sequences(tensors, packed):
+        share = x["q"].shape[0] // max(x["k"].shape[0], 1)
+        k, v = (x[name].float().repeat_interleave(share, 0) for name in "kv")
+        hidden = window.hidden(x["q"].shape[1], k.shape[1], k.device)
+        scores = (scale * x["q"].float() @ k.mT).masked_fill(hidden, -math.inf)
+        largest = scores.amax(-1, keepdim=True) if k.shape[1] else scores.new_full((*scores.shape[:2], 1), -math.inf)
+        weights = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
+        total = weights.sum(-1, keepdim=True)
+        products = weights.to(x["v"].dtype).float() @ v
+        x["o"].copy_(torch.where(total == 0, 0, scale_output * products / total))
+        x["lse"].copy_((largest + total.log()).squeeze(-1))
+
+
+def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: bool) -> None:
+    """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
+    for x in sequences(tensors, packed):
+        dtype, share = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
+        q, o, do = (x[name].float() for name in ("q", "o", "do"))
+        k, v = (x[name].float().repeat_interleave(share, 0) for name in "kv")
+        hidden = window.hidden(q.shape[1], k.shape[1], k.device)
+        weights = (scale * q @ k.mT - x["lse"][..., None]).exp().masked_fill(hidden, 0)
+        gradients = weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))
+        gradients = gradients.masked_fill(hidden, 0).to(dtype).float()
+        heads = (x["k"].shape[0], share)
+        x["dv"].copy_((weights.to(dtype).float().mT @ do).unflatten(0, heads).sum(1))
+        x["dk"].copy_(scale * (gradients.mT @ q).unflatten(0, heads).sum(1))
+        x["dq"].copy_(scale * gradients @ k)

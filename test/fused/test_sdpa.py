@@ -1,0 +1,123 @@
+"""Attention's classes and wrappers: results, layouts, and what is refused. The kernels are tested in test/kernels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.sdpa import SdpaForward, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+
+CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
+
+
+def matrix(batch: int, rows: int, heads: int, width: int = 256, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Small integers, (b, h, s, d) as a transposed (b, s, h, d)."""
+    return torch.randint(-2, 2, (batch, rows, heads, width)).to(dtype).transpose(1, 2)
+
+
+def packed(tensor: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    """The first rows of each matrix, one sequence after the other: (t, h, d)."""
+    lengths = [b - a for a, b in pairwise(ends)]
+    return torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(tensor, lengths, strict=True)])
+
+
+def offsets(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL])
+def test_forward_and_backward_are_pytorchs(options: dict[str, Any]) -> None:
+    q, k, v = (matrix(2, 48, heads).float().requires_grad_() for heads in (4, 2, 2))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=bool(options), enable_gqa=True, scale=0.1
+    )
+    do = matrix(2, 48, 4)
+    gradients = torch.autograd.grad(expected, (q, k, v), do.float())
+    halves = [x.detach().transpose(1, 2).contiguous().half().transpose(1, 2) for x in (q, k, v)]
+    o, lse = sdpa_fwd_wrapper_sm100_d256(*halves, scale_softmax=0.1, **options)
+    torch.testing.assert_close(o.float(), expected, atol=2e-3, rtol=2e-3)
+    found = sdpa_bwd_wrapper_sm100_d256(*halves, o, do, lse, scale_softmax=0.1, **options)
+    for gradient, right in zip(found, gradients, strict=True):
+        torch.testing.assert_close(gradient.float(), right, atol=5e-2, rtol=5e-3)
+
+
+def test_packed_sequences_are_those_of_one_length() -> None:
+    ends = [0, 40, 96]
+    q, k, v = (matrix(2, 56, heads) for heads in (4, 2, 2))
+    rows, columns, values = (packed(x, ends) for x in (q, k, v))
+    o, lse = sdpa_fwd_wrapper_sm100_d256(rows, columns, values, offsets(*ends), offsets(*ends), **CAUSAL)
+    assert lse.shape == (96, 4)
+    by_head = lse.view(4, 96)  # head by head in memory
+    for index, (a, b) in enumerate(pairwise(ends)):
+        parts = (x[index : index + 1, :, : b - a] for x in (q, k, v))
+        single, single_lse = sdpa_fwd_wrapper_sm100_d256(*parts, **CAUSAL)
+        torch.testing.assert_close(o[a:b].transpose(0, 1), single[0])
+        torch.testing.assert_close(by_head[:, a:b], single_lse[0])
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+def test_the_kernels_run_from_the_wrappers(as_batch: bool) -> None:
+    ends = offsets(0, 30, 70)
+    q, k, v, do = (torch.randint(-2, 2, (70, heads, 256)).half() for heads in (2, 1, 1, 2))
+    lse = torch.full((70, 2), 10.0)
+    results = []
+    for arch in ("", "sm_90a"):
+        given = [x[None] if as_batch and arch else x for x in (q, k, v)]
+        with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+            o, found = sdpa_fwd_wrapper_sm100_d256(*given, ends, ends, **CAUSAL)
+            more = [x[None] if as_batch and arch else x for x in (o.view(q.shape), do)]
+            gradients = sdpa_bwd_wrapper_sm100_d256(*given, *more, lse, ends, ends, **CAUSAL)
+        results.append([o.view(q.shape), found, *(g.view(x.shape) for g, x in zip(gradients, (q, k, v), strict=True))])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_rows_that_see_nothing() -> None:
+    q, k = matrix(1, 8, 1), matrix(1, 4, 1)
+    o, lse = sdpa_fwd_wrapper_sm100_d256(q, k, k, **CAUSAL)
+    assert (o[0, 0, :4] == 0).all()
+    assert torch.equal(lse[0, 0, :4], torch.full((4,), -torch.inf))
+    assert lse[0, 0, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
+        ({"qk_acc_dtype": torch.float16}, ValueError, "qk_acc_dtype"),
+        ({"window_size": (64, 0)}, NotImplementedError, "window_size"),
+        ({"is_causal": True, "window_size": (31, 0)}, ValueError, "window_size, left"),
+        ({"q_tensor": matrix(1, 1, 2), "is_causal": True}, ValueError, "window_size, right"),
+        ({"q_tensor": matrix(1, 32, 3)}, ValueError, "heads of q"),
+        ({"q_tensor": matrix(1, 32, 2).contiguous()}, ValueError, "q tensor stride"),
+        ({"k_tensor": matrix(1, 32, 2).bfloat16()}, ValueError, "k tensor dtype"),
+        ({name: matrix(1, 32, 2, 128) for name in ("q_tensor", "k_tensor", "v_tensor")}, ValueError, "head size"),
+        ({"cum_seqlen_q_tensor": offsets(0, 32)}, ValueError, "both cum_seqlen_q and cum_seqlen_k"),
+        ({"max_s_q": 31}, ValueError, "max_s_q"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {name: matrix(1, 32, 2) for name in ("q_tensor", "k_tensor", "v_tensor")}
+    with pytest.raises(error, match=message):
+        sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
+
+
+def test_offsets_belong_to_packed_sequences() -> None:
+    q = matrix(1, 32, 2)
+    o, lse = torch.empty_like(q), torch.empty(1, 2, 32)
+    attention = SdpafwdSm100D256(q, q, q, o, lse)
+    attention.compile()
+    with pytest.raises(ValueError, match="cum_seqlen_q_tensor"):
+        attention.execute(q, q, q, o, lse, offsets(0, 32), offsets(0, 32))
+    with pytest.raises(ValueError, match="where each sequence ends"):
+        SdpaForward(*(x[0].transpose(0, 1) for x in (q, q, q, o)), lse[0].t(), offsets(0), offsets(0))
+
+
+def test_there_is_no_kernel_for_blackwell_yet() -> None:
+    q = matrix(1, 32, 2)
+    with pytest.raises(RuntimeError, match="sm_90a"):
+        SdpaForward(q, q, q, torch.empty_like(q), torch.empty(1, 2, 32), arch="sm_100a").check_support()

@@ -1,0 +1,110 @@
+"""Attention on the GPU, as existing programs test it, at all head sizes and in a CUDA graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.sdpa import SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("there is a kernel for Hopper only")
+
+
+def drawn(rows: int, heads: int, head: int = 256, batch: int = 2, integers: bool = True) -> torch.Tensor:
+    """(b, h, s, d) as a transposed (b, s, h, d)."""
+    shape = (batch, rows, heads, head)
+    x = torch.randint(-2, 2, shape, device="cuda") if integers else torch.randn(shape, device="cuda")
+    return x.half().transpose(1, 2)
+
+
+def formula(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any, Any]:
+    """O, LSE and the scores in float32, the diagonal in the lower right corner."""
+    share = q.shape[1] // k.shape[1]
+    scores = scale * q.float() @ k.float().repeat_interleave(share, 1).mT
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], device="cuda", dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v.float().repeat_interleave(share, 1), scores.logsumexp(-1), scores
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """(b, h, s, d) as packed sequences (t, h, d)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL])
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
+def test_as_existing_programs_do(layout: str, options: dict[str, Any]) -> None:
+    batch, rows, scale = 2, 512, 1 / 16
+    q, do, o = (drawn(rows, 24) for _ in range(3))
+    k, v = drawn(rows, 4), drawn(rows, 4)
+    expected, lse, scores = formula(q, k, v, bool(options), scale)
+    ends = [torch.arange(0, (batch + 1) * rows, rows, device="cuda", dtype=torch.int32)] * 2 if layout == "thd" else []
+    change = flat if layout == "thd" else lambda x: x
+    for _ in range(2):
+        found, found_lse = sdpa_fwd_wrapper_sm100_d256(*map(change, (q, k, v)), *ends, **options)
+    torch.testing.assert_close(found.float(), change(expected), atol=5e-3, rtol=5e-3)
+    lse_as_stored = lse.transpose(0, 1).reshape(24, -1) if ends else lse
+    torch.testing.assert_close(found_lse.view(lse_as_stored.shape), lse_as_stored, atol=1e-4, rtol=1e-4)
+
+    # P that does not sum up to 1, O that is none: the gradients' formulas hold all the same
+    given_lse = torch.full_like(found_lse, 10.0)
+    p = (scores - 10).exp()
+    share = 6
+    wide_k, wide_v = (x.float().repeat_interleave(share, 1) for x in (k, v))
+    ds = p * (do.float() @ wide_v.mT - (o.float() * do.float()).sum(-1, keepdim=True))
+    right = [
+        scale * ds @ wide_k,
+        (scale * ds.mT @ q.float()).unflatten(1, (4, share)).sum(2),
+        (p.mT @ do.float()).unflatten(1, (4, share)).sum(2),
+    ]
+    gradients = sdpa_bwd_wrapper_sm100_d256(*map(change, (q, k, v, o, do)), given_lse, *ends, **options)
+    for gradient, want in zip(gradients, right, strict=True):
+        torch.testing.assert_close(gradient.float(), change(want), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head", "head_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
+    q, k = drawn(500, 8, head, integers=False), drawn(700, 2, head, integers=False)
+    v = drawn(700, 2, head_v, integers=False)
+    o = torch.full_like(drawn(500, 8, head_v), math.nan)
+    lse = torch.full((2, 8, 500), math.nan, device="cuda")
+    attention = SdpaForward(q, k, v, o, lse, **(CAUSAL if causal else {}))
+    attention.compile()
+    attention.execute(q, k, v, o, lse)
+    expected, expected_lse, _ = formula(q, k, v, causal, head**-0.5)
+    torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+    first = o.clone()
+    for _ in range(100):
+        attention.execute(q, k, v, o, lse)
+    assert torch.equal(o, first)
+
+
+def test_capture() -> None:
+    q, k, v = (drawn(300, heads, integers=False) for heads in (4, 2, 2))
+    o, lse = torch.empty_like(q), torch.empty(2, 4, 300, device="cuda")
+    attention = SdpaForward(q, k, v, o, lse, **CAUSAL)
+    attention.compile()
+    attention.execute(q, k, v, o, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.execute(q, k, v, o, lse)
+    q.copy_(drawn(300, 4, integers=False))
+    graph.replay()
+    expected, _, _ = formula(q, k, v, True, 1 / 16)
+    torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)
