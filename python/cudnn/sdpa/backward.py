@@ -107,5 +107,6 @@ def sdpa_bwd_wrapper_sm100_d256(
     given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)
     results = tuple(map(torch.empty_like, (q_tensor, k_tensor, v_tensor)))
     tensors = (*given, *results, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    cached(SdpabwdSm100D256, tensors, options).execute(*tensors, current_stream=current_stream)
+    operation: Any = cached(SdpabwdSm100D256, tensors, options)
+    operation.execute(*tensors, current_stream=current_stream)
     return TupleDict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), results, strict=True))

@@ -118,7 +118,8 @@ def sdpa_fwd_wrapper_sm100_d256(
     o = torch.empty_like(q_tensor)
     lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
     tensors = (q_tensor, k_tensor, v_tensor, o, lse, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    cached(SdpafwdSm100D256, tensors, options).execute(*tensors, current_stream=current_stream)
+    operation: Any = cached(SdpafwdSm100D256, tensors, options)
+    operation.execute(*tensors, current_stream=current_stream)
     return TupleDict(o_tensor=o, lse_tensor=lse)
 
 
