@@ -65,12 +65,12 @@ class GemmConfiguration:
 
     def operand_slots(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """A and B, each with its scale factors."""
-        return operand_slots("a", self.a, "m", "l"), operand_slots("b", self.b, "n", self.schedule.experts)
+        return operand_slots("a", self.a, "m", "l"), operand_slots("b", self.b, "n", self.schedule.b)
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         a, b = self.operand_slots()
-        rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.experts))
+        rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
         return (*a, *b, *rest, MULTIPROCESSORS, Stream())
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx_emulator import numerics as N
+from ptx_emulator import tensormap
 from ptx_emulator.alu import SIGNED, UINT, at, maximum, minimum
 from ptx_emulator.errors import Fault, Misaligned, OutOfBounds, UnsupportedPTX
 from ptx_emulator.numerics import Array, f32, u8, u16, u32, u64
@@ -82,12 +83,15 @@ def reachable(ranges: set[tuple[int, int]], values: Sequence[bytes]) -> set[tupl
     """The ranges that the kernel's parameters point into, directly or through tables of pointers.
 
     Tensors that the kernel was not given stay out of bounds, although the process could reach them. Memory up to 1 MiB
-    is searched for further pointers, as a conservative garbage collector does.
+    is searched for further pointers, as a conservative garbage collector does. A tensor map may begin before its
+    tensor, so its last element counts too.
     """
     ordered = sorted(ranges)
     first, last = (np.array([r[i] for r in ordered], np.int64) for i in (0, 1))
     found: set[int] = set()
     pending = [np.frombuffer(v[: len(v) // 8 * 8], np.int64) for v in values]
+    ends = [tensormap.last_element(v) for v in values]
+    pending += [np.array([end], np.int64) for end in ends if end is not None]
     while pending and ordered:
         words = pending.pop()
         index = np.searchsorted(first, words, side="right") - 1
@@ -112,7 +116,7 @@ class Memory:
         self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
         self.chunks = self.shared.view(np.complex128)  # 16 bytes each
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
-        for block in range(blocks):  # NaN in every format, so that uninitialised reads show
+        for block in range(blocks):  # NaN in every format: a read of what nobody wrote shows
             self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
         self.local_bytes = -(-machine.program.kernel.local.bytes // 16) * 16
         self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)

@@ -102,3 +102,12 @@ def decode(raw: bytes) -> TensorMap:
     return TensorMap(
         int(words[0]), element, kind, mode, tuple(dims), tuple(strides), tuple(box), packed, bool(low >> 16 & 1)
     )
+
+
+def last_element(raw: bytes) -> int | None:
+    """The address of the last element that a tensor map reaches, None for bytes that are none."""
+    try:
+        found = decode(raw) if len(raw) == 128 else None
+    except UnsupportedPTX:
+        return None
+    return found and found.address + sum((d - 1) * s for d, s in zip(found.dims, found.strides, strict=True))

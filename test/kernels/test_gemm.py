@@ -19,7 +19,7 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels.epilogue import StoreTile  # noqa: E402
 from cudnn_kernels.formats import bits  # noqa: E402
-from cudnn_kernels.schedule import GroupedRows  # noqa: E402
+from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 
@@ -167,33 +167,69 @@ def test_odd_sizes(arch: str, m: int, n: int, k: int, batch: int) -> None:
         check(arch, PLAIN[0], rows, columns, k, batch, out=out)
 
 
-@pytest.mark.parametrize(
-    ("arch", "types", "choice"),
-    [
-        (HOPPER, PLAIN[0], {}),
-        (HOPPER, PLAIN[0], {"pingpong": True}),
-        (BLACKWELL, PLAIN[0], {}),
-        (BLACKWELL, PLAIN[0], {"dynamic": True}),
-        (BLACKWELL, SCALED[0], {"tile": (256, 128), "cluster": (2, 1)}),
-        (BLACKWELL, SCALED[-1], {"dynamic": True}),
-    ],
-)
-def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> None:
-    """Experts with no rows, and rows of no expert, which stay as they were."""
+GROUPED: list[tuple[str, Types, dict[str, Any]]] = [
+    (HOPPER, PLAIN[0], {}),
+    (HOPPER, PLAIN[0], {"pingpong": True, "cluster": (2, 1)}),
+    (BLACKWELL, PLAIN[0], {}),
+    (BLACKWELL, PLAIN[0], {"tile": (256, 64), "cluster": (2, 1), "dynamic": True}),
+]
+PADDED = [256, 256, 1024, 1280]
+ENDS = {
+    "padded": PADDED,
+    "any": [0, 3, 3, 300, 428, 429, 1280],
+    "one": [1],
+    "none": [0, 0, 0],
+    "many": list(range(0, 1200, 17)),
+}
+
+
+def check_rows(arch: str, types: Types, ends: list[int], **choice: Any) -> Any:
+    """Rows of no expert stay as they were."""
     c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
-    m, n, k, ends = 1536, 136, 96, [256, 256, 1024, 1280]
+    m, n, k = 1336, 136, 96
     made = gemm.operands(c, m, n, k, 1, len(ends))
     a, b = gemm.values(c, made)
-    d = gemm.matrix(m, n, 1, "float32")
-    kernel = gemm.compiled(arch, c)
+    d, kernel = gemm.matrix(m, n, 1, "float32"), gemm.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
         gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
     start = 0
     for expert, end in enumerate(ends):
-        assert torch.equal(d[start:end, :, 0], (a[start:end, :, 0] @ b[:, :, expert].T).float())
+        assert torch.equal(d[start:end, :, 0], (a[start:end, :, 0] @ b[:, :, expert].T).float()), expert
         start = end
     assert d[start:].isnan().all()
-    assert (report.launches[0].operations["clusters handed out"] > 0) == c.dynamic
+    return report.launches[0]
+
+
+@pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)
+@pytest.mark.parametrize("ends", ENDS)
+def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
+    """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
+    launch = check_rows(arch, types, ENDS[ends], **choice)
+    assert launch.grid[2] > 4 or not choice.get("dynamic")
+
+
+@pytest.mark.parametrize("types", [SCALED[0], SCALED[-1]])
+def test_rows_of_experts_with_block_scales(types: Types) -> None:
+    """Their factors are in atoms of 128 rows, so experts end where atoms do."""
+    check_rows(BLACKWELL, types, PADDED)
+
+
+@pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)
+@pytest.mark.parametrize("ends", [[64, 64, 200, 256], [0, 1, 70, 70, 203, 300]])
+def test_k_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: list[int]) -> None:
+    """A product for each expert; zeros for those that have none. k beyond the last one is not read."""
+    c = configured(arch, types, "mn", **{"tile": (128, 128), **choice}, schedule=GroupedK())
+    m, n, k = 200, 136, 304
+    made = gemm.operands(c, m, n, k, 1)
+    a, b = gemm.values(c, made)
+    made["a"][:, ends[-1] :], made["b"][:, ends[-1] :] = torch.nan, torch.nan
+    d, kernel = gemm.matrix(m, n, len(ends), "float32"), gemm.compiled(arch, c)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
+        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
+    start = 0
+    for expert, end in enumerate(ends):
+        assert torch.equal(d[:, :, expert], (a[:, start:end, 0] @ b[:, start:end, 0].T).float()), expert
+        start = end
 
 
 def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:

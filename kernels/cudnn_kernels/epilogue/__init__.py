@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cudnn_kernels.formats import bits
@@ -56,14 +56,14 @@ class Declaration:
         return ()
 
 
-def slots_of(epilogue: Sequence[Declaration], groups: str) -> tuple[Tensor | Scalar, ...]:
+def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
     """The arguments of all declarations. Those of the same name are one, declared alike."""
-    place, found = Place("n", groups), {}
+    place, found = Place("n", groups, batch=batch), {}
     for declaration in epilogue:
         for slot in declaration.slots(place):
             found.setdefault(slot.name, slot)
         if declaration.narrowing > 1:
-            place = Place("columns", groups)
+            place = replace(place, columns="columns")
     return tuple(found.values())
 
 

@@ -27,7 +27,7 @@ class MultiplyColumn(Operation):
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
-        self.factors = [load_row(factors, self.row(tile, slot), tile.batch) for slot in range(self.plan.layout.slots)]
+        self.factors = [load_row(factors, self.row(tile, slot), tile) for slot in range(self.plan.layout.slots)]
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"]
@@ -53,7 +53,7 @@ class AddRow(Operation):
 
     def begin(self, tile: Tile) -> None:
         (row,) = self.parameters
-        self.exists = [pick(self.row(tile, slot) < tile.m, 1.0, 0.0) for slot in range(self.plan.layout.slots)]
+        self.exists = [pick(self.row(tile, slot) < tile.end, 1.0, 0.0) for slot in range(self.plan.layout.slots)]
         for start in range(0, self.columns(), self.plan.threads):
             load_columns(row, tile, self.buffers, tile.thread + start, self.columns())
 
@@ -158,11 +158,11 @@ def maximum(a: Float32, b: Any) -> Float32:
 
 
 @cute.jit
-def load_row(tensor: cute.Tensor, row: Int32, batch: Int32) -> Float32:
-    """An element of a tensor (m, 1, l), 0 beyond the last row."""
+def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
+    """An element of a tensor (m, 1, l), 0 beyond the tile's last row."""
     value = Float32(0.0)
-    if row < tensor.shape[0]:
-        value = tensor[row, 0, batch]
+    if row < tile.end:
+        value = tensor[row, 0, tile.batch]
     return value
 
 

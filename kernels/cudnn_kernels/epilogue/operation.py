@@ -31,6 +31,7 @@ class Plan:
     layout: RowLayout
     tiled_copy: Callable[[Any, int], Any]  # (atom, width): between a fragment of so many columns and shared memory
     fragment: Callable[[Any, int], Any]  # (type, width): registers
+    clips_rows: bool = False  # whether tiles end where experts do, in the middle of the tensor
 
     @property
     def parts(self) -> int:
@@ -40,12 +41,12 @@ class Plan:
 
 @dataclass
 class Tile:
-    """A group's tile, in the kernel. ``row`` counts tiles of its rows, ``column`` tiles of the CTA's columns."""
+    """A group's tile, in the kernel. ``row`` is its first row, ``column`` counts tiles of the CTA's columns."""
 
     row: Int32
+    end: Int32  # first row that is not the product's, or the expert's
     column: Int32
-    m: Int32  # size of the product
-    n: Int32
+    n: Int32  # columns of the product
     batch: Int32  # last index of outputs
     expert: Int32  # index where every group of rows has an entry
     count: Int32  # tiles that this group had before
@@ -98,7 +99,7 @@ class Operation:
 
     def row(self, tile: Tile, slot: int) -> Int32:
         """The row of the tensor that one of the thread's slots holds."""
-        return tile.row * self.plan.rows + self.plan.layout.row(tile.thread, slot)
+        return tile.row + self.plan.layout.row(tile.thread, slot)
 
 
 class Epilogue:
@@ -147,7 +148,7 @@ class Epilogue:
         Copies fill operands up with 0, but 0 times infinity is NaN.
         """
         if self.reduces:
-            rows = tile.m - tile.row * self.plan.rows
+            rows = tile.end - tile.row
             columns = tile.n - tile.column * self.plan.tile_columns - first
             clear_outside(fragment, rows, columns, self.plan.rows, tile.thread)
 

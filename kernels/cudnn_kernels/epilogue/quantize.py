@@ -37,9 +37,9 @@ class _Quantizer(Operation):
         code, reciprocal = FACTORS[self.o.scale_dtype](factor)
         return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
 
-    def write(self, row: Int32, group: Int32, batch: Int32, code: Int32) -> None:
-        """Writes the factor of a row and a group of its values, if its atom exists."""
-        write_factor(self.parameters[0], row, group, batch, code)
+    def write(self, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any = True) -> None:
+        """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
+        write_factor(self.parameters[0], row, group, batch, code, wanted)
 
 
 class QuantizeRows(_Quantizer):
@@ -62,7 +62,8 @@ class QuantizeRows(_Quantizer):
             factors.append(factor)
             slot, block = (first + i) // blocks, (first + i) % blocks
             group = self.first_column(tile, part) // self.o.vector + block
-            self.write(self.row(tile, slot), group, tile.batch, code)
+            row = self.row(tile, slot)
+            self.write(row, group, tile.batch, code, row < tile.end if self.plan.clips_rows else True)
         for vector, factor in zip(vectors, gather(factors, len(vectors), 1, layout.neighbours), strict=True):
             for i in vector:
                 x.values[i] = x.values[i] * factor
@@ -134,7 +135,7 @@ class QuantizeColumns(_Quantizer):
             for warp in range(1, warps):
                 largest = maximum(largest, maxima[column, group * warps + warp])
             code, factors[column, group] = self.factor(largest)
-            self.write(self.first_column(tile, part) + column, tile.row * groups + group, tile.batch, code)
+            self.write(self.first_column(tile, part) + column, tile.row // TOKENS + group, tile.batch, code)
 
 
 def magnitude(values: Any) -> Float32:
@@ -175,9 +176,9 @@ FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fn
 
 
 @cute.jit
-def write_factor(scales: cute.Tensor, row: Int32, group: Int32, batch: Int32, code: Int32) -> None:
-    """Writes the factor of a row and a group of its values, if its atom exists."""
-    if row // 128 < scales.shape[2] and group // 4 < scales.shape[4]:
+def write_factor(scales: cute.Tensor, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any) -> None:
+    """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
+    if wanted and row // 128 < scales.shape[2] and group // 4 < scales.shape[4]:
         place = (row % 32, row // 32 % 4, row // 128, group % 4, group // 4, batch)
         address = cute.recast_ptr(scales.iterator, dtype=Uint8) + cute.crd2idx(place, scales.layout)
         cute.arch.store(address, Uint8(code))

@@ -49,7 +49,7 @@ class SumRow(Operation):
         layout = self.plan.layout
         for slot, mine in enumerate(self.sums):
             total = layout.across(functools.reduce(operator.add, mine), operator.add)
-            add_to_row(sums, self.row(tile, slot), tile.batch, total, tile.thread % layout.neighbours == 0)
+            add_to_row(sums, self.row(tile, slot), tile, total, tile.thread % layout.neighbours == 0)
 
 
 @cute.jit
@@ -62,8 +62,8 @@ def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
 
 
 @cute.jit
-def add_to_row(sums: cute.Tensor, row: Int32, batch: Int32, value: Float32, chosen: Any) -> None:
-    """Adds to an element of a tensor (m, 1, l), if there is such a row and the thread is chosen."""
-    if chosen and row < sums.shape[0]:
-        place = sums.iterator + cute.crd2idx((row, 0, batch), sums.layout)
+def add_to_row(sums: cute.Tensor, row: Int32, tile: Tile, value: Float32, chosen: Any) -> None:
+    """Adds to an element of a tensor (m, 1, l), if the row is the tile's and the thread is chosen."""
+    if chosen and row < tile.end:
+        place = sums.iterator + cute.crd2idx((row, 0, tile.batch), sums.layout)
         cute.arch.red(place, value, op="add", dtype="f32", sem="relaxed", scope="gpu")

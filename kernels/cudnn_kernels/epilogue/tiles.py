@@ -16,6 +16,7 @@ from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.pipeline.copy import ending
 
 
 class _StagedTile(Operation):
@@ -34,7 +35,11 @@ class _StagedTile(Operation):
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
-        return tuple(cpasync.make_tiled_tma_atom(self.engine(), arguments[self.o.tensor], one, self.shape))
+        return tuple(cpasync.make_tiled_tma_atom(self.engine(), self.view(arguments[self.o.tensor]), one, self.shape))
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """The tensor as the copy engine sees it."""
+        return tensor
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
@@ -65,11 +70,16 @@ class _StagedTile(Operation):
     def ends(self, tile: Tile, part: int) -> tuple[cute.Tensor, cute.Tensor]:
         """The part in shared and in global memory, as the copy engine sees them."""
         atom, tensor = self.parameters
-        tiles = cute.local_tile(tensor, self.shape, (None, None, tile.batch))
-        gD = tiles[None, None, tile.row, tile.column * self.plan.parts + part]
+        row, last = self.rows(tile)
+        moved = cute.domain_offset((row, 0, 0), tensor)
+        gD = cute.local_tile(moved, self.shape, (0, tile.column * self.plan.parts + part, last))
         sD = self.buffer(tile, part)
         whole = cute.make_layout(1)
         return cpasync.tma_partition(atom, 0, whole, cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2))
+
+    def rows(self, tile: Tile) -> tuple[Any, Any]:
+        """The row of the copy engine's view where the tile begins, and the view's last index."""
+        return tile.row, tile.batch
 
     def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
         """The copy between registers and shared memory: of 8 x 8 matrices, or of a thread's neighbouring columns."""
@@ -86,6 +96,20 @@ class StoreTile(_StagedTile):
     """From registers to a buffer, from there by the copy engine."""
 
     engine = cpasync.CopyBulkTensorTileS2GOp
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        if plan.clips_rows and declaration.major != "n":
+            raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
+
+    def rows(self, tile: Tile) -> tuple[Any, Any]:
+        if not self.plan.clips_rows:
+            return super().rows(tile)
+        count = cutlass.max(cutlass.min(tile.end - tile.row, self.plan.rows), 0)
+        return self.plan.rows - count, tile.row + count
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         if self.packed:

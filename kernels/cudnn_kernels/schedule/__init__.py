@@ -1,102 +1,74 @@
-"""The order of tiles, and where each one's operands lie: policies that the mainloop asks. Plain data until traced.
+"""Which tile is next, and what it is made of: plain data, part of a kernel's configuration.
 
-A schedule lists its arguments of the kernel in ``slots()``; ``experts`` names the size that counts the matrices of B.
-On the host, ``parameters`` makes of the arguments, by name, what the kernel needs, and ``limit`` says how many tiles
-there can be; in the kernel, ``total`` says how many there are and ``find`` where one of them is. Tiles are
-those of a cluster.
+A schedule is an order, strips of tiles that stay in the L2 cache together, times a grouping: none, rows by expert, or
+k by expert. How each one finds tiles is in ``cudnn_kernels.schedule.tiles``; how the roles of a kernel learn of them
+is in ``cudnn_kernels.schedule.feed``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cudnn_kernels.signature import Tensor, vector
 
 
-@dataclass
-class Work:
-    """A cluster's tile: its row and column, the last indices of A, B and the outputs, and the expert."""
-
-    m: Any
-    n: Any
-    a: Any
-    b: Any
-    d: Any
-    expert: Any
-
-
-def strips(index: Any, m: Any, n: Any, height: int) -> tuple[Any, Any]:
-    """Row and column of a tile where m x n tiles are taken ``height`` rows at a time, column after column.
-
-    What runs at the same time then reads a nearly square part of A and B, which stays in the L2 cache.
-    """
-    import cutlass
-
-    strip, index = index // (height * n), index % (height * n)
-    rows = cutlass.min(m - strip * height, height)
-    return strip * height + index % rows, index // rows
-
-
 @dataclass(frozen=True)
-class Dense:
-    """One product, or a batch of them along l."""
+class Schedule:
+    """``b``, ``d`` and ``groups`` name the sizes that count the matrices of B, of the outputs, and the groups.
+
+    ``searches``: to find a tile takes so long that one warp does it for all. ``uneven``: tiles differ in what they
+    cost, so whoever is done should take the next. ``strip``: rows of tiles that are taken together.
+    """
 
     strip: int = 8
-    experts: ClassVar[str] = "l"
+    b: ClassVar[str] = "l"
+    d: ClassVar[str] = "l"
+    groups: ClassVar[str] = "l"
+    searches: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
 
     def slots(self) -> tuple[Tensor, ...]:
+        """Its arguments of the kernel."""
         return ()
-
-    def parameters(self, m: Any, n: Any, batch: Any, rows: int, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        return m, n, batch
-
-    def limit(self, parameters: Any) -> Any:
-        m, n, batch = parameters
-        return m * n * batch
-
-    def total(self, parameters: Any) -> Any:
-        return self.limit(parameters)
-
-    def find(self, parameters: Any, index: Any) -> Work:
-        m, n, _ = parameters
-        batch = index // (m * n)
-        return Work(*strips(index % (m * n), m, n, self.strip), batch, batch, batch, batch)
 
 
 @dataclass(frozen=True)
-class GroupedRows:
+class Dense(Schedule):
+    """One product, or a batch of them along l."""
+
+
+@dataclass(frozen=True)
+class GroupedRows(Schedule):
     """The rows of A belong to experts, one after the other, and each expert has a B: those along l.
 
-    ``offsets``, int32 (experts,), holds the row where each expert ends, a multiple of the tile's rows. Rows beyond the
-    last one are not touched. An expert may have none.
+    ``offsets``, int32 (experts,), holds the row where each expert ends, any number. Rows beyond the last one are not
+    touched. An expert may have none. Tiles begin where experts do; what reaches into the next expert is not stored.
     """
 
-    strip: int = 8
     offsets: str = "offsets"
-    experts: ClassVar[str] = "experts"
+    b: ClassVar[str] = "experts"
+    groups: ClassVar[str] = "experts"
+    searches: ClassVar[bool] = True
 
     def slots(self) -> tuple[Tensor, ...]:
         return (vector(self.offsets, "int32", "experts"),)
 
-    def parameters(self, m: Any, n: Any, batch: Any, rows: int, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        return m, n, rows, arguments[self.offsets]
 
-    def limit(self, parameters: Any) -> Any:
-        m, n, _, _ = parameters
-        return m * n
+@dataclass(frozen=True)
+class GroupedK(Schedule):
+    """The columns of A and B along k belong to experts, one after the other: each has a product of its own, along l of
+    the outputs.
 
-    def total(self, parameters: Any) -> Any:
-        _, n, rows, offsets = parameters
-        return offsets[offsets.shape[0] - 1] // rows * n
+    ``offsets``, int32 (experts,), holds the k where each expert ends, any number for an operand that is MN-major. For
+    one that is K-major it is a multiple of a k tile's depth, 128 bytes. An expert that has none gets zeros.
+    """
 
-    def find(self, parameters: Any, index: Any) -> Work:
-        from cutlass import Int32
+    offsets: str = "offsets"
+    d: ClassVar[str] = "experts"
+    groups: ClassVar[str] = "experts"
+    searches: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
 
-        from cudnn_kernels.schedule.search import count_up_to
-
-        _, n, rows, offsets = parameters
-        m, n = strips(index, self.total(parameters) // n, n, self.strip)
-        expert = count_up_to(offsets, m * rows)
-        return Work(m, n, Int32(0), expert, Int32(0), expert)
+    def slots(self) -> tuple[Tensor, ...]:
+        return (vector(self.offsets, "int32", "experts"),)

@@ -34,14 +34,16 @@ from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
+from cudnn_kernels.schedule.feed import Feed
+from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm100.operands import ROWS, TileOperand, tile_operands
-from cudnn_kernels.sm100.turns import Turns
+from cudnn_kernels.sm100.operands import ROWS, tile_operands
 
-MMA_WARP, LOAD_WARP, FETCH_WARP = 4, 5, 6
+MMA_WARP, LOAD_WARP, FEED_WARP = 4, 5, 6
 TENSOR_MEMORY = 512  # columns
-POINTER_BARRIER, GROUP_BARRIER = 1, 2  # named barriers
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Gemm:
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         self.accumulators = min(2, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
-        self.warps = FETCH_WARP + 1 if c.dynamic else FETCH_WARP
+        self.tiles = tiles_of(c.schedule, ROWS * c.cluster[0], c.tile[1] * c.cluster[1])
+        self.broadcast = c.dynamic or c.schedule.searches
+        self.warps = FEED_WARP + 1 if self.broadcast else FEED_WARP
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
@@ -91,15 +95,12 @@ class Gemm:
         cm, cn = c.cluster
         mma, whole = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
         views = dict(arguments)
-        operands = tile_operands(c, mma, whole)
+        operands = tile_operands(c, mma, whole, self.tiles.clips_k)
         for operand in operands:
             views[operand.name] = operand.view(arguments[operand.name], views)
-        a, b = views["a"], views["b"]
-        rows = ROWS * cm
-        tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], c.tile[1] * cn))
-        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, arguments)
+        scheduled = self.tiles.prepare(views["a"], views["b"], arguments)
         parameters = self.epilogue.prepare(arguments)
-        clusters = c.schedule.limit(scheduled)
+        clusters = self.tiles.limit(scheduled)
         if const_expr(not c.dynamic):
             clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
         made = [operand.descriptor(views[operand.name]) for operand in operands]
@@ -130,13 +131,6 @@ class Gemm:
         """Bytes of the operands' tiles in one CTA."""
         return sum(operand.bits() for operand in tile_operands(self.c, None, None)) // 8
 
-    def readers(self) -> int:
-        """Warps of a cluster that read which tile is next: of every CTA those that load and finish, one for each pair
-        that multiplies, and the one that asks.
-        """
-        ctas = self.c.cluster[0] * self.c.cluster[1]
-        return ctas * (1 + ROWS // 32) + ctas // self.pair + 1
-
     def factor_columns(self) -> int:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
         c = self.c
@@ -162,6 +156,7 @@ class Gemm:
             layout=TensorMemoryRows(),
             tiled_copy=tiled_copy,
             fragment=lambda dtype, width: cute.make_rmem_tensor(((1, width), 1, 1), dtype),
+            clips_rows=self.tiles.clips_rows,
         )
 
     @cute.kernel
@@ -178,7 +173,7 @@ class Gemm:
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        copied = tile_operands(self.c, mma, whole)
+        copied = tile_operands(self.c, mma, whole, self.tiles.clips_k)
         cluster = copied[0].cluster()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         place = cluster.get_flat_coord(rank)
@@ -190,16 +185,18 @@ class Gemm:
         free_barrier = smem.allocate_array(cutlass.Int64, 1)
         holder = smem.allocate_array(Int32, 1)
         self.epilogue.enter(parameters, smem)
+        readers = 1 + ROWS // 32 + (place[0] == 0)  # warps of this CTA that load, finish and, first of a pair, multiply
+        self.feed = Feed(self.tiles, scheduled, readers, smem, self.c.dynamic, cluster)
         if thread == 0:
+            self.feed.ready()
             self.epilogue.ready()
             for i in cutlass.range_constexpr(len(atoms)):
                 cpasync.prefetch_descriptor(atoms[i])
-        self.turns = Turns(self.c.dynamic, self.c.schedule.total(scheduled), self.readers(), cluster, smem)
         one = CooperativeGroup(Agent.Thread)
         sharers = self.c.cluster[0] // self.pair + self.c.cluster[1] - 1
         memory = TmemAllocator(
             holder,
-            barrier_for_retrieve=NamedBarrier(barrier_id=POINTER_BARRIER, num_threads=32 * (MMA_WARP + 1)),
+            barrier_for_retrieve=NamedBarrier(barrier_id=int(Barrier.POINTER), num_threads=32 * (MMA_WARP + 1)),
             is_two_cta=self.pair == 2,
             two_cta_tmem_dealloc_mbar_ptr=free_barrier,
         )
@@ -220,24 +217,22 @@ class Gemm:
             cta_layout_vmnk=cluster,
         )
 
-        if const_expr(self.c.dynamic):
-            if warp == FETCH_WARP and rank == 0:
-                self.turns.fetch()
+        if const_expr(self.broadcast):
+            if warp == FEED_WARP:
+                self.feed.serve()
         if warp == LOAD_WARP:
-            copies = self.partition(copied, atoms, tensors, shared, rank)
-            self.load(copied, atoms, copies, operands.make_producer(), scheduled)
+            self.load(copied, atoms, tensors, shared, operands.make_producer(), rank)
         if warp <= MMA_WARP:
             memory.allocate(TENSOR_MEMORY)
             memory.wait_for_alloc()
             pointer = memory.retrieve_ptr(Float32)
             shape = mma.partition_shape_C(self.c.tile[:2])
             acc = cute.make_tensor(pointer, mma.make_fragment_C(cute.append(shape, self.accumulators)).layout)
-            k_tiles = cute.ceil_div(cute.size(tensors[0], mode=[1]), self.c.tile[2])
             if warp == MMA_WARP:
                 if place[0] == 0:
-                    self.multiply(mma, acc, shared, operands.make_consumer(), accumulated.make_producer(), k_tiles)
+                    self.multiply(mma, acc, shared, operands.make_consumer(), accumulated.make_producer())
             else:
-                self.finish(acc, tensors, accumulated.make_consumer(), scheduled, thread)
+                self.finish(acc, accumulated.make_consumer(), thread)
                 memory.relinquish_alloc_permit()
                 memory.free(pointer)  # the epilogue's barriers come after all have read the last part
         if const_expr(self.c.cluster[0] * self.c.cluster[1] > 1):
@@ -246,46 +241,39 @@ class Gemm:
 
     name(kernel, "cudnn_gemm_sm100")
 
-    def partition(
-        self, operands: list[TileOperand], atoms: list, tensors: list, shared: list, rank: Int32
-    ) -> list[tuple[cute.Tensor, cute.Tensor, Any]]:
-        """Of every operand, the place in shared memory, the source and the CTAs that get it."""
-        return [
-            operand.partition(atom, tensor, ring, rank)
-            for operand, atom, tensor, ring in zip(operands, atoms, tensors, shared, strict=True)
-        ]
-
     @cute.jit
     def load(
         self,
         operands: cutlass.Constexpr[list],
         atoms: list,
-        copies: list,
+        tensors: list,
+        shared: list,
         ring: Any,
-        scheduled: Any,
+        rank: Int32,
     ) -> None:
         """One warp: fills the ring with the operands of all tiles."""
         c = self.c
         several = const_expr(c.cluster[0] * c.cluster[1] > 1)
         bm, bn, _ = cute.arch.block_idx()
-        k_tiles = cute.size(copies[0][1], mode=[2])
-        reader, index = self.turns.reader(), self.turns.first
-        while index < self.turns.end:
-            work = c.schedule.find(scheduled, index)
-            row = work.m * (c.cluster[0] // self.pair) + bm // self.pair
-            column = work.n * c.cluster[1] + bn
-            for k in cutlass.range(k_tiles, unroll=1):
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
+            start = (work.row + bm // self.pair * c.tile[0], (work.column * c.cluster[1] + bn) * c.tile[1])
+            last = self.tiles.last(work.group)
+            for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
                 free = ring.acquire_and_advance()
+                first = work.k + k * c.tile[2]
                 for i in cutlass.range_constexpr(len(atoms)):
-                    target, source, mask = copies[i]
+                    tile = operands[i].tile(tensors[i], start, first, work.k_end, last)
+                    target, source, mask = operands[i].partition(atoms[i], tile, shared[i], rank)
                     cute.copy(
                         atoms[i],
-                        source[operands[i].place(row, column, k, work)],
+                        source,
                         target[None, free.index],
                         tma_bar_ptr=free.barrier,
                         mcast_mask=mask if several else None,
                     )
-            index, reader = self.turns.next(index, reader)
+            cursor = self.feed.next(cursor)
         ring.tail()
 
     @cute.jit
@@ -296,18 +284,18 @@ class Gemm:
         shared: list,
         ring: Any,
         accumulators: Any,
-        k_tiles: Int32,
     ) -> None:
         """One warp, of a pair's first CTA: the products of all tiles, one accumulator after the other."""
         c = self.c
         tCrA, tCrB = mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1])
         factors, copies = self.factors(mma, acc, shared)
-        reader, index = self.turns.reader(), self.turns.first
-        while index < self.turns.end:
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
             free = accumulators.acquire_and_advance()
             target = acc[None, None, None, free.index]
             mma.set(tcgen05.Field.ACCUMULATE, False)
-            for _ in cutlass.range(k_tiles, unroll=1):
+            for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
                 full = ring.wait_and_advance()
                 for i in cutlass.range_constexpr(len(copies)):
                     copy, source, place = copies[i]
@@ -321,7 +309,7 @@ class Gemm:
                     mma.set(tcgen05.Field.ACCUMULATE, True)
                 full.release()
             free.commit()
-            index, reader = self.turns.next(index, reader)
+            cursor = self.feed.next(cursor)
         accumulators.tail()
 
     def factors(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list) -> tuple[list[cute.Tensor], list[Any]]:
@@ -346,36 +334,40 @@ class Gemm:
         return places, copies
 
     @cute.jit
-    def finish(self, acc: cute.Tensor, tensors: list, accumulators: Any, scheduled: Any, thread: Int32) -> None:
+    def finish(self, acc: cute.Tensor, accumulators: Any, thread: Int32) -> None:
         """Four warps: the epilogue of all tiles, part by part."""
         c, plan = self.c, self.epilogue.plan
-        cm, cn = c.cluster
         bm, bn, _ = cute.arch.block_idx()
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(plan.width)), Float32)
         parts = cute.zipped_divide(acc, ((ROWS, plan.width),))  # ((rows, columns), (part, 1, 1, accumulator))
         copy = tcgen05.make_tmem_copy(atom, parts[None, (0, 0, 0, 0)])
         source = copy.get_slice(thread).partition_S(parts)
         count = Int32(0)
-        reader, index = self.turns.reader(), self.turns.first
-        while index < self.turns.end:
-            work = c.schedule.find(scheduled, index)
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
             tile = Tile(
-                row=work.m * cm + bm,
-                column=work.n * cn + bn,
-                m=tensors[0].shape[0],
-                n=tensors[1].shape[0],
-                batch=work.d,
-                expert=work.expert,
+                row=work.row + bm * ROWS,
+                end=work.end,
+                column=work.column * c.cluster[1] + bn,
+                n=self.feed.extent().n,
+                batch=self.tiles.last(work.group)[2],
+                expert=work.group,
                 count=count,
                 thread=thread,
                 group=Int32(0),
-                barrier=lambda: cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=ROWS),
+                barrier=lambda: barriers.wait(Barrier.GROUP, ROWS),
             )
             self.epilogue.begin(tile)
             full = accumulators.wait_and_advance()
             for part in cutlass.range_constexpr(plan.parts):
                 values = plan.fragment(Float32, plan.width)
-                self.take(copy, source, part, full.index, values)
+                if const_expr(self.tiles.clips_k):
+                    values.fill(0.0)  # without products, nobody wrote to the accumulator
+                    if work.k < work.k_end:
+                        self.take(copy, source, part, full.index, values)
+                else:
+                    self.take(copy, source, part, full.index, values)
                 if const_expr(part == plan.parts - 1):
                     full.release()
                 fragment = Fragment(values, plan.width, plan.layout)
@@ -383,7 +375,7 @@ class Gemm:
                 self.epilogue.run(tile, part, fragment)
             self.epilogue.end(tile)
             count += 1
-            index, reader = self.turns.next(index, reader)
+            cursor = self.feed.next(cursor)
         self.epilogue.drain(thread)
 
     def take(self, copy: Any, source: cute.Tensor, part: int, accumulator: Int32, values: cute.Tensor) -> None:

@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.copy import ending
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
 COLUMN, ROW = 1, 2  # modes of a cluster's layout, along which CTAs lie that share a tile of B, or of A
@@ -30,8 +31,8 @@ class TileOperand(ABC):
     shared_along: int
     compact = False  # whether the tensor repeats elements, with stride 0, which are copied once
 
-    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma) -> None:
-        self.c, self.element, self.mma = c, element, mma
+    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, clips: bool = False) -> None:
+        self.c, self.element, self.mma, self.clips = c, element, mma, clips
 
     @abstractmethod
     def layout(self, stages: int) -> Any:
@@ -42,8 +43,8 @@ class TileOperand(ABC):
         """The copy engine's atom and view of the operand."""
 
     @abstractmethod
-    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
-        """All tiles of the copy engine's view, as far as this CTA needs them; ``part`` is its share of ``mma``."""
+    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
+        """What this CTA needs of a tile; ``part`` is its share of ``mma``."""
 
     @abstractmethod
     def bits(self) -> int:
@@ -53,9 +54,22 @@ class TileOperand(ABC):
         """The argument as the tensor cores know it; ``arguments`` has those of the operands before it."""
         return tensor
 
-    def place(self, row: Int32, column: Int32, k: Int32, work: Any) -> tuple[Any, ...]:
-        """The index of a tile among all."""
-        return (None, row, k, work.a) if self.shared_along == ROW else (None, column, k, work.b)
+    def tile(
+        self, tensor: cute.Tensor, start: tuple[Int32, Int32], k: Int32, k_end: Int32, last: tuple[Any, Any]
+    ) -> cute.Tensor:
+        """A tile of the copy engine's view. ``start`` and ``last`` are its first row and last index in A, and in B."""
+        depth = self.c.tile[2]
+        k, final = k, last[self.side]
+        if self.clips:
+            count = cutlass.min(k_end - k, depth)
+            k, final = depth - count, k + count
+        moved = cute.domain_offset((start[self.side], k, 0), tensor)
+        return cute.local_tile(moved, (self.c.tile[self.side], depth), (0, 0, final))
+
+    @property
+    def side(self) -> int:
+        """0 for A, 1 for B."""
+        return 0 if self.shared_along == ROW else 1
 
     def cluster(self) -> cute.Layout:
         """The CTAs of a cluster, by pair, row, column."""
@@ -71,9 +85,9 @@ class TileOperand(ABC):
         return smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     def partition(
-        self, atom: Any, tensor: cute.Tensor, ring: cute.Tensor, rank: Int32
+        self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:
-        """This CTA's share of the ring and of the operand, and the CTAs of the cluster that get it."""
+        """This CTA's share of the ring and of a tile, and the CTAs of the cluster that get it."""
         cluster = self.cluster()
         place = cluster.get_flat_coord(rank)
         target, source = cpasync.tma_partition(
@@ -81,7 +95,7 @@ class TileOperand(ABC):
             place[self.shared_along],
             cute.make_layout(cluster.shape[self.shared_along]),
             cute.group_modes(ring, 0, 3),
-            cute.group_modes(self.tiles(tensor, self.mma.get_slice(place[0])), 0, 3),
+            cute.group_modes(self.share(self.mma.get_slice(place[0]), tile), 0, 3),
         )
         if self.compact:
             target, source = cute.filter_zeros(target), cute.filter_zeros(source)
@@ -92,6 +106,8 @@ class _Values(TileOperand):
     """Elements. The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate."""
 
     def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+        if self.clips:
+            tensor = ending(tensor, 1, self.c.tile[2])
         return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
 
     def rounded(self) -> Any:
@@ -113,9 +129,8 @@ class OperandA(_Values):
             op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
         )
 
-    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
-        m, _, k = self.c.tile
-        return part.partition_A(cute.local_tile(tensor, (m, k), (None, None, None)))
+    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
+        return part.partition_A(tile)
 
     def bits(self) -> int:
         return ROWS * self.c.tile[2] * self.element.width
@@ -136,9 +151,8 @@ class OperandB(_Values):
             op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
         )
 
-    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
-        _, n, k = self.c.tile
-        return part.partition_B(cute.local_tile(tensor, (n, k), (None, None, None)))
+    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
+        return part.partition_B(tile)
 
     def bits(self) -> int:
         m, n, k = self.c.tile
@@ -165,6 +179,13 @@ class _Factors(TileOperand):
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:
         return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
 
+    def tile(
+        self, tensor: cute.Tensor, start: tuple[Int32, Int32], k: Int32, k_end: Int32, last: tuple[Any, Any]
+    ) -> cute.Tensor:
+        extent, depth = self.c.tile[self.side], self.c.tile[2]
+        place = (start[self.side] // extent, k // depth, last[self.side])  # experts end where atoms do
+        return cute.local_tile(tensor, (extent, depth), place)
+
     @property
     def vector(self) -> int:
         assert self.c.a.scale is not None
@@ -186,9 +207,8 @@ class FactorsA(_Factors):
             op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=cutlass.Int16
         )
 
-    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
-        m, _, k = self.c.tile
-        return part.partition_A(cute.local_tile(tensor, (m, k), (None, None, None)))
+    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
+        return part.partition_A(tile)
 
     def bits(self) -> int:
         return ROWS * self.c.tile[2] // self.vector * 8
@@ -209,17 +229,22 @@ class FactorsB(_Factors):
             op, tensor, self.one(), tile, self.mma, shape, internal_type=cutlass.Int16
         )
 
-    def tiles(self, tensor: cute.Tensor, part: Any) -> cute.Tensor:
-        _, n, k = self.c.tile
-        return part.partition_B(cute.local_tile(tensor, (n, k), (None, None, None)))
+    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
+        return part.partition_B(tile)
 
     def bits(self) -> int:
         return self.c.tile[1] * self.c.tile[2] // self.vector * 8
 
 
-def tile_operands(c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma) -> list[TileOperand]:
-    """All operands. ``mma`` is the operation, ``whole`` the same by one CTA."""
-    found: list[TileOperand] = [OperandA(c, DTYPES[c.a.dtype], mma), OperandB(c, DTYPES[c.b.dtype], mma)]
+def tile_operands(
+    c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma, clips_k: bool = False
+) -> list[TileOperand]:
+    """All operands. ``mma`` is the operation, ``whole`` that of one CTA; ``clips_k``: k tiles end where experts do."""
+    clips_a, clips_b = (clips_k and operand.major != "k" for operand in (c.a, c.b))
+    found: list[TileOperand] = [
+        OperandA(c, DTYPES[c.a.dtype], mma, clips_a),
+        OperandB(c, DTYPES[c.b.dtype], mma, clips_b),
+    ]
     if c.a.scale is not None and c.b.scale is not None:
         found.append(FactorsA(c, DTYPES[c.a.scale.dtype], mma, mma))
         found.append(FactorsB(c, DTYPES[c.b.scale.dtype], whole, mma))

@@ -31,8 +31,8 @@ from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import START, Workspace, bind
-from cudnn_kernels.sm90.wgmma import WgmmaRows
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply

@@ -23,8 +23,8 @@ from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm90.wgmma import WgmmaRows
 
 GROUP = 128  # threads of a warpgroup
 ROWS = 64  # of a warpgroup

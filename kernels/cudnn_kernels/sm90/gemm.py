@@ -15,13 +15,12 @@ is added to float32 registers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, TFloat32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -31,23 +30,22 @@ from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
+from cudnn_kernels.pipeline.cluster import Cluster, meet, release
+from cudnn_kernels.pipeline.copy import Operand, descriptor, ending, fetch
+from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
+from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
+from cudnn_kernels.schedule.feed import Feed
+from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm90.wgmma import WgmmaRows, mma_operation
 
 GROUP = 128  # threads of a warpgroup
+WARPS = GROUP // 32
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-TURN_BARRIER, GROUP_BARRIER = 1, 3  # first of the named barriers: one each for both warpgroups
-
-
-@dataclass
-class Ring:
-    """The buffers' barriers, in shared memory: ``full`` by the copy engine, ``empty`` by the warps that multiplied."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    stages: int
+LOAD_WARP, FEED_WARP = 0, 1  # of the first warpgroup
 
 
 class Gemm:
@@ -57,7 +55,9 @@ class Gemm:
         c = self.c = configuration
         self.a_type, self.b_type = DTYPES[c.a.dtype], DTYPES[c.b.dtype]
         self.tile_m, self.tile_n, self.tile_k = c.tile
-        self.cluster_size = c.cluster[0] * c.cluster[1]
+        self.cluster = Cluster(*c.cluster)
+        self.tiles = tiles_of(c.schedule, self.tile_m * c.cluster[0], self.tile_n * c.cluster[1])
+        self.clips = tuple(self.tiles.clips_k and operand.major != "k" for operand in (c.a, c.b))
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
@@ -71,17 +71,16 @@ class Gemm:
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernel on arguments by name."""
-        c, a, b = self.c, arguments["a"], arguments["b"]
-        cm, cn = c.cluster
-        rows = self.tile_m * cm
-        tiles = (cute.ceil_div(a.shape[0], rows), cute.ceil_div(b.shape[0], self.tile_n * cn))
-        scheduled = c.schedule.parameters(*tiles, a.shape[2], rows, arguments)
+        a, b = arguments["a"], arguments["b"]
+        cm, cn = self.c.cluster
+        scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
-        clusters = cutlass.min(c.schedule.limit(scheduled), arguments["multiprocessors"] // self.cluster_size)
+        clusters = cutlass.min(self.tiles.limit(scheduled), arguments["multiprocessors"] // self.cluster.size)
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
+        a, b = (ending(x, 1, self.tile_k) if clips else x for x, clips in zip((a, b), self.clips, strict=True))
         self.kernel(
-            *self.descriptor(a, self.tile_m, a_layout, cn),
-            *self.descriptor(b, self.tile_n, b_layout, cm),
+            *descriptor(a, (self.tile_m, self.tile_k), a_layout, cn),
+            *descriptor(b, (self.tile_n, self.tile_k), b_layout, cm),
             scheduled,
             parameters,
         ).launch(
@@ -90,17 +89,6 @@ class Gemm:
             cluster=[cm, cn, 1],
             stream=arguments["stream"],
             min_blocks_per_mp=1,
-        )
-
-    def descriptor(self, tensor: cute.Tensor, rows: int, layout: Any, share: int) -> tuple[Any, Any]:
-        """The copy engine's atom and view of an operand, for one CTA or for ``share`` of them.
-
-        It rounds float32 to tf32, to nearest; wgmma would truncate.
-        """
-        op = cpasync.CopyBulkTensorTileG2SOp() if share == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        kind = TFloat32 if const_expr(tensor.element_type == Float32) else None
-        return cpasync.make_tiled_tma_atom(
-            op, tensor, layout, (rows, self.tile_k), num_multicast=share, internal_type=kind
         )
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
@@ -131,6 +119,7 @@ class Gemm:
             layout=WgmmaRows(slots=2 * (self.group_rows // 64)),
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
+            clips_rows=self.tiles.clips_rows,
         )
 
     def stages(self) -> int:
@@ -161,109 +150,73 @@ class Gemm:
         layout_a, layout_b = self.operand_layouts(stages)
         sA = smem.allocate_tensor(self.a_type, layout_a.outer, byte_alignment=1024, swizzle=layout_a.inner)
         sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
-        full, empty = (smem.allocate_array(cutlass.Int64, stages) for _ in range(2))
-        ring = Ring(full, empty, stages)
+        ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
+        self.feed = Feed(self.tiles, scheduled, 1 + CONSUMERS * WARPS, smem)
         if thread == 0:
-            sharers = self.c.cluster[0] + self.c.cluster[1] - 1
-            for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(ring.full + stage, 1)
-                cute.arch.mbarrier_init(ring.empty + stage, sharers * 4 * (1 if self.c.pingpong else CONSUMERS))
+            initialise(ring, 1, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
+            self.feed.ready()
             self.epilogue.ready()
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
         cute.arch.mbarrier_init_fence()
-        self.meet()
+        meet(self.cluster)
 
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == 0:
-                self.produce(atom_a, mA, atom_b, mB, sA, sB, ring, scheduled)
+            if warp == LOAD_WARP:
+                cm, cn = self.c.cluster
+                a = Operand(atom_a, mA, sA, (self.tile_m, self.tile_k), cn)
+                b = Operand(atom_b, mB, sB, (self.tile_n, self.tile_k), cm)
+                self.produce(a, b, ring)
+            if const_expr(self.feed.broadcast):
+                if warp == FEED_WARP:
+                    self.feed.serve()
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.consume(sA, sB, mA, mB, ring, scheduled, group - 1, thread - GROUP * group)
-        if const_expr(self.cluster_size > 1):
-            self.meet()  # a CTA's shared memory lives until no other one writes or signals there
+            self.consume(sA, sB, ring, group - 1, thread - GROUP * group)
+        if const_expr(self.cluster.size > 1):
+            meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
 
     name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
-    def meet(self) -> None:
-        """Waits for all threads of the cluster."""
-        if const_expr(self.cluster_size > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def place(self) -> tuple[Int32, Int32, Int32, Int32]:
-        """This CTA's place in its cluster, the cluster's number, the number of clusters."""
-        m, n, cluster = cute.arch.block_idx()
-        _, _, clusters = cute.arch.grid_dim()
-        return m, n, cluster, clusters
-
-    @cute.jit
-    def produce(
-        self,
-        atom_a: cute.CopyAtom,
-        mA: cute.Tensor,
-        atom_b: cute.CopyAtom,
-        mB: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        ring: Ring,
-        scheduled: Any,
-    ) -> None:
+    def produce(self, a: Operand, b: Operand, ring: Ring) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA."""
-        c = self.c
-        cm, cn = c.cluster
-        place_m, place_n, cluster, clusters = self.place()
-        gA = cute.local_tile(mA, (self.tile_m, self.tile_k), (None, None, None))
-        gB = cute.local_tile(mB, (self.tile_n, self.tile_k), (None, None, None))
-        tAsA, tAgA = cpasync.tma_partition(
-            atom_a, place_n, cute.make_layout(cn), cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
-        )
-        tBsB, tBgB = cpasync.tma_partition(
-            atom_b, place_m, cute.make_layout(cm), cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
-        )
-        mask_a = sum(1 << (cm * j) for j in range(cn)) << place_m
-        mask_b = ((1 << cm) - 1) << (cm * place_n)
-        k_tiles = cute.size(gA, mode=[3])
+        _, cn = self.c.cluster
+        place_m, place_n = self.cluster.place()
+        row_mask, column_mask = self.cluster.row_mask(), self.cluster.column_mask()
         stage, phase = Int32(0), Int32(1)
-        for index in cutlass.range(cluster, c.schedule.total(scheduled), clusters):
-            work = c.schedule.find(scheduled, index)
-            tA = tAgA[None, work.m * cm + place_m, None, work.a]
-            tB = tBgB[None, work.n * cn + place_n, None, work.b]
-            for k in cutlass.range(k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, self.stage_bytes())
-                cute.copy(
-                    atom_a, tA[None, k], tAsA[None, stage], tma_bar_ptr=ring.full + stage,
-                    mcast_mask=cutlass.Int16(mask_a) if const_expr(cn > 1) else None,
-                )  # fmt: skip
-                cute.copy(
-                    atom_b, tB[None, k], tBsB[None, stage], tma_bar_ptr=ring.full + stage,
-                    mcast_mask=cutlass.Int16(mask_b) if const_expr(cm > 1) else None,
-                )  # fmt: skip
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
+            last_a, last_b, _ = self.tiles.last(work.group)
+            row = work.row + place_m * self.tile_m
+            column = (work.column * cn + place_n) * self.tile_n
+            for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
+                expect(ring, stage, phase, self.stage_bytes())
+                full = ring.full + stage
+                first = work.k + k * self.tile_k
+                k_a, end_a = self.along_k(self.clips[0], first, work.k_end, last_a)
+                k_b, end_b = self.along_k(self.clips[1], first, work.k_end, last_b)
+                fetch(a, (row, k_a), end_a, stage, full, place_n, row_mask)
+                fetch(b, (column, k_b), end_b, stage, full, place_m, column_mask)
                 stage, phase = advanced(ring, stage, phase)
+            cursor = self.feed.next(cursor)
+
+    def along_k(self, clips: bool, first: Int32, end: Int32, last: Any) -> tuple[Any, Any]:
+        """Where a k tile begins in an operand, and the last index: of a view that ends where the range does, or not."""
+        if not clips:
+            return first, last
+        count = cutlass.min(end - first, self.tile_k)
+        return self.tile_k - count, first + count
 
     @cute.jit
-    def consume(
-        self,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        ring: Ring,
-        scheduled: Any,
-        group: Int32,
-        thread: Int32,
-    ) -> None:
+    def consume(self, sA: cute.Tensor, sB: cute.Tensor, ring: Ring, group: Int32, thread: Int32) -> None:
         """A warpgroup: multiplies, then runs the epilogue, for each of its tiles."""
         c = self.c
-        cm, cn = c.cluster
-        place_m, place_n, cluster, clusters = self.place()
+        _, cn = c.cluster
+        place_m, place_n = self.cluster.place()
         mma = self.tiled_mma(self.tile_n)
         part = mma.get_slice(thread)
         share = const_expr(0) if const_expr(c.pingpong) else group
@@ -271,51 +224,67 @@ class Gemm:
         tCrA = mma.make_fragment_A(part.partition_A(sA_group))
         tCrB = mma.make_fragment_B(part.partition_B(sB))
         acc = self.fragment(Float32, self.tile_n)
-        k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.tile_k)
-        turns = 2 if c.pingpong else 1
-        total = c.schedule.total(scheduled)
-        first = cluster + group * clusters if const_expr(c.pingpong) else cluster
-        position = group * k_tiles if const_expr(c.pingpong) else Int32(0)  # in the ring, of the next tile's operands
-        count = Int32(0)
+        count, position = Int32(0), Int32(0)  # in the ring, of the next tile's operands
+        cursor = self.feed.first()
         if const_expr(c.pingpong):
             if group == 1:
-                self.give_turn(group)
-        for index in cutlass.range(first, total, clusters * turns):
-            work = c.schedule.find(scheduled, index)
-            m_tile = work.m * cm + place_m
+                if self.feed.more(cursor):
+                    self.give_turn(group)
+                    position += self.feed.work(cursor).k_tiles(self.tile_k)
+                    cursor = self.feed.next(cursor)
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
             tile = Tile(
-                row=m_tile if const_expr(c.pingpong) else m_tile * CONSUMERS + group,
-                column=work.n * cn + place_n,
-                m=cute.size(mA, mode=[0]),
-                n=cute.size(mB, mode=[0]),
-                batch=work.d,
-                expert=work.expert,
+                row=work.row + place_m * self.tile_m + share * self.group_rows,
+                end=work.end,
+                column=work.column * cn + place_n,
+                n=self.feed.extent().n,
+                batch=self.tiles.last(work.group)[2],
+                expert=work.group,
                 count=count,
                 thread=thread,
                 group=group,
-                barrier=lambda: self.group_barrier(group),
+                barrier=lambda: barriers.wait(Barrier.GROUP + group, GROUP),
             )
+            k_tiles = work.k_tiles(self.tile_k)
             self.epilogue.begin(tile)
             if const_expr(c.pingpong):
+                cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
             self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+            position += k_tiles
             if const_expr(c.pingpong):
-                if index + clusters < total:
+                if self.feed.more(cursor):
                     self.give_turn(group)
+                    position += self.feed.work(cursor).k_tiles(self.tile_k)
             self.finish(acc, tile)
-            position += k_tiles * turns
             count += 1
+            cursor = self.following(cursor)
         self.epilogue.drain(thread)
+
+    @cute.jit
+    def following(self, cursor: Any) -> Any:
+        """The place after another; with ping-pong there may be no tile, and so none after it."""
+        if const_expr(not self.c.pingpong):
+            cursor = self.feed.next(cursor)
+        elif const_expr(self.feed.broadcast):
+            found = self.feed.nothing()
+            if self.feed.more(cursor):
+                found = self.feed.next(cursor)
+            cursor = found
+        else:
+            cursor = self.feed.next(cursor)
+        return cursor
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:
         """Waits until the other warpgroup has issued its products."""
-        cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=CONSUMERS * GROUP)
+        barriers.wait(Barrier.TURN + group, CONSUMERS * GROUP)
 
     @cute.jit
     def give_turn(self, group: Int32) -> None:
         """Lets the other warpgroup multiply."""
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=CONSUMERS * GROUP)
+        barriers.arrive(Barrier.TURN + 1 - group, CONSUMERS * GROUP)
 
     @cute.jit
     def multiply(
@@ -340,6 +309,9 @@ class Gemm:
         if const_expr(promote):
             acc.fill(0.0)
             sums = self.fragment(Float32, self.tile_n)
+        if const_expr(self.tiles.clips_k):
+            if k_tiles == 0:
+                acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
@@ -352,32 +324,22 @@ class Gemm:
             warpgroup.commit_group()
             if const_expr(promote):
                 warpgroup.wait_group(0)
-                self.release(ring.empty + stage)
+                release(self.cluster, ring.empty + stage)
                 if k % promote == promote - 1 or k == k_tiles - 1:
                     acc.store(acc.load() + sums.load())
             else:
                 warpgroup.wait_group(1)
                 if k > 0:
-                    self.release(ring.empty + last)
+                    release(self.cluster, ring.empty + last)
                 last = stage
             stage, phase = advanced(ring, stage, phase)
         if const_expr(not promote):
             warpgroup.wait_group(0)
-            self.release(ring.empty + last)
-
-    @cute.jit
-    def release(self, empty: cute.Pointer) -> None:
-        """A warp is done with a buffer: says so to all CTAs that write it."""
-        lane = cute.arch.lane_idx()
-        if const_expr(self.cluster_size == 1):
-            if lane == 0:
-                cute.arch.mbarrier_arrive(empty)
-        else:
-            cm, _ = self.c.cluster
-            m, n, _, _ = self.place()
-            if lane < self.cluster_size:
-                if lane % cm == m or lane // cm == n:
-                    cute.arch.mbarrier_arrive(empty, lane)
+            if const_expr(self.tiles.clips_k):
+                if k_tiles > 0:
+                    release(self.cluster, ring.empty + last)
+            else:
+                release(self.cluster, ring.empty + last)
 
     def finish(self, acc: cute.Tensor, tile: Tile) -> None:
         """The epilogue of a tile, part by part."""
@@ -392,17 +354,3 @@ class Gemm:
             fragment = Fragment(values, plan.width, plan.layout)
             self.epilogue.run(tile, part, fragment)
         self.epilogue.end(tile)
-
-    def group_barrier(self, group: Int32) -> None:
-        """Waits for the warpgroup."""
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
-
-
-@cute.jit
-def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-    """The buffer after this one, and the phase of its barriers."""
-    stage += 1
-    if stage == ring.stages:
-        stage = Int32(0)
-        phase = phase ^ 1
-    return stage, phase

@@ -1,0 +1,32 @@
+"""Named barriers of a CTA, of which the hardware has 16; 0 is that of all threads. One enumeration for each kernel."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class HopperGemm(IntEnum):
+    """Of the two warpgroups that multiply, the second one's number is one more."""
+
+    TURN = 1
+    GROUP = 3
+
+
+class BlackwellGemm(IntEnum):
+    """``POINTER``: where tensor memory was allocated; ``GROUP``: the warps of the epilogue."""
+
+    POINTER = 1
+    GROUP = 2
+
+
+def wait(barrier: Int32, threads: int) -> None:
+    """Waits until so many threads have come to a barrier."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+
+
+def arrive(barrier: Int32, threads: int) -> None:
+    """Counts as having come to a barrier that so many threads pass, without waiting."""
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)

@@ -1,0 +1,55 @@
+"""A ring of buffers in shared memory, with two barriers each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@dataclass
+class Ring:
+    """The barriers of ``stages`` buffers: ``full`` when a buffer has what was awaited, ``empty`` when all have read
+    it.
+
+    Functions of this module take a ring, for the DSL takes a method's object for changed. A role keeps its place as a
+    stage and a phase. It starts with (0, 1) where it fills, so that it does not wait for
+    buffers that nobody has filled yet, and with (0, 0) where it reads.
+    """
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+
+    @staticmethod
+    def allocate(smem: Any, stages: int) -> Ring:
+        """A ring whose barriers are not initialised."""
+        full, empty = (smem.allocate_array(cutlass.Int64, stages) for _ in range(2))
+        return Ring(full, empty, stages)
+
+
+def initialise(ring: Ring, fillers: int, readers: int) -> None:
+    """One thread, before all meet: how many arrivals fill a buffer, and how many empty it."""
+    for stage in range(ring.stages):
+        cute.arch.mbarrier_init(ring.full + stage, fillers)
+        cute.arch.mbarrier_init(ring.empty + stage, readers)
+
+
+def expect(ring: Ring, stage: Int32, phase: Int32, size: int) -> None:
+    """One warp: waits for an empty buffer, which ``size`` bytes of the copy engine will fill."""
+    cute.arch.mbarrier_wait(ring.empty + stage, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, size)
+
+
+@cute.jit
+def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """The buffer after this one, and the phase of its barriers."""
+    stage += 1
+    if stage == ring.stages:
+        stage = Int32(0)
+        phase = phase ^ 1
+    return stage, phase

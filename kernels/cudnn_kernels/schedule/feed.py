@@ -1,0 +1,150 @@
+"""How the roles of a kernel learn which tile is next.
+
+Where a tile is found by arithmetic, every role computes it. Where it takes a search, or an answer of the hardware, one
+warp of the CTA finds it, ahead of the others, and puts it in a small ring in shared memory that all other roles read.
+
+Clusters take every n-th tile, of n clusters, or what Blackwell's cluster launch control hands out: then there are as
+many clusters as tiles, most of which never start; a running one cancels one that has not, and takes its tile. Clusters
+that are done early take more, which is for tiles that differ in what they cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineClcFetchAsync
+
+from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
+from cudnn_kernels.schedule.tiles import Extent, Tiles, Work
+
+STAGES = 4
+WORDS = len(fields(Work))  # of a tile in shared memory
+NONE = 1 << 30  # the number of no tile
+ANSWER, ANSWERS = 16, 2  # bytes of an answer of cluster launch control, and buffers for them
+
+Cursor = tuple[Any, ...]
+"""A role's place: the number of a tile, or a buffer of the ring, its phase, and the tile that was in it.
+
+What a role keeps during its work costs registers: tiles that are found by arithmetic are computed again.
+"""
+
+
+class Feed:
+    """The tiles of this cluster. So many warps of the CTA as there are ``readers`` ask for them.
+
+    A warp that has asked once asks until it is told that there is none. ``cluster`` is the layout of the CTAs that
+    share the answers of cluster launch control, where ``dynamic``.
+    """
+
+    def __init__(
+        self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, dynamic: bool = False, cluster: Any = None
+    ) -> None:
+        _, _, self.index = cute.arch.block_idx()
+        _, _, self.step = cute.arch.grid_dim()
+        self.tiles, self.parameters, self.readers, self.dynamic = tiles, parameters, readers, dynamic
+        self.broadcast = tiles.o.searches or dynamic
+        if self.broadcast:
+            self.ring = Ring.allocate(smem, STAGES)
+            self.words = smem.allocate_tensor(Int32, cute.make_layout((WORDS, STAGES)), byte_alignment=16)
+        if dynamic:
+            self.answers = smem.allocate_array(Int32, ANSWER // 4 * ANSWERS, byte_alignment=ANSWER)
+            self.queries = PipelineClcFetchAsync.create(
+                num_stages=ANSWERS,
+                producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, cute.size(cluster)),
+                tx_count=ANSWER,
+                barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ANSWERS),
+                cta_layout_vmnk=cluster,
+                defer_sync=True,
+            )
+
+    def extent(self) -> Extent:
+        """The product's size."""
+        return self.tiles.extent(self.parameters)
+
+    def ready(self) -> None:
+        """One thread, before all meet."""
+        if self.broadcast:
+            initialise(self.ring, 1, self.readers)
+
+    def first(self) -> Cursor:
+        """A role's place at its first tile."""
+        return self.read(Int32(0), Int32(0)) if self.broadcast else (self.index,)
+
+    def next(self, cursor: Cursor) -> Cursor:
+        """The place after another. The whole warp asks."""
+        if self.broadcast:
+            return self.read(*advanced(self.ring, *cursor[:2]))
+        return (cursor[0] + self.step,)
+
+    def nothing(self) -> Cursor:
+        """The place of no tile, where there is a ring: nothing of it needs to be kept in registers."""
+        return Int32(0), Int32(0), Work(*[Int32(0)] * WORDS)
+
+    def more(self, cursor: Cursor) -> Any:
+        """Whether there is a tile at a place."""
+        return cursor[2].valid != 0 if self.broadcast else self.tiles.exists(self.parameters, cursor[0])
+
+    def work(self, cursor: Cursor) -> Work:
+        """The tile at a place."""
+        return cursor[2] if self.broadcast else self.tiles.find(self.parameters, cursor[0], None)[0]
+
+    @cute.jit
+    def read(self, stage: Int32, phase: Int32) -> Cursor:
+        """The tile in a buffer, with its place."""
+        cute.arch.mbarrier_wait(self.ring.full + stage, phase)
+        # All lanes read the same; the compiler, told so, keeps what depends on it in uniform registers.
+        values = [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS)]
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.ring.empty + stage)
+        return stage, phase, Work(*values)
+
+    @cute.jit
+    def serve(self) -> None:
+        """One warp: finds the tiles for all roles. With cluster launch control, that of the first CTA asks for all."""
+        stage, phase = Int32(0), Int32(1)
+        index, more = self.index, Int32(1)
+        state = self.tiles.start()
+        if const_expr(self.dynamic):
+            writer, reader = self.queries.make_producer(), self.queries.make_consumer()
+            leads = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0
+        while more != 0:
+            work, state = self.tiles.find(self.parameters, index, state)
+            cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
+            if cute.arch.lane_idx() == 0:
+                self.write(stage, work)
+                cute.arch.mbarrier_arrive(self.ring.full + stage)
+            stage, phase = advanced(self.ring, stage, phase)
+            more = work.valid
+            if const_expr(not self.dynamic):
+                index += self.step
+            elif more != 0:  # whoever was told that there are no more may not ask again
+                if leads:
+                    free = writer.acquire_and_advance()
+                    with cute.arch.elect_one():
+                        cute.arch.issue_clc_query(free.barrier, self.answer(free.index))
+                answer = reader.wait_and_advance()
+                _, _, number, valid = cute.arch.clc_response(self.answer(answer.index))
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    answer.release()
+                index = number if valid != 0 else Int32(NONE)
+                state = self.tiles.start()  # tiles come in no order
+        if const_expr(self.dynamic):
+            if leads:
+                writer.tail()
+
+    def answer(self, stage: Int32) -> cute.Pointer:
+        """Where an answer of cluster launch control is put."""
+        return (self.answers + stage * (ANSWER // 4)).align(ANSWER)
+
+    def write(self, stage: Int32, work: Work) -> None:
+        """One thread: puts a tile into a buffer."""
+        for i, field in enumerate(fields(Work)):
+            self.words[i, stage] = getattr(work, field.name)
