@@ -114,6 +114,7 @@ class Page:
             folder = Path(name).resolve()
             for block in self.blocks:
                 if block.title:
+                    (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
                     (folder / block.title).write_text(block.text)
             os.chdir(folder)
             sys.path.insert(0, str(folder))
