@@ -76,14 +76,27 @@ def run(
 ) -> Launch:
     """Runs the kernel `entry` of a PTX module on NumPy arrays or CPU tensors.
 
-    `args` holds one value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy
-    scalar, or the parameter's bytes. `shared_bytes` is the dynamic shared memory; `memory` names further arrays that
-    the kernel may reach. `races` turns on happens-before detection. `scheduler` is "lowest-pc", "random" or "lazy";
-    `seed` is for the latter two. A kernel with cluster launch control has one block on each of `multiprocessors`; the
-    other blocks are handed out or started as those end. `load_waits` False: with races on, a register of `tcgen05.ld`
-    may be used without `tcgen05.wait::ld`; its first use counts as the wait.
+    Args:
+        ptx: The text of the module.
+        entry: The name of the kernel.
+        grid, block, cluster: One to three sizes; `cluster` in blocks.
+        args: One value per parameter: an array or tensor (its address is passed), an int, a float, a NumPy scalar, or
+            the parameter's bytes.
+        shared_bytes: The size of the dynamic shared memory.
+        races: Look for data races, uninitialised reads and bank conflicts.
+        scheduler: "lowest-pc", "random" (a random warp at a time) or "lazy" (asynchronous work completes as late as
+            possible).
+        seed: For the schedulers "random" and "lazy".
+        multiprocessors: How many blocks of a kernel with cluster launch control are resident. The others are handed
+            out, or start when those end.
+        load_waits: False: with `races`, a register of `tcgen05.ld` may be used without `tcgen05.wait::ld`; its first
+            use counts as the wait.
+        memory: More arrays that the kernel may access.
 
-    Raises `Fault` (or a subclass) where the kernel breaks a rule, `UnsupportedPTX` for what the emulator does not know.
+    Raises:
+        Fault: the kernel did something that PTX forbids. The subclass says what.
+        UnsupportedPTX: the emulator does not know an instruction or one of its forms.
+        ValueError, TypeError: the arguments do not fit the kernel's parameters.
     """
     sizes = [p.size for p in load(ptx, entry).kernel.parameters.values()]
     if len(args) != len(sizes):
@@ -107,15 +120,29 @@ def emulate(
     load_waits: bool = True,
     memory: Sequence[Any] = (),
 ) -> Iterator[Report]:
-    """CuTe DSL kernels compiled inside this block run here, on CPU tensors, when they are called inside such a block.
+    """Emulates the CuTe DSL kernels that are compiled, and called on CPU tensors, inside this block.
 
-    The DSL compiles for `arch`. Plain `cute.compile` and `--enable-tvm-ffi` both work. A fault of the kernel is
-    raised by the call that launched it (by the end of the block, if the call was made on the bare TVM-FFI function).
-    A block belongs to the thread that entered it (to its context, as `contextvars` has it); others may be in blocks of
-    their own, of any architecture, at the same time.
-    Kernels see `multiprocessors` SMs; with cluster launch control as many blocks are resident. The storages of all live
-    CPU tensors are accessible; `memory` adds arrays. `load_waits` False lets a kernel leave the wait for `tcgen05.ld`
-    to the compiler that comes after PTX, as some of NVIDIA's do. Yields a report.
+    Plain `cute.compile` and `--enable-tvm-ffi` both work. A kernel compiled inside one block may be called inside a
+    later one. The block belongs to the thread that entered it (to its context, in the sense of `contextvars`); other
+    threads may be in blocks of their own, of any architecture, at the same time.
+
+    Args:
+        arch: What the DSL compiles for: "sm_90a" or "sm_100a".
+        races, scheduler, seed: As for `run`.
+        multiprocessors: How many multiprocessors the kernel's host code sees. With cluster launch control, as many
+            blocks are resident.
+        load_waits: False lets a kernel leave the wait for `tcgen05.ld` to the compiler that comes after PTX, as some of
+            NVIDIA's kernels do.
+        memory: Arrays that kernels may access besides the storages of all live CPU tensors.
+
+    Yields:
+        A `Report`, to which every launch is added.
+
+    Raises:
+        Fault: a kernel did something that PTX forbids. It is raised by the call that launched the kernel, or at the end
+            of the block where that call was made on the bare TVM-FFI function.
+        ValueError: no such architecture or scheduler.
+        EmulatorError: the thread is inside such a block already.
     """
     from ptx_emulator.runtime.hook import CAPABILITY, HOOK, Session
 

@@ -40,7 +40,7 @@ class Misaligned(Fault):
 
 
 class UninitializedRead(Fault):
-    """A read of shared or tensor memory that nobody wrote."""
+    """A read of shared or tensor memory that was never written."""
 
 
 class Deadlock(Fault):

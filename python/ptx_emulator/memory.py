@@ -116,7 +116,7 @@ class Memory:
         self.shared = np.frombuffer(mmap.mmap(-1, blocks * SHARED_STRIDE, mmap.MAP_PRIVATE), u8)
         self.chunks = self.shared.view(np.complex128)  # 16 bytes each
         self.views: dict[int, Array] = {n: self.shared.view(dtype) for n, dtype in N.UNSIGNED.items()}
-        for block in range(blocks):  # NaN in every format: a read of what nobody wrote shows
+        for block in range(blocks):  # NaN in every format, so that uninitialised reads show
             self.shared[block * SHARED_STRIDE : block * SHARED_STRIDE + self.shared_end] = 0xFF
         self.local_bytes = -(-machine.program.kernel.local.bytes // 16) * 16
         self.local = np.full(machine.count * self.local_bytes, 0xFF, u8)

@@ -263,7 +263,7 @@ class Races:
         if not write and shadow.must_be_written and not last.all():
             missing = index[np.flatnonzero(last == 0)]
             raise UninitializedRead(
-                f"read of {len(missing)} places in {shadow.name} that nobody wrote, first at "
+                f"read of uninitialised {shadow.name}: {len(missing)} places, first at "
                 f"{self.machine.place(shadow, int(missing[0]))}", [], site,
             )  # fmt: skip
 

@@ -14,7 +14,22 @@ from ptx_emulator.numerics import Array
 
 @dataclass
 class Launch:
-    """One kernel launch. Instructions are counted per warp, as a profiler does."""
+    """One kernel launch; prints as a summary.
+
+    Attributes:
+        kernel: The kernel's name.
+        grid, block, cluster: Their sizes; `cluster` in blocks.
+        shared_bytes: Shared memory of a block, static and dynamic.
+        seconds: How long the emulation took.
+        instructions: Instructions by opcode, counted per warp, as a profiler does.
+        bytes: Bytes moved, by kind: "global load", "shared store", "global to shared TMA" and so on.
+        operations: Multiply-adds of tensor cores, by instruction.
+        waits: How often threads waited, by kind of barrier.
+        conflicts: By PTX instruction: passes of shared memory that were needed, and those beyond. `bank_conflicts` is
+            the sum of the latter.
+        warnings: What is suspicious and no fault.
+        error: The fault that ended the launch; empty without one.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -28,7 +43,7 @@ class Launch:
     waits: Counter[str] = field(default_factory=Counter)
     conflicts: dict[int, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    error: str = ""  # of a launch that ended with a fault
+    error: str = ""
 
     def count_bytes(self, what: str, number: int) -> None:
         self.bytes[what] += number
@@ -83,7 +98,7 @@ class Launch:
 
 @dataclass
 class Report:
-    """All launches inside one `emulate` block."""
+    """All launches inside one `emulate` block; prints as their summaries."""
 
     launches: list[Launch] = field(default_factory=list)
 

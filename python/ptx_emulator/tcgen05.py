@@ -1,4 +1,4 @@
-"""Tensor memory and the fifth-generation tensor core instructions. Nothing here has been compared with silicon."""
+"""Tensor memory and the fifth-generation tensor core instructions. Nothing here has been compared with a chip."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from cudnn import launch, registry
-from cudnn.cli import app, selftest
+from cudnn.cli import app, progress, selftest
 from cudnn.cli.programs import gemm_operands
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from ptx_emulator import calibration
@@ -88,7 +88,7 @@ def test_wrong_results_make_it_fail(few: list[Variant], monkeypatch: pytest.Monk
     monkeypatch.setattr(calibration, "compare", first_is_wrong)
     result = run("--arch", "sm_90a", "--emulate")
     assert result.exit_code == 1
-    assert f"gemm_amax, {SMALL}: c: error" in words(result)
+    assert f"gemm_amax, {SMALL}: amax: error" in words(result)
     assert "GemmSrelu: a tensor dtype, with scale factors: got bfloat16" in words(result)
     assert f"microkernels: {seen[0].family}, {seen[0].name}: 1 of" in words(result)
     assert "3 of" in result.output.splitlines()[-1]
@@ -108,7 +108,7 @@ def test_without_results_of_a_chip_the_emulator_is_what_a_chip_is_compared_with(
 
     monkeypatch.setattr(calibration, "cases", lambda arch: known)
     monkeypatch.setattr(calibration, "run_all", on_chip)
-    findings, about = selftest.microkernels("sm_100a", emulate=False)
+    findings, about = selftest.microkernels("sm_100a", False, progress.Steps("", None))
     assert about == {"driver": "13.0"}
     assert [finding.verdict for finding in findings[:2]] == [selftest.FAILED] * 2
     assert findings[0].detail == "cuModuleLoadDataEx: no"

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console, Group
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ import cudnn
 from cudnn import bench
 from cudnn.bench import report as reports
 from cudnn.bench.monitor import Monitor, command
+from cudnn.cli import progress
 from cudnn.lazy import torch
 
 _BAR = 4  # characters of a bar of ratio 1
@@ -96,15 +96,13 @@ def run(benchmark: bench.Benchmark, options: bench.Options, csv: Path | None, pl
     device = torch.cuda.get_device_name()
     report = reports.Report(benchmark.title, options.dtype, device, software, benchmark.yardsticks)
     problems = benchmark.problems(options)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     torch.manual_seed(0)
-    with Monitor(command()) as monitor, Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(problems))
+    with Monitor(command()) as monitor, progress.shown("", len(problems)) as steps:
         for number, problem in enumerate(problems):
-            progress.update(task, description=problem.label)
+            steps.doing = problem.label
 
             def advance(done: float, before: int = number) -> None:
-                progress.update(task, completed=before + done)
+                steps.done = before + done
 
             report.rows += bench.measure(problem, benchmark.yardsticks, monitor.read, advance)
             if csv is not None:

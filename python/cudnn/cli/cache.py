@@ -129,19 +129,17 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _compile(kernels: list[Kernel], store: Store, jobs: int) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from cudnn.cli import progress
     from cudnn.launch import warm
 
     console = Console(highlight=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     compiled = 0
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=len(kernels))
+    with progress.shown("compiling kernels", len(kernels)) as steps:
         for number, (kernel, seconds) in enumerate(warm.warm(kernels, store, jobs), start=1):
             took = f"{seconds:.1f} s" if seconds else "was there"
             console.print(f"{number}/{len(kernels)} {kernel.label}: {took}", soft_wrap=True)
             compiled += bool(seconds)
-            progress.advance(task)
+            steps.advance()
     there = len(kernels) - compiled
     console.print(f"{store.folder}: {compiled} kernels compiled, {there} were already there", soft_wrap=True)

@@ -10,12 +10,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import cudnn
 from cudnn import launch
-from cudnn.cli import programs
+from cudnn.cli import programs, progress
 from cudnn.launch.warm import architectures
 from cudnn.lazy import torch
 
@@ -188,15 +187,14 @@ def run(device: str) -> int:
     graphs: list[Result] = []
     kernels: list[Result] = []
     runs = [(name, arch) for name in KERNELS for arch in ([""] if on_gpu else architectures())]
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("building and running graphs and kernels", total=len(CASES) + len(runs))
+    with progress.shown("building and running graphs", len(CASES) + len(runs)) as steps:
         for make in CASES:
             graphs.append(check(make, handle, chosen))
-            progress.advance(task)
+            steps.advance()
         for name, arch in runs:
+            steps.doing = f"{name}, emulated {arch}" if arch else name
             kernels.append(check_kernel(name, arch))
-            progress.advance(task)
+            steps.advance()
     console.print(_table(graphs + kernels))
     console.print(_ALLOWED)
     for result in graphs + kernels:

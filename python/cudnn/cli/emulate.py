@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
-from cudnn.cli import programs
+from cudnn.cli import programs, progress
 from cudnn.lazy import torch
 
 _BAR, _OPCODES = 12, 34  # characters of the bar of a class with all instructions, and of its opcodes
@@ -72,7 +72,7 @@ class Outcome:
     exit_code: int = 0
 
 
-def run_program(name: str, shape: tuple[int, ...] | None, options: Options) -> Outcome:
+def run_program(name: str, shape: tuple[int, ...] | None, options: Options, quiet: bool = True) -> Outcome:
     """Runs a fused API of ``programs.PROGRAMS`` on random CPU tensors and compares with its reference."""
     program = programs.find(name)
     torch.manual_seed(options.seed)
@@ -87,14 +87,14 @@ def run_program(name: str, shape: tuple[int, ...] | None, options: Options) -> O
             raise error
         return str(error)
 
-    outcome = _emulate(options, execute, describe)
+    outcome = _emulate(options, execute, describe, quiet)
     if not outcome.failure:
         outcome.comparisons = made[0].compare(made[1])
         outcome.exit_code = 0 if all(comparison.passed for comparison in outcome.comparisons) else 1
     return outcome
 
 
-def run_script(script: Path, arguments: Sequence[str], options: Options) -> Outcome:
+def run_script(script: Path, arguments: Sequence[str], options: Options, quiet: bool = True) -> Outcome:
     """Runs a Python script as ``python SCRIPT ARGUMENTS`` would, its kernels in the emulator."""
     script = script.resolve()
     saved = sys.argv, sys.path[:]
@@ -113,7 +113,7 @@ def run_script(script: Path, arguments: Sequence[str], options: Options) -> Outc
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
     torch.manual_seed(options.seed)
-    return _emulate(options, execute, describe)
+    return _emulate(options, execute, describe, quiet)
 
 
 def run(
@@ -128,12 +128,13 @@ def run(
 
     ``json_file`` is also given the report as JSON; with ``"-"`` standard output holds that and nothing else.
     """
-    console = Console(stderr=json_file == "-", highlight=False)
-    with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
+    quiet = json_file == "-"
+    console = Console(stderr=quiet, highlight=False)
+    with redirect_stdout(sys.stderr) if quiet else nullcontext():
         if target in programs.PROGRAMS:
-            outcome = run_program(target, shape, options)
+            outcome = run_program(target, shape, options, quiet)
         else:
-            outcome = run_script(Path(target), arguments, options)
+            outcome = run_script(Path(target), arguments, options, quiet)
     if ptx:
         _show_ptx(console, {launch.kernel for launch in outcome.report.launches})
     _show(console, outcome, options)
@@ -151,14 +152,25 @@ def instruction_class(text: str) -> str:
     return next(name for name, pattern in _CLASSES if re.match(pattern, text))
 
 
-def _emulate(options: Options, action: Callable[[], None], describe: Callable[[Exception], str]) -> Outcome:
+def _emulate(
+    options: Options, action: Callable[[], None], describe: Callable[[Exception], str], quiet: bool
+) -> Outcome:
     from ptx_emulator import EmulatorError, Report
 
     outcome, start = Outcome(Report()), time.perf_counter()
+
+    def look(steps: progress.Steps) -> None:
+        launches = outcome.report.launches
+        if launches:
+            steps.doing = f"launch {len(launches)}: {launches[-1].kernel:.40}"
+
     try:
-        with cudnn.emulation(
-            options.arch, races=options.races, scheduler=options.scheduler, seed=options.seed
-        ) as outcome.report:
+        with (
+            progress.shown("compiling", quiet=quiet, look=look),
+            cudnn.emulation(
+                options.arch, races=options.races, scheduler=options.scheduler, seed=options.seed
+            ) as outcome.report,
+        ):
             action()
     except SystemExit as request:
         outcome.exit_code = request.code if isinstance(request.code, int) else int(request.code is not None)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import cudnn
 from cudnn.backend.handle import gpu_available
+from cudnn.cli import progress
 from cudnn.errors import CudnnError, CudnnLibraryError
 
 EXAMPLES = {
@@ -61,11 +62,16 @@ def main(
     if example and example not in EXAMPLES:
         raise typer.BadParameter(f"got {example!r}; allowed: {', '.join(EXAMPLES)}.", param_hint="--example")
     properties = None if device_properties is None else _properties(device_properties)
-    graphs = [_example(example)] if example else _load(target)
+    with progress.shown(f"running {target}" if target.partition(":")[0].endswith(".py") else "reading the graph"):
+        graphs = [_example(example)] if example else _load(target)
     if form == "svg" and len(graphs) > 1:
         allowed = "one graph for an SVG file; FILE.py:NAME takes one"
         raise typer.BadParameter(f"got {len(graphs)} graphs; allowed: {allowed}.", param_hint="FILE")
-    explanations = [_explain(graph, properties) for graph in graphs]
+    explanations = []
+    with progress.shown("building plans", len(graphs)) as steps:
+        for graph in graphs:
+            explanations.append(_explain(graph, properties))
+            steps.advance()
     text = "\n\n".join(getattr(explanation, form)().rstrip() for explanation in explanations) + "\n"
     console = Console(highlight=False)
     if output is not None:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cudnn
+from cudnn.cli import progress
 from cudnn.cli.programs.dense import make
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.lazy import torch
@@ -51,11 +52,12 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
     """Tries everything, prints the report and writes it as JSON where asked to. The exit code: 1 after a failure."""
     console = Console(highlight=False)
     chosen = variants(arch) if full else sample(arch, USUAL)
-    with console.status("microkernels") as status:
-        findings, device = microkernels(arch, emulate)
-        for number, found in enumerate(_emulated(chosen, arch) if emulate else _on_gpu(chosen), start=1):
-            status.update(f"GEMM {number} of {len(chosen)}")
+    with progress.shown("microkernels") as steps:
+        findings, device = microkernels(arch, emulate, steps, len(chosen))
+        steps.doing = "fused GEMMs"
+        for found in _emulated(chosen, arch, steps) if emulate else _on_gpu(chosen):
             findings.append(found)
+            steps.advance()
     about = {"where": f"emulated {arch}" if emulate else torch.cuda.get_device_name(), "arch": arch, **device,
              "date": datetime.date.today().isoformat(), "python": platform.python_version(), **_versions()}  # fmt: skip
     _show(console, about, findings)
@@ -68,8 +70,13 @@ def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
 # Microkernels.
 
 
-def microkernels(arch: str, emulate: bool) -> tuple[list[Finding], dict[str, str]]:
-    """Against the results of a chip where some are kept, else against the emulator; and what the GPU is called."""
+def microkernels(
+    arch: str, emulate: bool, steps: progress.Steps, more: int = 0
+) -> tuple[list[Finding], dict[str, str]]:
+    """Against the results of a chip where some are kept, else against the emulator; and what the GPU is called.
+
+    ``more`` steps follow.
+    """
     from ptx_emulator import EmulatorError, calibration
 
     cases = calibration.cases(arch)
@@ -78,10 +85,12 @@ def microkernels(arch: str, emulate: bool) -> tuple[list[Finding], dict[str, str
     outputs: dict[str, Any] = {}
     errors: dict[str, str] = {}
     device: dict[str, str] = {}
+    steps.total = len(cases) + more
     if not emulate:
         outputs, errors, device = calibration.run_all(cases, arch)
 
     def judge(case: Any) -> Finding:
+        steps.advance(f"microkernels: {case.family}")
         group, name = f"microkernels: {case.family}", case.name
         if case.id in errors:
             return Finding(group, name, FAILED, errors[case.id])
@@ -117,8 +126,9 @@ def _failure(variant: Variant, why: str) -> Finding:
     return Finding(variant.api, str(variant), FAILED, why)
 
 
-def _emulated(chosen: Sequence[Variant], arch: str) -> Iterator[Finding]:
+def _emulated(chosen: Sequence[Variant], arch: str, steps: progress.Steps) -> Iterator[Finding]:
     for variant in chosen:
+        steps.doing = str(variant)
         try:
             with cudnn.emulation(arch, races=True):
                 found = try_variant(variant, "cpu")

@@ -17,13 +17,19 @@ from cudnn.launch.kernels import emulated, emulated_kernel
 def emulation(arch: str, **options: Any) -> Iterator[Any]:
     """Within the block, fused APIs on CPU tensors run the real kernel for ``arch`` in the emulator.
 
-    Options are those of ``ptx_emulator.emulate``: ``races=True`` looks for data races, ``scheduler`` and ``seed`` say
-    in which order things happen. Yields the emulator's report. The block is that of the thread that entered it: others
-    go on as they were, and may emulate on their own at the same time.
+    The block belongs to the thread that entered it; other threads go on as they were, and may emulate at the same time.
+
+    Args:
+        arch: ``"sm_90a"`` (Hopper) or ``"sm_100a"`` (Blackwell).
+        options: Those of ``ptx_emulator.emulate``: ``races=True`` looks for data races; ``scheduler`` and ``seed`` say
+            in which order threads run.
+
+    Yields:
+        The emulator's ``Report``.
 
     Raises:
-        ValueError: no kernel is written for ``arch``.
-        ptx_emulator.Fault: the kernel broke a rule of the machine.
+        ValueError: there is no kernel for ``arch``.
+        ptx_emulator.Fault: the kernel did something that PTX forbids.
     """
     if arch not in ARCHITECTURES.values():
         raise ValueError(refusal("cudnn.emulation", "arch", repr(arch), ", ".join(ARCHITECTURES.values())))
@@ -43,7 +49,7 @@ def emulated_architecture() -> str:
 
 
 def emulate(source: str, configuration: Any, arch: str, *arguments: Any) -> None:
-    """Runs a kernel in the emulator on its arguments, all on the CPU, the stream the null one."""
+    """Runs a kernel in the emulator on its arguments, which are on the CPU, on the null stream."""
     with contextlib.nullcontext() if emulated.get() else emulation(arch):
         emulated_kernel(source, configuration, arch)(*arguments)
 

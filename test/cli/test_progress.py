@@ -1,0 +1,131 @@
+"""Signs of life: a bar on a terminal, lines elsewhere, nothing in the way of what a command prints."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cudnn.cli import app, progress, selftest
+from cudnn.cli.programs.gemm_matrix import Variant
+from ptx_emulator import calibration
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "PERIOD", 0.05)
+    with progress.shown("first", 3) as steps:
+        time.sleep(0.2)
+        steps.advance("second")
+        time.sleep(0.2)
+        print("what the command prints")
+    captured = capsys.readouterr()
+    assert captured.out == "what the command prints\n"
+    lines = captured.err.splitlines()
+    assert lines[0] == "0:00:00  0 of 3, first"
+    assert lines[-1] == "0:00:00  1 of 3, second"
+
+
+def test_a_short_command_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.shown("quick", 1) as steps:
+        steps.advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "PERIOD", 0.01)
+    with progress.shown("work", quiet=True) as steps:
+        time.sleep(0.1)
+        steps.advance()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_work_can_be_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is a program that knows nothing of progress."""
+    monkeypatch.setattr(progress, "PERIOD", 0.05)
+    launches: list[str] = []
+
+    def look(steps: progress.Steps) -> None:
+        steps.doing = f"launch {len(launches)}"
+
+    with progress.shown("compiling", look=look):
+        launches.append("kernel")
+        time.sleep(0.2)
+    assert capsys.readouterr().err.splitlines()[-1] == "0:00:00  launch 1"
+
+
+def test_an_error_ends_it() -> None:
+    with pytest.raises(ValueError, match="of the work"), progress.shown("work", 2):
+        raise ValueError("of the work")
+
+
+PROGRAM = """
+import time
+from cudnn.cli import progress
+with progress.shown("the work", 4) as steps:
+    time.sleep(1.2)
+    steps.advance()
+    print("a line of the command")
+    time.sleep(1.2)
+"""
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_bar_on_a_terminal(piped: bool, tmp_path: Path) -> None:
+    """Also where standard output is a file, which has the command's own lines alone."""
+    terminal, end = pty.openpty()
+    out = tmp_path / "out"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'kernels'}",
+        "TERM": "xterm",
+        "COLUMNS": "80",
+    }
+    with out.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=file if piped else end, stderr=end,
+                                   env=environment)  # fmt: skip
+    os.close(end)
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "the work" in text
+    assert "25%" in text
+    assert ("a line of the command" in text) is not piped
+    assert out.read_text() == ("a line of the command\n" if piped else "")
+
+
+def test_selftest_shows_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = calibration.cases
+    monkeypatch.setattr(progress, "PERIOD", 0.05)
+    monkeypatch.setattr(selftest, "sample", lambda arch, count: [Variant("gemm_amax", (128, 128, 64, 1))])
+    monkeypatch.setattr(calibration, "cases", lambda arch: [c for c in cases(arch) if c.family == "f64"])
+    result = CliRunner().invoke(app, ["selftest", "--arch", "sm_90a", "--emulate"])
+    assert result.exit_code == 0, result.output
+    steps = re.findall(r"^\d:\d\d:\d\d  (\d+) of (\d+), (.+)$", result.stderr, re.MULTILINE)
+    assert steps
+    done, total, doing = steps[-1]
+    assert int(done) == int(total) - 1  # the last is the GEMM
+    assert doing.startswith("gemm_amax ")
+    assert not re.search(r"^\d:\d\d:\d\d  ", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("json", [[], ["--json", "-"]])
+def test_emulate_shows_what_it_does_but_where_json_is_printed(json: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PERIOD", 0.02)
+    result = CliRunner().invoke(app, ["emulate", "rmsnorm_rht_amax", "--no-races", *json])
+    assert result.exit_code == 0, result.output
+    assert bool(re.search(r"^\d:\d\d:\d\d  (compiling|launch 1: )", result.stderr, re.MULTILINE)) == (not json)
