@@ -247,14 +247,17 @@ def test_no_workspace_is_as_good_as_an_empty_one() -> None:
         check(pack)
 
 
-def test_buffers_of_another_type_are_read_as_the_graphs() -> None:
-    """Types of buffers are not compared: the bits are taken for HALF."""
+def test_arrays_of_another_type_are_refused() -> None:
+    """At an address that was checked, too: the next call there may bring another type."""
     graph = product()
     graph.build(MODES)
     pack, space = data(), workspace(graph)
     as_bfloat16 = {uid: tensor.view(torch.bfloat16) for uid, tensor in pack.items()}
-    graph.execute(as_bfloat16, space)
-    check(pack)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"tensor 'a' \(uid 1\): got torch.bfloat16 .*; allowed: HALF"):
+            graph.execute(as_bfloat16, space)
+        graph.execute(pack, space)
+        check(pack)
 
 
 # Kept plans.

@@ -262,6 +262,35 @@ def test_an_identity_that_changes_nothing_is_no_operation(h200: Any) -> None:
         assert len(lowering.operations) == operations
 
 
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("swapped", [False, True])
+def test_operands_of_fewer_dimensions_get_leading_ones(swapped: bool, h200: Any) -> None:
+    """cuDNN takes operands of one rank only; the memory stays the caller's tensor."""
+    graph = planned_graph(h200)
+    a, b = graph.tensor([4, 96, 128], [96 * 128, 128, 1], uid=1), graph.tensor([96, 128], [128, 1], uid=2)
+    total = graph.add(*((b, a) if swapped else (a, b)))
+    graph.binary_select(b, total, graph.cmp_gt(total, b).set_data_type(BOOLEAN)).set_output(True).set_uid(3)
+    assert configurations(graph) > 0
+    program = graph._cudnn()
+    assert program.bindings.user == [1, 2, 3]
+    assert {(alias.source, alias.offset) for alias in program.bindings.aliases.values()} == {(2, 0)}
+    key = (4096, 8192, 12288, 0, 7)
+    pointers = dict(zip(program.uids, program.filled(key), strict=False))
+    assert all(pointers[uid] == 8192 for uid in program.bindings.aliases)
+    assert (pointers[1], pointers[3]) == (4096, 12288)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_result_of_fewer_dimensions_is_refused(written: bool, h200: Any) -> None:
+    graph = planned_graph(h200)
+    a, b = graph.tensor([4, 96, 128], [96 * 128, 128, 1]), graph.tensor([96, 128], [128, 1])
+    row = graph.exp(b, name="row").set_output(written)
+    graph.add(a, row, name="sum").set_output(True)
+    graph.validate()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"sum.*input IN_1 .*dim=\[96, 128\].*leading"):
+        graph.build_operation_graph()
+
+
 def test_attributes_survive_serialisation() -> None:
     x = torch.randn(4, 8)
     graph = reference_graph()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
-from cudnn.errors import refusal
+from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import broadcast, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
@@ -106,7 +106,7 @@ class Pointwise(Node):
             a.POINTWISE_AXIS: self.axis,
         }
         backward = self.mode.endswith("_BWD")
-        first, second = self.inputs["IN_0"], self.inputs.get("IN_1")
+        first, second, third = (self._operand(lowering, port) for port in ("IN_0", "IN_1", "IN_2"))
         out = self.outputs["OUT_0"]
         lowering.operation(
             be.DescriptorType.OPERATION_POINTWISE,
@@ -114,7 +114,7 @@ class Pointwise(Node):
                 a.OPERATION_POINTWISE_PW_DESCRIPTOR: lowering.descriptor(be.DescriptorType.POINTWISE, attributes),
                 a.OPERATION_POINTWISE_XDESC: second if backward else first,
                 a.OPERATION_POINTWISE_BDESC: None if backward else second,
-                a.OPERATION_POINTWISE_TDESC: self.inputs.get("IN_2"),
+                a.OPERATION_POINTWISE_TDESC: third,
                 a.OPERATION_POINTWISE_YDESC: None if backward else out,
                 a.OPERATION_POINTWISE_DYDESC: first if backward else None,
                 a.OPERATION_POINTWISE_DXDESC: out if backward else None,
@@ -122,6 +122,26 @@ class Pointwise(Node):
                 a.OPERATION_POINTWISE_ALPHA2: 1.0,
             },
         )
+
+    def _operand(self, lowering: Lowering, port: str) -> Tensor | None:
+        """An input with as many dimensions as the output, as cuDNN wants it: leading ones are added."""
+        tensor = self.inputs.get(port)
+        if tensor is None:
+            return None
+        missing = len(self.outputs["OUT_0"].dim) - len(tensor.dim)
+        if not missing:
+            return tensor
+        if tensor.is_virtual or id(tensor) in lowering.produced:
+            raise cudnnGraphNotSupportedError(
+                refusal(self.where, f"input {port} (tensor {tensor.name!r})", f"dim={tensor.dim}, the result of another "
+                        "operation", f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
+                        "describe the tensors of that operation with leading dimensions of 1")
+            )  # fmt: skip
+        padded = Tensor.like(tensor)
+        padded.dim = [1] * missing + tensor.dim
+        padded.stride = [tensor.dim[0] * tensor.stride[0]] * missing + tensor.stride
+        lowering.alias(padded, tensor)
+        return padded
 
     @property
     def _beta(self) -> float:
