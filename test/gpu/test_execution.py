@@ -427,7 +427,8 @@ def test_arrays_of_other_types_and_layouts_are_refused() -> None:
     net = linear()
     workspace = net.workspace()
     data = net.data()
-    for change in (data[net.a].bfloat16(), data[net.a].float(), data[net.a].to(torch.int32), data[net.a].mT.contiguous()):
+    a = data[net.a]
+    for change in (a.bfloat16(), a.float(), a.to(torch.int32), a.mT.contiguous()):
         with pytest.raises(ValueError, match=r"execute: tensor 'a' \(uid 1\): got "):
             net.graph.execute({**data, net.a: change}, workspace)
     for _ in range(3):  # from the second call on, the path for data like these

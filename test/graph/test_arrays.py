@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -215,36 +216,85 @@ class Bound:
         self.plan.checked += 1
 
 
-class There(torch.Tensor):
-    """A tensor that says it lies on device 0."""
-
-    def get_device(self) -> int:
-        return 0
-
-
 class Handle:
-    device, ptr, argument = 0, 1, 0
+    device, ptr, argument = -1, 1, 0  # the device of CPU tensors
 
 
-def test_types_are_checked_always_and_layouts_where_addresses_are_new() -> None:
+@pytest.fixture
+def call() -> tuple[Any, Recorder]:
+    """The call written out for float32 of [4, 8] (key 1) and one float32 number (key 2)."""
     plan = Recorder()
 
     def otherwise(*_: Any) -> None:
         plan.elsewhere += 1
 
-    x, scalar = torch.zeros(4, 8).as_subclass(There), torch.ones(1)
-    call: Any = fast_call.specialised(Bound(plan), plan, [1, 2], [x, scalar], Handle(), otherwise)  # type: ignore[arg-type]
+    arrays = [torch.zeros(4, 8), torch.ones(1)]
+    return fast_call.specialised(Bound(plan), plan, [1, 2], arrays, Handle(), otherwise), plan  # type: ignore[arg-type]
+
+
+def test_types_are_compared_where_addresses_are_known(call: tuple[Any, Recorder]) -> None:
+    run, plan = call
+    x, scalar = torch.zeros(4, 8), torch.ones(1)
     for _ in range(3):
-        call({1: x, 2: scalar})
+        run({1: x, 2: scalar})
     assert (plan.launched, plan.checked, plan.elsewhere) == (3, 0, 0)
-    call({1: x.to(torch.int32), 2: scalar})
-    call({1: x, 2: scalar.double()})
-    call({1: x.view(torch.int32), 2: scalar})  # at an address that was checked
-    assert (plan.launched, plan.checked, plan.elsewhere) == (3, 0, 3)
-    fresh = torch.zeros(4, 8).as_subclass(There)
-    call({1: fresh, 2: scalar})
-    assert (plan.launched, plan.checked) == (4, 0)
-    others = [torch.zeros(8, 4).as_subclass(There), torch.zeros(8, 4).mT.as_subclass(There)]
-    for other in others:
-        call({1: other, 2: scalar})
-    assert (plan.launched, plan.checked, plan.elsewhere) == (6, 2, 3)
+    run({1: x.view(torch.int32), 2: scalar})
+    run({1: x, 2: scalar.view(torch.int32)})
+    assert (plan.launched, plan.checked, plan.elsewhere) == (3, 0, 2)
+
+
+def test_all_is_checked_that_is_new_and_not_like_what_was_accepted(call: tuple[Any, Recorder]) -> None:
+    run, plan = call
+    kept: list[torch.Tensor] = []  # so that all have addresses of their own
+    for checks, x in (
+        (0, torch.zeros(4, 8)),
+        (1, torch.zeros(8, 4).mT),
+        (2, torch.zeros(4, 8, dtype=torch.int32)),
+        (3, torch.zeros(8, 4)),
+    ):
+        for _ in range(2):
+            kept += [x.clone(), torch.ones(1)]
+            run({1: kept[-2], 2: kept[-1]})
+            assert plan.checked == checks
+    elsewhere = Handle()
+    elsewhere.device = 0
+    run({1: torch.zeros(8, 4), 2: torch.ones(1)}, None, elsewhere)
+    assert (plan.checked, plan.elsewhere) == (4, 0)
+
+
+def test_what_a_check_refuses_is_not_accepted(call: tuple[Any, Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plan = call
+
+    def refuse(*_: Any) -> None:
+        plan.checked += 1
+        raise ValueError("execute")
+
+    monkeypatch.setattr(Bound, "check", refuse)
+    for checks in (1, 2):
+        with pytest.raises(ValueError, match="execute"):
+            run({1: torch.zeros(8, 4), 2: torch.ones(1)})
+        assert (plan.checked, plan.launched) == (checks, 0)
+    run({1: torch.zeros(4, 8), 2: torch.ones(1)})
+    assert (plan.checked, plan.launched) == (2, 1)
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_arrays_alike(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's own comparison, and for a PyTorch without it."""
+    if without:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    first = torch.zeros(4, 8)
+    alive = weakref.ref(first)
+    scalar = torch.tensor(1.0)
+    alike = fast_call.like([first, scalar])
+    assert type(alike).__name__ == ("function" if without else "builtin_function_or_method")
+    del first
+    assert alive() is None
+    assert alike(torch.ones(4, 8), scalar)
+    for other in (
+        torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8).bfloat16(), torch.zeros(4, 9)[:, :8], torch.zeros(8, 4),
+        torch.zeros(8, 4).mT, torch.zeros(32), torch.zeros(1, 4, 8), torch.zeros(1).expand(4, 8),
+        torch.zeros(4, 8, device="meta"),
+    ):  # fmt: skip
+        assert not alike(other, scalar)
+    assert not alike(torch.ones(4, 8), scalar[None])

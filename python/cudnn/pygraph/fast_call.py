@@ -3,7 +3,9 @@
 A finalized variant pack refuses new pointers, so a plan keeps packs by their pointers. For addresses seen before, a
 call reads the addresses and types, finds the pack and makes one call into cuDNN, which takes 3.6 us of host time on the
 machine with an H200. All else must be small beside that: one Python frame, the addresses read by method calls in line
-(a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation.
+(a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation. For new
+addresses, one call into PyTorch compares types, layouts and devices of all tensors with those last accepted: to read
+shape and strides of each as tuples costs five times as much.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend.handle import Handle, default_handle
+from cudnn.lazy import torch
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
     from cudnn.pygraph.program import CudnnProgram
 
 _TEMPLATE = '''
-def make({names}, {layouts}, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure):
+def make(
+    {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure
+):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
     ):
         """Runs the graph: ``pygraph.execute``, written out for the tensors of this graph."""
+        nonlocal accepted
         try:
             if handle is None:
                 handle = {default}
@@ -31,14 +37,16 @@ def make({names}, {layouts}, own, default_handle, device, find, launch, argument
             key = ({pointers} {workspace}, handle.ptr)
         except (KeyError, TypeError, AttributeError):  # other keys, or data that are no PyTorch tensors
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
-        if override_uids is not None or {other_type}:
+        if override_uids is not None:
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         found = find(key)
         if found is None:
-            here = handle.device
-            if not ({in_place} and {same_layout}):
-                check(tensor_to_buffer, workspace, handle)
+            home, alike = accepted
+            if handle.device != home or not alike({tensors}){small_workspace}:
+                accepted = check(tensor_to_buffer, workspace, handle)
             found = pack(key)
+        elif {other_type}:
+            return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         status = launch(handle.argument, argument, found)
         if status:
             raise failure(status)
@@ -47,26 +55,41 @@ def make({names}, {layouts}, own, default_handle, device, find, launch, argument
 
 
 @functools.cache
-def _compile(on_device: tuple[bool, ...], needed: int, has_handle: bool) -> Callable[..., Callable[..., None]]:
-    numbers = range(len(on_device))
-    right = {True: "== here", False: "< 0"}  # a scalar passed by value lies on the CPU
-    places = [f"t{i}.get_device() {right[on]}" for i, on in enumerate(on_device)]
-    if needed:
-        places += ["workspace.get_device() == here", f"workspace.nbytes >= {needed}"]
+def _compile(types: tuple[int, ...], needed: int, has_handle: bool) -> Callable[..., Callable[..., None]]:
+    """``types``: for each tensor, the number of its type among those that occur."""
+    numbers = range(len(types))
+    same_type = [
+        "".join(f"t{i}.dtype is " for i in numbers if types[i] == kind) + f"d{kind}" for kind in sorted(set(types))
+    ]
     source = _TEMPLATE.format(
         names=", ".join(f"k{i}" for i in numbers),
-        layouts=", ".join(f"d{i}, s{i}, r{i}" for i in numbers),
+        types=", ".join(f"d{kind}" for kind in sorted(set(types))),
         default="own" if has_handle else "default_handle(device)",
         arrays="; ".join(f"t{i} = tensor_to_buffer[k{i}]" for i in numbers),
+        tensors=", ".join(f"t{i}" for i in numbers),
         pointers=" ".join(f"t{i}.data_ptr()," for i in numbers),
-        other_type=" or ".join(f"t{i}.dtype is not d{i}" for i in numbers),
-        same_layout=" and ".join(f"t{i}.shape == s{i} and t{i}.stride() == r{i}" for i in numbers),
+        other_type=f"not ({' and '.join(same_type)})",
         workspace="workspace.data_ptr()" if needed else "0",
-        in_place=" and ".join(places),
+        small_workspace=f" or workspace.get_device() != home or workspace.nbytes < {needed}" if needed else "",
     )
     scope: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), scope)
     return scope["make"]
+
+
+def like(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """Whether as many PyTorch tensors have the types, shapes, strides and devices of these, which it does not keep.
+
+    It is ``TensorGuards`` of PyTorch, by which compiled code tells its inputs; that is no public interface, so another
+    PyTorch may have none. It also tells tensors apart that differ in ``requires_grad`` or their Python class.
+    """
+    shapes, strides = [[*array.shape] for array in arrays], [[*array.stride()] for array in arrays]
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+    except AttributeError:
+        known = [(array.dtype, array.shape, array.stride(), array.device) for array in arrays]
+        return lambda *given: known == [(array.dtype, array.shape, array.stride(), array.device) for array in given]
+    return guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 def specialised(
@@ -80,22 +103,29 @@ def specialised(
     """``execute`` for PyTorch tensors under ``keys``, which are in the order of ``program.bindings.user``.
 
     Args:
-        arrays: Those of a call that was checked. Arrays of other types take the other path, every time; other layouts
-            are checked where their addresses are new.
+        arrays: Those of a call that was checked. At addresses seen before, arrays of other types take the other path,
+            every time. At new ones, types, layouts and devices are compared with those of the last call that was
+            checked, and checked where they differ.
         own: The graph's handle.
         otherwise: Called with the same arguments where the data are of another kind.
     """
-    on_device = tuple(uid not in program.by_value for uid in program.bindings.user)
+    dtypes = list(dict.fromkeys(array.dtype for array in arrays))
 
-    def check(data: Any, workspace: Any, handle: Handle) -> None:
-        program.check([data[name] for name in keys], workspace, handle, plan)
+    def check(data: Any, workspace: Any, handle: Handle) -> tuple[int, Callable[..., bool]]:
+        given = [data[name] for name in keys]
+        program.check(given, workspace, handle, plan)
+        return handle.device, like(given)
 
     def pack(key: tuple[int, ...]) -> Any:
         return plan.pack(key, program.filled(key))
 
-    return _compile(on_device, program.workspace_size(plan), own is not None)(
+    pairs = zip(program.bindings.user, arrays, strict=True)
+    home = next((array.get_device() for uid, array in pairs if uid not in program.by_value), program.device)
+    types = tuple(dtypes.index(array.dtype) for array in arrays)
+    return _compile(types, program.workspace_size(plan), own is not None)(
         *keys,
-        *(part for array in arrays for part in (array.dtype, array.shape, array.stride())),
+        *dtypes,
+        accepted=(home, like(arrays)),
         own=own,
         default_handle=default_handle,
         device=program.device,
