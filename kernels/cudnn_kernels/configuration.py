@@ -88,8 +88,8 @@ class OperandConfiguration:
     """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
 
     With scale factors: every value times its factor, to bfloat16, the major kept. Without: the same values, MN-major to
-    K-major. ``float4_e2m1fn_x2`` has two values to a byte along k. The grid has at most ``resident`` CTAs for each
-    multiprocessor, which share the tiles.
+    K-major or, to ``widen`` those of 8 bits, to bfloat16, the major kept. ``float4_e2m1fn_x2`` has two values to a byte
+    along k. The grid has at most ``resident`` CTAs for each multiprocessor, which share the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
@@ -99,9 +99,14 @@ class OperandConfiguration:
 
     source: Operand
     resident: int = 1 << 10
+    widen: bool = False
 
     def __post_init__(self) -> None:
         scale = self.source.scale
+        if self.widen:
+            if scale is not None or self.source.dtype not in FP8:
+                raise ValueError(f"{self}: got neither {' nor '.join(FP8)} without scale factors, which can be widened")
+            return
         form = (self.source.dtype, self.source.major, *((scale.dtype, scale.vector) if scale else (None, 0)))
         if form not in OPERANDS:
             raise ValueError(f"{self}: got neither a block-scaled format nor an MN-major operand of 1, 2 or 4 bytes")
@@ -109,7 +114,7 @@ class OperandConfiguration:
     @property
     def result(self) -> Operand:
         """The operand that the tensor cores get."""
-        if self.source.scale is not None:
+        if self.source.scale is not None or self.widen:
             return Operand("bfloat16", self.source.major)
         return replace(self.source, major="k")
 

@@ -41,7 +41,7 @@ class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
     ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
-    caller's wishes.
+    caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits.
     """
 
     a: Operand
@@ -52,3 +52,4 @@ class GemmProblem:
     k: int
     tile: tuple[int, int] | None = None
     cluster: tuple[int, int] | None = None
+    accurate: bool = False

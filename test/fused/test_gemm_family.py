@@ -506,7 +506,7 @@ def test_signatures(family: Family) -> None:
     for function, names, added in zip(
         (family.cls, family.cls.execute, family.wrapper),
         SIGNATURES[family.name],
-        (["arch"], ["workspace_tensor"], []),
+        (["arch", "accurate"], ["workspace_tensor"], ["accurate"]),
         strict=True,
     ):
         found = [name for name in inspect.signature(function).parameters if name != "self"]

@@ -114,6 +114,40 @@ def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) ->
     assert_same_bits(*dequantised(c, *random_codes(c, l, mn, k)))
 
 
+@pytest.mark.parametrize(("mn", "k", "l"), [(16, 16, 1), (144, 288, 2), (37, 1056, 1)])
+@pytest.mark.parametrize("major", ["k", "mn"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_widened(dtype: str, major: str, mn: int, k: int, l: int) -> None:  # noqa: E741
+    """Every code comes through: to the same value, infinity and NaN too."""
+    if major == "mn":
+        mn = -(-mn // 16) * 16
+    codes = torch.randint(0, 256, (l, mn, k), dtype=torch.uint8)
+    codes.view(-1)[:256] = torch.arange(256)
+    values = codes.view(getattr(torch, dtype))
+    target = with_major(torch.full(codes.shape, 12345, dtype=torch.bfloat16), major)
+    run(OperandConfiguration(Operand(dtype, major), resident=1, widen=True), with_major(values, major), target)
+    assert_same_bits(target, values.bfloat16().permute(1, 2, 0))
+
+
+@pytest.mark.parametrize(
+    "operand", [Operand("bfloat16"), Operand("float8_e4m3fn", "k", BlockScale("float8_e8m0fnu", 32))], ids=str
+)
+def test_what_cannot_be_widened(operand: Operand) -> None:
+    with pytest.raises(ValueError, match="got neither float8_e4m3fn nor float8_e5m2 without scale factors"):
+        OperandConfiguration(operand, widen=True)
+
+
+@pytest.mark.parametrize("major", ["k", "mn"])
+def test_widening_spills_nothing(major: str) -> None:
+    from cudnn_kernels import fakes
+    from cudnn_kernels.sm90 import operand as module
+
+    c = OperandConfiguration(Operand("float8_e4m3fn", major), widen=True)
+    compiled = compile_kernel("sm_90a", module.PrepareOperand(c), *fakes.arguments(c))
+    assert compiled.stack == 0
+    assert set(re.findall(r"st\.global\S*", compiled.ptx)) == {"st.global.v4.b32"}
+
+
 @pytest.mark.parametrize(("mn", "k", "l"), [(16, 16, 1), (144, 80, 2), (304, 272, 3), (16, 400, 1)])
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 def test_transposed(dtype: torch.dtype, mn: int, k: int, l: int) -> None:  # noqa: E741

@@ -24,15 +24,20 @@ def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfigura
     Block-scaled operands are dequantised to bfloat16. That is exact, for an element of 4 or 8 bits times its factor has
     at most 6 significant bits; only beyond bfloat16's exponents does the product become infinite or lose bits. 8-bit
     and 32-bit operands that are not K-major are transposed.
+
+    wgmma adds up products of 8 bits with 13 bits, those of 16 bits with 25: for an ``accurate`` product, operands of 8
+    bits are widened to bfloat16, which is exact.
     """
-    steps = [preparation(operand) for operand in (problem.a, problem.b)]
+    steps = [preparation(operand, problem.accurate) for operand in (problem.a, problem.b)]
     a, b = (step.result if step else x for x, step in zip((problem.a, problem.b), steps, strict=True))
     gemm = configure_gemm(replace(problem, a=a, b=b))
     return PreparedGemmConfiguration(gemm, *steps) if any(steps) else gemm
 
 
-def preparation(operand: Operand) -> OperandConfiguration | None:
+def preparation(operand: Operand, accurate: bool) -> OperandConfiguration | None:
     """What must be done to an operand first, if anything."""
+    if accurate and operand.scale is None and operand.bits == 8:
+        return OperandConfiguration(operand, widen=True)
     if operand.scale is None and (operand.major == "k" or operand.bits == 16):
         return None
     return OperandConfiguration(operand)

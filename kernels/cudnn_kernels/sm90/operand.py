@@ -1,8 +1,9 @@
-"""Operands that Hopper's tensor cores cannot read, written anew: dequantised or transposed, in one pass over memory.
+"""Operands that Hopper's tensor cores cannot read, written anew: as bfloat16 or transposed, in one pass over memory.
 
 Dequantisation: target[i, j, l] = bfloat16(source[i, j, l] * scale[i, j // vector, l]), for fp8 in both majors and for
 fp4. The product has at most six significant bits, so it is exact unless its exponent leaves bfloat16's range: beyond
-2^128 it becomes infinite, below 2^-126 it is rounded to a multiple of 2^-133. NaN comes of a NaN in either.
+2^128 it becomes infinite, below 2^-126 it is rounded to a multiple of 2^-133. NaN comes of a NaN in either. Widening is
+the same without factors, and exact: the tensor cores can read fp8, but add up its products with fewer bits.
 
 Transposition: target = source, MN-major to K-major, for types of 1, 2 and 4 bytes.
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
@@ -42,7 +43,8 @@ class PrepareOperand:
         self.bits = c.source.bits
         self.scaled = c.source.scale is not None
         # Values of a tile along the source's contiguous dimension and across it.
-        self.tile = (WARP * PIECE, WARPS * PIECES) if self.scaled else (ROWS, LINE * 32 // self.bits)
+        self.to_bfloat16 = self.scaled or c.widen
+        self.tile = (WARP * PIECE, WARPS * PIECES) if self.to_bfloat16 else (ROWS, LINE * 32 // self.bits)
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -56,12 +58,12 @@ class PrepareOperand:
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernel on arguments by name."""
         source, target = arguments["source"], arguments["target"]
-        scales = (arguments["scales"],) if self.scaled else ()
+        scales = (arguments["scales"] if self.scaled else None,) if self.to_bfloat16 else ()
         along, across = self.directions((target.shape[0], target.shape[1]))
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
         total = tiles[0] * tiles[1] * target.shape[2]
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
-        kernel = self.dequantise if self.scaled else self.transpose
+        kernel = self.dequantise if self.to_bfloat16 else self.transpose
         kernel(source, *scales, target, divisors, total).launch(
             grid=[cutlass.min(total, arguments["multiprocessors"] * self.c.resident), 1, 1],
             block=[THREADS, 1, 1],
@@ -81,7 +83,7 @@ class PrepareOperand:
 
     @cute.kernel
     def dequantise(
-        self, source: cute.Tensor, scale: cute.Tensor, target: cute.Tensor, divisors: Any, total: Int32
+        self, source: cute.Tensor, scale: cute.Tensor | None, target: cute.Tensor, divisors: Any, total: Int32
     ) -> None:
         """A warp's 32 lanes are along the contiguous dimension, its pieces and the other warps' across it."""
         thread, _, _ = cute.arch.thread_idx()
@@ -100,7 +102,7 @@ class PrepareOperand:
                     raw[None, i].store(_words(source, place, PIECE * self.bits // 32).load())
                     # Past the end the last piece is read again, and not written: no branch parts the loads.
                     place = cutlass.select_(across + (i + 1) * WARPS < width, place + step, place)
-                scales = self.scales(scale, along, across, batch)
+                scales = self.scales(scale, along, across, batch) if const_expr(self.scaled) else lambda piece: 1.0
                 place = self.offset(target, along, across, batch)
                 step = self.directions(target.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):

@@ -85,6 +85,7 @@ class DenseGemm(FusedAPI):
     cluster_shape_mn: tuple[int, int]
     sf_vec_size: int
     vector_f32: bool = False
+    accurate: bool = False
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
@@ -260,7 +261,7 @@ class DenseGemm(FusedAPI):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         problem = GemmProblem(
             self._operand("a"), self._operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
-            self.mma_tiler_mn, self.cluster_shape_mn,
+            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate),
         )  # fmt: skip
         return GemmPlan(arch, problem)
 

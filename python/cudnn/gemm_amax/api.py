@@ -33,7 +33,7 @@ class GemmAmax(DenseGemm):
         acc_dtype: float32.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them; on sm_90a the library chooses tiles by itself.
         sf_vec_size: elements along k that share a scale factor: 16 or 32.
-        arch: as for :class:`cudnn.GemmSwiglu`.
+        arch, accurate: as for :class:`cudnn.GemmSwiglu`.
     """
 
     title = "GEMM + amax"
@@ -55,6 +55,7 @@ class GemmAmax(DenseGemm):
         sample_c: Tensor, sample_amax: Tensor, acc_dtype: dtype = torch.float32,
         mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] = (1, 1), sf_vec_size: int = 32,
         arch: str | None = None,
+        accurate: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -102,6 +103,7 @@ def gemm_amax_wrapper(
     c_major: str = "n", c_dtype: dtype = torch.float32, acc_dtype: dtype = torch.float32,
     mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] = (1, 1), sf_vec_size: int = 32,
     stream: Any = None,
+    accurate: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, amax_tensor``.
 

@@ -46,6 +46,7 @@ class GemmDsrelu(SquaredReluGemm):
         acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
         cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
         arch: str | None = None,
+        accurate: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -89,6 +90,7 @@ def gemm_dsrelu_wrapper(
     acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
     cluster_shape_mn: tuple[int, int] | None = None, norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16,
     vector_f32: bool = False, stream: Any = None,
+    accurate: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -74,7 +74,7 @@ class GemmSrelu(SquaredReluGemm):
             itself.
         sf_vec_size: elements along k, or along n for sfd, that share a scale factor: 16 or 32.
         vector_f32: a hint of other architectures.
-        arch: as for :class:`cudnn.GemmSwiglu`.
+        arch, accurate: as for :class:`cudnn.GemmSwiglu`.
     """
 
     title = "GEMM + squared ReLU"
@@ -88,6 +88,7 @@ class GemmSrelu(SquaredReluGemm):
         acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
         cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
         arch: str | None = None,
+        accurate: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -122,6 +123,7 @@ def gemm_srelu_wrapper(
     acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
     cluster_shape_mn: tuple[int, int] | None = None, norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16,
     vector_f32: bool = False, stream: Any = None,
+    accurate: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

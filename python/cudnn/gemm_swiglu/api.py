@@ -30,7 +30,7 @@ class GemmSwiglu(GatedGemm):
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get. ``sample_ab12=None``: not stored.
         alpha: for ``execute(alpha=None)``.
-        acc_dtype: float32, or float16 where the result would bear it. It is float32 in any case.
+        acc_dtype: float32, or float16 where the result would bear it; the sums in registers are float32 then too.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 64, or of 128
             for operands with scale factors; on sm_90a the library chooses tiles by itself.
         sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16 or 32.
@@ -38,6 +38,9 @@ class GemmSwiglu(GatedGemm):
         arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
             tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,
             the kernel itself.
+        accurate: for operands of 8 bits without scale factors on sm_90a: they are multiplied as bfloat16, since the
+            tensor cores add up products of 8 bits with 13 bits, those of 16 bits with 25. Takes longer, and a
+            workspace. For other operands and on sm_100a it changes nothing.
     """
 
     title = "GEMM + SwiGLU"
@@ -51,6 +54,7 @@ class GemmSwiglu(GatedGemm):
         sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None, sample_sfc: Tensor | None = None,
         sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4,
         arch: str | None = None,
+        accurate: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -83,6 +87,7 @@ def gemm_swiglu_wrapper(
     mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
     sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4, stream: Any = None,
+    accurate: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -1,0 +1,121 @@
+"""Operands of 8 bits, whose products Hopper's tensor cores add up with few bits, unless ``accurate`` is asked for.
+
+The emulator has the chip's bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import launch
+from support import gemms
+from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, options
+from support.gemms import BF16, E4M3, E5M2, E8M0, F32
+
+pytest.importorskip("ptx_emulator")
+
+NAMES = list(BY_NAME)
+
+
+def within(where: str) -> Any:
+    return cudnn.emulation(where) if where in ARCHITECTURES else contextlib.nullcontext()
+
+
+def few_bits(where: str) -> bool:
+    """Whether products of 8 bits are added up with 13 bits there."""
+    return where == "sm_90a" or (where == "gpu" and launch.device_architecture(0) == "sm_90a")
+
+
+def far_off(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """How many values miss a tolerance of 0.01, and 0.009 of the value."""
+    expected = expected.to(found.dtype).double()
+    return int(((found.double() - expected).abs() > 0.01 + 0.009 * expected.abs()).sum())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
+    """Operands between -2 and 2, 512 products each."""
+    torch.manual_seed(0)
+    device = "cuda" if where == "gpu" else "cpu"
+    a, b = ((torch.rand(rows, 512, 1) * 4 - 2).to(E4M3).to(device) for rows in (128, 256))
+    z = torch.einsum("mkl,nkl->mnl", a.double(), b.double())
+    misses = {}
+    for accurate in (False, True):
+        with within(where):
+            found = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=BF16, accurate=accurate)
+        misses[accurate] = far_off(found["ab12_tensor"], z), far_off(found["c_tensor"], gemms.swiglu(z))
+    assert misses[True] == (0, 0)
+    assert (misses[False] == (0, 0)) is not few_bits(where)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("name", "dtype", "majors"),
+    [
+        ("gemm_amax", E4M3, "kkn"),
+        ("gemm_swiglu", E5M2, "mnn"),
+        ("gemm_srelu", E4M3, "mkm"),
+        ("gemm_dsrelu", E5M2, "knn"),
+    ],
+    ids=str,
+)
+def test_accurate_results(where: str, name: str, dtype: Any, majors: str) -> None:
+    """As near as those of operands of 16 bits; without, the error is up to 50 times as large."""
+    given = {"dtype": dtype, "majors": majors, "l": 2, "amax": True}
+    problem = case(name, 80, 192, 144, **given, device="cuda" if where == "gpu" else "cpu")
+    report = execute(problem, where, accurate=True)
+    check(problem, slack=2e-5)
+    if where == "sm_90a":
+        assert len(report.launches) == 3  # both operands widened, the product
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_changes(name: str) -> None:
+    """Operands of 8 bits without factors on Hopper, nothing else; it is part of what tells kernels apart."""
+
+    def plan(arch: str, accurate: bool, **given: Any) -> tuple[Any, int]:
+        problem = case(name, device="meta", **given)
+        gemm = problem.family.cls(**problem.samples(), **options(problem), arch=arch, accurate=accurate)
+        return gemm.plan(arch, gemm.sizes(gemm.descs)).configuration, gemm.workspace_size()
+
+    for majors in ("kkn", "mnm"):
+        (plain, _), (accurate, size) = (plan("sm_90a", value, dtype=E4M3, majors=majors) for value in (False, True))
+        assert plain != accurate
+        assert accurate.gemm.a.dtype == "bfloat16"
+        assert size == 2 * (128 + 256) * 128
+    for arch, given in (
+        ("sm_100a", {"dtype": E4M3}),
+        ("sm_90a", {"dtype": BF16}),
+        ("sm_90a", {"dtype": F32}),
+        ("sm_90a", {"dtype": E4M3, "scale": E8M0}),
+    ):
+        assert plan(arch, True, **given) == plan(arch, False, **given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrapper_and_operator(name: str) -> None:
+    """Both pass it on, and the wrapper keeps an object for each."""
+    import cudnn.ops
+
+    problem = case(name, 64, 64, 512, dtype=E4M3)
+    family = problem.family
+    inputs = {key: problem.tensors[key] for key in ("a", "b", "sfa", "sfb", *family.extra)}
+    types = {"gemm_amax": {"c_dtype": F32}, "gemm_swiglu": {"ab12_dtype": F32}}.get(
+        name, {"c_dtype": F32} if name == "gemm_srelu" else {"d_dtype": F32}
+    )
+    family.cache.clear()
+    found = {}
+    with cudnn.emulation("sm_90a"):
+        for accurate in (False, True):
+            given = {f"{key}_tensor": tensor for key, tensor in inputs.items()}
+            first = family.wrapper(**given, **types, accurate=accurate)[0]
+            found[accurate] = first
+            assert torch.equal(getattr(cudnn.ops, name)(**inputs, **types, accurate=accurate)[0], first)
+    assert len(family.cache) == 2
+    assert not torch.equal(found[False], found[True])
+    family.cache.clear()
