@@ -55,7 +55,7 @@ def scale_values(codes: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def run(configuration: OperandConfiguration, *tensors: torch.Tensor, **options: Any) -> Any:
     with emulation("sm_90a", races=True, **options) as report:
-        emulate(SOURCE, configuration, "sm_90a", *tensors, MULTIPROCESSORS)
+        emulate(SOURCE, configuration, "sm_90a", *tensors, MULTIPROCESSORS, 0)
     (launch,) = report.launches
     return launch
 
