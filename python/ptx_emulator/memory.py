@@ -252,12 +252,14 @@ class Memory:
 
     def atomic(
         self, site: int, m: Any, space: str, op: str, kind: str, target: Any, place: Place, values: list[Any],
-        order: str,
+        order: str, alignment: int,
     ) -> None:  # fmt: skip
+        """One element; `alignment` is that of the whole vector where it is the first."""
         size = {"f16x2": 4, "bf16x2": 4, "b128": 16}.get(kind) or int("".join(c for c in kind if c.isdigit())) // 8
         if size == 16:
             raise UnsupportedPTX(f"atom.{op}.{kind}")
         for where, lanes, address in self._access(site, m, "atomic", space, place, size, order or "relaxed"):
+            self._aligned(address, alignment, lanes, where, site)
             memory, first = self.array(where, size)
             index = (address - first) // size
             sources = [at(v, lanes).astype(UINT[size * 8]) for v in values]

@@ -122,6 +122,29 @@ def test_functions(opcode: str, function: object) -> None:
     np.testing.assert_allclose(got, function(torch.from_numpy(a)).numpy(), rtol=3e-7)  # type: ignore[operator]
 
 
+def test_exponential_flushes_subnormals() -> None:
+    """Of its argument, whose power is 1, and of its result."""
+    a = np.float32([1e-40, -1e-40, 0, -126, -126.5, -127, -149, -200, 3, 128, np.inf, -np.inf, np.nan])
+    got = f32(elementwise("ex2.approx.ftz.f32 %d, %a;", "b32", a))
+    expected = np.float32([1, 1, 1, 2.0**-126, 0, 0, 0, 0, 8, np.inf, np.inf, 0, np.nan])
+    same(got, expected)
+    kept = f32(elementwise("ex2.approx.f32 %d, %a;", "b32", a))
+    assert kept[5] == np.float32(2.0**-127)
+
+
+@pytest.mark.parametrize("kind", ["f16x2", "bf16x2"])
+@pytest.mark.parametrize("name", ["ex2", "tanh"])
+def test_functions_of_packed_halves(kind: str, name: str) -> None:
+    dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
+    values = torch.from_numpy(floats(11, 2)).to(dtype)
+    raw = values.view(torch.int16).numpy().view(np.uint32).copy()
+    flush = ".ftz" if (name, kind) == ("ex2", "bf16x2") else ""
+    got = elementwise(f"{name}.approx{flush}.{kind} %d, %a;", "b32", raw)
+    expected = (torch.exp2 if name == "ex2" else torch.tanh)(values.double()).to(dtype)
+    found = torch.from_numpy(got.view(np.int16).copy()).view(dtype)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", ["f16x2", "bf16x2"])
 @pytest.mark.parametrize("opcode", ["add.rn", "mul.rn", "max"])
 def test_packed_halves(kind: str, opcode: str) -> None:

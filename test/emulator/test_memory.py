@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -64,6 +65,48 @@ def test_float_and_packed_atomics() -> None:
     assert out[0] == 1
 
 
+VECTORS = {  # a type's elements and the bytes of each
+    "v2.f32": np.float32, "v4.f32": np.float32, "v2.f16x2": np.float16, "v4.bf16x2": ml_dtypes.bfloat16,
+    "v8.bf16": ml_dtypes.bfloat16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", VECTORS)
+@pytest.mark.parametrize("instruction", ["red", "atom"])
+def test_vector_reductions(form: str, instruction: str) -> None:
+    """Every thread adds its vector to one of four places; `atom` also gives what was there before."""
+    dtype, count = VECTORS[form], int(form[1])
+    words = count if form.endswith("32") or "x2" in form else count // 2
+    size = 4 * words // np.dtype(dtype).itemsize  # elements of a vector
+    added = np.random.default_rng(7).integers(-4, 5, (32, size)).astype(dtype)
+    target = np.random.default_rng(8).integers(-4, 5, (4, size)).astype(dtype)
+    expected = target.astype(np.float64) + added.astype(np.float64).reshape(8, 4, size).sum(0)
+    started, old = target.copy(), np.zeros((32, size), dtype)
+    # Elements of 16 bits each fill a register of their own.
+    single = count > words
+    width, registers = ("b16", "%h") if single else ("b32", "%r")
+    names = [f"{registers}{10 + i if not single else 1 + i}" for i in range(count)]
+    step = 2 if single else 4
+    loads = "".join(f"ld.global.{width} {name}, [%rd2+{step * i}];" for i, name in enumerate(names))
+    back = [f"{registers}{(20 if not single else 10) + i}" for i in range(count)] if instruction == "atom" else []
+    stores = "".join(f"st.global.{width} [%rd4+{step * i}], {name};" for i, name in enumerate(back))
+    given = f"{{{', '.join(back)}}}, " if back else ""
+    code = f"""mul.wide.u32 %rd1, %r99, {4 * words}; add.s64 %rd2, %rd1, %rd90; add.s64 %rd4, %rd1, %rd92; {loads}
+      and.b32 %r2, %r99, 3; mul.wide.u32 %rd3, %r2, {4 * words}; add.s64 %rd3, %rd3, %rd91;
+      {instruction}.relaxed.gpu.global.add{"" if "f32" in form else ".noftz"}.{form} {given}[%rd3],
+        {{{", ".join(names)}}}; {stores}"""
+    run(code, added, target, old, races=True)
+    assert target.astype(np.float64).tolist() == expected.tolist()
+    if back:
+        assert old[:4].astype(np.float64).tolist() == started.astype(np.float64).tolist()
+
+
+def test_a_vector_reduction_wants_its_own_alignment() -> None:
+    code = "red.global.add.v4.f32 [%rd90+8], {%r1, %r2, %r3, %r4};"
+    with pytest.raises(ptx_emulator.Misaligned, match="is not a multiple of 16"):
+        run(code, np.zeros(8, np.float32), block=1)
+
+
 def test_bulk_copy_round_trip(schedule: dict[str, Any]) -> None:
     source, out = np.arange(64, dtype=np.uint32), np.zeros(64, np.uint32)
     code = f"""{INIT} @!%p1 bra W;
@@ -109,6 +152,38 @@ def test_cp_async_groups_and_zero_fill(schedule: dict[str, Any]) -> None:
         run(code.replace("cp.async.wait_group 0;", ""), source, out, shared=SHARED, **schedule)
 
 
+def test_cp_async_arrives_on_a_barrier(schedule: dict[str, Any]) -> None:
+    """Two warps copy 16 bytes a thread, every third one zeros; a third warp waits for all of them, twice."""
+    source, out = np.arange(512, dtype=np.uint32), np.zeros((2, 64, 4), np.uint32)
+    code = """mov.u32 %r1, buffer; mov.u32 %r3, bar; setp.eq.s32 %p1, %r99, 64;
+      @%p1 mbarrier.init.shared.b64 [%r3], 64; @%p1 mbarrier.init.shared.b64 [%r3+8], 1; bar.sync 0; mov.b32 %r50, 0;
+      setp.ge.u32 %p3, %r99, 64; @%p3 bra C;
+      rem.u32 %r4, %r99, 3; setp.eq.s32 %p4, %r4, 2; selp.b32 %r5, 0, 16, %p4; shl.b32 %r6, %r99, 4;
+    P: and.b32 %r51, %r50, 1; xor.b32 %r52, %r51, 1;
+      E: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+8], %r52; @!%p2 bra E;
+      shl.b32 %r7, %r50, 10; add.s32 %r7, %r7, %r6; cvt.u64.u32 %rd1, %r7; add.s64 %rd1, %rd1, %rd90;
+      add.s32 %r8, %r6, %r1; cp.async.cg.shared.global [%r8], [%rd1], 16, %r5;
+      cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r3];
+      add.s32 %r50, %r50, 1; setp.lt.u32 %p5, %r50, 2; @%p5 bra P; ret;
+    C: sub.s32 %r6, %r99, 64; shl.b32 %r6, %r6, 4; add.s32 %r8, %r6, %r1; cvt.u64.u32 %rd3, %r6;
+      add.s64 %rd3, %rd3, %rd91;
+    N: WAIT ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r8]; ld.shared.v4.b32 {%r14, %r15, %r16, %r17}, [%r8+512];
+      bar.warp.sync -1; @%p1 mbarrier.arrive.shared.b64 %rd5, [%r3+8];
+      st.global.v4.b32 [%rd3], {%r10, %r11, %r12, %r13}; st.global.v4.b32 [%rd3+512], {%r14, %r15, %r16, %r17};
+      add.s64 %rd3, %rd3, 1024; add.s32 %r50, %r50, 1; setp.lt.u32 %p5, %r50, 2; @%p5 bra N;"""
+    wait = "L: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], %r50; @!%p2 bra L;"
+    shared = SHARED.replace(".b64 bar;", ".b64 bar[2];")
+    options: dict[str, Any] = {"block": 96, "shared": shared, **schedule}
+    run(code.replace("WAIT", wait), source, out, **options)
+    expected = source.reshape(2, 64, 4).copy()
+    expected[:, 2::3] = 0
+    assert out.tolist() == expected.tolist()
+    with pytest.raises((ptx_emulator.RaceError, ptx_emulator.UninitializedRead)):
+        run(code.replace("WAIT", ""), source, out, **options)
+    with pytest.raises(ptx_emulator.Deadlock):
+        run(code.replace("WAIT", wait).replace(".noinc", ""), source, out, **options)
+
+
 def test_distributed_shared_memory(schedule: dict[str, Any]) -> None:
     out = np.zeros(2, np.uint32)
     code = f"""{PLACE} mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r1, %r5;
@@ -139,6 +214,26 @@ def test_stores_and_reductions_to_the_other_block_complete_on_its_barrier(schedu
     assert out.tolist() == [[(5 + t) * 1000 + (1 - rank) * 100 + t for t in range(32)] for rank in (0, 1)]
     with pytest.raises((ptx_emulator.RaceError, ptx_emulator.UninitializedRead)):
         run(code.replace(WAIT, ""), out, grid=2, cluster=2, shared=SHARED, **schedule)
+
+
+@pytest.mark.parametrize(("form", "words"), [("b32", 1), ("b64", 2), ("v2.b32", 2), ("v4.b32", 4), ("v4.f32", 4)])
+def test_stores_to_the_other_block_by_width(form: str, words: int, schedule: dict[str, Any]) -> None:
+    out = np.zeros((2, 32, words), np.uint32)
+    values = [f"%r{20 + i}" for i in range(words)]
+    given = {"b32": "%r20", "b64": "%rd8"}.get(form, f"{{{', '.join(values)}}}")
+    compute = [f"mad.lo.s32 {x}, %r4, 1000, %r99; add.s32 {x}, {x}, {100 * i};" for i, x in enumerate(values)]
+    code = f"""{PLACE} mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mad.lo.s32 %r10, %r99, {4 * words}, %r1;
+      {"".join(compute)} mov.b64 %rd8, {{%r20, %r21}};
+      @%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 fence.mbarrier_init.release.cluster;
+      @%p1 mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r3], {128 * words}; barrier.cluster.arrive.release;
+      barrier.cluster.wait.acquire; mapa.shared::cluster.u32 %r6, %r10, %r5; mapa.shared::cluster.u32 %r7, %r3, %r5;
+      st.async.shared::cluster.mbarrier::complete_tx::bytes.{form} [%r6], {given}, [%r7]; {WAIT}
+      mad.lo.s32 %r8, %r4, 32, %r99; mul.wide.u32 %rd2, %r8, {4 * words}; add.s64 %rd2, %rd2, %rd90;
+      {"".join(f"ld.shared.b32 %r30, [%r10+{4 * i}]; st.global.b32 [%rd2+{4 * i}], %r30;" for i in range(words))}
+      barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"""
+    run(code, out, grid=2, cluster=2, shared=SHARED, **schedule)
+    rank, thread, word = np.indices(out.shape)
+    assert out.tolist() == ((1 - rank) * 1000 + thread + 100 * word).tolist()
 
 
 def test_barrier_with_a_reduction(schedule: dict[str, Any]) -> None:

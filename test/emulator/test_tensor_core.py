@@ -198,6 +198,24 @@ def test_copies_to_tensor_memory(form: str) -> None:
     assert out.tolist() == expected
 
 
+@pytest.mark.parametrize("form", COPIES)
+def test_copies_to_the_tensor_memory_of_both_blocks(form: str) -> None:
+    """One thread of the pair copies for both, each from its own shared memory; the commit tells both."""
+    rows, words, source = COPIES[form]
+    data = np.random.default_rng(5).integers(0, 1 << 32, (2, max(rows, 8), words), dtype=np.uint32)
+    images = [core_matrices(mine.view(np.uint8)) for mine in data]
+    images = [image + bytes(-len(image) % 2048) for image in images]
+    out = np.zeros((2, 128, words), np.uint32)
+    blank = f"""{"".join(f"mov.b32 %r{30 + i}, 7;" for i in range(words))}
+      tcgen05.st.sync.aligned.32x32b.x{words}.b32 [%r11], {{{registers(30, words)}}}; tcgen05.wait::st.sync.aligned;"""
+    code = f"""{SETUP} {blank} {fill(len(images[0]))} {descriptor(0, 128, 32 * words).replace("%d", "12")}
+      @%p5 tcgen05.cp.cta_group::2.{form} [%r10], %rd12; {WAIT} {show(words)} {MEET} {FREE}"""
+    launch(code, np.frombuffer(b"".join(images), np.uint8).copy(), out, 2)
+    for mine, found in zip(data, out, strict=True):
+        expected = [mine[source(i)].tolist() if source(i) is not None else [7] * words for i in range(128)]
+        assert found.tolist() == expected
+
+
 def test_decompressing_copies_are_refused() -> None:
     with pytest.raises(ptx_emulator.UnsupportedPTX, match=r"128x128b\.b8x16\.b6x16_p32"):
         launch(f"{SETUP} @%p1 tcgen05.cp.cta_group::1.128x128b.b8x16.b6x16_p32 [%r10], %rd1; {FREE}",

@@ -88,6 +88,38 @@ def test_edits_need_their_fences(code: str) -> None:
             edited(code.replace(RELEASE, ""))
 
 
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+def test_a_map_is_edited_for_one_group_after_the_other(scheduler: str) -> None:
+    """As in a grouped GEMM: one warp edits the map, another loads with it; then again, for a tensor of another size."""
+    first, second = (aligned(np.arange(8 * rows, dtype=np.uint32).reshape(rows, 8) + rows) for rows in (4, 1))
+    given, place, out = encode(first, "u32", (8, 4)), aligned(np.zeros(32, np.uint32)), np.zeros((2, 4, 8), np.uint32)
+    tables = np.array([[first.ctypes.data, 4], [second.ctypes.data, 1]], np.uint64)
+    code = """mov.u32 %r1, buffer; mov.u32 %r2, map; mov.u32 %r3, bar; setp.eq.s32 %p1, %r99, 0;
+      setp.eq.s32 %p3, %r99, 32; @%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 fence.mbarrier_init.release.cluster;
+      setp.ge.u32 %p4, %r99, 32; and.b32 %r98, %r99, 31; shl.b32 %r4, %r98, 2; cvt.u64.u32 %rd1, %r4;
+      add.s64 %rd2, %rd90, %rd1; ld.global.b32 %r5, [%rd2]; add.s32 %r8, %r2, %r4; mov.b32 %r50, 0; bar.sync 0;
+      @%p4 bra NEXT; st.shared.b32 [%r8], %r5; bar.warp.sync -1;
+    NEXT: mul.wide.u32 %rd10, %r50, 16; add.s64 %rd10, %rd10, %rd92; @%p4 bra LOAD;
+      ld.global.v2.b64 {%rd11, %rd12}, [%rd10]; cvt.u32.u64 %r12, %rd12;
+      @%p1 tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r2], %rd11;
+      @%p1 tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r2], 1, %r12; bar.warp.sync -1;
+      tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%rd91], [%r2], 128;
+    LOAD: bar.sync 1, 64; @!%p4 bra DONE; ACQUIRE @!%p3 bra WAIT;
+      mbarrier.arrive.expect_tx.shared.b64 %rd3, [%r3], 128;
+      cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd91, {0, 0}], [%r3];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], %r50; @!%p2 bra WAIT; add.s32 %r6, %r1, %r4;
+      ld.shared.b32 %r7, [%r6]; mul.wide.u32 %rd4, %r50, 128; add.s64 %rd4, %rd4, %rd1; add.s64 %rd4, %rd4, %rd93;
+      st.global.b32 [%rd4], %r7; fence.proxy.async.shared::cta;
+    DONE: bar.sync 2, 64; add.s32 %r50, %r50, 1; setp.lt.u32 %p5, %r50, 2; @%p5 bra NEXT;"""
+    options: dict[str, Any] = {"block": 64, "shared": SHARED, "races": True, "scheduler": scheduler, "seed": 3}
+    reachable = {"memory": [first, second]}
+    run(code.replace("ACQUIRE", ACQUIRE), given, place, tables, out, **reachable, **options)
+    assert out[0].tolist() == first.tolist()
+    assert out[1].tolist() == [*second.tolist(), [0] * 8, [0] * 8, [0] * 8]
+    with pytest.raises(ptx_emulator.RaceError, match="read by the copy engine is not ordered"):
+        run(code.replace("ACQUIRE", ""), given, place, tables, out, **reachable, **options)
+
+
 def test_fields_that_cannot_be_edited_are_named() -> None:
     with pytest.raises(ptx_emulator.UnsupportedPTX, match=r"tensormap\.replace\.tile\.element_stride"):
         edited(THROUGH_SHARED.replace("tile.box_dim", "tile.element_stride"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import ptx_emulator
 from emulator.harness import elementwise, ints, random_words, run, signed
 
 
@@ -86,3 +87,21 @@ def test_special_registers_of_a_cluster() -> None:
       mul.wide.u32 %rd1, %r1, 16; add.s64 %rd1, %rd1, %rd90; st.global.v4.b32 [%rd1], {%r1, %r2, %r3, %r4};"""
     run(code, out, block=1, grid=8, cluster=4)
     assert out.tolist() == [[i, i % 4, i // 4, 8] for i in range(8)]
+
+
+def test_registers_are_handed_over_by_whole_warps_in_steps_of_eight() -> None:
+    code = """setp.lt.u32 %p1, %r99, LIMIT; @%p1 bra P; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;
+      P: setmaxnreg.dec.sync.aligned.u32 40;"""
+    run(code.replace("LIMIT", "128").replace("COUNT", "240"), block=256, races=True)
+    with pytest.raises(ptx_emulator.CollectiveError, match="setmaxnreg executed by 16 of 32 threads"):
+        run(code.replace("LIMIT", "112").replace("COUNT", "240"), block=256)
+    for count in ("16", "44", "264"):
+        with pytest.raises(ptx_emulator.UnsupportedPTX, match="a multiple of 8 from 24 to 256"):
+            run(code.replace("LIMIT", "128").replace("COUNT", count), block=256)
+
+
+def test_dependent_launches_wait_for_nothing() -> None:
+    out = np.zeros(32, np.uint32)
+    run("""griddepcontrol.wait; mul.wide.u32 %rd1, %r99, 4; add.s64 %rd1, %rd1, %rd90; st.global.b32 [%rd1], %r99;
+      griddepcontrol.launch_dependents;""", out, races=True)  # fmt: skip
+    assert out.tolist() == list(range(32))

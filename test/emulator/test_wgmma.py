@@ -76,6 +76,38 @@ def test_products(form: tuple[str, str, str], in_registers: bool, scheduler: str
     np.testing.assert_array_equal(tile, 3 * product if to == "s32" else -product)
 
 
+@pytest.mark.parametrize("scheduler", ["lowest-pc", "lazy"])
+@pytest.mark.parametrize("swizzle", [0, 128])
+def test_a_in_registers_with_b_in_columns(swizzle: int, scheduler: str) -> None:
+    """The second product of attention: P in registers, V as it lies in memory, a row for every k. 64 x 64 x 16."""
+    a, b = (operand(64, "bf16", seed) for seed in (3, 4))  # b holds rows of N; in shared memory it lies k by k
+    image = np.zeros((16, 64), np.uint16)
+    image[...] = b.view(np.uint16).T
+    chunks = image.view(np.uint8).reshape(2, 8, 8, 16)  # 8 k, one row of 128 bytes each, in chunks of 8 columns
+    if swizzle:
+        swizzled = np.zeros_like(chunks)
+        for row in range(8):
+            for chunk in range(8):
+                swizzled[:, row, chunk ^ row] = chunks[:, row, chunk]
+        # Leading offset: the next 64 columns, of which there are none; stride offset: the next 8 k.
+        raw, fields = swizzled, 1 << 62 | 1024 >> 4 << 32 | 1024 >> 4 << 16
+    else:  # core matrices of 8 k x 8 columns; the next 8 k 128 bytes on, the next 8 columns 256
+        raw, fields = chunks.transpose(2, 0, 1, 3), 256 >> 4 << 32 | 128 >> 4 << 16
+    buffer = np.frombuffer(np.ascontiguousarray(raw).tobytes(), np.uint8).copy()
+    out = np.zeros((128, 32), np.float32)
+    code = f"""mov.u32 %r1, buffer; mul.wide.u32 %rd1, %r99, 16; add.s64 %rd1, %rd1, %rd90; shl.b32 %r5, %r99, 4;
+      add.s32 %r5, %r5, %r1; ld.global.v4.b32 {{{registers(50, 4)}}}, [%rd1];
+      st.shared.v4.b32 [%r5], {{{registers(50, 4)}}}; fence.proxy.async.shared::cta; bar.sync 0; {load_a(2)}
+      shr.u32 %r6, %r1, 4; cvt.u64.u32 %rd12, %r6; or.b64 %rd12, %rd12, {fields}; wgmma.fence.sync.aligned;
+      setp.ne.s32 %p1, %r99, %r99; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{registers(30, 32)}}},
+      {{{registers(20, 4)}}}, %rd12, %p1, 1, 1, 1; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+      mul.wide.u32 %rd2, %r99, 128; add.s64 %rd2, %rd2, %rd92;
+      {"".join(f"st.global.b32 [%rd2+{4 * i}], %r{30 + i};" for i in range(32))}"""
+    run(code, buffer, a, out, block=128, shared=SHARED, races=True, scheduler=scheduler)
+    tile = out.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
+    np.testing.assert_array_equal(tile, a.astype(np.float64) @ b.astype(np.float64).T)
+
+
 def test_a_fence_is_needed_after_each_write_of_a_register() -> None:
     """Fragments of A and accumulators that an ordinary instruction wrote; what wgmma itself wrote needs none."""
     form = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"

@@ -53,6 +53,9 @@ def sleep(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 def hint(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     if i.opcode == "setmaxnreg":
         mods.ignore("inc", "dec", "sync", "aligned", "u32")
+        (count,) = i.operands
+        if not isinstance(count, Imm) or count.value not in range(24, 257, 8):
+            raise mods.unsupported("allowed: a multiple of 8 from 24 to 256")
         return [f"W.whole_warps(m,M.count,'setmaxnreg',{e.site})"]
     mods.left.clear()
     if i.opcode == "createpolicy":
@@ -129,7 +132,8 @@ def atomic(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     for number, (values, each) in enumerate(zip(columns, targets, strict=True)):
         sources = "[" + ",".join(e.value(v, "u", bits) for v in values) + "]"
         lines += e.call("memory.atomic", repr(space), repr(op), repr(kind), e.raw(each),
-                        e.address(operands[0], number * bits // 8), sources, repr(order))  # fmt: skip
+                        e.address(operands[0], number * bits // 8), sources, repr(order),
+                        len(columns) * bits // 8 if number == 0 else 1)  # fmt: skip
     return lines
 
 
