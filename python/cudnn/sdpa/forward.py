@@ -30,14 +30,12 @@ class SdpaForward(Attention):
 
     A row that sees no key gets o = 0 and lse = -inf. Hopper (sm_90a) only so far.
 
-    ============  ================================  ==========================  ====================================
-    tensor        one length                        packed, with offsets        type
-    ============  ================================  ==========================  ====================================
-    q, o          (b, hq, sq, d), (b, hq, sq, dv)   (tq, hq, d), (tq, hq, dv)   float16, bfloat16
-    k, v          (b, hk, sk, d), (b, hk, sk, dv)   (tk, hk, d), (tk, hk, dv)   that of q
-    lse           (b, hq, sq)                       (tq, hq)                    float32
-    cum_seqlen    none                              (b + 1,)                    int32: 0, then where sequences end
-    ============  ================================  ==========================  ====================================
+    | tensor     | one length                      | packed, with offsets      | type                              |
+    |------------|---------------------------------|---------------------------|-----------------------------------|
+    | q, o       | (b, hq, sq, d), (b, hq, sq, dv) | (tq, hq, d), (tq, hq, dv) | float16, bfloat16                 |
+    | k, v       | (b, hk, sk, d), (b, hk, sk, dv) | (tk, hk, d), (tk, hk, dv) | that of q                         |
+    | lse        | (b, hq, sq)                     | (tq, hq)                  | float32                           |
+    | cum_seqlen | none                            | (b + 1,)                  | int32: 0, then where sequences end |
 
     Matrices (b, h, s, d) are transposed (b, s, h, d) ones. Packed row values lie head by head in memory, whatever the
     strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq is a multiple of hk. A compiled object
