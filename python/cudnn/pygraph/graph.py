@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import c_uint64
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
@@ -33,10 +34,11 @@ from cudnn.enums import (
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.attention import AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods
-from cudnn.pygraph.lowering import Lowering, Uids
+from cudnn.pygraph.layout import span
+from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods
-from cudnn.pygraph.program import CudnnProgram, address_of, changed_shapes, keys_by_uid
+from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
@@ -216,7 +218,8 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             return
         known_faults.refuse(self.nodes, library.version())
         lowering = Lowering(self.context, self.nodes, library.version())
-        lowering.run(self.nodes)
+        apart = lowering.run(self.nodes, known_faults.computed_apart(self.nodes, library.version()))
+        before = [self._built_apart(item, lowering.bindings) for item in apart]
         handle = self._handle
         if handle is None and self._device_property is None:
             handle = default_handle(self._device())
@@ -234,8 +237,28 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
             plans.bar(engines.obstacle)
         self._program = CudnnProgram(
-            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools()
+            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools(), before
         )
+
+    def _built_apart(self, item: Apart, bindings: Bindings) -> Before:
+        """A graph of the one node, with its workspace in this graph's."""
+        (x,), (y,) = item.node.inputs.values(), item.node.outputs.values()
+        graph = pygraph(
+            f"{self.name}: {item.node.where}", compute_data_type=item.node.compute_data_type, handle=self._handle,
+            device_property=self._device_property, backend="cudnn",
+        )  # fmt: skip
+        dim, stride = x.dim, x.stride
+        if x.stride == y.stride and span(x.dim, x.stride) == prod(x.dim):  # one row, whatever it is to the product
+            dim, stride = [1, 1, prod(x.dim)], [prod(x.dim), prod(x.dim), 1]
+        source = graph.tensor(dim, stride, x.data_type).set_uid(0).set_alignment(x.alignment)
+        result = graph.identity(source).set_uid(1).set_output(True).set_data_type(y.data_type)
+        result.set_stride(stride if dim is not x.dim else y.stride)
+        graph.build(_DEFAULT_MODES)
+        before = Before(graph, item.source, item.source_offset, item.offset, bindings.workspace_size)
+        bindings.reserve(graph.get_workspace_size())
+        _log.info("graph %r: %s runs in a plan of its own before the others, which costs time and workspace: cuDNN "
+                  "computes it wrongly inside their plan", self.name, item.node.where)  # fmt: skip
+        return before
 
     def _all_tensors(self) -> list[Tensor]:
         return [tensor for node in self.nodes for tensor in node.tensors()]
@@ -683,9 +706,16 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         program = self._program = CudnnProgram(
-            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools()
-        )
+            None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools(),
+            [Before(_restored(text, handle), *places) for text, *places in restored.before],
+        )  # fmt: skip
         program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
+
+
+def _restored(text: str, handle: Handle) -> pygraph:
+    graph = pygraph()
+    graph.deserialize(handle, text.encode())
+    return graph
 
 
 def _execute_again(graph: weakref.ref[pygraph], *arguments: Any) -> None:

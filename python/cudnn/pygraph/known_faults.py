@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cudnn.backend.library import format_version
 from cudnn.enums import behavior_note, data_type, moe_grouped_matmul_mode, resample_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph import matmul_faults
 from cudnn.pygraph.block_scale import BlockScaleDequantize
 from cudnn.pygraph.convolution import (
     Convolution,
@@ -120,6 +121,11 @@ def _refuse_broadcast(node: Node, version: int) -> None:
             )  # fmt: skip
 
 
+def computed_apart(nodes: Sequence[Node], version: int) -> list[Pointwise]:
+    """Nodes that need a plan of their own, since the plan of the whole graph would compute them wrongly."""
+    return matmul_faults.widened_apart(nodes) if version <= SEEN_IN else []
+
+
 class Engines(NamedTuple):
     """Configurations that must not run a graph: those with a note, or those whose name is, or begins with, a name."""
 
@@ -150,6 +156,11 @@ def faulty_engines(nodes: Sequence[Node], version: int) -> Iterator[Engines]:
     if relu and any(isinstance(node, Matmul) for node in nodes):
         yield Engines(note=behavior_note.CUBLASLT_DEPENDENCY)
     if version <= SEEN_IN:
+        if matmul_faults.tiles_misread(nodes):
+            yield Engines(name="eng2")
+            yield Engines(name="eng4")
+        if matmul_faults.loads_race(nodes):
+            yield Engines(name="eng7")
         fused = sum(isinstance(node, Pointwise) for node in nodes)
         for node in nodes:
             yield from _faulty_for_convolution(node, fused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, get_type_hints
@@ -13,8 +14,10 @@ from cudnn.backend import enums as be
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.engine import OperationGraph
 from cudnn.backend.handle import Handle
+from cudnn.datatypes import element_bits
 from cudnn.enums import data_type, tensor_reordering
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
+from cudnn.pygraph.layout import span
 from cudnn.pygraph.node import Context, Node, NodeList
 from cudnn.pygraph.schema import conforming
 from cudnn.pygraph.tensor import Tensor
@@ -61,6 +64,15 @@ class Alias(NamedTuple):
     )
 
 
+class Apart(NamedTuple):
+    """A node that a plan of its own computes before the graph's: where that finds its input, and puts its result."""
+
+    node: Node
+    source: int  # uid of a tensor in memory
+    source_offset: int  # bytes from the start of the source
+    offset: int  # bytes from the start of the workspace
+
+
 @dataclasses.dataclass
 class Bindings:
     """Where a call finds the data of each tensor in the operation graph, by uid. JSON-able."""
@@ -72,6 +84,10 @@ class Bindings:
     hidden: list[int] = dataclasses.field(default_factory=list[int])  # in `user`, but not in the operation graph
     narrowed: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict[int, tuple[int, int]])  # where, count
     workspace_size: int = 0  # bytes of the graph's own part, which precedes the plan's
+
+    def reserve(self, size: int) -> None:
+        """Adds ``size`` bytes to the graph's own part; keeps every part, the plan's too, on 256 bytes."""
+        self.workspace_size += (size + 255) // 256 * 256
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -146,15 +162,47 @@ class Lowering:
         self._tensors: dict[int, Descriptor] = {}
         self._same: dict[int, int] = {}
 
-    def run(self, nodes: Iterable[Node]) -> None:
-        """Lowers nodes in order."""
+    def run(self, nodes: Iterable[Node], apart: Sequence[Node] = ()) -> list[Apart]:
+        """Lowers nodes in order, but for those of ``apart``: their results lie in the workspace before the plan runs.
+
+        Each of these reads one tensor in memory and makes one virtual tensor.
+        """
+        found: list[Apart] = []
+        nodes = list(nodes)
+        readers = Counter(id(tensor) for node in nodes for tensor in node.inputs.values())
         with refusals():
             for node in nodes:
-                node.lower(self)
+                if any(node is one for one in apart):
+                    found.append(self._set_apart(node, readers))
+                else:
+                    node.lower(self)
         self.bindings.user = sorted(self.bindings.user)
         # cuDNN refuses a variant pack with a uid that its plan does not know.
         used = self.bindings.aliases.items()
         self.bindings.aliases = {uid: alias for uid, alias in used if uid in self._tensors}
+        return found
+
+    def _set_apart(self, node: Node, readers: Mapping[int, int]) -> Apart:
+        """Gives a node's result a place in the workspace, from where the operations that follow read it.
+
+        ``readers``: how many inputs of nodes a tensor is, by ``id``.
+        """
+        (x,), (y,) = node.inputs.values(), node.outputs.values()
+        result = Tensor(y.dim, y.stride, y.data_type, name=y.name)
+        elements = span(y.dim, y.stride)
+        self.scratch(result, (elements * element_bits(y.data_type) + 7) // 8)
+        self.tensor(result)
+        self.same(y, result)
+        uid = self.uid(x)
+        offset = 0
+        if uid in self.bindings.aliases:
+            if readers[id(x)] == 1:
+                del self._tensors[uid]  # no operation of the graph reads this part of the source
+            uid, offset, _ = self.bindings.aliases[uid]
+        elif uid not in self.bindings.user:
+            self.bindings.user.append(uid)
+            self.bindings.hidden.append(uid)
+        return Apart(node, uid, offset, self.bindings.scratch[-1].offset)
 
     def expand(self, smaller: NodeList) -> None:
         """Prepares and lowers the smaller operations that a composite node is made of."""
@@ -255,7 +303,7 @@ class Lowering:
         """Places a non-virtual tensor in the graph's own part of the workspace."""
         bindings = self.bindings
         bindings.scratch.append(Scratch(self.uid(tensor), bindings.workspace_size, initial))
-        bindings.workspace_size += (size + 255) // 256 * 256  # keeps every part, the plan's too, on 256 bytes
+        bindings.reserve(size)
         tensor.is_virtual = False
         return tensor
 

@@ -6,7 +6,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.backend import library
 from cudnn.backend.attributes import Attribute
@@ -24,6 +24,9 @@ from cudnn.pygraph.dlpack import data_pointer
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.lowering import Bindings, host_scalar, refusals
 from cudnn.pygraph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.graph import pygraph
 
 _log = logging.getLogger("cudnn")
 OVERRIDES_SINCE = Attribute.OPERATIONGRAPH_IS_OVERRIDE_SHAPE_ENABLED.since  # before, cuDNN 9.19 computes garbage
@@ -99,6 +102,19 @@ def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
     )  # fmt: skip
 
 
+class Before(NamedTuple):
+    """A graph of one node, from a tensor to a place in the workspace, that runs before the plan on the same stream.
+
+    The tensor has the uid 0 in it, the result 1.
+    """
+
+    graph: pygraph
+    source: int  # uid of what it reads
+    source_offset: int  # bytes from the start of that
+    result: int  # bytes from the start of the workspace, like the next
+    workspace: int
+
+
 class CudnnProgram:
     """Plans of cuDNN, and where each call finds their tensors.
 
@@ -113,6 +129,7 @@ class CudnnProgram:
         device: int,
         override_shape: bool = False,
         pools: Collection[int | None] = (),
+        before: Sequence[Before] = (),
     ) -> None:
         """
         Args:
@@ -120,6 +137,7 @@ class CudnnProgram:
             plans: None for a graph restored with its one plan.
             tensors: All of the graph, with uids.
             override_shape: Whether the operation graph lets calls override shapes.
+            before: What each call runs first.
         """
         self.plans = plans
         self.plan: ExecutionPlan | None = None
@@ -130,6 +148,7 @@ class CudnnProgram:
         self.device = device
         self.override_shape = override_shape
         self._pools = frozenset(pools)
+        self.before = before
         self._constants = [host_scalar(data_type[kind], value) for kind, value in bindings.constants.values()]
         self._constant_pointers = [ctypes.addressof(constant) for constant in self._constants]
         self._copies = [
@@ -221,6 +240,9 @@ class CudnnProgram:
         # At every call, even to the same address: the caller may have used the memory for something else since.
         for offset, words in self._copies:
             copy_to_device(space + offset, words, handle)
+        for item in self.before:
+            source = pointers[self.bindings.user.index(item.source)] + item.source_offset
+            item.graph.execute({0: source, 1: space + item.result}, space + item.workspace, handle)
         if override is None:
             status = plan.launch(
                 handle.argument, plan.argument, plan.packs.get(key) or plan.pack(key, self.filled(key))
@@ -241,6 +263,11 @@ class CudnnProgram:
         used = default_handle(self.device) if handle is None else resolve(handle)
         plan = self.plan
         assert plan is not None
+        if self.before:
+            raise cudnnGraphNotSupportedError(
+                refusal("populate_cuda_graph", "graph", f"one that runs {self.before[0].graph.name!r} in a plan of its "
+                        "own", "graphs of one plan", "capture execute() in a stream instead")
+            )  # fmt: skip
         pointers, space = self._addresses(variant_pack, workspace, used, plan)
         key = (*pointers, space, used.ptr)
         filled = self.filled(key)
@@ -312,7 +339,12 @@ class CudnnProgram:
         keys = keys_by_uid(variant_pack)
         ordered = [keys[uid] for uid in self.bindings.user]
         assert self.plan is not None
-        if self._copies or self.bindings.narrowed or not all(_is_torch_tensor(variant_pack[key]) for key in ordered):
+        if (
+            self._copies
+            or self.before
+            or self.bindings.narrowed
+            or not all(_is_torch_tensor(variant_pack[key]) for key in ordered)
+        ):
             return None
         if self.workspace_size(self.plan) and not _is_torch_tensor(workspace):
             return None

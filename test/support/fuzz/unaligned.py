@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass
-from math import gcd, prod
-from typing import Any
-
-import torch
+from math import gcd
 
 import cudnn
 from support.fuzz.case import Spec, packed, pick
 from support.fuzz.chain import Drawing, Instruction, Program, most_types
-from support.fuzz.matmul import MatmulCase
+from support.fuzz.matmul import FP8, MatmulCase
 
 _LARGEST = 4096
 _MOST = _LARGEST**2  # elements of a tensor: one matrix of the largest extents, or a batch of smaller ones
@@ -28,6 +24,8 @@ _TYPES: dict[tuple[str, str, str, str], float] = {
     ("int8", "float16", "float16", "float16"): 0.7,
     ("bfloat16", "int8", "bfloat16", "bfloat16"): 0.7,
     ("float32", "float16", "float16", "float16"): 0.7,
+    ("float8_e4m3fn", "float16", "float16", "float16"): 0.3,
+    ("bfloat16", "float8_e4m3fn", "bfloat16", "bfloat16"): 0.3,
     ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn", "float16"): 2,
     ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn"): 1,
     ("float8_e5m2", "float8_e4m3fn", "float8_e5m2", "bfloat16"): 1,
@@ -46,7 +44,7 @@ def _extent(rng: random.Random) -> int:
 
 @dataclass(frozen=True)
 class UnalignedMatmulCase(MatmulCase):
-    """``C = after(A B)`` with A, B and C row-major or column-major, packed.
+    """``C = after(before_a(A) before_b(B))`` with A, B and C row-major or column-major.
 
     Attributes:
         c_strides: Of the output.
@@ -65,7 +63,7 @@ class UnalignedMatmulCase(MatmulCase):
         rng = random.Random(seed)
         while True:
             case = cls._draw(rng, seed)
-            if any(facts["row"] for name, facts in case.alignment().items() if name in "ABC"):
+            if any(map(_has_unaligned_rows, (case.inputs["A"], case.inputs["B"], case.product))):
                 return case
 
     @classmethod
@@ -77,36 +75,52 @@ class UnalignedMatmulCase(MatmulCase):
         if batch * max(m * n, m * k, n * k) > _MOST:
             batch = 1
         shared = pick(rng, {"": 6, "A": 0.3, "B": 2})
+        sliced = pick(rng, {"": 20, "A": 1, "B": 1, "AB": 1})
         inputs: dict[str, Spec] = {}
+        slices: dict[str, tuple[int, int, int]] = {}
         for name, dims, transposed in (("A", (m, k), 0.3), ("B", (k, n), 0.5)):
-            whole = (1 if shared == name else batch, *dims)
+            whole = [1 if shared == name else batch, *dims]
+            if name in sliced:
+                axis, start = rng.choice([1, 2]), rng.randint(0, 9)
+                slices[name] = (axis, start, start + whole[axis])
+                whole[axis] += start + rng.randint(0, 9)
             order = [0, 2, 1] if rng.random() < transposed else [0, 1, 2]
             dtype = types["AB".index(name)]
             fill = "normal" if dtype != "int8" else "bytes" if types[:2] == ("int8", "int8") else "integers"
-            inputs[name] = Spec(whole, packed(whole, order), dtype, fill, k**-0.5 if name == "A" else 1.0)
+            inputs[name] = Spec(tuple(whole), packed(whole, order), dtype, fill, k**-0.5 if name == "A" else 1.0)
+        narrow = operand == "int8" or operand in FP8
         before = [
-            Program() if dtype == operand or dtype.startswith("float8") else
-            Program((Instruction("identity", ("x0",), operand),))
-            for dtype in types[:2]
-        ]  # fmt: skip
+            cls._before(rng, inputs, name, dtype, operand, 0.0 if narrow or name in slices else 0.06)
+            for name, dtype in zip("AB", types[:2], strict=True)
+        ]
         dims = (batch, m, n)
         column = "int8" not in types and rng.random() < 0.15  # cuDNN 9.19 writes int8 products row-major only
         order = [0, 2, 1] if column else [0, 1, 2]
-        after, specs = cls._after(rng, dims, order, types)
+        after, specs = cls._after(rng, dims, order, types, plain=not any(program.instructions for program in before))
+        inputs |= specs
+        leads: dict[str, int] = {}
+        if rng.random() < 0.1:
+            places = [name for name, spec in inputs.items() if not spec.by_value] + ["C"]
+            leads = {name: rng.choice([0, 1, 2, 4, 8]) for name in places}
         return cls(
-            seed, types[0], "float32", "float32", inputs | specs, operand, output, *before, {}, after, None, False,
-            packed(dims, order), {},
+            seed, types[0], "float32", "float32", inputs, operand, output, *before, slices, after, None, False,
+            packed(dims, order), leads,
         )  # fmt: skip
+
+    @property
+    def product(self) -> Spec:
+        """What the graph writes."""
+        return Spec(tuple(self._dims()), self.c_strides, self.output)
 
     @staticmethod
     def _after(
-        rng: random.Random, dims: tuple[int, ...], order: list[int], types: tuple[str, str, str, str]
+        rng: random.Random, dims: tuple[int, ...], order: list[int], types: tuple[str, str, str, str], plain: bool
     ) -> tuple[Program, dict[str, Spec]]:
-        """One of the usual epilogues, or a short random program."""
+        """One of the usual epilogues; after a plain product now and then a short random program."""
         output = types[3]
         if output == "int32":
             return Program(), {}
-        if order == [0, 1, 2] and "int8" not in types and rng.random() < 0.15:
+        if plain and order == [0, 1, 2] and "int8" not in types and rng.random() < 0.15:
             shapes = {dims: 2, (1, 1, dims[2]): 2, (1, dims[1], 1): 1, (1, *dims[1:]): 1}
             drawing = Drawing(rng, dims, order, shapes, most_types(output, rng), (-9.0, 9.0))
             return drawing.program(rng.randint(1, 3)), drawing.specs
@@ -126,47 +140,15 @@ class UnalignedMatmulCase(MatmulCase):
 
     def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
         outputs = super().build(graph, tensors)
+        for name, lead in self.leads.items():
+            tensor, spec = (outputs["C"], self.product) if name == "C" else (tensors[name], self.inputs[name])
+            tensor.set_alignment(gcd(16, lead * spec.torch_dtype.itemsize))
         products = [node.tag for node in graph.nodes].index("MATMUL")
         for node in graph.nodes[products:]:  # cuDNN wants one order of memory behind the product
             for tensor in node.outputs.values():
                 tensor.set_stride(self.c_strides)
         return outputs
 
-    def padded(self) -> UnalignedMatmulCase:
-        """The same product with every row on 16 bytes: a gap follows each row."""
-        inputs = {name: dataclasses.replace(spec, strides=_padded(spec)) for name, spec in self.inputs.items()}
-        return dataclasses.replace(self, inputs=inputs, c_strides=_padded(self._c()))
 
-    def _c(self) -> Spec:
-        batch = max(self.inputs["A"].dims[0], self.inputs["B"].dims[0])
-        return Spec((batch, self.inputs["A"].dims[1], self.inputs["B"].dims[2]), self.c_strides, self.output)
-
-    def alignment(self) -> dict[str, dict[str, Any]]:
-        """By tensor: shape, type, layout, bytes of a row and of a batch entry modulo 16, and what divides all steps."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, spec in (self.inputs | {"C": self._c()}).items():
-            if spec.by_value:
-                continue
-            size = spec.torch_dtype.itemsize
-            steps = [s * size for d, s in zip(spec.dims, spec.strides, strict=True) if d > 1 and s > 1]
-            found[name] = {
-                "dims": spec.dims, "type": spec.dtype, "order": "row" if spec.strides[2] == 1 else "column",
-                "row": max(spec.strides[1:]) * size % 16 if prod(spec.dims[1:]) > 1 else 0,
-                "batch": spec.strides[0] * size % 16 if spec.dims[0] > 1 else 0,
-                "natural": gcd(16, *steps),
-            }  # fmt: skip
-        return found
-
-
-def _padded(spec: Spec) -> tuple[int, ...]:
-    if spec.by_value:
-        return spec.strides
-    order = [0, 1, 2] if spec.strides[2] == 1 else [0, 2, 1]
-    row = 16 // spec.torch_dtype.itemsize
-    return packed(spec.dims, order, -spec.dims[order[-1]] % row)
-
-
-def natural_alignment(tensor: cudnn.tensor, dtype: torch.dtype) -> int:
-    """The bytes that divide the address of every row, for data on 16 bytes."""
-    pairs = zip(tensor.get_dim(), tensor.get_stride(), strict=True)
-    return max(gcd(16, *(s * dtype.itemsize for d, s in pairs if d > 1 and s > 1)), dtype.itemsize)
+def _has_unaligned_rows(spec: Spec) -> bool:
+    return spec.dims[1] * spec.dims[2] > 1 and max(spec.strides[1:]) * spec.torch_dtype.itemsize % 16 != 0

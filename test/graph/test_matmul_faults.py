@@ -1,0 +1,166 @@
+"""Matrix products with rows of no multiple of 16 bytes: the engines that misread them are left out, casts run apart."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import cudnn
+from cudnn.backend import library
+from cudnn.pygraph import known_faults
+from cudnn.pygraph.known_faults import SEEN_IN
+from cudnn.pygraph.serialization import load
+from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
+
+INT8 = cudnn.data_type.INT8
+NEWER = SEEN_IN + 100
+Layout = tuple[list[int], list[int]]
+
+ALIGNED: Layout = [2, 64, 48], [64 * 48, 48, 1]
+ROWS: Layout = [2, 64, 46], [64 * 46, 46, 1]
+COLUMNS: Layout = [2, 46, 48], [46 * 48, 1, 46]
+BATCH: Layout = [2, 64, 48], [64 * 48 + 4, 48, 1]
+SINGLE: Layout = [1, 64, 48], [64 * 48 + 4, 48, 1]
+PADDED: Layout = [2, 64, 46], [64 * 48, 48, 1]
+
+
+def left_out(graph: cudnn.pygraph, version: int = SEEN_IN) -> list[str]:
+    graph.validate()
+    return [engines.name for engines in known_faults.faulty_engines(graph.nodes, version)]
+
+
+def product(graph: cudnn.pygraph, a: cudnn.tensor, k: int, columns: int = 32) -> cudnn.tensor:
+    return graph.matmul(a, graph.tensor([2, k, columns], [k * 48, 48, 1]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "misread"),
+    [(ALIGNED, False), (ROWS, True), (COLUMNS, True), (BATCH, True), (PADDED, False), (SINGLE, False)],
+)
+def test_tiles_are_copied_from_rows_on_16_bytes_alone(layout: Layout, misread: bool) -> None:
+    for before in (False, True):
+        graph = reference_graph(HALF)
+        a = graph.tensor(*layout)
+        product(graph, graph.relu(a).set_data_type(HALF) if before else a, layout[0][2]).set_output(True)
+        assert left_out(graph) == ["eng2", "eng4"] * misread
+        assert not left_out(graph, NEWER)
+
+
+def test_rows_of_the_result_and_of_what_is_added_do_not_matter() -> None:
+    graph = reference_graph(HALF)
+    c = product(graph, graph.tensor(*ALIGNED), 48, columns=31)
+    graph.bias(c, graph.tensor([1, 1, 31], [31, 31, 1])).set_output(True)
+    assert not left_out(graph)
+
+
+def test_an_address_that_16_does_not_divide() -> None:
+    graph = reference_graph(HALF)
+    product(graph, graph.tensor(*ALIGNED).set_alignment(8), 48).set_output(True)
+    assert left_out(graph) == ["eng2", "eng4"]
+
+
+# Operands of 8 bits that are widened before the product.
+def widened(graph: cudnn.pygraph, layout: Layout, relu: bool = False, start: int = 0) -> cudnn.tensor:
+    (b, m, k), stride = layout
+    a = graph.tensor([b, m + start, k], stride, INT8)
+    if start:
+        a = graph.slice(a, [slice(0, b), slice(start, None)]).set_data_type(INT8)
+    wide = (graph.relu if relu else graph.identity)(a, name="widen").set_data_type(HALF)
+    return product(graph, wide, k).set_output(True)
+
+
+FOUR: Layout = [2, 64, 44], [64 * 44, 44, 1]
+GAP: Layout = [2, 64, 45], [64 * 48, 48, 1]
+VECTOR: Layout = [2, 1, 48], [48, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "apart"), [(FOUR, False), (ROWS, True), (GAP, True), (COLUMNS, True), (VECTOR, True)]
+)
+def test_casts_from_narrow_rows_run_apart(layout: Layout, apart: bool) -> None:
+    graph = reference_graph(HALF)
+    widened(graph, layout)
+    graph.validate()
+    assert [node.name for node in known_faults.computed_apart(graph.nodes, SEEN_IN)] == ["widen"] * apart
+    assert not known_faults.computed_apart(graph.nodes, NEWER)
+    assert "eng7" not in left_out(graph)
+
+
+def test_other_operations_on_narrow_rows_keep_off_the_engine() -> None:
+    graph = reference_graph(HALF)
+    widened(graph, ROWS, relu=True)
+    assert "eng7" in left_out(graph)
+    assert not known_faults.computed_apart(graph.nodes, SEEN_IN)
+
+
+def test_products_of_int8_are_right() -> None:
+    graph = reference_graph(INT8, FLOAT, cudnn.data_type.INT32)
+    product(graph, graph.tensor(*ROWS), 46).set_output(True).set_data_type(cudnn.data_type.INT32)
+    assert "eng7" not in left_out(graph)
+    assert not known_faults.computed_apart(graph.nodes, SEEN_IN)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done up to ``SEEN_IN``, at every version."""
+    choose = known_faults.computed_apart
+    monkeypatch.setattr(known_faults, "computed_apart", lambda nodes, version: choose(nodes, min(version, SEEN_IN)))
+
+
+@pytest.mark.deviceless_919
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_cast_that_runs_apart(start: int, apart: None, h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = planned_graph(h200)
+    c = widened(graph, ([2, 64, 45], [80 * 45, 45, 1]), start=start)
+    graph.build(MODES)
+    program = graph._cudnn()
+    (before,) = program.before
+    a, wide, b = graph.nodes[0].inputs, program.bindings.scratch[0], graph.nodes[-1].inputs["B"]
+    source = next(iter(a.values())).get_uid()
+    size = 2 * (80 * 45 + 64 * 45)  # bytes of the widened operand, whose batch entries lie apart as the narrow ones do
+    assert program.bindings.user == sorted([source, b.get_uid(), c.get_uid()])
+    assert wide.offset + size <= before.workspace <= program.bindings.workspace_size <= graph.get_workspace_size()
+    assert (before.source, before.source_offset, before.result) == (source, start * 45, wide.offset)
+
+    calls: list[Any] = []
+    monkeypatch.setattr(before.graph, "execute", lambda *arguments: calls.append(arguments), raising=False)
+    monkeypatch.setattr(program.plan, "launch", lambda *arguments: calls.append("plan") or 0)
+    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: calls.append(pointers))
+    addresses = {uid: 4096 * (1 + index) for index, uid in enumerate(program.bindings.user)}
+    handle: Any = type("Handle", (), {"ptr": 1, "argument": None, "device": 0})()
+    program.launch([*addresses.values()], 1 << 20, handle, program.plan)
+    given, space, used = calls[0]
+    assert given == {0: addresses[source] + start * 45, 1: (1 << 20) + wide.offset}
+    assert (space, used) == ((1 << 20) + before.workspace, handle)
+    assert set(calls[1]) >= {addresses[b.get_uid()], addresses[c.get_uid()], (1 << 20) + wide.offset}
+    assert addresses[source] not in calls[1]
+    assert calls[2] == "plan"
+
+
+@pytest.mark.deviceless_919
+def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
+    graph = planned_graph(h200)
+    widened(graph, ROWS)
+    graph.build(MODES)
+    (before,) = graph._cudnn().before
+    data = graph.serialize()
+    ((text, *places),) = load(data).before
+    assert places == [*before[1:]]
+    assert load(text.encode()).plan
+    document = json.loads(data)
+    for wrong in ([["{}", 99, 0, 0, 0]], [[1, 2]], 3):
+        with pytest.raises(ValueError, match="serialise the graph again"):
+            load(json.dumps({**document, "before": wrong}).encode())
+
+
+@pytest.mark.deviceless_919
+def test_rows_that_are_not_aligned_have_engines(device_properties: Any) -> None:
+    for kind, compute in ((HALF, FLOAT), (cudnn.data_type.FP8_E4M3, FLOAT), (INT8, cudnn.data_type.INT32)):
+        graph = planned_graph(device_properties, io=kind, compute=compute)
+        a, b = graph.tensor([2, 61, 45], [61 * 45, 45, 1]), graph.tensor([2, 45, 33], [45 * 33, 1, 45])
+        graph.matmul(a, b).set_output(True).set_data_type(cudnn.data_type.INT32 if kind is INT8 else HALF)
+        graph.build(MODES)
+        if library.version() <= SEEN_IN:
+            assert graph.get_plan_name().split("_")[0] not in ("eng2", "eng4")
