@@ -129,6 +129,11 @@ def element_bits(kind: data_type) -> int:
     return _TABLE[kind].bits
 
 
+def element_bytes(kind: data_type) -> int:
+    """What divides the address of every element's first byte."""
+    return max(1, element_bits(kind) // 8)
+
+
 def library_type(value: object) -> data_type:
     """A ``data_type`` from a ``data_type``, a ``torch.dtype``, or None (``NOT_SET``)."""
     if isinstance(value, data_type):

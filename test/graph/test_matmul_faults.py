@@ -6,14 +6,17 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph import known_faults
+from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.known_faults import SEEN_IN
 from cudnn.pygraph.serialization import load
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
 
+CUBLASLT = cudnn.behavior_note.CUBLASLT_DEPENDENCY
 INT8 = cudnn.data_type.INT8
 NEWER = SEEN_IN + 100
 Layout = tuple[list[int], list[int]]
@@ -58,7 +61,20 @@ def test_rows_of_the_result_and_of_what_is_added_do_not_matter() -> None:
 def test_an_address_that_16_does_not_divide() -> None:
     graph = reference_graph(HALF)
     product(graph, graph.tensor(*ALIGNED).set_alignment(8), 48).set_output(True)
-    assert left_out(graph) == ["eng2", "eng4"]
+    assert left_out(graph) == ["eng2", "eng4", ""]
+    assert known_faults.Engines(note=CUBLASLT) in known_faults.faulty_engines(graph.nodes, SEEN_IN)
+
+
+def test_a_slice_that_begins_at_such_an_address() -> None:
+    graph = reference_graph(HALF, HALF)
+    whole = graph.tensor([2, 67, 48], [67 * 48, 48, 1])
+    for start, found in ((3, []), (0, [])):
+        product(graph, graph.slice(whole, [slice(0, 2), slice(start, start + 64)]), 48).set_output(True)
+        assert left_out(graph) == found
+    whole = graph.tensor([2, 64, 56], [64 * 56, 56, 1])
+    product(graph, graph.slice(whole, [slice(0, 2), slice(0, 64), slice(4, 52)]), 48).set_output(True)
+    assert left_out(graph) == ["eng2", "eng4", ""]
+    assert known_faults.Engines(note=CUBLASLT) in known_faults.faulty_engines(graph.nodes, SEEN_IN)
 
 
 # Operands of 8 bits that are widened before the product.
@@ -164,3 +180,78 @@ def test_rows_that_are_not_aligned_have_engines(device_properties: Any) -> None:
         graph.build(MODES)
         if library.version() <= SEEN_IN:
             assert graph.get_plan_name().split("_")[0] not in ("eng2", "eng4")
+
+
+# Data at addresses that the alignment of their tensors does not divide.
+@pytest.fixture
+def plain(h200: Any) -> tuple[cudnn.pygraph, Any]:
+    """A built product, and a handle that no GPU has."""
+    graph = planned_graph(h200)
+    product(graph, graph.tensor(*ROWS, uid=1), 46).set_output(True).set_uid(3)
+    graph.nodes[0].inputs["B"].set_uid(2)
+    graph.build(MODES)
+    return graph, type("Handle", (), {"ptr": 1, "argument": None, "device": 0})()
+
+
+@pytest.mark.deviceless_919
+def test_such_data_go_to_a_plan_that_reads_them(
+    plain: tuple[cudnn.pygraph, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, handle = plain
+    program = graph._cudnn()
+    calls: list[Any] = []
+    monkeypatch.setattr(program.plan, "launch", lambda *arguments: calls.append("plan") or 0)
+    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: object())
+    program.launch([4096, 8192, 16384], 0, handle, program.plan)
+    assert calls == ["plan"]
+    assert program._at_any_address is None
+    monkeypatch.setattr(cudnn.pygraph, "execute", lambda graph, *arguments: calls.append((graph, *arguments)))
+    for _ in range(2):
+        with caplog.at_level("WARNING", "cudnn"):
+            program.launch([4096, 8194, 16384], 0, handle, program.plan)
+    other, pack, space, used = calls[1]
+    assert calls[2] == calls[1]
+    assert (pack, space, used) == ({1: 4096, 2: 8194, 3: 16384}, 0, handle)
+    assert other is not graph
+    assert {tensor.alignment for node in other.nodes for tensor in node.tensors()} == {2}
+    assert other.get_workspace_size() == 0
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["execute"]
+    assert "(uid 2)" in caplog.text
+    assert "set_alignment(2)" in caplog.text
+
+
+@pytest.mark.deviceless_919
+def test_addresses_inside_an_element_are_refused(plain: tuple[cudnn.pygraph, Any]) -> None:
+    graph, handle = plain
+    program = graph._cudnn()
+    with pytest.raises(ValueError, match=r"\(uid 3\): got data at 0x4001, .*whole elements"):
+        program.launch([4096, 8192, 16385], 0, handle, program.plan)
+
+
+@pytest.mark.deviceless_919
+def test_the_hot_path_leaves_them_to_the_other(plain: tuple[cudnn.pygraph, Any]) -> None:
+    graph, handle = plain
+    program = graph._cudnn()
+    assert program.off_bits == [(0, 15), (1, 15), (2, 15)]
+    other: list[Any] = []
+    arrays = [torch.empty_strided(*layout, dtype=torch.float16) for layout in (ROWS, ([2, 46, 32], [46 * 48, 48, 1]))]
+    arrays.append(torch.empty(2, 64, 32, dtype=torch.float16))
+    fast = specialised(program, graph._planned().plan, [1, 2, 3], arrays, handle, lambda *given: other.append(given))
+    off = torch.empty(2 * 64 * 32 + 1, dtype=torch.float16)[1:].view(2, 64, 32)
+    data = dict(zip([1, 2, 3], [*arrays[:2], off], strict=True))
+    fast(data)
+    assert other[0][0] is data
+    with pytest.raises(TypeError, match="handle"):  # the others are checked, and the first thing is the handle
+        fast(dict(zip([1, 2, 3], arrays, strict=True)))
+    assert len(other) == 1
+
+
+def test_the_reference_executor_takes_them_too() -> None:
+    graph = reference_graph(HALF)
+    a, b = graph.tensor([1, 4, 3], [12, 3, 1], uid=1), graph.tensor([1, 3, 4], [12, 4, 1], uid=2)
+    graph.matmul(a, b).set_output(True).set_uid(3)
+    graph.build(MODES)
+    memory = torch.randn(41).half()
+    first, second, third = memory[1:13].view(1, 4, 3), memory[13:25].view(1, 3, 4), memory[25:].view(1, 4, 4)
+    graph.execute({1: first, 2: second, 3: third})
+    torch.testing.assert_close(third.float(), first.float() @ second.float(), atol=1e-2, rtol=1e-3)

@@ -41,6 +41,8 @@ def make(
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
         found = find(key)
         if found is None:
+            if {off}:
+                return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
             home, alike = accepted
             if handle.device != home or not alike({tensors}){small_workspace}:
                 accepted = check(tensor_to_buffer, workspace, handle)
@@ -55,13 +57,17 @@ def make(
 
 
 @functools.cache
-def _compile(types: tuple[int, ...], needed: int, has_handle: bool) -> Callable[..., Callable[..., None]]:
+def _compile(
+    types: tuple[int, ...], needed: int, has_handle: bool, off_bits: tuple[tuple[int, int], ...]
+) -> Callable[..., Callable[..., None]]:
     """``types``: for each tensor, the number of its type among those that occur."""
     numbers = range(len(types))
     same_type = [
         "".join(f"t{i}.dtype is " for i in numbers if types[i] == kind) + f"d{kind}" for kind in sorted(set(types))
     ]
+    together = {bits: [f"key[{i}]" for i, its in off_bits if its == bits] for _, bits in off_bits}
     source = _TEMPLATE.format(
+        off=" or ".join(f"({' | '.join(addresses)}) & {bits}" for bits, addresses in together.items()) or "False",
         names=", ".join(f"k{i}" for i in numbers),
         types=", ".join(f"d{kind}" for kind in sorted(set(types))),
         default="own" if has_handle else "default_handle(device)",
@@ -122,7 +128,7 @@ def specialised(
     pairs = zip(program.bindings.user, arrays, strict=True)
     home = next((array.get_device() for uid, array in pairs if uid not in program.by_value), program.device)
     types = tuple(dtypes.index(array.dtype) for array in arrays)
-    return _compile(types, program.workspace_size(plan), own is not None)(
+    return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits))(
         *keys,
         *dtypes,
         accepted=(home, like(arrays)),

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_uint64
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from cudnn.backend.handle import Handle, default_handle, device_capability, gpu_
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
+    element_bytes,
     library_type,
 )
 from cudnn.enums import (
@@ -237,8 +238,30 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
             plans.bar(engines.obstacle)
         self._program = CudnnProgram(
-            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools(), before
-        )
+            plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools(), before,
+            self._any_address(),
+        )  # fmt: skip
+
+    def _any_address(self) -> Callable[[int], pygraph] | None:
+        """What builds this graph for data at any address; None where data at others than promised are refused."""
+        if not any(node.any_address for node in self.nodes):
+            return None
+        return functools.partial(pygraph._for_any_address, weakref.ref(self))
+
+    @staticmethod
+    def _for_any_address(ref: weakref.ref[pygraph], workspace: int) -> pygraph:
+        """A graph, alive since it is called, again: for data at any address, with so many bytes for its plan."""
+        of = ref()
+        assert of is not None
+        graph = pygraph(handle=of._handle, sm_count=of._sm_count, device_property=of._device_property, backend="cudnn")
+        graph.deserialize(repr(of))
+        for tensor in graph._all_tensors():
+            tensor.alignment = element_bytes(tensor.data_type)
+        graph.build()
+        graph.create_execution_plans(_DEFAULT_MODES)
+        graph.deselect_workspace_greater_than(workspace)
+        graph.build_plans()
+        return graph
 
     def _built_apart(self, item: Apart, bindings: Bindings) -> Before:
         """A graph of the one node, with its workspace in this graph's."""
@@ -707,7 +730,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         handle = default_handle(self._device()) if self._handle is None else self._handle
         program = self._program = CudnnProgram(
             None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools(),
-            [Before(_restored(text, handle), *places) for text, *places in restored.before],
+            [Before(_restored(text, handle), *places) for text, *places in restored.before], self._any_address(),
         )  # fmt: skip
         program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
 

@@ -159,6 +159,8 @@ def faulty_engines(nodes: Sequence[Node], version: int) -> Iterator[Engines]:
         if matmul_faults.tiles_misread(nodes):
             yield Engines(name="eng2")
             yield Engines(name="eng4")
+        if matmul_faults.lies_off(nodes):
+            yield Engines(note=behavior_note.CUBLASLT_DEPENDENCY)
         if matmul_faults.loads_race(nodes):
             yield Engines(name="eng7")
         fused = sum(isinstance(node, Pointwise) for node in nodes)

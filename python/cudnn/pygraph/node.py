@@ -44,6 +44,7 @@ class Node:
     method: ClassVar[str]
     exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
     pool_ports: ClassVar[frozenset[str]] = frozenset()  # inputs whose memory may go on beyond their shape
+    any_address: ClassVar[bool] = False  # True where data may lie at addresses that their alignment does not divide
     computes: ClassVar[bool] = True  # False where elements are moved alone, which takes no compute type
 
     name: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ from cudnn.backend.memory import copy_to_device, copy_upper_halves
 from cudnn.backend.plan import ExecutionPlan, PlanList
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
+    element_bytes,
 )
 from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
@@ -130,6 +132,7 @@ class CudnnProgram:
         override_shape: bool = False,
         pools: Collection[int | None] = (),
         before: Sequence[Before] = (),
+        for_any_address: Callable[[int], pygraph] | None = None,
     ) -> None:
         """
         Args:
@@ -138,6 +141,8 @@ class CudnnProgram:
             tensors: All of the graph, with uids.
             override_shape: Whether the operation graph lets calls override shapes.
             before: What each call runs first.
+            for_any_address: Builds the graph that calls run whose data lie off their alignment, with so many bytes of
+                workspace; None where such calls are the caller's fault.
         """
         self.plans = plans
         self.plan: ExecutionPlan | None = None
@@ -149,6 +154,15 @@ class CudnnProgram:
         self.override_shape = override_shape
         self._pools = frozenset(pools)
         self.before = before
+        self._for_any_address = for_any_address
+        self._at_any_address: pygraph | None = None
+        # What calls look at: places in ``bindings.user``, and the bits that are 0 in an aligned address. A single
+        # element may lie anywhere.
+        self.off_bits = [
+            (index, self._tensors[uid].alignment - 1)
+            for index, uid in enumerate(bindings.user)
+            if for_any_address is not None and uid not in self.by_value and prod(self._tensors[uid].dim) > 1
+        ]
         self._constants = [host_scalar(data_type[kind], value) for kind, value in bindings.constants.values()]
         self._constant_pointers = [ctypes.addressof(constant) for constant in self._constants]
         self._copies = [
@@ -237,6 +251,10 @@ class CudnnProgram:
             override: For the tensors of the operation graph.
         """
         key = (*pointers, space, handle.ptr)
+        if self.off_bits and key not in plan.packs and self.is_off(pointers):
+            if override is not None:
+                raise ValueError(self._off(pointers, "aligned addresses, where shapes are overridden"))
+            return self._launch_at_any_address(pointers, space, handle, plan)
         # At every call, even to the same address: the caller may have used the memory for something else since.
         for offset, words in self._copies:
             copy_to_device(space + offset, words, handle)
@@ -256,6 +274,31 @@ class CudnnProgram:
         for target, source, count in self._narrowed(key):
             copy_upper_halves(target, source, count, handle)
 
+    def is_off(self, pointers: Sequence[int]) -> bool:
+        """Whether data lie where the alignment of their tensor does not allow it."""
+        return any(pointers[index] & bits for index, bits in self.off_bits)
+
+    def _off(self, pointers: Sequence[int], allowed: str) -> str:
+        """A message about the first data that lie off their alignment."""
+        index, bits = next((index, bits) for index, bits in self.off_bits if pointers[index] & bits)
+        address = pointers[index]
+        return refusal(
+            "execute", self._label(self.bindings.user[index]), f"data at {address:#x}, off its alignment of {bits + 1} "
+            "bytes", allowed, f"pass a copy, or call set_alignment({address & -address}) before the graph is built"
+        )  # fmt: skip
+
+    def _launch_at_any_address(self, pointers: Sequence[int], space: int, handle: Handle, plan: ExecutionPlan) -> None:
+        """Queues a plan that loads and stores single elements, where this graph's would misread data off alignment."""
+        graph = self._at_any_address
+        if graph is None:
+            for index, _ in self.off_bits:
+                if pointers[index] % element_bytes(self._tensors[self.bindings.user[index]].data_type):
+                    raise ValueError(self._off(pointers, "addresses of whole elements"))
+            assert self._for_any_address is not None
+            _log.warning("%s", self._off(pointers, "such addresses, by another plan, built now, which is slower"))
+            graph = self._at_any_address = self._for_any_address(plan.workspace_size)
+        graph.execute(dict(zip(self.bindings.user, pointers, strict=True)), space, handle)
+
     def to_cuda_graph(
         self, variant_pack: VariantPack, workspace: Any, handle: Handle | int | None, graph: int, update: bool
     ) -> None:
@@ -269,6 +312,8 @@ class CudnnProgram:
                         "own", "graphs of one plan", "capture execute() in a stream instead")
             )  # fmt: skip
         pointers, space = self._addresses(variant_pack, workspace, used, plan)
+        if self.is_off(pointers):
+            raise ValueError(self._off(pointers, "aligned addresses, in a CUDA graph that is not captured"))
         key = (*pointers, space, used.ptr)
         filled = self.filled(key)
 

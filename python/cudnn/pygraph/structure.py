@@ -38,7 +38,6 @@ class _Moving(Node):
     def _share(self, lowering: Lowering, offset: int = 0, axes: list[int] | None = None) -> None:
         """Lets Y be a part of X's memory, ``offset`` bytes from its start."""
         x, y = self.inputs["X"], self.outputs["Y"]
-        y.alignment = math.gcd(x.alignment, offset)
         lowering.alias(y, x, offset, axes)
         declared, y.data_type = y.data_type, x.data_type
         lowering.tensor(y)  # the operations that follow see memory as it is ...
@@ -209,6 +208,8 @@ class Slice(_Moving):
             )  # fmt: skip
         strides = [step * indices.step for step, indices in zip(x.stride, ranges, strict=True)]
         self.fill_output("Y", dims, lambda _: strides)
+        if x.data_type is not NOT_SET:  # as it is, at the latest, when the graph is built
+            y.alignment = math.gcd(x.alignment, self._offset())
         if not y.is_virtual:
             raise ValueError(
                 refusal(self.where, f"output Y (tensor {y.name!r})", "set_output(True)", "a virtual tensor: nothing "

@@ -35,6 +35,7 @@ class ReferenceProgram:
         self._keys_by_uid = keys_by_uid
         self.plan: str | None = None  # its name, once create_execution_plans() has been called
         self._nodes = list(nodes)
+        self._any_address = any(node.any_address for node in self._nodes)
         produced = {id(tensor) for node in nodes for tensor in node.outputs.values()}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
@@ -119,7 +120,7 @@ class ReferenceProgram:
             where = f"tensor {tensor.name!r} (uid {uid})"
             nbytes = 0 if tensor.data_type is data_type.BOOLEAN else span_bytes(tensor)
             raw[uid] = memory(buffers[uid], nbytes, where)
-            if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment:
+            if math.prod(tensor.dim) > 1 and raw[uid].data_ptr() % tensor.alignment and not self._any_address:
                 raise ValueError(
                     refusal("execute", where, f"address {raw[uid].data_ptr():#x}", f"a multiple of {tensor.alignment} "
                             "bytes, the tensor's alignment", "pass a copy, or call set_alignment() before the graph is "

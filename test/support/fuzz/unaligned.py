@@ -49,6 +49,7 @@ class UnalignedMatmulCase(MatmulCase):
     Attributes:
         c_strides: Of the output.
         leads: By tensor, where its data lie: elements after an address that 256 bytes divide.
+        says_so: Whether the graph is told.
     """
 
     family = "unaligned"
@@ -57,6 +58,7 @@ class UnalignedMatmulCase(MatmulCase):
 
     c_strides: tuple[int, ...]
     leads: dict[str, int]
+    says_so: bool
 
     @classmethod
     def draw(cls, seed: int) -> UnalignedMatmulCase:
@@ -104,7 +106,7 @@ class UnalignedMatmulCase(MatmulCase):
             leads = {name: rng.choice([0, 1, 2, 4, 8]) for name in places}
         return cls(
             seed, types[0], "float32", "float32", inputs, operand, output, *before, slices, after, None, False,
-            packed(dims, order), leads,
+            packed(dims, order), leads, rng.random() < 0.5,
         )  # fmt: skip
 
     @property
@@ -140,7 +142,7 @@ class UnalignedMatmulCase(MatmulCase):
 
     def build(self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor]) -> dict[str, cudnn.tensor]:
         outputs = super().build(graph, tensors)
-        for name, lead in self.leads.items():
+        for name, lead in self.leads.items() if self.says_so else ():
             tensor, spec = (outputs["C"], self.product) if name == "C" else (tensors[name], self.inputs[name])
             tensor.set_alignment(gcd(16, lead * spec.torch_dtype.itemsize))
         products = [node.tag for node in graph.nodes].index("MATMUL")
