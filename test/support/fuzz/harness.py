@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,21 +94,12 @@ def plannable(case: Case, device: Any, build: bool = False) -> str:
     return ""
 
 
-def _build(graph: cudnn.pygraph) -> None:
-    graph.build(MODES)
-
-
-def run(
-    case: Case, device: str, backend: str, build: Callable[[cudnn.pygraph], None] = _build, **options: Any
-) -> Outcome:
-    """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it.
-
-    ``build`` brings the graph from its description to the plan that runs; ``options`` are the graph's.
-    """
+def run(case: Case, device: str, backend: str) -> Outcome:
+    """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it."""
     start = time.perf_counter()
     outcome = Outcome(case, "failed")
     try:
-        outcome.message, outcome.plan = _check(case, torch.device(device), build, backend=backend, **options)
+        outcome.message, outcome.plan = _check(case, torch.device(device), backend)
         outcome.status = "failed" if outcome.message else "passed"
     except cudnn.cudnnGraphNotSupportedError as error:
         outcome.status, outcome.message = "refused", str(error)
@@ -119,10 +109,10 @@ def run(
     return outcome
 
 
-def _check(case: Case, device: torch.device, build: Callable[[cudnn.pygraph], None], **options: Any) -> tuple[str, str]:
+def _check(case: Case, device: torch.device, backend: str) -> tuple[str, str]:
     """What is wrong, or the empty string, and the name of the plan."""
-    graph, tensors, outputs = new_graph(case, **options)
-    build(graph)
+    graph, tensors, outputs = new_graph(case, backend=backend)
+    graph.build(MODES)
     generator = torch.Generator(device).manual_seed(case.seed)
     inputs: dict[str, Memory] = {}
     for name, spec in case.inputs.items():

@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the reference executor")
     parser.add_argument("--report", type=Path, help="a file for the summary, in JSON lines")
+    parser.add_argument("--records", type=Path, help="a file for a JSON line about each case, as it is done")
     options = parser.parse_args(arguments)
     families = options.family or [*FAMILIES]
     unknown = sorted({*families} - {*FAMILIES})
@@ -180,7 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [(f, options.start + i) for i in range(FAMILIES[f].full if options.count is None else options.count)]
             for f in families
         ]
-        records = list(sweep([job for jobs in ranges for job in jobs], options.device, options.processes))
+        records = []
+        with options.records.open("w") if options.records else contextlib.nullcontext() as lines_of_cases:
+            for record in sweep([job for jobs in ranges for job in jobs], options.device, options.processes):
+                records.append(record)
+                if lines_of_cases:
+                    print(json.dumps(record), file=lines_of_cases, flush=True)
         print(f"{len(records)} cases in {time.monotonic() - start:.1f} s")
         for line in summary(records):
             print(json.dumps({key: value for key, value in line.items() if key != "case"})[:400])
