@@ -337,6 +337,7 @@ def test_modes(modes: Any, step: str) -> None:
         ("set_dim", ([2.5],), TypeError, r"dim: got \[2.5\]"),
         ("set_stride", (None,), TypeError, "stride: got None"),
         ("set_alignment", ("x",), TypeError, "alignment: got 'x'"),
+        ("set_alignment", (12,), ValueError, "alignment: got 12; allowed: a power of two"),
         ("set_vector_count_and_dimension", ("x", 1), TypeError, "count: got 'x'"),
         ("set_ragged_offset", (torch.zeros(2),), TypeError, "ragged_offset: got Tensor; allowed: a cudnn.tensor"),
         ("set_ragged_offset_multiplier", ("x",), TypeError, "multiplier: got 'x'"),

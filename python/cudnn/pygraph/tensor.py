@@ -212,8 +212,16 @@ class Tensor:
         return self.alignment
 
     def set_alignment(self, alignment: int) -> Tensor:
-        """Sets the alignment, in bytes, that the data of every call has; 16 unless set."""
-        self.alignment = _integer(self.name, "alignment", alignment)
+        """Sets what divides the address of every call's data, in bytes: a power of two, 16 unless set.
+
+        Around a matrix product, data at other addresses are computed by another plan, which is slower.
+        """
+        number = _integer(self.name, "alignment", alignment)
+        if number < 1 or number & (number - 1):
+            raise ValueError(
+                refusal(f"tensor {self.name!r}", "alignment", str(number), "a power of two", "round it down to one")
+            )
+        self.alignment = number
         return self
 
     def get_vector_count(self) -> int:
