@@ -54,7 +54,7 @@ def configurations() -> dict[str, tuple[str, GemmConfiguration]]:
         for name in NAMES
         for dtype in model.TYPES
         for n in WIDTHS
-        for _, arch, configuration in model.candidates(name, dtype, n, 4096, without_ab12=True)
+        for _, arch, configuration in model.candidates(name, dtype, n, 4096, without_optional=True)
     ]
     for epilogue in (QUANTISED, PLAIN):
         for a, majors in (("float32", "k"), ("bfloat16", "mn"), (E5M2, "k")):
