@@ -42,27 +42,43 @@ _PROCESS = bytes_at(_FIRST_ADDRESS, (1 << 47) - _FIRST_ADDRESS)
 _GLOBAL: dict[int, Array] = {n: _PROCESS.view(dtype) for n, dtype in N.UNSIGNED.items()}
 
 
+def _storage(tensor: Any) -> set[tuple[int, int]]:
+    """[first, last) of a CPU tensor's storage, if it has one."""
+    if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
+        return set()
+    try:
+        storage = tensor.untyped_storage()
+        first, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a fake or functional tensor has no storage, or no memory
+        return set()
+    return {(first, first + size)} if type(size) is int and size else set()  # a symbol while torch.compile traces
+
+
 def torch_storages() -> set[tuple[int, int]]:
-    """[first, last) of the storage of every live CPU tensor, if PyTorch is loaded."""
+    """The storages of all live CPU tensors, if PyTorch is loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return set()
-    found = set()
     kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
         new = [k for kind in new for k in kind.__subclasses__()]
         kinds.update(new)
     # An object refers to its type. A list of all objects would hold those that other threads are just building, and a
     # tuple that is referred to from elsewhere cannot grow.
-    for item in [each for each in gc.get_referrers(*kinds) if type(each) in kinds]:
-        if item.device.type == "cpu" and item.layout is torch.strided:
-            try:
-                storage = item.untyped_storage()
-                first, size = storage.data_ptr(), storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # a fake or functional tensor has no storage, or no memory
-                continue
-            if type(size) is int and size:  # a symbol while torch.compile traces
-                found.add((first, first + size))
+    return set().union(*(_storage(each) for each in gc.get_referrers(*kinds) if type(each) in kinds))
+
+
+def storages(arguments: Sequence[Any]) -> set[tuple[int, int]]:
+    """The storages that a call's arguments lead to: those of the tensors among them, and all others where one of them
+    may hold addresses. Those are integers of 64 bits; what else is neither a tensor nor a number may be anything.
+    """
+    torch = sys.modules.get("torch")
+    tensors = [x for x in arguments if torch is not None and isinstance(x, torch.Tensor)]
+    numbers = [x for x in arguments if x is None or isinstance(x, (int, float))]
+    found = set().union(*map(_storage, tensors))
+    wide = any(x.dtype in (torch.int64, torch.uint64) for x in tensors) if torch is not None else False
+    if wide or len(tensors) + len(numbers) < len(arguments) or any(x is not None and x >= 1 << 32 for x in numbers):
+        found |= torch_storages()
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ptx_emulator.memory import torch_storages
+from ptx_emulator.memory import storages, torch_storages
 
 
 class Subclass(torch.Tensor):
@@ -22,6 +23,25 @@ def test_tensors_of_every_type_are_found() -> None:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         assert (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) in found
+
+
+def spans(*tensors: torch.Tensor) -> set[tuple[int, int]]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
+
+
+def test_a_call_leads_to_its_tensors_and_where_it_may_hold_addresses_to_all() -> None:
+    """Also to those that the collector was told to forget."""
+    a, b, other = torch.zeros(24), torch.zeros(7, dtype=torch.int32), torch.zeros(9)
+    table = torch.tensor([other.data_ptr()])
+    gc.collect()
+    gc.freeze()
+    try:
+        assert storages([a, b[2:], 1.5, 3, None]) == spans(a, b)
+    finally:
+        gc.unfreeze()
+    for holder in (table, other.data_ptr(), object()):
+        assert spans(other) < storages([a, holder])
 
 
 def test_the_search_does_not_disturb_other_threads() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.machine import Options, execute
-from ptx_emulator.memory import reachable, torch_storages
+from ptx_emulator.memory import reachable, storages, torch_storages
 from ptx_emulator.report import Report
 from ptx_emulator.runtime.launch import Dim3, Runtime
 
@@ -40,6 +40,7 @@ class Session:
 
 _session: ContextVar[Session | None] = ContextVar("ptx_emulator", default=None)
 _error: ContextVar[BaseException | None] = ContextVar("ptx_emulator_error", default=None)
+_arguments: ContextVar[list[Any] | None] = ContextVar("ptx_emulator_arguments", default=None)  # of a TVM-FFI call
 
 
 class Hook:
@@ -75,7 +76,9 @@ class Hook:
             )
         if _error.get() is not None:
             return
-        ranges = reachable(torch_storages(), values) | session.ranges
+        arguments = _arguments.get()
+        live = torch_storages() if arguments is None else storages(arguments)
+        ranges = reachable(live, values) | session.ranges
         execute(
             ptx, entry, grid, block, cluster, shared, values, report=session.report,
             ranges=ranges, options=session.options,
@@ -256,7 +259,11 @@ class Hook:
             cls = getattr(tvm_ffi_provider, name)
 
             def call(self: Any, *args: Any, original: Any = cls.__call__, **kwargs: Any) -> Any:
-                result = original(self, *args, **kwargs)
+                _arguments.set([*args, *kwargs.values()])
+                try:
+                    result = original(self, *args, **kwargs)
+                finally:
+                    _arguments.set(None)
                 hook.raise_pending()
                 return result
 
