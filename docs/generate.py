@@ -1,6 +1,6 @@
-"""Writes the tables of the documentation that come from the code: `python docs/generate.py`, in the repository root.
+"""Writes what comes from the code: `python docs/generate.py`, in the repository root.
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
+That is tables of the documentation, and the package's stubs. A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
 """
 
 from __future__ import annotations
@@ -92,17 +92,6 @@ def fused_apis() -> str:
     return "\n".join(["| API | class | wrapper | results | what |", "|---|---|---|---|---|", *rows])
 
 
-def names() -> str:
-    """The stub through which type checkers see the public names of the fused APIs in `cudnn`."""
-    lines = ['"""The public names of the fused APIs. Written by `python docs/generate.py`."""', ""]
-    for package in dict.fromkeys(registry.public_names().values()):
-        exported = [name for name, home in registry.public_names().items() if home == package]
-        lines += [f"from {package} import {name} as {name}" for name in sorted(exported)]
-    return "\n".join(lines) + "\n"
-
-
-NAMES = _DOCS.parent / "python" / "cudnn" / "fused" / "names.pyi"
-
 TABLES: dict[str, Callable[[], str]] = {
     "enumerations": enumerations,
     "environment": settings.markdown_table,
@@ -122,6 +111,8 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
-    NAMES.write_text(names())
+    import stubs  # beside this file
+
+    stubs.write()
     for path in pages():
         path.write_text(render(path.read_text()))

@@ -37,10 +37,13 @@ from cudnn.pygraph.tensor import Tensor as tensor
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
+    from cudnn import experimental as experimental
+    from cudnn import gemm as gemm
+    from cudnn import ops as ops
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
     from cudnn.fused.names import *  # noqa: F403
-    from cudnn.launch import emulation as emulation
+    from cudnn.launch.emulation import emulation as emulation
     from cudnn.sdpa import SdpaBackward as SdpaBackward
     from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
     from cudnn.sdpa import SdpaForward as SdpaForward
@@ -114,18 +117,20 @@ def _fused_names() -> Mapping[str, str]:
     return importlib.import_module("cudnn.registry").public_names()
 
 
-def __getattr__(name: str) -> Any:
-    known = name in _LAZY or name in _LAZY_MODULES
-    package = None if known else _fused_names().get(name)
-    if not known and package is None:
-        raise AttributeError(f"module 'cudnn' has no attribute {name!r}")
-    try:
-        module = importlib.import_module(package or _LAZY.get(name, f"cudnn.{name}"))
-    except ImportError as error:
-        raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To fix it, reinstall cudnn-fused.") from error
-    value = module if name in _LAZY_MODULES else getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        known = name in _LAZY or name in _LAZY_MODULES
+        package = None if known else _fused_names().get(name)
+        if not known and package is None:
+            raise AttributeError(f"module 'cudnn' has no attribute {name!r}")
+        try:
+            module = importlib.import_module(package or _LAZY.get(name, f"cudnn.{name}"))
+        except ImportError as error:
+            raise ImportError(f"cudnn.{name} cannot be loaded: {error}. To fix it, reinstall cudnn-fused.") from error
+        value = module if name in _LAZY_MODULES else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

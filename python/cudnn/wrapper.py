@@ -23,6 +23,9 @@ from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
     from cudnn.explain.model import Explanation
+    from cudnn.graph_methods import GraphMethods  # pyright: ignore[reportMissingModuleSource]  (a stub)
+else:
+    GraphMethods = object
 
 _TENSOR_METHODS = frozenset({"tensor", "tensor_like", "tensor_scalar"})
 _QUERIES = frozenset(
@@ -52,7 +55,7 @@ class _OnClassOrInstance:
         return partial(self._function, owner() if instance is None else instance)
 
 
-class Graph:
+class Graph(GraphMethods):
     """A graph built in a ``with`` block and called like a function.
 
     Inside the block every operation of ``cudnn.pygraph`` is a method. It takes graph tensors, or arrays (PyTorch
@@ -236,7 +239,7 @@ class Graph:
         reference, tensor = self._arrays.get(id(array), (None, None))
         return tensor if reference is not None and reference() is array else None
 
-    def __getattr__(self, name: str) -> Any:
+    def _operation(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in _LIFE_CYCLE:
@@ -256,6 +259,9 @@ class Graph:
                 refusal("Graph", name, "a call after the with block", "operations inside it", "make a new cudnn.Graph")
             )
         return partial(self._make_tensor if name in _TENSOR_METHODS else self._add_node, method)
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+        __getattr__ = _operation
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(name for name in dir(pygraph) if not name.startswith("_"))} - _LIFE_CYCLE)

@@ -71,7 +71,7 @@ class DenseGemm(FusedAPI):
     largest_cluster: ClassVar[int] = 16  # in each dimension
     default_cluster: ClassVar[tuple[int, int]] = (1, 1)  # for a tile of 256 rows
     schedule: ClassVar[Any] = Dense()
-    sized_by = ("a", "b")
+    sized_by = multiplied = ("a", "b")
     multiples = ("columns",)
     packs = True
     example = (("m", "n", "k"), (128, 128, 64))

@@ -56,6 +56,7 @@ class FusedAPI(APIBase):
         Mapping[str, Callable[..., Any]]
     ] = {}  # for torch.compile, of the inputs and ``formula_options``
     formula_options: ClassVar[Sequence[str]] = ()
+    multiplied: ClassVar[Sequence[str]] = ()  # what the operator casts under autocast, as PyTorch's products do
     gradients: ClassVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = None  # of the operator: setup, backward
 
     names: ClassVar[tuple[str, ...]]  # of the tensors, in the order of ``execute``

@@ -11,6 +11,7 @@ from cudnn import registry
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.wrapper import prepare
 from cudnn.lazy import torch
+from cudnn.ops._registration import custom_op
 
 _STREAMS = ("stream", "current_stream")
 
@@ -19,10 +20,11 @@ def register(name: str) -> Any:
     """Registers ``torch.ops.cudnn.<name>`` for a fused API, which calls the wrapper and returns its results in order.
 
     It has the wrapper's arguments, without hints and streams. A result that there is not has no elements. The fake
-    kernel, for tracing, allocates what the wrapper would; gradients flow where the API has some.
+    kernel, for tracing, allocates what the wrapper would; gradients flow where the API has some. Under autocast what is
+    multiplied takes its type; results have the types that the call says, or their defaults.
     """
     api, wrapper = registry.find(name), registry.wrapper(name)
-    signature, parameters = _signature(api, wrapper)
+    signature, parameters = signature_of(api, wrapper)
 
     def run(*positional: Any, **named: Any) -> Any:
         return _present(api, wrapper(**bound(positional, named)), positional[0])
@@ -40,7 +42,7 @@ def register(name: str) -> Any:
     run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     schema = torch.library.infer_schema(run, mutates_args=())
-    operator = torch.library.custom_op(f"cudnn::{name}", run, mutates_args=(), schema=schema)
+    operator = custom_op(name, api.multiplied, schema)(run)
     operator.register_fake(fake)
     if api.gradients is not None:
         setup, backward = api.gradients
@@ -48,7 +50,7 @@ def register(name: str) -> Any:
     return operator
 
 
-def _signature(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
+def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
     """The operator's signature, and the wrapper's parameters by the operator's."""
     types = typing.get_type_hints(wrapper, localns={"Tensor": torch.Tensor, "dtype": torch.dtype, "TupleDict": Any})
     kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in (*api.hints, *_STREAMS)]

@@ -6,24 +6,30 @@ Every fused API has one of its name.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cudnn import registry
+
+if TYPE_CHECKING:
+    from cudnn.fused.operators import *  # noqa: F403
+    from cudnn.ops._causal_conv1d import causal_conv1d as causal_conv1d
 
 _OWN = ("causal_conv1d",)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _OWN:
-        operator = getattr(importlib.import_module(f"{__name__}._{name}"), name)
-    elif name in registry.packages():
-        from cudnn.fused.operator import register
+if not TYPE_CHECKING:  # a type checker would take any name for an operator
 
-        operator = register(name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = operator
-    return operator
+    def __getattr__(name: str) -> Any:
+        if name in _OWN:
+            operator = getattr(importlib.import_module(f"{__name__}._{name}"), name)
+        elif name in registry.packages():
+            from cudnn.fused.operator import register
+
+            operator = register(name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = operator
+        return operator
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.ops._registration import custom_op
 
 _WHERE = "causal_conv1d"
 _ACTIVATIONS = {"identity": 0, "silu": 1}
@@ -62,7 +63,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act
         raise ValueError(refusal(_WHERE, "activation", repr(activation), " or ".join(map(repr, _ACTIVATIONS))))
 
 
-@torch.library.custom_op("cudnn::causal_conv1d_fwd_primitive", mutates_args=())
+@custom_op("causal_conv1d_fwd_primitive", autocast=("x", "weight", "bias"))
 def causal_conv1d_fwd_primitive(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> torch.Tensor:
@@ -83,7 +84,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("cudnn::causal_conv1d_bwd_primitive", mutates_args=())
+@custom_op("causal_conv1d_bwd_primitive")
 def causal_conv1d_bwd_primitive(
     grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> list[torch.Tensor]:
@@ -153,7 +154,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-    return *causal_conv1d_bwd_primitive(grad_out, *ctx.saved_tensors, ctx.activation), None
+    x, weight, bias = ctx.saved_tensors
+    return *causal_conv1d_bwd_primitive(grad_out, x, weight, bias, ctx.activation), None
 
 
 causal_conv1d_fwd_primitive.register_autograd(_backward, setup_context=_setup)

@@ -15,7 +15,7 @@ from cudnn.errors import refusal
 from cudnn.pygraph.layout import channels_last, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
 from cudnn.pygraph.subgraph import SubGraph
-from cudnn.pygraph.tensor import Tensor
+from cudnn.pygraph.tensor import Results, Tensor
 
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Lowering
@@ -326,12 +326,12 @@ P = ParamSpec("P")
 
 
 def _phase_may_be_left_out(
-    method: Callable[Concatenate[Self, norm_forward_phase, P], list[Tensor | None]],
-) -> Callable[..., list[Tensor | None]]:
+    method: Callable[Concatenate[Self, norm_forward_phase, P], Results],
+) -> Callable[..., Results]:
     """Lets ``layernorm(x, scale, bias)`` stand for ``layernorm(norm_forward_phase.INFERENCE, x, scale, bias)``."""
 
     @functools.wraps(method)
-    def call(self: Self, *args: Any, **keywords: Any) -> list[Tensor | None]:
+    def call(self: Self, *args: Any, **keywords: Any) -> Results:
         if "norm_forward_phase" not in keywords and not (args and isinstance(args[0], norm_forward_phase)):
             args = (norm_forward_phase.INFERENCE, *args)
         return method(self, *args, **keywords)
@@ -358,7 +358,7 @@ class NormalizationMethods(NodeList):
         name: str,
         optional: Sequence[str] = (),
         **attributes: Any,
-    ) -> list[Tensor | None]:
+    ) -> Results:
         where = f"{name} ({cls.method})" if name else cls.method
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
             raise ValueError(
@@ -398,7 +398,7 @@ class NormalizationMethods(NodeList):
         name: str = "",
         *,
         zero_centered_gamma: bool = False,
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Layer normalisation (Ba, Kiros and Hinton, 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
 
         The statistics go over the dimensions along which ``scale`` varies: ``[1, D, 1, 1]`` beside X of
@@ -426,7 +426,7 @@ class NormalizationMethods(NodeList):
         epsilon: Tensor | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Root-mean-square normalisation (Zhang and Sennrich, 2019): ``[Y, INV_VARIANCE]``, the last in training only.
 
         INV_VARIANCE is ``1 / sqrt(mean(X * X) + epsilon)`` over the dimensions along which ``scale`` varies.
@@ -444,7 +444,7 @@ class NormalizationMethods(NodeList):
         epsilon: Tensor | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Layer normalisation with a scale and bias for each batch entry (dimension 0); returns as ``layernorm``."""
         inputs = {"X": input, "SCALE": scale, "BIAS": bias}
         return self._forward(
@@ -461,7 +461,7 @@ class NormalizationMethods(NodeList):
         epsilon: Tensor | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Instance normalisation (Ulyanov et al., 2016): ``[Y, MEAN, INV_VARIANCE]``, the last two in training only.
 
         Statistics per sample and channel, ``[N, C, 1, ..]``; scale and bias ``[1, C, 1, ..]``.
@@ -481,7 +481,7 @@ class NormalizationMethods(NodeList):
         peer_stats: Sequence[Tensor] = (),
         compute_data_type: object = NOT_SET,
         name: str = "",
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Batch normalisation in training (Ioffe and Szegedy, 2015).
 
         Everything but X and Y is ``[1, C, 1, ..]``. ``next = (1 - momentum) * running + momentum * batch``, where the
@@ -561,7 +561,7 @@ class NormalizationMethods(NodeList):
         has_dbias: bool,
         compute_data_type: object = NOT_SET,
         name: str = "",
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """``[DX, DSCALE, DBIAS]`` of ``rmsnorm``; DBIAS is None unless ``has_dbias``."""
         inputs = {"DY": grad, "X": input, "SCALE": scale, "INV_VARIANCE": inv_variance}
         found = self._backward(RMSNormBackward, inputs, compute_data_type, name, has_dbias=has_dbias)

@@ -7,7 +7,7 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from math import gcd, prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
@@ -382,3 +382,10 @@ _DESCRIBED: dict[str, Any] = {  # the types of what describe() gives, save names
     "value": int | float, "is_compile_time_constant": bool, "alignment": int, "vector_count": int,
     "vector_dimension": int, "ragged_offset_multiplier": int,
 }  # fmt: skip
+
+
+Results: TypeAlias = "list[Tensor | Any]"
+"""What an operation returns whose later results may be None, where they are not asked for.
+
+For type checkers these are Any, so that programs need not ask about those that are there.
+"""

@@ -10,6 +10,7 @@ from cudnn.enums import moe_grouped_matmul_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops._graphs import GraphCache, Tensors
+from cudnn.ops._registration import custom_op
 from cudnn.pygraph.graph import pygraph
 
 _WHERE = "moe_grouped_matmul"
@@ -17,7 +18,7 @@ _NEEDED = {"none": (), "gather": ("token_index",), "scatter": ("token_index", "t
 _graph_cache: GraphCache = {}
 
 
-@torch.library.custom_op("cudnn::moe_grouped_matmul", mutates_args=())
+@custom_op("moe_grouped_matmul", autocast=("token", "weight"))
 def moe_grouped_matmul(
     token: torch.Tensor,
     weight: torch.Tensor,
@@ -124,7 +125,7 @@ def _run(describe: Any, inputs: dict[str, torch.Tensor], out: torch.Tensor, opti
         raise RuntimeError(str(error)) from error
 
 
-@torch.library.custom_op("cudnn::moe_grouped_matmul_bwd", mutates_args=())
+@custom_op("moe_grouped_matmul_bwd")
 def moe_grouped_matmul_bwd(
     doutput: torch.Tensor, token: torch.Tensor, first_token_offset: torch.Tensor
 ) -> torch.Tensor:

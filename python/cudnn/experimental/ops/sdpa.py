@@ -10,6 +10,7 @@ import torch
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import refusal
 from cudnn.experimental.ops._graphs import GraphCache, Tensors, is_readable, run
+from cudnn.ops._registration import custom_op
 from cudnn.pygraph.graph import pygraph
 
 _WHERE = "scaled_dot_product_attention"
@@ -227,7 +228,7 @@ def _gradient(x: torch.Tensor, packed: bool) -> torch.Tensor:
     return _new(x, x.shape, packed) if packed or x.stride(3) != 1 else torch.empty_like(x)
 
 
-@torch.library.custom_op("cudnn::sdpa", mutates_args=())
+@custom_op("sdpa", autocast=("q", "k", "v"))
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -262,7 +263,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[
     return _results(q, v, others[7] is not None)
 
 
-@torch.library.custom_op("cudnn::sdpa_bwd", mutates_args=())
+@custom_op("sdpa_bwd")
 def sdpa_bwd(
     dO: torch.Tensor,
     q: torch.Tensor,
@@ -323,7 +324,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
     q, k, v, o, stats, *lengths = ctx.saved_tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return *sdpa_bwd(d_o, q, k, v, o, stats, *ctx.options, *lengths, deterministic), *[None] * 9
+    gradients = sdpa_bwd(d_o, q, k, v, o, stats, *ctx.options, *lengths, is_deterministic=deterministic)
+    return *gradients, *[None] * 9
 
 
 sdpa.register_autograd(_backward, setup_context=_setup)

@@ -19,7 +19,7 @@ from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_
 from cudnn.pygraph.attention.scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList
-from cudnn.pygraph.tensor import Tensor
+from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_gradients, attention_weights, largest, weighted_sum
 from cudnn.reference.memory import rounded
 
@@ -204,7 +204,7 @@ class Fp8AttentionMethods(NodeList):
         score_max: Tensor | None = None,
         score_sum_exp: Tensor | None = None,
         sink_token: Tensor | None = None,
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Scaled dot-product attention on fp8 tensors.
 
         Args:

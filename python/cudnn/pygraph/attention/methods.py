@@ -10,7 +10,7 @@ from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import ScoreModifier
 from cudnn.pygraph.node import NOT_SET, Node, NodeList
-from cudnn.pygraph.tensor import Tensor
+from cudnn.pygraph.tensor import Results, Tensor
 
 CUSTOM_DROPOUT = ("Dropout_mask", "Dropout_scale", "Dropout_scale_inv")
 Dropout = float | tuple[Any, ...] | None
@@ -60,7 +60,7 @@ class AttentionMethods(NodeList):
         attn_bias: Tensor | None = None,
         dropout_seed: Any = None,
         dropout_offset: Any = None,
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Scaled dot-product attention ``O = softmax(attn_scale * Q K^T + bias, masked) V``.
 
         Args:
@@ -126,7 +126,7 @@ class AttentionMethods(NodeList):
             implementation=attention_implementation(implementation), score_mod=score_mod, unfuse_fma=bool(unfuse_fma),
             paged_max_seq_len_kv=paged_attention_max_seq_len_kv, **attributes,
         )  # fmt: skip
-        results: list[Tensor | None] = [node.outputs["O"], node.outputs.get("Stats")]
+        results: Results = [node.outputs["O"], node.outputs.get("Stats")]
         add_outputs(node, Max=score_max, Sum_exp=score_sum_exp, RNG_DUMP=rng_dump if node.dropout_probability else None)
         return results
 

@@ -13,7 +13,7 @@ from cudnn.pygraph.attention.methods import shared, wants_stats, where_of
 from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList
-from cudnn.pygraph.tensor import Tensor
+from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_forward, largest
 
 BLOCK = 32
@@ -90,7 +90,7 @@ class Mxfp8AttentionMethods(NodeList):
         generate_stats: bool | None = None,
         sink_token: Tensor | None = None,
         unfuse_fma: bool = False,
-    ) -> list[Tensor | None]:
+    ) -> Results:
         """Scaled dot-product attention on MXFP8 tensors: compute capability 10, cuDNN 9.21.
 
         Args:
