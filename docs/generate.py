@@ -1,6 +1,6 @@
-"""Writes what comes from the code: `python docs/generate.py`, in the repository root.
+"""Writes what comes from the code, tables of the documentation and stubs: `python docs/generate.py`, in the root.
 
-That is tables of the documentation, and the package's stubs. A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`; a test fails while a page is out of date.
 """
 
 from __future__ import annotations
