@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
 from cudnn import enums
-from cudnn.pygraph.attention import Dropout
-from cudnn.pygraph.attention_scores import ScoreModifier
+{{imports}}
 from cudnn.pygraph.tensor import Results, Tensor
 
 class Array(Protocol):
@@ -54,7 +53,18 @@ def operations() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def graph() -> str:
     """The operations as methods that take arrays too."""
-    return _GRAPH + "".join(f"{line}\n" for name, method in operations() for line in _stub(name, method))
+    own = {"Any", "None", "Results", "Sequence", "Tensor"}
+    homes = {
+        name: method.__module__
+        for _, method in operations()
+        for parameter in inspect.signature(method).parameters.values()
+        for name in re.findall(r"\b[A-Z]\w+", str(parameter.annotation))
+        if name not in own
+    }
+    modules = {home: ", ".join(sorted(name for name in homes if homes[name] == home)) for home in homes.values()}
+    imports = "\n".join(f"from {home} import {used}" for home, used in sorted(modules.items()))
+    stubs = (line for name, method in operations() for line in _stub(name, method))
+    return _GRAPH.format(imports=imports) + "".join(f"{line}\n" for line in stubs)
 
 
 def _stub(name: str, method: Callable[..., Any]) -> Iterator[str]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cudnn import ops as ops
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
-    from cudnn.fused.names import *  # noqa: F403
+    from cudnn.fused.names import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]  (a stub)
     from cudnn.launch.emulation import emulation as emulation
     from cudnn.sdpa import SdpaBackward as SdpaBackward
     from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256

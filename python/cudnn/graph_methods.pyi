@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
 from cudnn import enums
-from cudnn.pygraph.attention import Dropout
-from cudnn.pygraph.attention_scores import ScoreModifier
+from cudnn.pygraph.attention.fp8 import Dropout, ScoreModifier
 from cudnn.pygraph.tensor import Results, Tensor
 
 class Array(Protocol):
@@ -161,7 +160,7 @@ class GraphMethods:
         compute_data_type: object = enums.data_type.NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
-        """``input`` as small numbers, with one scale for each ``block_size`` elements along ``axis``.
+        """``input`` quantised to a narrow type, with one scale for each ``block_size`` elements along ``axis``.
 
         ``scale = round_up(amax(block) / largest(Y))`` and ``Y = round(input / scale)``, which saturates: the formula of
         cuDNN's documentation. Set the types on the results: Y FP8_E4M3, FP8_E5M2 or FP4_E2M1, the scale FP8_E8M0
@@ -565,7 +564,7 @@ class GraphMethods:
         top_k: int = 0,
         name: str = "",
     ) -> Tensor:
-        """Each token by the weights of its expert, all experts in one operation. Needs cuDNN 9.15.
+        """Multiplies each token by the weights of its expert, for all experts in one operation. Needs cuDNN 9.15.
 
         Args:
             token: ``[1, rows, K]``, sorted by expert; for GATHER ``[1, tokens, K]`` in any order.
@@ -683,12 +682,12 @@ class GraphMethods:
         ``window`` and ``stride``; ``pre_padding`` and ``post_padding`` are 0 unless given.
 
         All four are lists of whole numbers, one for each of the one to three spatial dimensions. A padding is smaller
-        than its window. cuDNN wants FLOAT for ``compute_data_type``.
+        than its window. cuDNN requires FLOAT for ``compute_data_type``.
 
         Args:
             resampling_mode: MAXPOOL, AVGPOOL_INCLUDE_PADDING (divides by the size of the window) or
                 AVGPOOL_EXCLUDE_PADDING (by how much of the window lies in the image). BILINEAR and NEAREST are refused.
-            padding_mode: What stands in the padding. cuDNN wants NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
+            padding_mode: What stands in the padding. cuDNN requires NEG_INF_PAD for MAXPOOL and ZERO_PAD for averages
                 where anything is padded; the reference executor takes EDGE_VAL_PAD too.
             generate_index: Also returns the place of the largest element in its window, for ``resample_backward``: a
                 number in row-major order, INT8, or INT32 where a window has more than 128 elements. cuDNN has it for
@@ -888,7 +887,7 @@ class GraphMethods:
                 scores. It runs when the graph is validated and when it is built.
             score_max, score_sum_exp: Tensors ``[b, h_q, s_q, 1]`` that get each row's largest score, and the sum of
                 ``exp(score - largest)``.
-            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row, whose weight is not kept.
+            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row of the softmax, whose weight is dropped.
             unfuse_fma: Asks cuDNN (9.22) not to fuse multiplication and addition in the softmax.
 
         Returns:
@@ -1030,7 +1029,7 @@ class GraphMethods:
                 scores. It runs when the graph is validated and when it is built.
             score_max, score_sum_exp: Tensors ``[b, h_q, s_q, 1]`` that get each row's largest score, and the sum of
                 ``exp(score - largest)``.
-            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row, whose weight is not kept.
+            sink_token: FLOAT ``[1, h_q, 1, 1]``: one more score in each row of the softmax, whose weight is dropped.
             unfuse_fma: Asks cuDNN (9.22) not to fuse multiplication and addition in the softmax.
 
         Returns:
@@ -1363,7 +1362,10 @@ class GraphMethods:
     ) -> Tensor:
         """A tensor described by shape and strides in elements. A ``uid`` of -1 leaves the choice to the library."""
     def tensor_like(self, source: Any, name: str = "") -> Tensor:
-        """As in a sub-graph. CPU arrays of more than one element make the graph one for the reference executor."""
+        """A tensor described by another: a graph tensor, a ``torch.Tensor`` or any object with ``__dlpack__``.
+
+        A CPU array of one element is passed by value. One of more elements makes the reference executor run the graph.
+        """
     def tensor_scalar(
         self,
         value: int | float,

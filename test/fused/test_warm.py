@@ -114,7 +114,7 @@ def test_shapes_choose_among_kernels() -> None:
         (["--shape", "128x128"], "gemm_amax: shape: got 128x128; allowed: m x n x k. To fix it, choose the APIs"),
         (["--shape", "128xn"], "got '128xn'; allowed: sizes such as"),
         (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),
-        (["--api", "rmsnorm_rht_amax", "--shape", "2x65536"], "columns of x"),
+        (["--api", "rmsnorm_rht_amax", "--shape", "2x131072"], "columns of x"),
         (["--jobs", "0"], "--jobs"),
     ],
 )

@@ -64,5 +64,5 @@ def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[insp
 def _present(api: type[FusedAPI], results: Mapping[str, Any], like: Any) -> Any:
     """Results in order; operators return tensors, so one without elements stands for one that there is not."""
     found = [results.get(f"{name}_tensor") for name in api.returns]
-    present = tuple(like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in found)
-    return present if len(present) > 1 else present[0]
+    present = [like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in found]
+    return tuple(present) if len(present) > 1 else present[0]

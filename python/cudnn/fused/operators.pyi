@@ -11,6 +11,7 @@ def gemm_amax(
     c_major: str = "n",
     c_dtype: dtype = torch.float32,
     sf_vec_size: int = 32,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """GEMM + amax: c, amax; what there is not has no elements. See :class:`cudnn.GemmAmax`."""
 
@@ -26,6 +27,7 @@ def gemm_dsrelu(
     d_dtype: dtype = torch.bfloat16,
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + dsReLU: d, dprob, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmDsrelu`."""
 
@@ -44,6 +46,7 @@ def gemm_geglu(
     geglu_alpha: float = 1.702,
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + GeGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmGeglu`."""
 
@@ -59,6 +62,7 @@ def gemm_srelu(
     d_dtype: dtype = torch.bfloat16,
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + squared ReLU: c, d, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmSrelu`."""
 
@@ -73,6 +77,7 @@ def gemm_swiglu(
     sfb: Tensor | None = None,
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
+    accurate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + SwiGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmSwiglu`."""
 
