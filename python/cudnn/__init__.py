@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cudnn import experimental as experimental
     from cudnn import gemm as gemm
     from cudnn import ops as ops
+    from cudnn import sdpa as sdpa
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
     from cudnn.fused.names import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]  (a stub)
