@@ -14,6 +14,7 @@ import cudnn
 from cudnn.backend import cuda_graph, library
 from cudnn.backend.handle import gpu_available
 from cudnn.backend.plan import Origin
+from cudnn.explain.twins import twin_of
 from cudnn.pygraph import graph as graph_module
 from cudnn.pygraph import program
 from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
@@ -160,6 +161,70 @@ def test_memory_of_the_graphs_own_has_one_shape(h200: Any) -> None:
     graph.build_operation_graph()
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="a graph with memory of its own for one shape"):
         graph._cudnn()._overriding([1], [[2, 4, 32, 64]], [packed(*dims)])
+
+
+# Calls prepared for data like those of the last.
+class Traced(cudnn.pygraph):
+    """A program's own class of graphs."""
+
+    def execute(self, *arguments: Any, **options: Any) -> None:
+        self.seen.append("own")
+        super().execute(*arguments, **options)
+
+    seen: list[str]
+
+
+def traced(kind: type[cudnn.pygraph], device: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """A built product that lists what its calls run; nothing is launched."""
+    seen: list[str] = []
+    monkeypatch.setattr(program.CudnnProgram, "execute", lambda *_: seen.append("any"))
+    monkeypatch.setattr(program.CudnnProgram, "specialised", lambda *_: lambda *_, **__: seen.append("prepared"))
+    graph: Any = kind(
+        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device
+    )
+    graph.seen = seen
+    a = graph.tensor([1, 64, 64], packed(1, 64, 64))
+    graph.matmul(a, a).set_output(True)
+    graph.build(MODES)
+    return graph, seen
+
+
+def test_the_first_call_prepares_later_ones(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, seen = traced(cudnn.pygraph, h200, monkeypatch)
+    graph.execute({})
+    graph.execute({}, handle=None)
+    cudnn.pygraph.execute(graph, {})
+    graph._execute({}, 0)  # addresses are not prepared for
+    assert seen == ["any", "prepared", "prepared", "any"]
+    assert twin_of(graph)._prepared is None
+    assert "execute" not in vars(twin_of(graph))
+    graph.build_plan_at_index(0)
+    graph.execute({})
+    assert seen[4:] == ["any"]
+    graph.build_operation_graph()
+    with pytest.raises(RuntimeError, match="plan"):
+        graph.execute({})
+
+
+def test_a_subclass_keeps_its_execute(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, seen = traced(Traced, h200, monkeypatch)
+    for _ in range(3):
+        graph.execute({})
+    assert seen == ["own", "any", "own", "prepared", "own", "prepared"]
+
+
+def test_execute_may_be_wrapped_in_the_class(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, seen = traced(cudnn.pygraph, h200, monkeypatch)
+    inner: Any = cudnn.pygraph.execute
+
+    def wrapped(self: Any, *arguments: Any) -> None:
+        seen.append("wrapped")
+        inner(self, *arguments)
+
+    monkeypatch.setattr(cudnn.pygraph, "execute", wrapped)
+    for _ in range(3):
+        graph.execute({})
+    assert seen == ["wrapped", "any", "wrapped", "prepared", "wrapped", "prepared"]
 
 
 # Bare addresses.

@@ -26,8 +26,7 @@ def twin_of(graph: pygraph, nodes: Sequence[Node] | None = None) -> pygraph:
     twin = copy.copy(graph)
     twin.nodes = copy.deepcopy(graph.nodes) if nodes is None else list(nodes)
     twin._kernel_cache = None
-    twin._program = twin._operation_graph = None
-    twin.__dict__.pop("execute", None)
+    twin._forget_program()
     return twin
 
 

@@ -110,6 +110,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         self._arrays_on: set[str] = set()  # where the arrays lie that described tensors: "cpu", "gpu"
         self._operation_graph: OperationGraph | None = None
         self._program: CudnnProgram | ReferenceProgram | None = None
+        self._prepared: Callable[..., None] | None = None
         settings.configure_logging()
 
     def tensor_like(self, source: Any, name: str = "") -> Tensor:
@@ -291,7 +292,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def _forget_program(self) -> None:
         self._program = self._operation_graph = None
-        self.__dict__.pop("execute", None)
+        self._prepare_calls(None)
 
     def create_execution_plans(self, modes: Sequence[heur_mode]) -> None:
         """Asks cuDNN's heuristics for engine configurations, best first; a second call appends.
@@ -341,7 +342,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         program = self._program
         assert isinstance(program, CudnnProgram)
         program.use(plan)
-        self.__dict__.pop("execute", None)
+        self._prepare_calls(None)
         if _log.isEnabledFor(logging.INFO):
             _log.info("graph %r: plan %s, workspace %d bytes", self.name, plan.config.tag, program.workspace_size(plan))
 
@@ -521,6 +522,30 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             ValueError: an array is missing, or has another type or layout than the graph's tensor.
             TypeError: a key or value of another kind; an address for the reference executor.
         """
+        run = self._prepared or self._execute_any
+        run(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
+
+    def _prepare_calls(self, prepared: Callable[..., None] | None) -> None:
+        """Sets what ``execute`` runs: a function written out for data like those of the last call, None for any data.
+
+        Such a function is also the instance's own ``execute``, which saves the frame of the method at every call. The
+        ``execute`` of a subclass, or one that a program has put into this class, is never passed by.
+        """
+        self._prepared = prepared
+        self.__dict__.pop("execute", None)
+        if prepared is not None and type(self).execute is _execute:
+            self.__dict__["execute"] = prepared
+
+    def _execute_any(
+        self,
+        tensor_to_buffer: Mapping[Any, Any],
+        workspace: Any = None,
+        handle: Handle | int | None = None,
+        override_uids: Sequence[int] | None = None,
+        override_shapes: Sequence[Sequence[int]] | None = None,
+        override_strides: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """``execute`` for data of any kind; prepares later calls for data like these."""
         program = self._planned()
         used = self._handle if handle is None else handle
         if isinstance(program, ReferenceProgram):
@@ -536,12 +561,12 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             override = (override_uids, override_shapes or [], override_strides or [])
             return program.execute(tensor_to_buffer, workspace, used, None, override)
         program.execute(tensor_to_buffer, workspace, used)
-        # Later calls run what is written out for data like these. It refers to the graph weakly: a cycle would leave
-        # the plan to the garbage collector, which may destroy it in the middle of a stream capture.
+        # It refers to the graph weakly: a cycle would leave the plan to the garbage collector, which may destroy it in
+        # the middle of a stream capture.
         otherwise = functools.partial(_execute_again, weakref.ref(self))
         fast = program.specialised(tensor_to_buffer, workspace, self._handle, otherwise)
         if fast is not None:
-            self.__dict__["execute"] = fast
+            self._prepare_calls(fast)
 
     def execute_plan_at_index(
         self,
@@ -556,8 +581,8 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         """As ``execute``, with the built plan at an index."""
         plans = self._plans("execute_plan_at_index")
         if plans is None:
-            return pygraph.execute(
-                self, tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides
+            return self._execute_any(
+                tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides
             )
         program = self._cudnn()
         plan = program.bound(plans.plan_at(index))
@@ -615,7 +640,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
     def _execute(
         self, pointers: Mapping[int, int], workspace: int, handle: Handle | int | None = None, *override: Any
     ) -> None:
-        pygraph.execute(self, pointers, workspace, handle, *override)
+        self._execute_any(pointers, workspace, handle, *override)
 
     def _execute_plan_at_index(
         self,
@@ -742,7 +767,10 @@ def _restored(text: str, handle: Handle) -> pygraph:
 
 
 def _execute_again(graph: weakref.ref[pygraph], *arguments: Any) -> None:
-    """``pygraph.execute`` of a graph that is alive, since it is being called."""
+    """``_execute_any`` of a graph that is alive, since it is being called."""
     called = graph()
     assert called is not None
-    pygraph.execute(called, *arguments)
+    called._execute_any(*arguments)  # pyright: ignore[reportPrivateUsage]
+
+
+_execute = pygraph.execute
