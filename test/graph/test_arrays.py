@@ -204,7 +204,7 @@ class Recorder:
 class Bound:
     """Stands for a program of one tensor on the device, one passed by value, and its plan."""
 
-    by_value, device, plain = frozenset({2}), 0, True
+    by_value, device, plain, off_bits = frozenset({2}), 0, True, ()
 
     def __init__(self, plan: Recorder) -> None:
         self.bindings, self.plan = type("Bindings", (), {"user": [1, 2]}), plan
