@@ -17,7 +17,8 @@ WGMMA, LOAD = 0, 1
 _WHY = {
     ACCUMULATOR: "accumulates in it: no wgmma.wait_group between them covers its group",
     LEFT: "multiplies from it: no wgmma.wait_group between them covers its group",
-    LOADED: "loads it: no tcgen05.wait::ld (cute.arch.fence_view_async_tmem_load) between them",
+    LOADED: "loads it: no tcgen05.wait::ld (cute.arch.fence_view_async_tmem_load) between them; "
+    "load_waits=False leaves the wait to ptxas",
 }
 
 

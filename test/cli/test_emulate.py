@@ -186,6 +186,13 @@ def test_a_script_without_a_race_and_its_arguments(tmp_path: Path) -> None:
     assert "data races none found" in words(result)
 
 
+@pytest.mark.parametrize(("option", "waits"), [([], "True"), (["--no-load-waits"], "False")])
+def test_waits_for_tensor_memory_can_be_left_to_the_compiler(option: list[str], waits: str, tmp_path: Path) -> None:
+    script = tmp_path / "options.py"
+    script.write_text("from ptx_emulator.runtime.hook import HOOK\nprint('waits', HOOK.session.options.load_waits)\n")
+    assert f"waits {waits}" in words(emulate(*option, script))
+
+
 def test_a_script_that_runs_no_kernel(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("VALUE = 3\n")
     script = tmp_path / "plain.py"

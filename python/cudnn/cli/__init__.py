@@ -79,6 +79,9 @@ def _emulate(
     races: Annotated[bool, typer.Option(help="Look for data races; two to five times slower.")] = True,
     scheduler: Annotated[str, typer.Option(help="lowest-pc, random or lazy.")] = "lowest-pc",
     seed: Annotated[int, typer.Option(help="Seed of the random tensors and schedulers.")] = 0,
+    load_waits: Annotated[
+        bool, typer.Option(help="Registers of tcgen05.ld must be waited for; not so where ptxas is left to do it.")
+    ] = True,
     shape: Annotated[str, typer.Option(help="Size of the fused API's problem, such as 16x512.")] = "",
     json: Annotated[str, typer.Option(metavar="FILE", help="Also write the report as JSON; -: to stdout.")] = "",
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX of the kernels that ran.")] = False,
@@ -108,7 +111,7 @@ def _emulate(
     if not is_script and arguments:
         raise typer.BadParameter(f"got {' '.join(arguments)!r}; allowed: only with a script.", param_hint="ARGUMENTS")
     sizes = _sizes(shape, programs.find(target).dimensions) if shape else None
-    options = emulate.Options(arch, races, scheduler, seed)
+    options = emulate.Options(arch, races, scheduler, seed, load_waits)
     raise typer.Exit(emulate.run(target, arguments or (), options, sizes, json, ptx))
 
 

@@ -59,6 +59,7 @@ class Options:
     races: bool = True
     scheduler: str = "lowest-pc"
     seed: int = 0
+    load_waits: bool = True
 
 
 @dataclass
@@ -167,9 +168,7 @@ def _emulate(
     try:
         with (
             progress.shown("compiling", quiet=quiet, look=look),
-            cudnn.emulation(
-                options.arch, races=options.races, scheduler=options.scheduler, seed=options.seed
-            ) as outcome.report,
+            cudnn.emulation(**asdict(options)) as outcome.report,
         ):
             action()
     except SystemExit as request:
