@@ -125,11 +125,17 @@ class Races:
 
     def issue(self, lanes: Any) -> Issue:
         """An operation of one thread, or of several together: it relies only on what all their warps know."""
-        warps = np.unique(np.atleast_1d(lanes) >> 5)
+        if isinstance(lanes, int):
+            warp = lanes >> 5
+            clock = self.clock[warp].copy()
+            handed = clock.copy()
+            handed[0, warp] -= 1
+            return Issue(clock, handed, lanes, int(self.turn[warp]))
+        warps = np.unique(lanes >> 5)
         clock = self.clock[warps].min(0)
         handed = clock.copy()
         handed[0, warps] = self.clock[warps, 0, warps] - 1
-        return Issue(clock, handed, *((lanes, int(self.turn[warps[0]])) if np.ndim(lanes) == 0 else ()))
+        return Issue(clock, handed)
 
     def release(self, warps: Array) -> Array:
         """What `warps` know, to be handed on; accesses after this are newer than it."""
