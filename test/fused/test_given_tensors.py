@@ -339,6 +339,7 @@ def test_interleaved_weights(l: int) -> None:  # noqa: E741
         source = (gate if i // 32 % 2 else up)[i // 64 * 32 + i % 32]
         assert torch.equal(w[i], source)
     assert torch.equal(cudnn.interleave_gate_up(up, gate, gate_first=True), w)
+    assert cudnn.interleave_gate_up(gate.clone().requires_grad_(), up).requires_grad
     x = torch.randn(40, 64, max(l, 1)).permute(2, 0, 1).contiguous().permute(1, 2, 0).bfloat16()
     c = cudnn.gemm_swiglu_wrapper(x, w if l else w.unsqueeze(-1), ab12_dtype=None, c_dtype=None)["c_tensor"]
     z = [torch.einsum("mkl,nkl->mnl", x.float(), part.float().reshape(96, 64, -1)) for part in (gate, up)]

@@ -187,7 +187,7 @@ def test_public_names() -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"n": 520}, ValueError, "columns of x: got 520; allowed: multiples of 16"),
-    ({"n": 528}, ValueError, "columns of x: got 528; allowed: multiples of 512. To fix it, or give num_threads"),
+    ({"n": 528}, ValueError, "columns of x: got 528; allowed: multiples of 512. To fix it, pass num_threads"),
     ({"num_threads": 0}, ValueError, "num_threads: got 0; allowed: multiples of 32 from 32 to 1024"),
     ({"num_threads": -32}, ValueError, "num_threads: got -32"),
     ({"num_threads": 48}, ValueError, "num_threads: got 48"),

@@ -41,4 +41,5 @@ def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
     if gate.ndim == 3:
         parts = tuple(part.permute(2, 0, 1) for part in parts)
     woven = torch.stack([part.unflatten(-2, (-1, PAIR)) for part in parts], dim=-3).flatten(-4, -2)
-    return (woven.permute(1, 2, 0) if woven.ndim == 3 else woven).view(dtype)
+    woven = woven.permute(1, 2, 0) if woven.ndim == 3 else woven
+    return woven if woven.dtype == dtype else woven.view(dtype)  # a view as another type records no gradient

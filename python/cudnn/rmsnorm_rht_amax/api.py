@@ -118,7 +118,7 @@ class RmsNormRhtAmax(FusedAPI):
     def check_rules(self, sizes: Sizes) -> None:
         n, threads = sizes["n"], self.num_threads
         if threads is None:
-            raise self.error("columns of x", n, "multiples of 512", "or give num_threads")
+            raise self.error("columns of x", n, "multiples of 512", "pass num_threads")
         if threads <= 0 or threads > 1024 or threads % WARP:
             raise self.error("num_threads", threads, f"multiples of {WARP} from {WARP} to 1024")
         if n % threads or n // threads % 8:
