@@ -77,6 +77,13 @@ def test_a_slice_that_begins_at_such_an_address() -> None:
     assert known_faults.Engines(note=CUBLASLT) in known_faults.faulty_engines(graph.nodes, SEEN_IN)
 
 
+@pytest.mark.parametrize(("dims", "misread"), [((2, 1, 32), True), ((2, 64, 32), False), ((1, 1, 32), False)])
+def test_rows_that_are_added_by_batch(dims: tuple[int, int, int], misread: bool) -> None:
+    graph = reference_graph(HALF)
+    graph.bias(product(graph, graph.tensor(*ALIGNED), 48), graph.tensor(dims, [dims[1] * 32, 32, 1])).set_output(True)
+    assert left_out(graph) == [""] * misread
+
+
 # Operands of 8 bits that are widened before the product.
 def widened(graph: cudnn.pygraph, layout: Layout, relu: bool = False, start: int = 0) -> cudnn.tensor:
     (b, m, k), stride = layout
@@ -161,12 +168,16 @@ def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
     widened(graph, ROWS)
     graph.build(MODES)
     (before,) = graph._cudnn().before
+    explained = graph.explain()
+    assert "runs 1 (matmul)\n  runs before it, in plans of their own: widen (identity)" in str(explained)
+    assert "widen #40;" not in explained.mermaid().partition("subgraph")[2].partition("end")[0]
     data = graph.serialize()
-    ((text, *places),) = load(data).before
-    assert places == [*before[1:]]
+    ((node, text, *places),) = load(data).before
+    assert node == "widen (identity)"
+    assert places == [*before[2:]]
     assert load(text.encode()).plan
     document = json.loads(data)
-    for wrong in ([["{}", 99, 0, 0, 0]], [[1, 2]], 3):
+    for wrong in ([["widen", "{}", 99, 0, 0, 0]], [[1, 2]], 3):
         with pytest.raises(ValueError, match="serialise the graph again"):
             load(json.dumps({**document, "before": wrong}).encode())
 
@@ -218,6 +229,18 @@ def test_such_data_go_to_a_plan_that_reads_them(
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["execute"]
     assert "(uid 2)" in caplog.text
     assert "set_alignment(2)" in caplog.text
+
+
+@pytest.mark.deviceless_919
+def test_casts_that_would_need_workspace_are_refused(apart: None, h200: Any) -> None:
+    graph = planned_graph(h200)
+    widened(graph, FOUR)
+    graph.build(MODES)
+    program = graph._cudnn()
+    assert not program.before
+    handle: Any = type("Handle", (), {"ptr": 1, "argument": None, "device": 0})()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"off its alignment of 16 bytes.*set_alignment\(2\)"):
+        program.launch([4098, 8192, 16384], 0, handle, program.plan)
 
 
 @pytest.mark.deviceless_919

@@ -218,6 +218,7 @@ def _plan(program: CudnnProgram, plan: ExecutionPlan) -> ExplainedPlan:
         behavior_notes=tuple(note.name for note in config.behavior_notes),
         workspace=program.workspace_size(plan),
         kernels=kernels,
+        before=tuple(item.node for item in program.before),
     )
 
 

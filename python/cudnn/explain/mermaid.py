@@ -21,7 +21,11 @@ def render(explained: Explanation) -> str:
     """A flowchart; what a plan fuses stands in a subgraph with the plan's name."""
     caption, boxes, arrows = drawing(explained)
     plan = explained.plan if explained.plan is not None and explained.plan.tag != "reference" else None
-    inside = [box for box in boxes if box.kind in ("operation", "virtual")] if plan is not None else []
+    inside = [
+        box
+        for box in boxes
+        if plan is not None and box.kind in ("operation", "virtual") and box.lines[0] not in plan.before
+    ]
     lines = [f"%% {line}" for line in caption]
     lines.append("flowchart TD")
     lines += [f"  {_box(box)}" for box in boxes if box not in inside]

@@ -74,6 +74,7 @@ class ExplainedPlan:
         knobs: Values by the knob's name.
         workspace: Bytes, the graph's own part included.
         kernels: Names of the kernels as the built plan lists them; empty for engines compiled in advance.
+        before: Labels of nodes that plans of their own compute first.
     """
 
     tag: str
@@ -82,6 +83,7 @@ class ExplainedPlan:
     behavior_notes: tuple[str, ...] = ()
     workspace: int = 0
     kernels: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

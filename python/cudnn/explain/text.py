@@ -97,11 +97,14 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _plan(explained: Explanation, plan: ExplainedPlan) -> list[str]:
     views = [node.label for node in explained.nodes if node.operations == ()]
-    inside = ", ".join(node.label for node in explained.nodes if node.operations != ())
+    fused = [node.label for node in explained.nodes if node.operations != () and node.label not in plan.before]
+    inside = ", ".join(fused)
     lines = [f"plan {plan.tag}"]
     if plan.tag == "reference":
         return [*lines, f"  computes node by node, without fusion: {inside}"]
-    lines.append(f"  {'fuses' if len(explained.nodes) - len(views) > 1 else 'runs'} {inside}")
+    lines.append(f"  {'fuses' if len(fused) > 1 else 'runs'} {inside}")
+    if plan.before:
+        lines.append(f"  runs before it, in plans of their own: {', '.join(plan.before)}")
     if views:
         lines.append(f"  runs as offsets into memory: {', '.join(views)}")
     names = [f"{number} x {name}" if number > 1 else name for name, number in Counter(plan.kernels).items()]

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_uint64
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
@@ -35,7 +34,7 @@ from cudnn.enums import (
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
 from cudnn.pygraph.attention import AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods
-from cudnn.pygraph.layout import span
+from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods
@@ -271,14 +270,12 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             f"{self.name}: {item.node.where}", compute_data_type=item.node.compute_data_type, handle=self._handle,
             device_property=self._device_property, backend="cudnn",
         )  # fmt: skip
-        dim, stride = x.dim, x.stride
-        if x.stride == y.stride and span(x.dim, x.stride) == prod(x.dim):  # one row, whatever it is to the product
-            dim, stride = [1, 1, prod(x.dim)], [prod(x.dim), prod(x.dim), 1]
-        source = graph.tensor(dim, stride, x.data_type).set_uid(0).set_alignment(x.alignment)
+        dim, *strides = element_wise_layout(x.dim, x.stride, y.stride)
+        source = graph.tensor(dim, strides[0], x.data_type).set_uid(0).set_alignment(x.alignment)
         result = graph.identity(source).set_uid(1).set_output(True).set_data_type(y.data_type)
-        result.set_stride(stride if dim is not x.dim else y.stride)
+        result.set_stride(strides[1])
         graph.build(_DEFAULT_MODES)
-        before = Before(graph, item.source, item.source_offset, item.offset, bindings.workspace_size)
+        before = Before(item.node.where, graph, item.source, item.source_offset, item.offset, bindings.workspace_size)
         bindings.reserve(graph.get_workspace_size())
         _log.info("graph %r: %s runs in a plan of its own before the others, which costs time and workspace: cuDNN "
                   "computes it wrongly inside their plan", self.name, item.node.where)  # fmt: skip
@@ -753,9 +750,10 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             _log.info("graph %r was serialised on the reference executor: cuDNN builds a plan for it here", self.name)
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
+        before = [Before(node, _restored(text, handle), *places) for node, text, *places in restored.before]
         program = self._program = CudnnProgram(
             None, restored.bindings, self._all_tensors(), handle.device, restored.override_shape, self._pools(),
-            [Before(_restored(text, handle), *places) for text, *places in restored.before], self._any_address(),
+            before, self._any_address(),
         )  # fmt: skip
         program.use(ExecutionPlan.from_json(handle, restored.plan, restored.origin))
 

@@ -159,7 +159,7 @@ def faulty_engines(nodes: Sequence[Node], version: int) -> Iterator[Engines]:
         if matmul_faults.tiles_misread(nodes):
             yield Engines(name="eng2")
             yield Engines(name="eng4")
-        if matmul_faults.lies_off(nodes):
+        if matmul_faults.lies_off(nodes) or matmul_faults.adds_by_batch(nodes):
             yield Engines(note=behavior_note.CUBLASLT_DEPENDENCY)
         if matmul_faults.loads_race(nodes):
             yield Engines(name="eng7")

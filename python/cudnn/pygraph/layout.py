@@ -72,3 +72,24 @@ def span(dims: Sequence[int], strides: Sequence[int]) -> int:
     if prod(dims) == 0:
         return 0
     return 1 + sum((extent - 1) * stride for extent, stride in zip(dims, strides, strict=True))
+
+
+_LONGEST_ROW = 1 << 18  # cuDNN 9.19 fails to launch its element-wise kernels for twice as many elements and a few
+
+
+def element_wise_layout(dims: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:
+    """Three extents, and the strides of some tensors, for an operation that does not care which element is where.
+
+    The last dimension is the fastest. Tensors without gaps are a matrix of other extents, with rows as long as may be.
+
+    >>> element_wise_layout([2, 5, 3], [15, 1, 5], [15, 1, 5])
+    [[1, 1, 30], [30, 30, 1], [30, 30, 1]]
+    >>> element_wise_layout([2, 5, 3], [32, 1, 8], [15, 1, 5])
+    [[2, 3, 5], [32, 8, 1], [15, 5, 1]]
+    """
+    count = prod(dims)
+    if span(dims, strides[0]) == count and all([*steps] == [*strides[0]] for steps in strides):
+        row = next(length for length in range(min(count, _LONGEST_ROW), 0, -1) if count % length == 0)
+        return [[1, count // row, row], *([count, row, 1] for _ in strides)]
+    order = stride_order(dims, strides[0])[::-1]
+    return [[values[axis] for axis in order] for values in (dims, *strides)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TypeGuard
 
 from cudnn.datatypes import element_bits
@@ -71,6 +72,18 @@ def tiles_misread(nodes: Sequence[Node]) -> bool:
     return any(
         source.dim[-2:] == operand.dim[-2:] and not _is_aligned(source, _TILE_STEP)
         for operand, source, _ in _Sources(nodes).operands()
+    )
+
+
+def adds_by_batch(nodes: Sequence[Node]) -> bool:
+    """Whether a product is followed by a row that is another one for each entry of the batch.
+
+    cuBLASLt added the first entry's to all, in the only such product that it ran, of one row and one column.
+    """
+    rows = (tensor for node in nodes if isinstance(node, Pointwise) for tensor in node.inputs.values())
+    return any(isinstance(node, Matmul) for node in nodes) and any(
+        not tensor.is_virtual and len(tensor.dim) > 2 and tensor.dim[-2] == 1 and prod(tensor.dim[:-2]) > 1
+        for tensor in rows
     )
 
 

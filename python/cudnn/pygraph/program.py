@@ -110,6 +110,7 @@ class Before(NamedTuple):
     The tensor has the uid 0 in it, the result 1.
     """
 
+    node: str  # as messages call it
     graph: pygraph
     source: int  # uid of what it reads
     source_offset: int  # bytes from the start of that
@@ -296,7 +297,10 @@ class CudnnProgram:
                     raise ValueError(self._off(pointers, "addresses of whole elements"))
             assert self._for_any_address is not None
             _log.warning("%s", self._off(pointers, "such addresses, by another plan, built now, which is slower"))
-            graph = self._at_any_address = self._for_any_address(plan.workspace_size)
+            graph = self._for_any_address(plan.workspace_size)
+            if graph.get_workspace_size() > self.workspace_size(plan):  # for operands of 8 bits that are widened first
+                raise cudnnGraphNotSupportedError(self._off(pointers, "aligned addresses, for this graph"))
+            self._at_any_address = graph
         graph.execute(dict(zip(self.bindings.user, pointers, strict=True)), space, handle)
 
     def to_cuda_graph(
@@ -308,7 +312,7 @@ class CudnnProgram:
         assert plan is not None
         if self.before:
             raise cudnnGraphNotSupportedError(
-                refusal("populate_cuda_graph", "graph", f"one that runs {self.before[0].graph.name!r} in a plan of its "
+                refusal("populate_cuda_graph", "graph", f"one that runs {self.before[0].node} in a plan of its "
                         "own", "graphs of one plan", "capture execute() in a stream instead")
             )  # fmt: skip
         pointers, space = self._addresses(variant_pack, workspace, used, plan)

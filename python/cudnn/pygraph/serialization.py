@@ -33,7 +33,7 @@ class Restored(NamedTuple):
     override_shape: bool
     plan: str | None  # cuDNN's JSON; "" where only the reference executor was built; None where nothing was
     origin: Origin
-    before: list[tuple[str, int, int, int, int]]  # as program.Before, each graph serialised
+    before: list[tuple[str, str, int, int, int, int]]  # as program.Before, each graph serialised
 
 
 def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = False) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def dump(description: dict[str, Any], program: CudnnProgram | None, planned: boo
         document["behavior_notes"] = [note.name for note in program.plan.config.behavior_notes]
         document["override_shape"] = program.override_shape
         document["bindings"] = program.bindings.to_json()
-        document["before"] = [[item.graph.serialize().decode(), *item[1:]] for item in program.before]
+        document["before"] = [[item.node, item.graph.serialize().decode(), *item[2:]] for item in program.before]
         document["cudnn"] = library.version()
     return json.dumps(document).encode()
 
@@ -124,7 +124,7 @@ def _restore(document: dict[str, Any], with_plan: bool) -> Restored:
     for node in (restored if built else _read(document, with_plan)).nodes:
         with contextlib.suppress(cudnnGraphNotSupportedError, *incomplete):  # they come again when it is used
             node.prepare(restored.context)
-    if any(source not in restored.bindings.user for _, source, *_ in restored.before):
+    if any(source not in restored.bindings.user for _, _, source, *_ in restored.before):
         raise ValueError("a plan before the graph's that reads an unknown tensor")
     if built and any(tensor.uid is None for node in restored.nodes for tensor in node.tensors()):
         raise ValueError("a plan with a tensor that has no uid")
@@ -160,5 +160,5 @@ def _read(document: dict[str, Any], with_plan: bool) -> Restored:
             [numerical_note[name] for name in document.get("numerical_notes", [])],
             [behavior_note[name] for name in document.get("behavior_notes", [])],
         ),
-        conforming([*map(tuple, document.get("before", []))], list[tuple[str, int, int, int, int]], "before"),
+        conforming([*map(tuple, document.get("before", []))], list[tuple[str, str, int, int, int, int]], "before"),
     )
