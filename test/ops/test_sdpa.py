@@ -96,6 +96,18 @@ def test_any_strides(name: str, how: str) -> None:
     assert_solved(problem, found, tensors, atol=1e-10, rtol=1e-10)
 
 
+def test_lengths_that_are_parts_of_other_tensors() -> None:
+    """At addresses that graphs do not take."""
+    problem = CASES["packed with gaps"]
+    keywords = problem.keywords()
+    parts = {name: x for name, x in keywords.items() if isinstance(x, torch.Tensor)}
+    assert len(parts) == 4
+    parts = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:] for name, x in parts.items()}
+    assert all(x.data_ptr() % 16 for x in parts.values())
+    q, k, v, _ = problem.tensors(F64)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, **{**keywords, **parts}), problem.solve(q, k, v))
+
+
 def test_one_key_for_the_whole_batch() -> None:
     q, k, v, _ = CASES["causal"].tensors(F64)
     k, v = (x[:1].expand(2, -1, -1, -1) for x in (k, v))

@@ -9,8 +9,10 @@ from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.ops._registration import custom_op
+from cudnn.ops._vmap import in_front
 
 _WHERE = "causal_conv1d"
+_RANKS = {"x": "[B, C, T]", "weight": "[C, W]", "bias": "[C]"}
 _ACTIVATIONS = {"identity": 0, "silu": 1}
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 9}
 """``cudnnDataType_t`` by type."""
@@ -36,16 +38,16 @@ def causal_conv1d(
         TypeError: tensors of several types.
         cudnnGraphNotSupportedError: an older cuDNN, or a W that it does not have.
     """
-    _check(x, weight, bias, activation)
+    if x.ndim != 3:
+        raise ValueError(refusal(_WHERE, "shape of x", tuple(x.shape), _RANKS["x"]))
     return causal_conv1d_fwd_primitive(x, weight, x.new_zeros(x.shape[1]) if bias is None else bias, activation)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    ranks = {"x": "[B, C, T]", "weight": "[C, W]", "bias": "[C]"}
+def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str) -> None:
+    given = {"x": x, "weight": weight, "bias": bias}
     for name, tensor in given.items():
-        if tensor.ndim != ranks[name].count(",") + 1:
-            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(tensor.shape), ranks[name]))
+        if tensor.ndim != _RANKS[name].count(",") + 1:
+            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(tensor.shape), _RANKS[name]))
     types = {name: tensor.dtype for name, tensor in given.items()}
     if len(set(types.values())) > 1:
         raise TypeError(refusal(_WHERE, "types", types, "one type for all tensors", "call .to(x.dtype)"))
@@ -81,6 +83,7 @@ def causal_conv1d_fwd_primitive(
 
 @causal_conv1d_fwd_primitive.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    _check(x, weight, bias, activation)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -159,3 +162,32 @@ def _backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
 
 
 causal_conv1d_fwd_primitive.register_autograd(_backward, setup_context=_setup)
+
+
+def _channels(info: Any, dims: tuple[int | None, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with the dimension that is mapped over as a part of the channels."""
+    front = [in_front(x, dim, info.batch_size) for x, dim in zip(tensors, dims, strict=False)]
+    return tuple(x.movedim(0, 1).flatten(1, 2) if x.ndim == 4 else x.flatten(0, 1) for x in front)
+
+
+@causal_conv1d_fwd_primitive.register_vmap
+def _(
+    info: Any, dims: tuple[int | None, ...], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, int]:
+    if dims[1] is None and dims[2] is None:  # the same filters for all: a larger batch
+        y = causal_conv1d_fwd_primitive(in_front(x, dims[0], info.batch_size).flatten(0, 1), weight, bias, activation)
+        return y.unflatten(0, (info.batch_size, -1)), 0
+    x, weight, bias = _channels(info, dims, x, weight, bias)
+    y = causal_conv1d_fwd_primitive(x, weight, bias, activation)
+    return y.unflatten(1, (info.batch_size, -1)), 1
+
+
+@causal_conv1d_bwd_primitive.register_vmap
+def _(
+    info: Any, dims: tuple[int | None, ...], grad_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor, activation: str,
+) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
+    grad_out, x, weight, bias = _channels(info, dims, grad_out, x, weight, bias)
+    dx, *sums = causal_conv1d_bwd_primitive(grad_out, x, weight, bias, activation)
+    size = info.batch_size
+    return [dx.unflatten(1, (size, -1)), *(x.unflatten(0, (size, -1)) for x in sums)], [1, 0, 0]

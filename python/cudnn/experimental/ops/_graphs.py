@@ -77,6 +77,12 @@ def build(
     return graph, tensors
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as graphs take it, contiguous and at a multiple of 16 bytes: a part of another one may be neither."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def is_readable(x: torch.Tensor) -> bool:
     """Whether cuDNN's kernels can read the tensor in place: 16 bytes at a time, along the last dimension."""
     steps = [step * x.element_size() for step, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True) if extent > 1]

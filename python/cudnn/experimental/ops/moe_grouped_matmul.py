@@ -81,7 +81,7 @@ def _check(token: torch.Tensor, weight: torch.Tensor, given: dict[str, torch.Ten
 def _integers(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point():
         raise ValueError(refusal(_WHERE, "type of offsets and indices", x.dtype, "integers"))
-    return x.int().contiguous().view(-1, 1, 1)
+    return _graphs.aligned(x.int()).view(-1, 1, 1)
 
 
 def _rows(token: torch.Tensor, weight: torch.Tensor, token_index: torch.Tensor | None, mode: str) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torch
 
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import refusal
-from cudnn.experimental.ops._graphs import GraphCache, Tensors, is_readable, run
+from cudnn.experimental.ops._graphs import GraphCache, Tensors, aligned, is_readable, run
 from cudnn.ops._registration import custom_op
+from cudnn.ops._vmap import in_front, one_by_one
 from cudnn.pygraph.graph import pygraph
 
 _WHERE = "scaled_dot_product_attention"
@@ -45,7 +46,7 @@ def scaled_dot_product_attention(
         query, key, value: ``[B, H_q, S_q, D]``, ``[B, H_kv, S_kv, D]``, ``[B, H_kv, S_kv, D_v]`` in one type, in any
             strides; copied where cuDNN cannot read them in place. float16 or bfloat16 on CUDA; on the CPU also float32
             and float64.
-        attn_mask, dropout_p: Not supported: only None and 0.
+        attn_mask, dropout_p: Only None and 0; :func:`cudnn.ops.scaled_dot_product_attention` takes others.
         is_causal: ``right_bound=0``, unless a right bound is given.
         scale: None: ``D ** -0.5``.
         enable_gqa: Lets H_q be a multiple of H_kv.
@@ -66,21 +67,35 @@ def scaled_dot_product_attention(
         ValueError: shapes, bounds or lengths.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
+    cure = "use cudnn.ops.scaled_dot_product_attention, which takes it"
     if attn_mask is not None:
-        raise NotImplementedError(
-            refusal(_WHERE, "attn_mask", "a tensor", "None", "use is_causal, bounds or lengths, or bias= of cudnn.sdpa")
-        )
+        raise NotImplementedError(refusal(_WHERE, "attn_mask", "a tensor", "None: existing programs rely on it", cure))
     if dropout_p != 0:
-        raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0: there is no dropout"))
+        raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0, no dropout", cure))
+    lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
+    bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
+    return attend(query, key, value, scale, enable_gqa, bounds, lengths)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    bounds: tuple[bool, int, int, int],
+    lengths: tuple[Maybe, Maybe, Maybe, Maybe] = (None, None, None, None),
+    bias: Maybe = None,
+    dropout_p: float = 0.0,
+    seed: Maybe = None,
+) -> torch.Tensor:
+    """O of :func:`sdpa`, with a default scale, and with the same number of heads unless ``enable_gqa``."""
     heads = [x.shape[1] for x in (query, key, value) if x.ndim == 4]
     if not enable_gqa and len(set(heads)) > 1:
         got = f"{', '.join(map(str, heads))} of query, key and value"
         raise ValueError(refusal(_WHERE, "heads", got, "the same number", "pass enable_gqa=True"))
-    return sdpa(
-        query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale), is_causal,
-        int(diagonal_alignment), left_bound, right_bound, seq_len_q, seq_len_kv, cumulative_seq_len_q,
-        cumulative_seq_len_kv,
-    )[0]  # fmt: skip
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    return sdpa(query, key, value, factor, *bounds, *lengths, bias=bias, dropout_p=dropout_p, seed=seed)[0]
 
 
 class Layout:
@@ -110,7 +125,7 @@ class Layout:
         if given.numel() != count or given.is_floating_point():
             got = f"{given.dtype} of shape {tuple(given.shape)}"
             raise ValueError(refusal(_WHERE, name, got, f"{count} integers"))
-        return given.flatten().int()
+        return aligned(given.flatten().int())
 
     def readable(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph can read it; a copy where it lies otherwise."""
@@ -171,7 +186,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bo
 
 
 def _options(
-    attn_scale: float, is_causal: bool, diagonal_alignment: int, left_bound: int, right_bound: int
+    attn_scale: float, is_causal: bool, diagonal_alignment: int, left_bound: int, right_bound: int, dropout_p: float
 ) -> dict[str, Any]:
     """The arguments of the attention node."""
     right = 0 if is_causal and right_bound == -1 else right_bound
@@ -180,6 +195,7 @@ def _options(
         "diagonal_alignment": alignments(diagonal_alignment),
         "diagonal_band_left_bound": None if left_bound == -1 else left_bound,
         "diagonal_band_right_bound": None if right == -1 else right,
+        "dropout_p": dropout_p,
     }
 
 
@@ -191,25 +207,36 @@ def _ragged(t: Tensors, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return dict(tensors)
 
 
-def _lengths(t: Tensors) -> dict[str, Any]:
-    if "seq_len_q" not in t:
-        return {}
-    return {"use_padding_mask": True, "seq_len_q": t["seq_len_q"], "seq_len_kv": t["seq_len_kv"]}
+def _arguments(t: Tensors, dropout_p: float) -> dict[str, Any]:
+    """Those of the attention node that are tensors, where there are such."""
+    found: dict[str, Any] = {}
+    if "seq_len_q" in t:
+        found |= {"use_padding_mask": True, "seq_len_q": t["seq_len_q"], "seq_len_kv": t["seq_len_kv"]}
+    if "bias" in t:
+        found["bias"] = t["bias"]
+    if dropout_p:
+        found["dropout"] = (dropout_p, t["seed"], t["offset"])
+    return found
 
 
-def describe_forward(graph: pygraph, t: Tensors, **options: Any) -> Tensors:
+def describe_forward(graph: pygraph, t: Tensors, dropout_p: float = 0.0, **options: Any) -> Tensors:
     """The graph of the forward pass."""
     _ragged(t, t)
-    o, stats = graph.sdpa(t["q"], t["k"], t["v"], generate_stats=True, **_lengths(t), **options)
+    o, stats = graph.sdpa(t["q"], t["k"], t["v"], generate_stats=True, **_arguments(t, dropout_p), **options)
     return _ragged(t, {"o": o, "stats": stats})
 
 
-def describe_backward(graph: pygraph, t: Tensors, **options: Any) -> Tensors:
-    """The graph of the backward pass."""
+def describe_backward(
+    graph: pygraph, t: Tensors, dropout_p: float = 0.0, with_bias: bool = False, **options: Any
+) -> Tensors:
+    """The graph of the backward pass, ``with_bias`` with the gradient of the bias."""
     _ragged(t, t)
-    lengths = _lengths(t)
-    gradients = graph.sdpa_backward(t["q"], t["k"], t["v"], t["o"], t["do"], t["stats"], **lengths, **options)
-    return _ragged(t, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    arguments = _arguments(t, dropout_p)
+    if with_bias:
+        arguments["dBias"] = graph.tensor(t["bias"].get_dim(), t["bias"].get_stride(), t["bias"].get_data_type())
+    gradients = graph.sdpa_backward(t["q"], t["k"], t["v"], t["o"], t["do"], t["stats"], **arguments, **options)
+    found = _ragged(t, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    return {**found, "dbias": arguments["dBias"]} if with_bias else found
 
 
 def _new(x: torch.Tensor, shape: Sequence[int], packed: bool) -> torch.Tensor:
@@ -228,7 +255,32 @@ def _gradient(x: torch.Tensor, packed: bool) -> torch.Tensor:
     return _new(x, x.shape, packed) if packed or x.stride(3) != 1 else torch.empty_like(x)
 
 
-@custom_op("sdpa", autocast=("q", "k", "v"))
+def _check_scores(q: torch.Tensor, k: torch.Tensor, bias: Maybe, dropout_p: float, seed: Maybe) -> None:
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if bias is not None:
+        allowed = [(full[0], 1), (full[1], 1), (full[2],), (full[3],)]
+        if bias.ndim != 4 or any(size not in sizes for size, sizes in zip(bias.shape, allowed, strict=True)):
+            raise ValueError(refusal(_WHERE, "shape of bias", tuple(bias.shape), f"{full}, the first two or 1"))
+        if bias.device != q.device or not bias.is_floating_point():
+            got, allowed = f"{bias.dtype} on {bias.device}", f"floating-point numbers on {q.device}"
+            raise ValueError(refusal(_WHERE, "bias", got, allowed))
+    if not 0 <= dropout_p < 1:
+        raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
+    if (seed is not None) != (dropout_p > 0):
+        got = "None" if seed is None else "a tensor"
+        raise ValueError(refusal(_WHERE, "seed", got, "a tensor with dropout, None without"))
+
+
+def _scores(bias: Maybe, seed: Maybe) -> dict[str, torch.Tensor]:
+    """What the graph reads of them."""
+    found = {} if bias is None else {"bias": aligned(bias)}
+    if seed is not None:
+        found["seed"] = aligned(seed).view(1, 1, 1, 1)
+        found["offset"] = torch.zeros_like(found["seed"])
+    return found
+
+
+@custom_op("sdpa", autocast=("q", "k", "v", "bias"))
 def sdpa(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -242,17 +294,32 @@ def sdpa(
     seq_len_kv: torch.Tensor | None,
     cumulative_seq_len_q: torch.Tensor | None,
     cumulative_seq_len_kv: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(O, Stats) of ``scaled_dot_product_attention``. Stats ``[B, H_q, S_q, 1]``, in float32 (float64 for float64),
-    is ``log(sum(exp(scores)))`` of each row, for the backward pass."""
+    """(O, Stats) of :func:`scaled_dot_product_attention`. Stats ``[B, H_q, S_q, 1]``, in float32 (float64 for float64),
+    is ``log(sum(exp(scores)))`` of each row, for the backward pass.
+
+    bias ``[B or 1, H_q or 1, S_q, S_kv]`` is added to the scores. Each weight is dropped with probability dropout_p;
+    seed, one int64, chooses which.
+    """
     _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
+    _check_scores(q, k, bias, dropout_p, seed)
     rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
     o, stats = _results(q, v, cumulative_seq_len_q is not None)
     if not q.numel() or not k.numel():
         return o.zero_(), stats.fill_(-torch.inf)
     q, k, v = rows.readable(q), keys.readable(k), keys.readable(v)
-    inputs = {"q": q, "k": k, "v": v, **rows.inputs("q", q=q, o=o), **keys.inputs("kv", k=k, v=v)}
-    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound)
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **rows.inputs("q", q=q, o=o),
+        **keys.inputs("kv", k=k, v=v),
+        **_scores(bias, seed),
+    }
+    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound, dropout_p)
     run(_fprop_cache, describe_forward, inputs, {"o": o, "stats": stats}, options)
     rows.clear(o)
     return o, stats
@@ -261,6 +328,35 @@ def sdpa(
 @sdpa.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _results(q, v, others[7] is not None)
+
+
+def _gradients(
+    do: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    options: dict[str, Any],
+    lengths: tuple[Maybe, Maybe, Maybe, Maybe],
+    bias: Maybe,
+    seed: Maybe,
+    dbias: Maybe = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dQ, dK, dV from q, k, v, o and stats; fills ``dbias``, where it is given."""
+    q, k, v, o, stats = tensors
+    rows, keys = _layouts(q, k, lengths)
+    packed = lengths[2] is not None
+    dq, dk, dv = (_gradient(x, packed) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    q, k, v, o = rows.readable(q), keys.readable(k), keys.readable(v), rows.readable(o)
+    do = rows.readable(do) if do.stride() == o.stride() else _new(o, o.shape, packed).copy_(do)
+    inputs = {
+        "q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, **rows.inputs("q", q=q, o=o, do=do, dq=dq),
+        **keys.inputs("kv", k=k, v=v, dk=dk, dv=dv), **_scores(bias, seed),
+    }  # fmt: skip
+    outputs = {"dq": dq, "dk": dk, "dv": dv} | ({} if dbias is None else {"dbias": dbias})
+    run(_bprop_cache, describe_backward, inputs, outputs, options)
+    rows.clear(dq)
+    keys.clear(dk, dv)
+    return dq, dk, dv
 
 
 @custom_op("sdpa_bwd")
@@ -281,30 +377,20 @@ def sdpa_bwd(
     cumulative_seq_len_q: torch.Tensor | None,
     cumulative_seq_len_kv: torch.Tensor | None,
     is_deterministic: bool = False,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV) from what ``sdpa`` got and gave, and the gradient of O.
+    """(dQ, dK, dV) from what :func:`sdpa` got and gave, and the gradient of O.
 
     ``is_deterministic`` asks cuDNN for the same bits every time.
     """
     _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
-    rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
-    packed = cumulative_seq_len_q is not None
-    dq, dk, dv = (_gradient(x, packed) for x in (q, k, v))
-    if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v = rows.readable(q), keys.readable(k), keys.readable(v)
-    o = rows.readable(o)
-    do = rows.readable(dO) if dO.stride() == o.stride() else _new(o, o.shape, packed).copy_(dO)
-    inputs = {
-        "q": q, "k": k, "v": v, "o": o, "do": do, "stats": stats, **rows.inputs("q", q=q, o=o, do=do, dq=dq),
-        **keys.inputs("kv", k=k, v=v, dk=dk, dv=dv),
-    }  # fmt: skip
-    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound)
+    _check_scores(q, k, bias, dropout_p, seed)
+    options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound, dropout_p)
     options["use_deterministic_algorithm"] = is_deterministic
-    run(_bprop_cache, describe_backward, inputs, {"dq": dq, "dk": dk, "dv": dv}, options)
-    rows.clear(dq)
-    keys.clear(dk, dv)
-    return dq, dk, dv
+    lengths = (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv)
+    return _gradients(dO, (q, k, v, o, stats), options, lengths, bias, seed)
 
 
 @sdpa_bwd.register_fake
@@ -315,17 +401,100 @@ def _(
     return _gradient(q, packed), _gradient(k, packed), _gradient(v, packed)
 
 
+@custom_op("sdpa_bias_bwd")
+def sdpa_bias_bwd(
+    dO: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    stats: torch.Tensor,
+    bias: torch.Tensor,
+    attn_scale: float,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | None = None,
+    is_deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dQ, dK, dV, dBias) as of :func:`sdpa_bwd`, where nothing but the bias masks scores."""
+    _check(q, k, v, 0, {})
+    _check_scores(q, k, bias, dropout_p, seed)
+    options = _options(attn_scale, False, 0, -1, -1, dropout_p)
+    options |= {"use_deterministic_algorithm": is_deterministic, "with_bias": True}
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    if not q.numel() or not k.numel():
+        dbias.zero_()
+    gradients = _gradients(dO, (q, k, v, o, stats), options, (None, None, None, None), bias, seed, dbias)
+    return *gradients, dbias
+
+
+@sdpa_bias_bwd.register_fake
+def _(
+    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
+    bias: torch.Tensor, *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return _gradient(q, False), _gradient(k, False), _gradient(v, False), dbias
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[8:])
+    bias, ctx.dropout_p, seed = inputs[12:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[8:12], bias, seed)
     ctx.options = inputs[3:8]
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
-    q, k, v, o, stats, *lengths = ctx.saved_tensors
+    q, k, v, o, stats, *lengths, bias, seed = ctx.saved_tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = sdpa_bwd(d_o, q, k, v, o, stats, *ctx.options, *lengths, is_deterministic=deterministic)
-    return *gradients, *[None] * 9
+    if bias is not None and ctx.needs_input_grad[12]:
+        others = [*ctx.options[1:], *(x is not None for x in lengths)]
+        if others != [False, 0, -1, -1, *[False] * 4]:
+            raise NotImplementedError(refusal(_WHERE, "gradient of bias", "other masks beside it", "none"))
+        scale, p = ctx.options[0], ctx.dropout_p
+        *gradients, d_bias = sdpa_bias_bwd(d_o, q, k, v, o, stats, bias, scale, p, seed, deterministic)
+        return *gradients, *[None] * 9, d_bias, None, None
+    gradients = sdpa_bwd(
+        d_o, q, k, v, o, stats, *ctx.options, *lengths, is_deterministic=deterministic, bias=bias,
+        dropout_p=ctx.dropout_p, seed=seed,
+    )  # fmt: skip
+    return *gradients, *[None] * 12
 
 
 sdpa.register_autograd(_backward, setup_context=_setup)
+
+
+def _over_batches(operator: Any) -> Any:
+    """The rule for ``torch.vmap``: the dimension becomes a part of the batch. With dropout, one call after the other.
+
+    One seed would draw other numbers for a larger batch than it drew, or has to draw, for each.
+    """
+    names = [argument.name for argument in operator._opoverload._schema.arguments]
+
+    def rule(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        given, places = dict(zip(names, arguments, strict=False)), dict(zip(names, dims, strict=False))
+        if given.get("dropout_p"):
+            return one_by_one(operator, info.batch_size, dims, arguments)
+        front = {
+            name: in_front(x, places[name], info.batch_size) for name, x in given.items() if isinstance(x, torch.Tensor)
+        }
+        batch, rows, keys = front["q"].shape[1], front["q"].shape[3], front["k"].shape[3]
+        for side, longest in (("q", rows), ("kv", keys)):
+            if f"cumulative_seq_len_{side}" in front:
+                starts = front.pop(f"cumulative_seq_len_{side}").flatten(1)
+                front.setdefault(f"seq_len_{side}", starts.diff())
+                starts = starts + batch * longest * torch.arange(info.batch_size, device=starts.device).view(-1, 1)
+                given[f"cumulative_seq_len_{side}"] = torch.cat([starts[:, :-1].flatten(), starts[-1, -1:]])
+        one_bias = "bias" in front and front["bias"].shape[1] == 1
+        if one_bias:
+            front["bias"] = front["bias"].expand(-1, batch, -1, -1, -1)
+        given |= {name: x.flatten(0, 1) for name, x in front.items()}
+        results = [x.unflatten(0, (info.batch_size, batch)) for x in operator(**given)]
+        if operator is sdpa_bias_bwd and one_bias:
+            results[3] = results[3].sum(1, keepdim=True)
+        return tuple(results), (0,) * len(results)
+
+    return rule
+
+
+for _operator in (sdpa, sdpa_bwd, sdpa_bias_bwd):
+    _operator.register_vmap(_over_batches(_operator))

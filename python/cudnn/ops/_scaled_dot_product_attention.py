@@ -1,0 +1,99 @@
+# No `from __future__ import annotations`, as for the operators.
+
+import torch
+
+from cudnn.enums import diagonal_alignment as alignments
+from cudnn.errors import refusal
+from cudnn.experimental.ops.sdpa import attend
+
+_WHERE = "scaled_dot_product_attention"
+_SEEDS = 2**63 - 1
+Maybe = torch.Tensor | None
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Maybe = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    diagonal_alignment: int = alignments.TOP_LEFT,
+    left_bound: int = -1,
+    right_bound: int = -1,
+    seq_len_q: Maybe = None,
+    seq_len_kv: Maybe = None,
+    cumulative_seq_len_q: Maybe = None,
+    cumulative_seq_len_kv: Maybe = None,
+) -> torch.Tensor:
+    """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and bands and lengths. Differentiable.
+
+    Where a row sees no key, its result and its gradients are 0. So are those of rows beyond an entry's length.
+
+    Args:
+        query, key, value: ``[B, H_q, S_q, D]``, ``[B, H_kv, S_kv, D]``, ``[B, H_kv, S_kv, D_v]`` in one type, in any
+            strides; copied where cuDNN cannot read them in place. float16 or bfloat16 on CUDA; on the CPU also float32
+            and float64.
+        attn_mask: Broadcasts to ``[B, H_q, S_q, S_kv]``. bool: True where a row sees a key. Else, float32 or the type
+            of query, added to the scores; differentiable. Excludes bands and lengths: put all into the mask.
+        dropout_p: The probability with which a weight is dropped; the others are divided by ``1 - dropout_p``. As in
+            PyTorch, this holds in evaluation too: pass 0 there. The seed is drawn from PyTorch's generator.
+        is_causal: ``right_bound=0``, unless a right bound is given.
+        scale: None: ``D ** -0.5``.
+        enable_gqa: Lets H_q be a multiple of H_kv.
+        diagonal_alignment: 0: the diagonal starts at the first row and key. 1: it ends at the last ones, of each entry
+            where lengths are given.
+        left_bound: A row sees keys greater than its diagonal less this; -1: no bound.
+        right_bound: A row sees keys up to its diagonal plus this; -1: no bound.
+        seq_len_q, seq_len_kv: Integers, B of them: the rows and keys of each entry. One alone: the other is full.
+        cumulative_seq_len_q, cumulative_seq_len_kv: Integers, B + 1 of them, from 0 up; both or none. All tensors are
+            packed: entry b has the tokens ``cumulative[b]`` to ``cumulative[b + 1] - 1`` of the B * S tokens that
+            ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
+
+    Returns:
+        ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
+
+    Raises:
+        ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1.
+        TypeError: the type of the mask.
+        cudnnGraphNotSupportedError: what cuDNN does not support.
+    """
+    bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
+    lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
+    if not 0 <= dropout_p < 1:
+        raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
+    seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
+    if attn_mask is None:
+        return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed)
+    if bounds != (False, 0, -1, -1) or any(x is not None for x in lengths):
+        got, cure = "a tensor beside bounds or lengths", "put all of them into the mask"
+        raise ValueError(refusal(_WHERE, "attn_mask", got, "a mask without other masks", cure))
+    bias, seen = _bias(query, key, attn_mask)
+    out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed)
+    return out.masked_fill(~seen, 0)
+
+
+def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to the scores, ``[B or 1, H_q or 1, S_q, S_kv]``, and the rows that see a key.
+
+    Rows that see none get a bias of 0: the softmax of scores of -inf alone is NaN, and so are its gradients.
+    """
+    full = (*query.shape[:3], key.shape[2]) if query.ndim == key.ndim == 4 else ()
+    pairs = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.ndim > len(full) or any(size not in (1, wanted) for size, wanted in pairs):
+        raise ValueError(refusal(_WHERE, "shape of attn_mask", tuple(mask.shape), f"what broadcasts to {full}"))
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        allowed = f"torch.bool, torch.float32 or {query.dtype}, the type of query"
+        raise TypeError(refusal(_WHERE, "type of attn_mask", mask.dtype, allowed, "call .to(query.dtype)"))
+    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+    mask = mask.expand(-1, -1, *full[2:])
+    if mask.dtype is torch.bool:
+        seen = mask.any(-1, keepdim=True)
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask & seen, -torch.inf)
+    else:
+        seen = (mask != -torch.inf).any(-1, keepdim=True)
+        bias = mask.masked_fill(~seen, 0)
+    return bias, seen

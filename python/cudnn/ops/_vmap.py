@@ -1,0 +1,27 @@
+"""What the rules of operators for ``torch.vmap`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    """The tensor with the dimension that is mapped over first; one that is not mapped over is expanded."""
+    return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def one_by_one(
+    operator: Callable[..., Any], size: int, dims: Sequence[int | None], arguments: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Calls the operator for each place along the dimension: the results, stacked, and where they have it."""
+    results = [
+        operator(*(x if dim is None else x.select(dim, place) for x, dim in zip(arguments, dims, strict=True)))
+        for place in range(size)
+    ]
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))
+    return stacked, type(results[0])([0] * len(stacked))

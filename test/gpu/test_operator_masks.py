@@ -1,0 +1,186 @@
+"""Masks, dropout, autocast and vmap of the operators on PyTorch tensors, on the GPU against PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cudnn
+from cudnn.experimental.ops import _graphs
+from cudnn.experimental.ops import sdpa as module
+from cudnn.ops import causal_conv1d, scaled_dot_product_attention
+
+pytestmark = pytest.mark.gpu
+UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
+B, H, D = 2, 4, 64
+
+
+@pytest.fixture(autouse=True)
+def _outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+
+    def run(cache: Any, describe: Any, inputs: Any, outputs: dict[str, torch.Tensor], options: Any) -> None:
+        for x in outputs.values():
+            x.fill_(torch.nan)
+        _graphs.run(cache, describe, inputs, outputs, options)
+
+    monkeypatch.setattr(module, "run", run)
+
+
+def tensors(dtype: torch.dtype, s_q: int, s_kv: int) -> list[torch.Tensor]:
+    """Query, key, value, and the gradient of the result."""
+    return [torch.randn(B, H, s, D, device="cuda").to(dtype) for s in (s_q, s_kv, s_kv, s_q)]
+
+
+def gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result, and the gradients of its product with the last tensor."""
+    *leaves, d_out = [x.detach().requires_grad_() for x in given[:-1]] + given[-1:]
+    result = function(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, d_out.to(result.dtype))]
+
+
+def by_hand(*given: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Tensor:
+    """Attention with a mask that is added or boolean, and weights that are kept or not."""
+    q, k, v, *bias = given
+    scores = q @ k.mT * D**-0.5 + sum(x.to(q.dtype) for x in bias)
+    if seen is not None:
+        scores = scores.masked_fill(~(seen | ~seen.any(-1, keepdim=True)), -torch.inf)
+    weights = scores.softmax(-1) * kept
+    if seen is not None:
+        weights = weights * seen.any(-1, keepdim=True)
+    return weights @ v
+
+
+def check(found: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
+    """At most twice the error of the same computation in the type, plus its rounding."""
+    exact = gradients(functools.partial(by_hand, **options), [x.double() for x in given])
+    rough = gradients(functools.partial(by_hand, **options), given)
+    for place, (one, other, typed) in enumerate(zip(found, exact, rough, strict=True)):
+        assert torch.isfinite(one).all(), place
+        error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
+        allowed = 2 * peer + torch.finfo(one.dtype).eps * other.abs().max().item()
+        assert error <= allowed, f"{place}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+SIZES = [(64, 64), (72, 128), (24, 40), (100, 77)]
+SHAPES = ["s_q s_kv", "1 s_kv", "b 1 1 s_kv", "h s_q s_kv", "b h s_q s_kv", "s_q 1"]
+
+
+def shape_of(text: str, s_q: int, s_kv: int) -> tuple[int, ...]:
+    sizes = {"b": B, "h": H, "s_q": s_q, "s_kv": s_kv, "1": 1}
+    return tuple(sizes[name] for name in text.split())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_boolean_masks(sizes: tuple[int, int], shape: str, dtype: torch.dtype) -> None:
+    seen = torch.rand(shape_of(shape, *sizes), device="cuda") < 0.6
+    if seen.shape[-1] > 1 and seen.shape[-2] > 1:
+        seen[..., 3, :] = False  # a row that sees nothing
+    given = tensors(dtype, *sizes)
+    check(gradients(functools.partial(scaled_dot_product_attention, attn_mask=seen), given), given, seen=seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [False, True], ids=["the type of query", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_masks_that_are_added(sizes: tuple[int, int], shape: str, wide: bool, dtype: torch.dtype) -> None:
+    q, k, v, d_out = tensors(dtype, *sizes)
+    bias = torch.randn(shape_of(shape, *sizes), device="cuda").to(torch.float32 if wide else dtype)
+    given = [q, k, v, bias, d_out]
+    check(gradients(scaled_dot_product_attention, given), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", "causal", "boolean", "added"])
+def test_dropout(name: str, dtype: torch.dtype) -> None:
+    """Both passes drop the same weights, which a value of ones and zeros shows."""
+    s = 64
+    q, k, _, d_out = tensors(dtype, s, s)
+    v = torch.eye(s, device="cuda", dtype=dtype).expand(B, H, s, s)
+    seen = torch.ones(s, s, dtype=torch.bool, device="cuda").tril() if name in ("causal", "boolean") else None
+    more = [torch.randn(1, H, s, s, device="cuda").to(dtype)] if name == "added" else []
+    options: dict[str, Any] = {"causal": {"is_causal": True}, "boolean": {"attn_mask": seen}}.get(name, {})
+
+    def attention(*given: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(7)
+        return scaled_dot_product_attention(*given, dropout_p=0.25, **options)
+
+    given = [q, k, v, *more, d_out]
+    try:
+        found = gradients(attention, given)
+    except UNSUPPORTED as error:
+        pytest.skip(str(error))
+    kept = found[0] > 0
+    visible = torch.ones_like(kept) if seen is None else seen.expand_as(kept)
+    assert not kept[~visible].any()
+    assert 0.7 < kept[visible].double().mean() < 0.8
+    check(found, given, seen=seen, kept=kept / 0.75)
+    again = attention(q, k, v, *more)
+    assert torch.equal(again, found[0])
+    other = scaled_dot_product_attention(q, k, v, *more, dropout_p=0.25, **options)
+    assert not torch.equal(other, found[0])
+
+
+def test_each_replay_of_a_cuda_graph_drops_others() -> None:
+    q, k, v, _ = tensors(torch.float16, 64, 64)
+    attend = functools.partial(scaled_dot_product_attention, q, k, v, dropout_p=0.5)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attend()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    results = []
+    for _ in range(2):
+        graph.replay()
+        results.append(out.clone())
+    assert all(torch.isfinite(x).all() for x in results)
+    assert not torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    q, k, v, _ = tensors(torch.float32, 64, 64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cuda", dtype=dtype):
+        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        peer = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    assert out.dtype == peer.dtype == dtype
+    torch.testing.assert_close(out, peer, atol=2e-2, rtol=2e-2)
+    for x in torch.autograd.grad(out.sum(), leaves):
+        assert x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_vmap(masked: bool) -> None:
+    q, k, v, d_out = (torch.stack([x, -x, 2 * x]) for x in tensors(torch.float16, 64, 64))
+    more = [torch.randn(3, H, 64, 64, device="cuda").half()] if masked else []
+    given = [q, k, v, *more, d_out]
+    found = gradients(torch.vmap(scaled_dot_product_attention), given)
+    for entry in range(3):
+        each = gradients(scaled_dot_product_attention, [x[entry] for x in given])
+        for one, other in zip(found, each, strict=True):
+            torch.testing.assert_close(one[entry], other, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.skipif(cudnn.backend_version() < 92200, reason="cuDNN 9.22 has the convolution")
+@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0)], ids=str)
+def test_vmap_of_convolutions(dims: tuple[int | None, ...]) -> None:
+    shapes = ((2, 16, 40), (16, 4), (16,))
+    given = [
+        torch.randn(*([3] * (dim is not None)), *shape, device="cuda") for shape, dim in zip(shapes, dims, strict=True)
+    ]
+    found = torch.vmap(causal_conv1d, dims)(*given)
+    for entry in range(3):
+        each = causal_conv1d(*(x if dim is None else x[entry] for x, dim in zip(given, dims, strict=True)))
+        torch.testing.assert_close(found[entry], each)

@@ -1,0 +1,286 @@
+"""Operators under ``torch.autocast`` and ``torch.vmap``, beside PyTorch's own of the kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import cudnn
+from cudnn.cli.programs import gemm_operands
+from cudnn.experimental.ops import moe_grouped_matmul
+from cudnn.experimental.ops import sdpa as sdpa_module
+from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
+from cudnn.ops import _causal_conv1d as conv_module
+from cudnn.ops import causal_conv1d, scaled_dot_product_attention
+from cudnn.ops._causal_conv1d import causal_conv1d_bwd_primitive
+from support.torch_attention import CASES
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+# Autocast.
+
+
+def attention(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    x = [torch.randn(2, 4, 24, 16).to(dtype) for _ in range(3)]
+    return scaled_dot_product_attention, F.scaled_dot_product_attention, x
+
+
+def masked(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    x = [torch.randn(2, 4, 24, 16).to(dtype) for _ in range(3)]
+    return scaled_dot_product_attention, F.scaled_dot_product_attention, [*x, torch.randn(24, 24).to(dtype)]
+
+
+def convolution(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    def peer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(F.pad(x, (3, 0)), weight.unsqueeze(1), bias, groups=8)
+
+    return causal_conv1d, peer, [torch.randn(*shape).to(dtype) for shape in ((2, 8, 20), (8, 4), (8,))]
+
+
+def experts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    first = torch.tensor([0, 7], dtype=torch.int32)
+
+    def peer(token: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat([token[:, :7] @ weight[0], token[:, 7:] @ weight[1]], 1)
+
+    token, weight = torch.randn(1, 16, 32).to(dtype), torch.randn(2, 24, 32).to(dtype).mT
+    return lambda token, weight: moe_grouped_matmul(token, weight, first), peer, [token, weight]
+
+
+CASE = pytest.mark.parametrize("make", [attention, masked, convolution, experts], ids=lambda make: make.__name__)
+
+
+@CASE
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("given", [F32, BF16, F16, F64])
+def test_autocast_as_pytorch(make: Any, given: torch.dtype, dtype: torch.dtype) -> None:
+    if (make, given) == (convolution, F64):
+        given = F32  # it has no float64
+    ours, peer, tensors = make(given)
+    leaves = [x.requires_grad_() for x in tensors]
+    with torch.autocast("cpu", dtype=dtype):
+        found, expected = ours(*leaves), peer(*leaves)
+    assert found.dtype == expected.dtype == (F64 if given is F64 else dtype)
+    torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
+    gradients = [torch.autograd.grad(x, leaves, torch.ones_like(x)) for x in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        assert one.dtype == given
+        torch.testing.assert_close(one, other, atol=0.2, rtol=5e-2)
+
+
+@CASE
+def test_autocast_of_mixed_types(make: Any) -> None:
+    ours, _, tensors = make(F32)
+    tensors = [tensors[0].bfloat16(), *tensors[1:]]
+    with torch.autocast("cpu", dtype=BF16):
+        assert ours(*tensors).dtype == BF16
+    if make is not masked:
+        with pytest.raises((TypeError, ValueError)):
+            ours(*tensors)
+
+
+@CASE
+def test_autocast_compiled(make: Any) -> None:
+    ours, _, tensors = make(F32)
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return ours(*tensors)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = compiled(*tensors)
+    assert found.dtype == BF16
+    assert torch.equal(found, layer(*tensors))
+
+
+def test_autocast_off_within() -> None:
+    ours, _, tensors = attention(F32)
+    with torch.autocast("cpu", dtype=BF16), torch.autocast("cpu", enabled=False):
+        assert ours(*tensors).dtype == F32
+
+
+def test_autocast_of_fused_gemms() -> None:
+    """What is multiplied takes the type; results have the types that the call says; scaled operands stay."""
+    a, b = (torch.randn(1, 128, 64).permute(1, 2, 0).requires_grad_() for _ in range(2))
+    with torch.autocast("cpu", dtype=BF16):
+        ab12, c, _, _ = cudnn.ops.gemm_swiglu(a, b, c_dtype=None)
+    assert (ab12.dtype, c.dtype) == (F32, BF16)
+    plain = cudnn.ops.gemm_swiglu(a.detach().bfloat16(), b.detach().bfloat16(), c_dtype=None)
+    assert torch.equal(c, plain[1])
+    c.sum().backward()
+    assert a.grad is not None
+    assert a.grad.dtype == F32
+    scaled = gemm_operands.operands(gemm_operands.Variant("gemm_amax", (128, 128, 128, 1), "float8_e4m3fn",
+                                                          scale="float8_e8m0fnu", vector=32), "cpu")  # fmt: skip
+    with torch.autocast("cpu", dtype=BF16):
+        found = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
+    expected = cudnn.ops.gemm_amax(scaled.a, scaled.b, scaled.sfa, scaled.sfb)
+    assert all(map(torch.equal, found, expected))
+
+
+# vmap.
+
+
+def mapped(function: Callable[..., Any], *tensors: Any, dims: Any = 0, **options: Any) -> None:
+    """Under ``torch.vmap`` as in a loop, results and gradients, with no warning that it is slow."""
+    leaves = [
+        x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in tensors
+    ]
+    places = dims if isinstance(dims, tuple) else (dims,) * len(leaves)
+    size = next(x.shape[dim] for x, dim in zip(leaves, places, strict=True) if dim is not None)
+    found = torch.vmap(function, places, **options)(*leaves)
+    rows = [
+        [x if dim is None else x.select(dim, entry) for x, dim in zip(leaves, places, strict=True)]
+        for entry in range(size)
+    ]
+    expected = torch.stack([function(*row) for row in rows])
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    weight = torch.randn_like(expected)
+    some = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+    gradients = [torch.autograd.grad(x, some, weight) for x in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+
+
+VMAP = pytest.mark.filterwarnings("error::UserWarning")
+
+
+@VMAP
+@pytest.mark.parametrize("dims", [0, 2, (0, None, None), (None, 1, 3)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "causal", "grouped heads", "window, bottom right"])
+def test_vmap_of_attention(name: str, dims: Any) -> None:
+    problem = CASES[name]
+    q, k, v, _ = (torch.stack([x, 2 * x, -x]) for x in problem.tensors(F64))
+    places = dims if isinstance(dims, tuple) else (dims,) * 3
+    tensors = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip((q, k, v), places, strict=True)]
+    mapped(functools.partial(scaled_dot_product_attention, **problem.keywords()), *tensors, dims=places)
+
+
+@VMAP
+@pytest.mark.parametrize("own", [False, True], ids=["the same lengths", "lengths of their own"])
+@pytest.mark.parametrize("name", ["lengths", "lengths of keys", "packed", "packed with gaps", "packed, empty entries"])
+def test_vmap_of_lengths(name: str, own: bool) -> None:
+    problem = CASES[name]
+    q, k, v, _ = (torch.randn(3, *x.shape, dtype=F64) for x in problem.tensors(F64))
+    keywords = problem.keywords()
+    lengths = {key: x for key, x in keywords.items() if isinstance(x, torch.Tensor)}
+    rest = {key: x for key, x in keywords.items() if key not in lengths}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, **dict(zip(lengths, given, strict=True)), **rest)
+
+    given = [torch.stack([x, x, x]) if own else x for x in lengths.values()]
+    if own and "cumulative_seq_len_q" not in lengths:
+        given = [x - torch.arange(3).view(-1, 1, 1, 1, 1) for x in given]  # others for each
+    mapped(attend, q, k, v, *given, dims=(0, 0, 0, *[0 if own else None] * len(given)))
+
+
+@VMAP
+@pytest.mark.parametrize("shape", [(24, 24), (4, 24, 24), (2, 1, 24, 24)], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["one mask", "masks of their own"])
+def test_vmap_of_masks(shape: tuple[int, ...], own: bool) -> None:
+    q, k, v = (torch.randn(3, 2, 4, 24, 16, dtype=F64) for _ in range(3))
+    mask = torch.randn(3, *shape, dtype=F64) if own else torch.randn(shape, dtype=F64)
+    mapped(scaled_dot_product_attention, q, k, v, mask, dims=(0, 0, 0, 0 if own else None))
+
+
+@VMAP
+def test_vmap_of_a_backward_pass() -> None:
+    """Many gradients of the result at once."""
+    q, k, v, _ = CASES["causal"].tensors(F64)
+    mask = torch.randn(1, 4, 24, 24, dtype=F64)
+    leaves = [x.requires_grad_() for x in (q, k, v, mask)]
+    out = scaled_dot_product_attention(*leaves)
+    many = torch.randn(3, *out.shape, dtype=F64)
+    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(out, leaves, one, retain_graph=True) for one in many]
+    for one, others in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(others), atol=1e-10, rtol=1e-10)
+
+
+@VMAP
+def test_vmap_of_dropout() -> None:
+    q, k, v = (torch.randn(3, 2, 4, 24, 16, dtype=F64) for _ in range(3))
+    attend = functools.partial(scaled_dot_product_attention, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match="randomness"):  # PyTorch's own rule
+        torch.vmap(attend)(q, k, v)
+    equal = [x[:1].expand_as(x) for x in (q, k, v)]
+    same = torch.vmap(attend, randomness="same")(*equal)
+    assert torch.equal(same[0], same[1])
+    other = torch.vmap(attend, randomness="different")(*equal)
+    assert not torch.equal(other[0], other[1])
+    # The backward pass drops what the forward pass dropped, for each of several gradients.
+    options = (0.25, False, 0, -1, -1, None, None, None, None)
+    tensors, more = (q[0], k[0], v[0]), (None, 0.5, torch.tensor([7]))
+    o, stats = sdpa(*tensors, *options, *more)
+    many = torch.randn(3, *o.shape, dtype=F64)
+    found = torch.vmap(lambda d: sdpa_bwd(d, *tensors, o, stats, *options, False, *more), randomness="same")(many)
+    for place, one in enumerate(found):
+        each = [sdpa_bwd(d, *tensors, o, stats, *options, False, *more)[place] for d in many]
+        torch.testing.assert_close(one, torch.stack(each))
+
+
+@VMAP
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("dims", [(0, None, None), (2, None, None), (0, 0, 0), (1, 2, None), (None, 1, 0)], ids=str)
+def test_vmap_of_convolutions(dims: tuple[int | None, ...], activation: str) -> None:
+    tensors = [torch.randn(3, *shape) for shape in ((2, 4, 20), (4, 3), (4,))]
+    tensors = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(tensors, dims, strict=True)]
+    with torch.random.fork_rng():
+        function = functools.partial(causal_conv1d, activation=activation)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        found = torch.vmap(function, dims)(*leaves)
+        rows = [
+            [x if dim is None else x.select(dim, entry) for x, dim in zip(leaves, dims, strict=True)]
+            for entry in range(3)
+        ]
+        expected = torch.stack([function(*row) for row in rows])
+        torch.testing.assert_close(found, expected)
+        weight = torch.randn_like(expected)
+        gradients = [torch.autograd.grad(x, leaves, weight) for x in (found, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+@VMAP
+def test_vmap_of_a_convolutions_backward_pass() -> None:
+    x, weight, bias = torch.randn(2, 4, 20), torch.randn(4, 3), torch.randn(4)
+    many = torch.randn(3, 2, 4, 20)
+    found = torch.vmap(lambda d: causal_conv1d_bwd_primitive(d, x, weight, bias, "silu"))(many)
+    for place, one in enumerate(found):
+        expected = torch.stack([causal_conv1d_bwd_primitive(d, x, weight, bias, "silu")[place] for d in many])
+        torch.testing.assert_close(one, expected)
+
+
+def test_vmap_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: calls.append(name) or function(*arguments)
+
+    monkeypatch.setattr(sdpa_module, "run", counted("attention", sdpa_module.run))
+    monkeypatch.setattr(conv_module, "_past", counted("convolution", conv_module._past))
+    q = torch.randn(5, 2, 4, 24, 16, requires_grad=True)
+    torch.vmap(scaled_dot_product_attention)(q, q, q).sum().backward()
+    assert calls == ["attention"] * 2  # forward and backward
+    x = torch.randn(5, 2, 4, 20, requires_grad=True)
+    torch.vmap(causal_conv1d, (0, None))(x, torch.ones(4, 3)).sum().backward()
+    assert calls[2:] == ["convolution"] * 2
+
+
+def test_vmap_of_the_others_is_pytorchs_loop() -> None:
+    first = torch.tensor([0, 7], dtype=torch.int32)
+    token, weight = torch.randn(3, 1, 16, 32), torch.randn(2, 24, 32).mT
+    found = torch.vmap(lambda token: moe_grouped_matmul(token, weight, first))(token)
+    assert torch.equal(found, torch.stack([moe_grouped_matmul(x, weight, first) for x in token]))
