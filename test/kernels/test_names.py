@@ -7,7 +7,7 @@ import torch
 
 import cudnn
 from cudnn.cli import programs
-from cudnn.cli.programs import gemm_amax
+from cudnn.cli.programs import dense
 from cudnn.cli.programs.gemm_matrix import E4M3, E8M0, FP4, Variant
 
 SMALL = (128, 128, 128, 1)
@@ -32,7 +32,7 @@ SMALL = (128, 128, 128, 1)
 def test_gemms(arch: str, variant: Variant, names: list[str]) -> None:
     torch.manual_seed(0)
     with cudnn.emulation(arch) as report:
-        gemm_amax.make(variant, "cpu").call()
+        dense.make(variant, "cpu").call()
     assert [launch.kernel for launch in report.launches] == names
 
 
