@@ -296,7 +296,8 @@ class CudnnProgram:
                 if pointers[index] % element_bytes(self._tensors[self.bindings.user[index]].data_type):
                     raise ValueError(self._off(pointers, "addresses of whole elements"))
             assert self._for_any_address is not None
-            _log.warning("%s", self._off(pointers, "such addresses, by another plan, built now, which is slower"))
+            said = self._off(pointers, "aligned addresses, for the plan that there is")
+            _log.warning("a slower plan is built, for data at any address: %s", said)
             graph = self._for_any_address(plan.workspace_size)
             if graph.get_workspace_size() > self.workspace_size(plan):  # for operands of 8 bits that are widened first
                 raise cudnnGraphNotSupportedError(self._off(pointers, "aligned addresses, for this graph"))
