@@ -72,19 +72,36 @@ class Usual:
 
     ``dtypes`` are names of its operands' types, ``dimensions`` those of a shape's sizes; ``shapes`` has one for each
     kernel that sizes choose among. ``objects(dtype, shape, arch)`` makes objects of the API as calls usually do, not
-    compiled; each tells its ``kernels()``.
+    compiled; each tells its ``kernels()``. ``architectures`` are those that it has kernels for.
     """
 
     dtypes: tuple[str, ...]
     dimensions: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     objects: Callable[[str, tuple[int, ...], str], Iterable[Any]]
+    architectures: tuple[str, ...]
+
+
+_PARTS: Mapping[str, tuple[str, str]] = {
+    "sdpa_forward": ("cudnn.sdpa", "SdpaForward"),
+    "sdpa_backward": ("cudnn.sdpa", "SdpaBackward"),
+}
+"""Fused APIs that share a folder: names, packages and classes."""
+
+
+def compiled() -> tuple[str, ...]:
+    """The names of all fused APIs as ``cudnn cache warm`` takes them: those of folders, and those that share one."""
+    return (*packages(), *_PARTS)
 
 
 def usual(name: str) -> Usual:
-    """That of a fused API."""
-    api = find(name)
-    return Usual(tuple(api.usual_types), api.example[0], tuple(api.usual_shapes), api.usual)
+    """That of a fused API, by a name in :func:`compiled`."""
+    if name in _PARTS:
+        package, part = _PARTS[name]
+        api = getattr(importlib.import_module(package), part)
+    else:
+        api = find(name)
+    return Usual(tuple(api.usual_types), api.example[0], tuple(api.usual_shapes), api.usual, tuple(api.architectures))
 
 
 def gemms() -> list[str]:

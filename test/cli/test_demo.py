@@ -97,5 +97,6 @@ def test_all_good_means_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert demo.run("cpu") == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "1 of 1 graphs agree" in output
+    assert "half a unit in the last place of the element shown, the one nearest to its bound" in output
     assert "4 of 4 runs of fused kernels agree with their references in PyTorch." in output
     assert "compiled for sm_90a and sm_100a, in an emulator that found no data race" in output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typer.testing import CliRunner
 
 import cudnn
 from cudnn.cli import app
+from cudnn.fused.host import FusedAPI
 from cudnn.gemm import quantize_rows
 from cudnn.launch import cache, kernels, warm
-from cudnn.registry import find, gemms, packages, usual, wrapper
+from cudnn.registry import compiled, find, gemms, usual, wrapper
+from cudnn.sdpa import SdpabwdSm100D256, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 GEMMS = gemms()
@@ -29,12 +33,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def _below(cls: type) -> set[type]:
+    return {cls, *(each for sub in cls.__subclasses__() for each in _below(sub))}
+
+
 def test_every_fused_api_is_known() -> None:
-    wrappers = {name.removesuffix("_wrapper") for name in dir(cudnn) if name.endswith("_wrapper")}
-    assert wrappers == set(packages())
+    for module in pkgutil.walk_packages(cudnn.__path__, "cudnn."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    classes = {cls for cls in _below(FusedAPI) if "execute" in vars(cls) and cls.__module__.startswith("cudnn.")}
+    known = {name: usual(name) for name in compiled()}
+    assert {api.objects.__self__ for api in known.values()} == classes
     for arch in ARCHITECTURES:
         labels = Counter(kernel.label.split(",")[0] for kernel in warm.wanted([arch]))
-        assert set(labels) == wrappers
+        assert set(labels) == {name for name, api in known.items() if arch in api.architectures}
     both = warm.wanted(ARCHITECTURES)
     assert len({(kernel.source, kernel.configuration, kernel.arch) for kernel in both}) == len(both)
     assert {kernel.arch for kernel in both} == set(ARCHITECTURES)
@@ -92,6 +104,27 @@ def test_the_kernels_of_usual_calls_are_among_them(name: str, dtype: str, typed:
             assert kernel in wanted
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernels_of_usual_attention_are_among_them(causal: bool, packed: bool) -> None:
+    b, h, s, d = 2, 4, 256, 256
+    ends = torch.tensor([0, 200, 512], dtype=torch.int32) if packed else None
+    shape = (b * s, h, d) if packed else (b, s, h, d)
+    q, k, v, do = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, do = (x if packed else x.transpose(1, 2) for x in (q, k, v, do))
+    SdpafwdSm100D256.objects.clear()
+    SdpabwdSm100D256.objects.clear()
+    o, lse = sdpa_fwd_wrapper_sm100_d256(q, k, v, ends, ends, is_causal=causal)
+    sdpa_bwd_wrapper_sm100_d256(q, k, v, o, do, lse, ends, ends, is_causal=causal)
+    for name, cls in (("sdpa_forward", SdpafwdSm100D256), ("sdpa_backward", SdpabwdSm100D256)):
+        (made,) = {id(each): each for each in cls.objects.values()}.values()
+        made.arch = "sm_90a"
+        wanted = [(k.source, k.configuration, k.arch) for k in warm.wanted(["sm_90a"], [name], ["bf16"])]
+        assert made.kernels()
+        for kernel in made.kernels():
+            assert kernel in wanted
+
+
 def test_shapes_choose_among_kernels() -> None:
     """On Hopper, wide products without ab12 have tiles of their own."""
 
@@ -116,6 +149,7 @@ def test_shapes_choose_among_kernels() -> None:
         (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),
         (["--api", "rmsnorm_rht_amax", "--shape", "2x131072"], "columns of x"),
         (["--jobs", "0"], "--jobs"),
+        (["--api", "sdpa_forward", "--arch", "sm_100a"], "architecture: got sm_100a; allowed: sm_90a"),
     ],
 )
 def test_what_is_refused(given: list[str], words: str) -> None:
@@ -159,6 +193,6 @@ def test_a_cache_that_cannot_be_written_is_an_error(folder: Path, monkeypatch: p
 
 
 def test_usual_shapes_have_the_dimensions() -> None:
-    for name in packages():
+    for name in compiled():
         api = usual(name)
         assert {len(shape) for shape in api.shapes} == {len(api.dimensions)}

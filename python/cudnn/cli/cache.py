@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cudnn.cli.commands import Command, Group
-from cudnn.registry import packages
+from cudnn.registry import compiled
 
 if TYPE_CHECKING:
     from cudnn.launch.cache import Store
@@ -74,7 +74,7 @@ def _warm(
         typer.Option(metavar="ARCH", help="sm_90a (H100, H200) or sm_100a (B200); no such GPU is needed."),
     ],
     api: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(packages())}; default: all.")
+        list[str] | None, typer.Option(metavar="NAME", help=f"One of {', '.join(compiled())}; default: all.")
     ] = None,
     dtype: Annotated[
         list[str] | None,
@@ -82,7 +82,10 @@ def _warm(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="MxNxK", help="Problem sizes, MxN for rmsnorm_rht_amax; default: language models'."),
+        typer.Option(
+            metavar="SIZES",
+            help="MxNxK of a GEMM, MxN of the norm, BxHxSxDxDV of attention; default: language models'.",
+        ),
     ] = None,
     system: Annotated[
         str, typer.Option(metavar="DIR", help="Into this folder, for CUDNN_SYSTEM_KERNEL_CACHE. For root alone.")
@@ -103,7 +106,7 @@ def _warm(
                 raise typer.BadParameter(f"got {one!r}; allowed: {', '.join(allowed)}.", param_hint=hint)
 
     check(arch, warm.architectures(), "--arch")
-    check(api or [], tuple(packages()), "--api")
+    check(api or [], tuple(compiled()), "--api")
     store = cache.system(system) if system else cache.user()
     assert store is not None
     if os.getuid() != store.owner:

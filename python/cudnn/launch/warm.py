@@ -13,7 +13,7 @@ from cudnn.errors import refusal
 from cudnn.launch import kernels
 from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.launch.cache import Store
-from cudnn.registry import Usual, packages, usual
+from cudnn.registry import Usual, compiled, usual
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,20 @@ def wanted(
     each API's usual ones.
 
     Raises:
-        ValueError: no API has such a type, or a shape does not suit one.
+        ValueError: no API has such a type, one of ``apis`` has no kernels for an architecture, or a shape is none.
         NotImplementedError: a shape that an API does not support.
     """
-    chosen = {name: usual(name) for name in apis or packages()}
+    chosen = {name: usual(name) for name in apis or compiled()}
     known = list(dict.fromkeys(dtype for api in chosen.values() for dtype in api.dtypes))
     for dtype in dtypes:
         if dtype not in known:
             raise ValueError(refusal("warm", "dtype", repr(dtype), ", ".join(known)))
     found: dict[tuple[str, Any, str], Kernel] = {}
     for arch in archs:
-        for name, api in chosen.items():
+        for name in apis:
+            if arch not in chosen[name].architectures:
+                raise ValueError(refusal(name, "architecture", arch, ", ".join(chosen[name].architectures)))
+        for name, api in ((name, api) for name, api in chosen.items() if arch in api.architectures):
             for shape in shapes or api.shapes:
                 _check(name, api, shape)
                 for dtype in [each for each in dtypes or api.dtypes if each in api.dtypes]:

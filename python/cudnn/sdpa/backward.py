@@ -43,6 +43,7 @@ class SdpaBackward(Attention):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     head_sizes = tuple(KEYS)
+    usual_shapes = tuple((1, 1, 128, *heads) for heads in KEYS)
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,

@@ -45,6 +45,8 @@ class Attention(FusedAPI):
     sized_by = ("q", "k")
     architectures = ("sm_90a",)
     integers = ("right", "left")
+    example = (("b", "h", "s", "d", "dv"), (1, 1, 128, 64, 64))
+    usual_types = ("bf16", "fp16")
     head_sizes: ClassVar[Sequence[tuple[int, int]]]
     """Elements of a head, in Q and K and in V."""
 
@@ -152,7 +154,24 @@ class Attention(FusedAPI):
 
     @classmethod
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
-        raise NotImplementedError
+        b, h, s, d, dv = shape
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        for packed in (False, True):
+            rows = b * s if packed else s
+            sizes = {"packed": packed, "b": b, "hq": h, "hk": h, "sq": rows, "sk": rows, "d": d, "dv": dv}
+            tensors = {
+                spec.name: torch.empty_strided(
+                    spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
+                    dtype=torch.float32 if spec.types == ("float32",) else kind,
+                )
+                for spec in cls.tensors
+                if spec not in OFFSETS
+            }  # fmt: skip
+            if packed:
+                tensors |= {spec.name: s * torch.arange(b + 1, dtype=torch.int32) for spec in OFFSETS}
+            for causal in (False, True):
+                arguments: dict[str, Any] = {**cls.samples(tensors), "is_causal": causal, "arch": arch}
+                yield cls(**arguments)
 
 
 def cached(api: type[Attention], samples: Sequence[Any], options: Mapping[str, Any]) -> Attention:

@@ -58,6 +58,7 @@ class SdpaForward(Attention):
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left")
     head_sizes = tuple(TILES)
+    usual_shapes = tuple((1, 1, 128, *heads) for heads in TILES)
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
