@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from cudnn.cli import programs
 from cudnn.cli.programs import dense
 from cudnn.cli.programs.gemm_matrix import E4M3, E8M0, FP4, Variant
 
+ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)
 
 
@@ -42,3 +46,12 @@ def test_norm(arch: str) -> None:
     with cudnn.emulation(arch) as report:
         program.make(program.shape, "cpu").call()
     assert [launch.kernel for launch in report.launches] == ["cudnn_rmsnorm_rht_amax_cutlass_0"]
+
+
+def test_every_kernel_is_named() -> None:
+    for path in (ROOT / "kernels").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        named = [ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "name"]
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        kernels = [f.name for f in functions if any("cute.kernel" in ast.unparse(d) for d in f.decorator_list)]
+        assert sorted(named) == sorted(kernels), path

@@ -12,6 +12,7 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.naming import name
 
 THREADS = 256
 WARP = 32
@@ -64,6 +65,8 @@ class RowProducts:
                 products[row, head, batch] = total
                 log_sums[row, head, batch] = lse[row, head, batch] * LOG2_E
 
+    name(kernel, "cudnn_attention_row_products")
+
 
 class QueryGradient:
     """dQ = scale times the sums that Hopper's backward kernel leaves, rounded. One CTA has 64 rows of a head."""
@@ -113,3 +116,5 @@ class QueryGradient:
                     out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
                     ready = cute.local_tile(sdQ, (1, VECTOR), where)
                     cute.autovec_copy(ready, cute.local_tile(out, (1, VECTOR), where))
+
+    name(kernel, "cudnn_attention_query_gradient")

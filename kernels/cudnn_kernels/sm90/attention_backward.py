@@ -31,6 +31,7 @@ from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import START, Workspace, bind
 
@@ -222,6 +223,8 @@ class AttentionBackward:
             )  # fmt: skip
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    name(kernel, "cudnn_attention_backward_sm90")
 
     def allocate(self, smem: Any, layout: Any) -> cute.Tensor:
         """A swizzled buffer."""

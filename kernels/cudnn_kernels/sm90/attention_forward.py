@@ -23,6 +23,7 @@ from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
 
@@ -188,6 +189,8 @@ class AttentionForward:
             )  # fmt: skip
         if const_expr(c.cluster > 1):
             self.meet()
+
+    name(kernel, "cudnn_attention_forward_sm90")
 
     @cute.jit
     def meet(self) -> None:
