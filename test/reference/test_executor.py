@@ -39,12 +39,12 @@ def test_any_strides_in_and_out(data: st.DataObject) -> None:
 
 def test_what_lies_between_the_elements_is_left_alone() -> None:
     x = torch.randn(3, 4)
-    memory = torch.full((3, 10), 7.0)
-    graph, tx, y = doubled(x, [10, 1])
-    graph.execute({tx: x, y: memory[:, 2:]})
-    assert torch.equal(memory[:, 2:6], 2 * x)
-    assert bool((memory[:, :2] == 7).all())
-    assert bool((memory[:, 6:] == 7).all())
+    memory = torch.full((3, 12), 7.0)
+    graph, tx, y = doubled(x, [12, 1])
+    graph.execute({tx: x, y: memory[:, 4:8]})
+    assert torch.equal(memory[:, 4:8], 2 * x)
+    assert bool((memory[:, :4] == 7).all())
+    assert bool((memory[:, 8:] == 7).all())
 
 
 def test_overlapping_inputs() -> None:
@@ -56,20 +56,6 @@ def test_overlapping_inputs() -> None:
     out = torch.empty(3, 5)
     graph.execute({tx: row, y: out})
     assert torch.equal(out, torch.relu(row).expand(3, 5))
-
-
-def test_raw_pointers() -> None:
-    x, out = torch.randn(4, 6), torch.full((4, 6), float("nan"))
-    graph, tx, y = doubled(x)
-    graph.execute({tx: x.data_ptr(), y: out.data_ptr()})
-    assert torch.equal(out, 2 * x)
-
-
-def test_pointers_beside_tensors() -> None:
-    x, out = torch.randn(4, 6), torch.empty(4, 6)
-    graph, tx, y = doubled(x)
-    graph.execute({tx: x, y.get_uid(): out.data_ptr()})
-    assert torch.equal(out, 2 * x)
 
 
 def test_numpy_arrays_in_and_out() -> None:
@@ -99,8 +85,8 @@ def test_buffers_with_gradients() -> None:
 def test_a_buffer_in_the_middle_of_a_storage() -> None:
     memory = torch.randn(100)
     graph, tx, y = doubled(torch.empty(4, 6))
-    graph.execute({tx: memory[3:27], y: memory[40:64]})
-    assert torch.equal(memory[40:64], 2 * memory[3:27])
+    graph.execute({tx: memory[4:28].view(4, 6), y: memory[40:64].view(4, 6)})
+    assert torch.equal(memory[40:64], 2 * memory[4:28])
 
 
 def test_an_intermediate_result_that_is_an_output_too() -> None:
