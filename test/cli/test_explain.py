@@ -133,7 +133,7 @@ def test_files(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         assert "act (relu)" in result.output
     path.write_bytes(b"no graph")
-    assert "bytes that are no graph" in words(explain(path))
+    assert "got no graph" in words(explain(path))
 
 
 @pytest.mark.parametrize(
