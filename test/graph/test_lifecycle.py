@@ -86,11 +86,11 @@ def test_build_without_modes_stops_before_plans() -> None:
 def test_steps_before_their_time(step: str) -> None:
     graph = reference_graph()
     linear(graph)
-    with pytest.raises(RuntimeError, match="without operation graph"):
+    with pytest.raises(RuntimeError, match="without an operation graph"):
         getattr(graph, step)()
-    with pytest.raises(RuntimeError, match="without operation graph"):
+    with pytest.raises(RuntimeError, match="without an operation graph"):
         graph.create_execution_plans([cudnn.heur_mode.A])
-    with pytest.raises(RuntimeError, match="without operation graph"):
+    with pytest.raises(RuntimeError, match="without an operation graph"):
         graph.execute({})
 
 
