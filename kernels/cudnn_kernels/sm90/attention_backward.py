@@ -42,7 +42,6 @@ M = 64  # query rows of a step
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
 Q_STAGES = 2
-BARRIERS = ("kv_full", "do_full", "do_empty", "peer_full", "peer_empty")
 
 
 @dataclass
