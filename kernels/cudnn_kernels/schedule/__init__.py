@@ -17,8 +17,8 @@ from cudnn_kernels.signature import Tensor, vector
 class Schedule:
     """``b``, ``d`` and ``groups`` name the sizes that count the matrices of B, of the outputs, and the groups.
 
-    ``searches``: to find a tile takes so long that one warp does it for all. ``uneven``: tiles differ in what they
-    cost, so whoever is done should take the next. ``strip``: rows of tiles that are taken together.
+    ``searches``: to find a tile takes so long that one warp does it for all. ``strip``: rows of tiles that are
+    taken together.
     """
 
     strip: int = 8
@@ -26,7 +26,6 @@ class Schedule:
     d: ClassVar[str] = "l"
     groups: ClassVar[str] = "l"
     searches: ClassVar[bool] = False
-    uneven: ClassVar[bool] = False
 
     def slots(self) -> tuple[Tensor, ...]:
         """Its arguments of the kernel."""
@@ -68,7 +67,6 @@ class GroupedK(Schedule):
     d: ClassVar[str] = "experts"
     groups: ClassVar[str] = "experts"
     searches: ClassVar[bool] = True
-    uneven: ClassVar[bool] = True
 
     def slots(self) -> tuple[Tensor, ...]:
         return (vector(self.offsets, "int32", "experts"),)
