@@ -284,9 +284,7 @@ class APIBase(ABC):
         return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
 
     def _not_compiled(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self._title()}: the kernel is not compiled. To fix it, call compile() before execute()."
-        )
+        return RuntimeError(f"{self._title()}: the kernel is not compiled. To fix it, call compile() before execute().")
 
     def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:
         text = f"{self._title()}: {what} mismatch: expected {expected}, got {got}"

@@ -108,9 +108,7 @@ def test_more_work_never_takes_less_time(m: int, n: int, k: int, name: str, fact
     kernel, arch = model.table()[name], name.split(":")[0]
     machine = MACHINES[arch]
     m_, n_, k_ = name.split(": ")[1].split(",")[0].split("x")
-    c = configuration(
-        tile=(int(m_), int(n_), int(k_)), cluster=(int(m_) // 128, 1), pingpong="pingpong True" in name
-    )
+    c = configuration(tile=(int(m_), int(n_), int(k_)), cluster=(int(m_) // 128, 1), pingpong="pingpong True" in name)
 
     def seconds(*sizes: int, kernel: Kernel = kernel, machine: model.Machine = machine) -> float:
         found = model.predict(machine, c, kernel, *sizes)

@@ -179,9 +179,7 @@ def traced(kind: type[cudnn.pygraph], device: Any, monkeypatch: pytest.MonkeyPat
     seen: list[str] = []
     monkeypatch.setattr(program.CudnnProgram, "execute", lambda *_: seen.append("any"))
     monkeypatch.setattr(program.CudnnProgram, "specialised", lambda *_: lambda *_, **__: seen.append("prepared"))
-    graph: Any = kind(
-        io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device
-    )
+    graph: Any = kind(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device)
     graph.seen = seen
     a = graph.tensor([1, 64, 64], packed(1, 64, 64))
     graph.matmul(a, a).set_output(True)

@@ -350,9 +350,7 @@ class AttentionBackward:
         row_sums, row_products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 2), self.dtype)
         copy = cute.make_tiled_copy_C(atom, score_mma).get_slice(thread)
-        tPsP, tPsS = (
-            copy.partition_D(cute.local_tile(turned(x), (M, self.half_n), (0, group))) for x in (sP, sdS)
-        )
+        tPsP, tPsS = (copy.partition_D(cute.local_tile(turned(x), (M, self.half_n), (0, group))) for x in (sP, sdS))
         steps = block.end - block.begin
         total = steps * group_heads
         batch = 0 if const_expr(c.packed) else block.batch
@@ -523,4 +521,3 @@ def turned(tensor: cute.Tensor) -> cute.Tensor:
     """The matrix with its first two dimensions exchanged."""
     rank = cute.rank(tensor)
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, rank)]))
-

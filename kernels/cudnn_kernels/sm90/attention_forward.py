@@ -487,4 +487,3 @@ def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.
     return cpasync.tma_partition(
         atom, rank, cute.make_layout(share), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
     )
-

@@ -23,6 +23,7 @@ from cudnn_kernels import epilogue
 def benchmark(api: type[DenseGemm]) -> Benchmark:
     """The benchmark of an API: beside cuBLAS, cuBLAS followed by its epilogue in torch.compile, and its own peers."""
     before, after = split(operations(api, OPERAND_TYPES["bf16"]))
+    numbers = {name: value for name, value in api.defaults().items() if name in api.scalars}
     matrices, share = 0.0, 1.0
     for o in (*before, *after):
         matrices += share * o.staged / 16
@@ -31,7 +32,7 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
         gemm.Fused(
             api.__name__,
             api.title.removeprefix("GEMM + "),
-            functools.partial(formula, after),
+            functools.partial(formula, after, numbers),
             functools.partial(prepare, api),
             functools.partial(extras, api),
             kept=next((o.tensor for o in before), ""),
@@ -66,7 +67,9 @@ def split(operations: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     return stores, rest
 
 
-def formula(operations: list[Any], z: Any, extras: gemm.Extras, out: Any) -> dict[str, Any]:
+def formula(
+    operations: list[Any], numbers: Mapping[str, float], z: Any, extras: gemm.Extras, out: Any
+) -> dict[str, Any]:
     """The results of an epilogue, computed in float32, rounded to ``out``: what torch.compile gets."""
     results: dict[str, Any] = {}
     rows, columns = z.shape
@@ -78,7 +81,7 @@ def formula(operations: list[Any], z: Any, extras: gemm.Extras, out: Any) -> dic
         elif isinstance(o, epilogue.SumRow):
             results[o.tensor] = torch.zeros(rows, 1, device=z.device)
         columns //= o.narrowing
-    evaluate(operations, z.float(), {**extras, **results})
+    evaluate(operations, z.float(), {**numbers, **extras, **results})
     return results
 
 
