@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +17,8 @@ from cudnn.cli import programs
 from cudnn.launch import emulated_architecture, kernels
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
+
+from ptx_emulator.runtime.launch import I32, P, Runtime  # noqa: E402
 
 NORM, SWIGLU = ("rmsnorm_rht_amax", (16, 512)), ("gemm_swiglu", (128, 128, 64))
 THREADS = [(name, arch, scheduler) for name in (NORM, SWIGLU) for arch in ("sm_90a", "sm_100a")
@@ -42,6 +46,29 @@ def test_eight_threads_emulate_at_once() -> None:
     for problem in problems[:2]:  # what was compiled meanwhile serves the main thread as well
         with cudnn.emulation("sm_100a"):
             assert all(each.passed for each in problem.compare(problem.call()))
+
+
+def test_a_thread_waits_until_another_has_loaded_the_kernel() -> None:
+    """Before, a launch found no kernel where its thread came second."""
+    runtime = Runtime("", lambda *_: None, lambda _: None, (9, 0, 132))
+    begun, loaded = threading.Event(), threading.Event()
+
+    def slowly(_: int) -> int:
+        begun.set()
+        time.sleep(0.2)
+        return 0
+
+    def done(*_: int) -> int:
+        loaded.set()
+        return 0
+
+    init, load = ctypes.CFUNCTYPE(I32, P)(slowly), ctypes.CFUNCTYPE(I32, P, I32)(done)
+    init_at, load_at = (ctypes.cast(function, P).value or 0 for function in (init, load))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(runtime.init_once, 1, init_at, load_at, 0)
+        assert begun.wait(60)
+        assert pool.submit(lambda: (runtime.init_once(1, init_at, load_at, 0), loaded.is_set())).result() == (0, True)
+        assert first.result() == 0
 
 
 def test_another_thread_is_not_within_the_block() -> None:

@@ -7,6 +7,7 @@ its own set of callbacks, which know that module's PTX; their addresses are writ
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,8 @@ class Runtime:
     ) -> None:
         self.ptx, self.sink, self.failed, self.device = ptx, sink, failed, device
         self.names: list[str] = []
-        self.once: dict[int, bool] = {}
+        self.once: set[int] = set()
+        self.loading = threading.RLock()
         signatures: dict[str, tuple[Any, list[Any], Callable[..., Any]]] = {
             "_cudaLibraryLoadData": (I32, [P, P, P, P, I32, P, P, I32], self.load),
             "_cudaLibraryGetKernel": (I32, [P, P, P], self.get_kernel),
@@ -104,10 +106,12 @@ class Runtime:
         return 0
 
     def init_once(self, state: int, init: int, load: int, _: int) -> int:
-        if state not in self.once:
-            self.once[state] = True
-            result = ctypes.CFUNCTYPE(I32, P)(init)(state)
-            return result or ctypes.CFUNCTYPE(I32, P, I32)(load)(state, 0)
+        with self.loading:  # a thread that comes second launches as soon as this returns
+            if state not in self.once:
+                result = ctypes.CFUNCTYPE(I32, P)(init)(state) or ctypes.CFUNCTYPE(I32, P, I32)(load)(state, 0)
+                if result:
+                    return result
+                self.once.add(state)
         return 0
 
     def launch(self, config: int, kernel: int, arguments: int) -> int:
