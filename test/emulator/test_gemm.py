@@ -10,6 +10,7 @@ import torch
 from emulator import gemm
 from emulator.kernels.blackwell_gemm import BlackwellGemm
 from emulator.kernels.hopper_gemm import HopperGemm
+from support.selection import brief
 
 bf16, f16, f32, e4m3, e5m2, i8 = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn,
                                   torch.float8_e5m2, torch.int8)  # fmt: skip
@@ -26,7 +27,7 @@ bf16, f16, f32, e4m3, e5m2, i8 = (torch.bfloat16, torch.float16, torch.float32, 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+@pytest.mark.parametrize("scheduler", brief(["lowest-pc", "random", "lazy"], 1))
 def test_hopper(tile: Any, cluster: int, dtype: torch.dtype, majors: str, scheduler: str) -> None:
     kernel = HopperGemm(tile, cluster, majors)
     gemm.run(kernel, "sm_90a", (128, 256, 192), dtype, dtype, majors, races=True, scheduler=scheduler, seed=7)
@@ -46,7 +47,7 @@ def test_hopper(tile: Any, cluster: int, dtype: torch.dtype, majors: str, schedu
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scheduler", ["lowest-pc", "random", "lazy"])
+@pytest.mark.parametrize("scheduler", brief(["lowest-pc", "random", "lazy"], 2))
 def test_blackwell(mnk: Any, tile: Any, pair: bool, dtype: torch.dtype, scheduler: str) -> None:
     out = torch.int32 if dtype is i8 else f32
     gemm.run(BlackwellGemm(tile, pair), "sm_100a", mnk, dtype, out, races=True, scheduler=scheduler, seed=7)

@@ -17,6 +17,7 @@ from cudnn.cli import programs
 from cudnn.cli.programs import dense
 from cudnn.cli.programs.gemm_matrix import Variant
 from cudnn.fused.dense import OPERAND_TYPES, blank
+from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
 
@@ -67,15 +68,17 @@ def test_a_declaration_is_short(name: str) -> None:
     assert ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("arch", ["reference", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"dtype": "float8_e4m3fn", "scale": "float8_e8m0fnu", "vector": 32, "shape": (128, 128, 128, 1)},
-        {"out": "float8_e4m3fn", "vector": 32},
-    ],
-    ids=["plain", "block-scaled", "quantised"],
+    ("arch", "given"),
+    in_turn(
+        [
+            {},
+            {"dtype": "float8_e4m3fn", "scale": "float8_e8m0fnu", "vector": 32, "shape": (128, 128, 128, 1)},
+            {"out": "float8_e4m3fn", "vector": 32},
+        ],
+        places=["reference", "sm_90a", "sm_100a"],
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("name", NEW)
 def test_new_gemms(name: str, given: dict[str, Any], arch: str) -> None:

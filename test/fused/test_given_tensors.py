@@ -26,6 +26,7 @@ from support.gemm_families import (
     slack,
 )
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
+from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
 
@@ -62,16 +63,18 @@ def inner(tensor: torch.Tensor) -> int:
     return tensor.stride().index(1)
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("name", "inside", "given"),
-    [
-        ("gemm_swiglu", False, {"dtype": BF16, "majors": "kkn"}),
-        ("gemm_swiglu", True, {"dtype": F16, "majors": "mnm", "out": F16}),
-        ("gemm_dsrelu", True, {"dtype": F32, "majors": "mkn", "m": 64}),
-        ("gemm_dsrelu", False, {"dtype": E4M3, "scale": E8M0, "majors": "knm"}),
-        ("gemm_amax", False, {"dtype": FP4, "scale": E8M0, "vector": 32}),
-    ],
+    ("where", "name", "inside", "given"),
+    in_turn(
+        [
+            ("gemm_swiglu", False, {"dtype": BF16, "majors": "kkn"}),
+            ("gemm_swiglu", True, {"dtype": F16, "majors": "mnm", "out": F16}),
+            ("gemm_dsrelu", True, {"dtype": F32, "majors": "mkn", "m": 64}),
+            ("gemm_dsrelu", False, {"dtype": E4M3, "scale": E8M0, "majors": "knm"}),
+            ("gemm_amax", False, {"dtype": FP4, "scale": E8M0, "vector": 32}),
+        ],
+        places=WHERE,
+    ),
     ids=str,
 )
 def test_rows_and_matrices_lie_apart(where: str, name: str, given: dict[str, Any], inside: bool) -> None:
@@ -90,8 +93,7 @@ def test_rows_and_matrices_lie_apart(where: str, name: str, given: dict[str, Any
     assert all(bool((memory.float() == GUARD).all()) for memory in memories)
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, places=WHERE))
 def test_strides_of_extents_of_one_may_be_any(where: str, name: str) -> None:
     """``x.unsqueeze(-1)`` is a batch of one."""
     problem = made(name, where, 128, 128, 64)
@@ -142,8 +144,7 @@ def test_one_row(where: str) -> None:
     check(problem, slack=slack(problem))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])
+@pytest.mark.parametrize(("where", "name"), in_turn(["gemm_srelu", "gemm_dsrelu"], places=WHERE))
 def test_four_bit_operands_with_results_of_any_major(where: str, name: str) -> None:
     problem = made(name, where, 128, 128, 128, 2, dtype=FP4, scale=E8M0, majors="kkm")
     execute(problem, where)
@@ -261,8 +262,7 @@ def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
 # In emulation.
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("given", [{}, {"dtype": E4M3, "scale": E8M0}], ids=str)
+@pytest.mark.parametrize(("arch", "given"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}]), ids=str)
 def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case("gemm_amax", 128, 128, 96, **given)
     gemm = problem.family.cls(**problem.samples(), **options(problem))
@@ -300,8 +300,7 @@ def test_a_workspace_in_the_emulator() -> None:
 # Autograd.
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, places=WHERE))
 def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
     problem = made(name, where, 128, 128, 64)
     tensors = problem.tensors

@@ -10,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn.sdpa import SdpaForward, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+from support.selection import brief
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
 
@@ -59,7 +60,7 @@ def test_packed_sequences_are_those_of_one_length() -> None:
         torch.testing.assert_close(by_head[:, a:b], single_lse[0])
 
 
-@pytest.mark.parametrize("as_batch", [False, True])
+@pytest.mark.parametrize("as_batch", brief([False, True], 1))
 def test_the_kernels_run_from_the_wrappers(as_batch: bool) -> None:
     ends = offsets(0, 30, 70)
     q, k, v, do = (torch.randint(-2, 2, (70, heads, 256)).half() for heads in (2, 1, 1, 2))

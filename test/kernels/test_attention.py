@@ -16,6 +16,7 @@ from cudnn_kernels.signature import workspace_size
 from cudnn_kernels.sm90.attention_backward import AttentionBackward
 from cudnn_kernels.sm90.attention_forward import AttentionForward
 from support.compiled import compile_kernel
+from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
@@ -126,11 +127,15 @@ PACKED = Problem(((50, 100), (0, 10), (150, 170), (30, 20)), packed=True, right=
 
 @pytest.mark.parametrize(
     ("configuration", "problem"),
-    [
-        (FORWARD, PACKED),
-        (replace(FORWARD, cluster=2), Problem(((200, 290),), heads=(2, 1), right=5, left=100, dtype=torch.float16)),
-        (replace(FORWARD, head=192, head_v=128, tile=(128, 128)), Problem(((70, 300), (70, 300)))),
-    ],
+    brief(
+        [
+            (FORWARD, PACKED),
+            (replace(FORWARD, cluster=2), Problem(((200, 290),), heads=(2, 1), right=5, left=100, dtype=torch.float16)),
+            (replace(FORWARD, head=192, head_v=128, tile=(128, 128)), Problem(((70, 300), (70, 300)))),
+        ],
+        0,
+        2,
+    ),
 )
 def test_forward(configuration: ForwardConfiguration, problem: Problem) -> None:
     given = drawn(problem, configuration.head, configuration.head_v)

@@ -33,13 +33,13 @@ from cudnn_kernels.epilogue import (
 from support import gemm
 from support.gemm import E4M3, E5M2, E8M0
 from support.gemm import PACKED as FP4
+from support.selection import brief, in_turn
 
 FLOAT32_LARGEST = torch.finfo(torch.float32).max
 
 
-@pytest.fixture(params=gemm.ARCHES)
-def arch(request: pytest.FixtureRequest) -> str:
-    return request.param
+ON_HOPPER = pytest.mark.parametrize("arch", brief(gemm.ARCHES, 0))  # and on the other with --full
+ON_BLACKWELL = pytest.mark.parametrize("arch", brief(gemm.ARCHES, 1))
 
 
 def assert_same(epilogue: Sequence[Any], given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ STORED = ["float32", "bfloat16", "float16", E4M3, E5M2, FP4]
 MAJORS = [*((dtype, "n") for dtype in STORED), *((dtype, "m") for dtype in (*STORED[1:], STORED[0]))]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "major"), gemm.in_turn(MAJORS))
+@pytest.mark.parametrize(("arch", "dtype", "major"), in_turn(MAJORS, 8))
 def test_stores(arch: str, dtype: str, major: str) -> None:
     """All values, and more than the type holds."""
     if dtype == FP4 and major == "m":
@@ -146,7 +146,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), gemm.in_turn(OPERATIONS, 14))
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 12))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 
@@ -185,7 +185,7 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(epilogue), options
 
 
-@pytest.mark.parametrize(("arch", "seed"), gemm.in_turn([(seed,) for seed in range(20)], 4))
+@pytest.mark.parametrize(("arch", "seed"), in_turn(range(20), 2))
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):
@@ -214,6 +214,7 @@ def neighbours(values: Sequence[float]) -> torch.Tensor:
     return torch.cat([x, -x])
 
 
+@ON_HOPPER
 def test_fp4_rounding(arch: str) -> None:
     """To nearest, even at midpoints; saturates; what a negative value leaves of 0 is -0; NaN becomes the largest."""
     grid = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -231,6 +232,7 @@ def test_fp4_rounding(arch: str) -> None:
     assert set((stored & 0x77).flatten().tolist()) == {0x77}
 
 
+@ON_BLACKWELL
 def test_e8m0_factors(arch: str) -> None:
     """Up to a power of two, from 2^-127 to 2^127; NaN for NaN. No type's limit: factor and magnitude are the same."""
     powers = [2.0**e for e in (-149, -140, -127, -126, -125, -64, -1, 0, 1, 5, 100, 126, 127)]
@@ -253,6 +255,7 @@ def test_e8m0_factors(arch: str) -> None:
         assert codes[index] == wanted, value
 
 
+@ON_HOPPER
 def test_e4m3_factors(arch: str) -> None:
     """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -272,6 +275,7 @@ def test_e4m3_factors(arch: str) -> None:
     assert all(case.any() for case in (wanted == 0, wanted == 448, wanted.isnan()))
 
 
+@ON_BLACKWELL
 def test_factors_have_the_128_by_4_layout(arch: str) -> None:
     """Byte ((l rm + r // 128) rk + j // 4) 512 + r % 32 16 + r // 32 % 4 4 + j % 4 for row r and group j."""
     epilogue = (
@@ -303,7 +307,7 @@ def test_factors_have_the_128_by_4_layout(arch: str) -> None:
             assert int(memory[byte]) == math.ceil(math.log2(largest)) + 127
 
 
-@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize(("arch", "pingpong"), in_turn([False, True]))
 def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
     """The largest magnitude is infinity or NaN exactly where a value is, also in tiles that it does not fill."""
     epilogue = (Amax(by_expert=True), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3))
@@ -321,6 +325,7 @@ def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
     assert_same(epilogue, given, expected)
 
 
+@ON_BLACKWELL
 def test_amax_keeps_what_was_larger(arch: str) -> None:
     def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
         arguments["amax"].copy_(torch.tensor([1e6, 0.0]))
@@ -330,6 +335,7 @@ def test_amax_keeps_what_was_larger(arch: str) -> None:
     assert 0 < given["amax"][1] < 1e6
 
 
+@ON_HOPPER
 def test_what_cannot_be_configured(arch: str) -> None:
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
         gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
@@ -337,6 +343,7 @@ def test_what_cannot_be_configured(arch: str) -> None:
         check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
 
 
+@pytest.mark.parametrize("arch", gemm.ARCHES)
 def test_shared_memory_without_conflicts(arch: str) -> None:
     """Of 16-bit and packed tiles, and of 8-bit ones in both orders."""
     stores = (StoreTile("d", "bfloat16"), StoreTile("d", "bfloat16", "m"), StoreTile("d", E4M3),

@@ -22,6 +22,7 @@ from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
+from support.selection import brief  # noqa: E402
 
 Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
 
@@ -58,8 +59,14 @@ def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **opt
     return report.launches[0]
 
 
-TYPED = [  # without --full, all majors of two types
-    pytest.param(arch, types, major, marks=[] if major == "kk" or types in (PLAIN[0], SCALED[0]) else pytest.mark.full)
+BRIEF = (PLAIN[0], PLAIN[2], PLAIN[4], SCALED[1], SCALED[-1])
+TYPED = [  # without --full, all majors of one type
+    pytest.param(
+        arch,
+        types,
+        major,
+        marks=[] if types in BRIEF and (major in ("kk", "mn") or types == PLAIN[0]) else pytest.mark.full,
+    )
     for arch in ARCHES
     for types in TYPES[arch]
     for major in majors(arch, types)
@@ -99,15 +106,20 @@ def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[
 
 @pytest.mark.parametrize(
     ("arch", "tile", "cluster"),
-    [
-        *((HOPPER, (64 if cluster[1] == 1 else 128, 64), cluster) for cluster in CLUSTERS[HOPPER]),
-        *((BLACKWELL, (128, 64), cluster) for cluster in CLUSTERS[BLACKWELL][:-1]),
-        *((BLACKWELL, (256, 64), cluster) for cluster in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))),
-        pytest.param(BLACKWELL, (128, 64), (4, 4), marks=pytest.mark.full),
-        pytest.param(BLACKWELL, (256, 64), (16, 1), marks=pytest.mark.full),
-        pytest.param(BLACKWELL, (256, 64), (8, 2), marks=pytest.mark.full),
-        pytest.param(HOPPER, (128, 64), (4, 4), marks=pytest.mark.full),
-    ],
+    brief(
+        [
+            *((HOPPER, (64 if cluster[1] == 1 else 128, 64), cluster) for cluster in CLUSTERS[HOPPER]),
+            *((BLACKWELL, (128, 64), cluster) for cluster in CLUSTERS[BLACKWELL]),
+            *((BLACKWELL, (256, 64), cluster) for cluster in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (16, 1), (8, 2))),
+            (HOPPER, (128, 64), (4, 4)),
+        ],
+        1,
+        3,
+        6,
+        9,
+        11,
+        15,
+    ),
 )
 def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
     """More tiles than CTAs, and clusters that reach beyond the product."""
@@ -127,11 +139,17 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "types", "tile"),
-    [
-        *((HOPPER, PLAIN[0], tile) for tile in ((64, 256), (128, 192), (128, 256), (256, 128))),
-        *((BLACKWELL, PLAIN[0], tile) for tile in ((128, 192), (256, 64), (256, 256))),
-        *((BLACKWELL, types, tile) for types in SCALED[::6] for tile in ((128, 256), (256, 256))),
-    ],
+    brief(
+        [
+            *((HOPPER, PLAIN[0], tile) for tile in ((64, 256), (128, 192), (128, 256), (256, 128))),
+            *((BLACKWELL, PLAIN[0], tile) for tile in ((128, 192), (256, 64), (256, 256))),
+            *((BLACKWELL, types, tile) for types in SCALED[::6] for tile in ((128, 256), (256, 256))),
+        ],
+        0,
+        3,
+        4,
+        10,
+    ),
 )
 def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
     pair = arch == BLACKWELL and tile[0] == 256
@@ -148,7 +166,7 @@ DYNAMIC: list[tuple[Types, tuple[int, int], tuple[int, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("types", "tile", "cluster"), DYNAMIC)
+@pytest.mark.parametrize(("types", "tile", "cluster"), brief(DYNAMIC, 1, 3, 5))
 def test_tiles_by_cluster_launch_control(types: Types, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
     """Every tile that is not a resident cluster's first one is handed over, and whoever is done takes it."""
     m, n = 128 * cluster[0] * 3 - 40, tile[1] * cluster[1] * 2 - 8
@@ -200,22 +218,24 @@ def check_rows(arch: str, types: Types, ends: list[int], **choice: Any) -> Any:
     return report.launches[0]
 
 
-@pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(
+    ("arch", "types", "choice", "ends"),
+    brief([(*choice, ends) for choice in GROUPED for ends in ENDS], 1, 3, 9, 14, 16, 17),
+)
 def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
     launch = check_rows(arch, types, ENDS[ends], **choice)
     assert launch.grid[2] > 4 or not choice.get("dynamic")
 
 
-@pytest.mark.parametrize("types", [SCALED[0], SCALED[-1]])
+@pytest.mark.parametrize("types", brief([(SCALED[0],), (SCALED[-1],)], 1))
 def test_rows_of_experts_with_block_scales(types: Types) -> None:
     """Their factors are in atoms of 128 rows, so experts end where atoms do."""
     check_rows(BLACKWELL, types, PADDED)
 
 
 @pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)
-@pytest.mark.parametrize("ends", [[64, 64, 200, 256], [0, 1, 70, 70, 203, 300]])
+@pytest.mark.parametrize("ends", brief([[64, 64, 200, 256], [0, 1, 70, 70, 203, 300]], 1))
 def test_k_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: list[int]) -> None:
     """A product for each expert; zeros for those that have none. k beyond the last one is not read."""
     c = configured(arch, types, "mn", **{"tile": (128, 128), **choice}, schedule=GroupedK())
@@ -276,7 +296,7 @@ BRIEFLY: dict[str, Any] = {"derandomize": True, "suppress_health_check": list(He
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=3, **BRIEFLY)
+@settings(max_examples=2, **BRIEFLY)
 @given(data=st.data())
 def test_random_problems(arch: str, data: Any) -> None:
     random_problem(arch, data)

@@ -12,6 +12,7 @@ from cudnn.launch import emulate, emulation
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.problem import BlockScale, Operand
 from support.compiled import compile_kernel
+from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
@@ -91,7 +92,7 @@ def assert_same_bits(target: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(target.view(torch.int16)[~nan], expected.contiguous().view(torch.int16)[~nan])
 
 
-@pytest.mark.parametrize("operand", SCALED, ids=str)
+@pytest.mark.parametrize("operand", brief([(operand,) for operand in SCALED], 0, 2, 4), ids=str)
 def test_every_code_times_every_scale(operand: tuple[Any, ...]) -> None:
     """Infinities, NaN, subnormals of the source, the scale and the result included."""
     c = configured(*operand, resident=1)
@@ -114,7 +115,7 @@ def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) ->
     assert_same_bits(*dequantised(c, *random_codes(c, l, mn, k)))
 
 
-@pytest.mark.parametrize(("mn", "k", "l"), [(16, 16, 1), (144, 288, 2), (37, 1056, 1)])
+@pytest.mark.parametrize(("mn", "k", "l"), brief([(16, 16, 1), (144, 288, 2), (37, 1056, 1)], 1))
 @pytest.mark.parametrize("major", ["k", "mn"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_widened(dtype: str, major: str, mn: int, k: int, l: int) -> None:  # noqa: E741
@@ -148,7 +149,7 @@ def test_widening_spills_nothing(major: str) -> None:
     assert set(re.findall(r"st\.global\S*", compiled.ptx)) == {"st.global.v4.b32"}
 
 
-@pytest.mark.parametrize(("mn", "k", "l"), [(16, 16, 1), (144, 80, 2), (304, 272, 3), (16, 400, 1)])
+@pytest.mark.parametrize(("mn", "k", "l"), brief([(16, 16, 1), (144, 80, 2), (304, 272, 3), (16, 400, 1)], 1, 3))
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 def test_transposed(dtype: torch.dtype, mn: int, k: int, l: int) -> None:  # noqa: E741
     """All bits stay, NaN's too; no two threads of a warp meet in a bank of shared memory."""
@@ -221,8 +222,11 @@ def test_transposed_whatever_the_order_of_things(dtype: torch.dtype, scheduler: 
 
 @pytest.mark.parametrize(
     ("operand", "arch"),
-    [(operand, "sm_90a") for operand in sorted(OPERANDS, key=str)]
-    + [(operand, "sm_100a") for operand in SCALED if operand[0] != "float8_e5m2"],
+    brief(
+        [(operand, "sm_90a") for operand in sorted(OPERANDS, key=str)]
+        + [(operand, "sm_100a") for operand in SCALED if operand[0] != "float8_e5m2"],
+        *range(0, 20, 4),
+    ),
     ids=str,
 )
 def test_no_local_memory_and_wide_accesses(operand: tuple[Any, ...], arch: str) -> None:

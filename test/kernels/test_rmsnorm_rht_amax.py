@@ -9,12 +9,12 @@ import pytest
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.norm.heuristics import USUAL_COLUMNS, configure_rmsnorm_rht_amax
 from support.compiled import compile_kernel
+from support.selection import in_turn
 
-ARCHITECTURES = ["sm_90a", "sm_100a"]
+COLUMNS = list(dict.fromkeys([*USUAL_COLUMNS[::3], 65536, *USUAL_COLUMNS]))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("columns", [*USUAL_COLUMNS, 65536])
+@pytest.mark.parametrize(("arch", "columns"), in_turn(COLUMNS, 4))
 def test_no_local_memory_and_wide_accesses(arch: str, columns: int) -> None:
     from cudnn_kernels import fakes
     from cudnn_kernels.norm import rmsnorm_rht_amax as module

@@ -12,6 +12,7 @@ from cudnn.launch import emulate, emulation
 from cudnn.launch.kernels import compile_kernel
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
+from support.selection import brief, in_turn
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
@@ -36,21 +37,22 @@ def assert_right(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, amax: torch.
     torch.testing.assert_close(amax.double(), largest, rtol=3e-6, atol=0)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    ("m", "n", "rows", "threads", "dtype"),
-    [
-        (64, 512, 8, 64, torch.bfloat16),  # teams share a group
-        (64, 512, 2, 64, torch.float16),  # several groups at once, several teams for each
-        (62, 512, 1, 64, torch.bfloat16),  # a group for each team
-        (48, 512, 3, 64, torch.bfloat16),  # more teams than rows: some rest
-        (96, 256, 32, 32, torch.bfloat16),  # one warp a team; more threads than blocks
-        (64, 768, 16, 96, torch.float16),
-        (16, 7168, 2, 128, torch.bfloat16),  # blocks that threads share unevenly
-        (2, 16384, 2, 1024, torch.bfloat16),
-        (1, 512, 1, 64, torch.bfloat16),
-        (3, 65536, 3, 1024, torch.bfloat16),  # two CTAs share a row
-    ],
+    ("arch", "m", "n", "rows", "threads", "dtype"),
+    in_turn(
+        [
+            (64, 512, 8, 64, torch.bfloat16),  # teams share a group
+            (64, 512, 2, 64, torch.float16),  # several groups at once, several teams for each
+            (62, 512, 1, 64, torch.bfloat16),  # a group for each team
+            (48, 512, 3, 64, torch.bfloat16),  # more teams than rows: some rest
+            (96, 256, 32, 32, torch.bfloat16),  # one warp a team; more threads than blocks
+            (64, 768, 16, 96, torch.float16),
+            (16, 7168, 2, 128, torch.bfloat16),  # blocks that threads share unevenly
+            (2, 16384, 2, 1024, torch.bfloat16),
+            (1, 512, 1, 64, torch.bfloat16),
+            (3, 65536, 3, 1024, torch.bfloat16),  # two CTAs share a row
+        ]
+    ),
 )
 def test_values_without_races(arch: str, m: int, n: int, rows: int, threads: int, dtype: torch.dtype) -> None:
     x, w, o, amax = problem(m, n, rows, dtype)
@@ -63,7 +65,7 @@ def test_values_without_races(arch: str, m: int, n: int, rows: int, threads: int
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("scheduler", "seed"), [("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)])
+@pytest.mark.parametrize(("scheduler", "seed"), brief([("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)], 0, 3))
 def test_whatever_the_order_of_things(arch: str, scheduler: str, seed: int) -> None:
     x, w, _, _ = problem(64, 512, 4)
     with cudnn.emulation(arch, races=True, scheduler=scheduler, seed=seed):
@@ -72,7 +74,7 @@ def test_whatever_the_order_of_things(arch: str, scheduler: str, seed: int) -> N
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("scheduler", "seed"), [("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)])
+@pytest.mark.parametrize(("scheduler", "seed"), brief([("random", 1), ("random", 2), ("lazy", 1), ("lazy", 2)], 0, 3))
 @pytest.mark.parametrize("rows", [1, 5])
 def test_two_ctas_share_rows(arch: str, scheduler: str, seed: int, rows: int) -> None:
     """As the longest rows are, here with shorter ones."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 import ptx_emulator
@@ -26,16 +25,6 @@ ARCHES = (HOPPER, BLACKWELL)
 MODULES = {HOPPER: "cudnn_kernels.sm90.gemm", BLACKWELL: "cudnn_kernels.sm100.gemm"}
 PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def in_turn(cases: Sequence[tuple[Any, ...]], most: int | None = None) -> list[Any]:
-    """Test parameters: every case on both architectures; without ``--full`` the first ones, on one of them in turn."""
-    brief = len(cases) if most is None else most
-    return [
-        pytest.param(arch, *case, marks=[] if index < brief and (index + turn) % 2 == 0 else pytest.mark.full)
-        for index, case in enumerate(cases)
-        for turn, arch in enumerate(ARCHES)
-    ]
 
 
 def configuration(

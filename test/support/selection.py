@@ -1,0 +1,46 @@
+"""Which cases of a test run without ``--full``: each kind of behaviour once, not every combination."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+ARCHES = ("sm_90a", "sm_100a")
+
+
+def brief(cases: Sequence[Any], *kept: int) -> list[Any]:
+    """All cases; others than those with these numbers only with ``--full``."""
+    return [
+        pytest.param(*_values(case), marks=[] if index in kept else pytest.mark.full)
+        for index, case in enumerate(cases)
+    ]
+
+
+def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any] = ARCHES) -> list[Any]:
+    """Every case in every place, which comes first; without ``--full`` the first ``most`` cases, each on one emulated
+    architecture in turn. Places that are none take all cases.
+    """
+    count = len(cases) if most is None else most
+    return [
+        pytest.param(*_values(place), *_values(case), marks=[*_marks(place), *_rest(place, index, count)])
+        for index, case in enumerate(cases)
+        for place in places
+    ]
+
+
+def _rest(place: Any, index: int, count: int) -> list[Any]:
+    (where,) = _values(place)
+    skipped = where in ARCHES and (index >= count or (index + ARCHES.index(where)) % len(ARCHES))
+    return [pytest.mark.full] if skipped else []
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    if isinstance(case, tuple):
+        return getattr(case, "values", case)  # of a pytest.param
+    return (case,)
+
+
+def _marks(case: Any) -> Sequence[Any]:
+    return getattr(case, "marks", ())
