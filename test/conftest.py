@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterator
 
@@ -34,13 +35,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("full"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        skipped = {item for item in items if item.get_closest_marker("full")} | other_devices(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in skipped])
+        items[:] = [item for item in items if item not in skipped]
     if not handle.gpu_available():
         skip = pytest.mark.skip(reason="no NVIDIA GPU: the CUDA driver is missing or sees no device")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def other_devices(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of tests with many cases for each device: those of the other device, h200 and b200 in turn."""
+    found = collections.defaultdict[str, list[tuple[str, str, pytest.Item]]](list)
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and "device_properties" in call.params:
+            device, _, case = call.id.partition("-")
+            found[item.nodeid.partition("[")[0]].append((case, device, item))
+    skipped = set()
+    for group in found.values():
+        cases = sorted({case for case, _, _ in group})
+        if len(cases) > 2:
+            turn = {case: driver.DEVICES[index % 2] for index, case in enumerate(cases)}
+            skipped |= {item for case, device, item in group if device != turn[case]}
+    return skipped
 
 
 def described(device: str, version: int) -> DeviceProperties:

