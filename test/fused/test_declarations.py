@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 from pathlib import Path
@@ -24,7 +25,8 @@ pytest.importorskip("ptx_emulator")
 ROOT = Path(__file__).parents[2]
 NAMES = list(registry.packages())
 GEMMS = registry.gemms()
-NEW = ("gemm_geglu",)
+E4M3 = torch.float8_e4m3fn
+NEW = ("gemm_geglu", "gemm_rope")
 """Those that proved that a declaration is enough: at most 150 lines."""
 
 
@@ -101,6 +103,90 @@ def test_geglu_is_what_it_says() -> None:
     assert float(up.max()) > 5 > -3 > float(up.min())
     g, u = gate.clamp(max=5.0), up.clamp(-3.0, 5.0)
     torch.testing.assert_close(c[..., 0].double(), (u + 0.5) * g / (1 + torch.exp(-1.2 * g)), rtol=1e-3, atol=1e-3)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """The heads (m, heads, rotary) rotated, in float64, as products of complex numbers."""
+    pairs = x.unflatten(2, (-1, 2)) if interleaved else x.unflatten(2, (2, -1)).mT
+    turned = torch.view_as_complex(pairs.double().contiguous()) * torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    pairs = torch.view_as_real(turned)
+    return (pairs if interleaved else pairs.mT).flatten(2)
+
+
+SLOW = [pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_100a")]
+
+
+@pytest.mark.parametrize("where", ["reference", *SLOW])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_is_what_it_says(interleaved: bool, where: str) -> None:
+    """Against complex numbers: part of a head, some of the heads, with positions; rows without an angle become NaN."""
+    a, b = torch.randn(40, 64, 1).half(), torch.randn(4 * 192, 64, 1).half()
+    cos, sin = torch.randn(2, 9, 32)
+    positions = torch.randint(0, 9, (40,), dtype=torch.int32)
+    positions[3], positions[5] = -1, 9
+    options = {"head_size": 192, "rotary_size": 64, "rotated_begin": 192, "rotated_end": 576}
+    with contextlib.nullcontext() if where == "reference" else cudnn.emulation(where, races=True):
+        c, _ = cudnn.gemm_rope_wrapper(a, b, cos, sin, positions, **options, interleaved=interleaved,
+                                       c_dtype=torch.float32)  # fmt: skip
+    expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, 192))
+    rows = positions.long().clamp(0, 8)
+    expected[:, 1:3, :64] = rotated(expected[:, 1:3, :64], cos[rows], sin[rows], interleaved)
+    expected[3, 1:3, :64] = expected[5, 1:3, :64] = float("nan")
+    torch.testing.assert_close(c[..., 0].double(), expected.flatten(1), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_rope_turns_back() -> None:
+    """The inverse of a rotation, of what it made."""
+    x, eye = torch.randn(40, 128, 1), torch.eye(128).unsqueeze(2)
+    angles = torch.rand(40, 64) * 6
+    cos, sin = angles.cos(), angles.sin()
+    once, _ = cudnn.gemm_rope_wrapper(x, eye, cos, sin, c_dtype=torch.float32)
+    back, _ = cudnn.gemm_rope_wrapper(once, eye, cos, sin, inverse=True, c_dtype=torch.float32)
+    assert not torch.allclose(once, x, atol=0.5)
+    torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_of_rope(interleaved: bool) -> None:
+    a, b = (torch.randn(rows, 32, 1, requires_grad=True) for rows in (24, 256))
+    cos, sin = torch.randn(2, 24, 64)
+    weight = torch.randn(24, 256)
+    c, _ = cudnn.ops.gemm_rope(a, b, cos, sin, rotated_end=128, interleaved=interleaved, c_dtype=torch.float32)
+    (c[..., 0] * weight).sum().backward()
+    x, y = (t.detach().double().requires_grad_() for t in (a, b))
+    z = (x[..., 0] @ y[..., 0].T).unflatten(1, (2, 128))
+    z = torch.cat([rotated(z[:, :1], cos, sin, interleaved), z[:, 1:]], 1).flatten(1)
+    (z * weight).sum().backward()
+    torch.testing.assert_close(a.grad, x.grad.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(b.grad, y.grad.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rotary_size": 48}, "rotary_size: got 48; allowed: 16, 32, 64, 128 or 256"),
+        ({"head_size": 80, "rotary_size": 32}, "head_size: got 80; allowed: multiples of rotary_size, 32"),
+        ({"head_size": 256, "rotary_size": 128}, "columns of the product: got 384; allowed: multiples of head_size"),
+        ({"rotated_begin": 64}, r"rotated_begin and rotated_end: got \(64, 384\); allowed: multiples of 128"),
+        ({"rotated_end": 512}, r"got \(0, 512\); allowed: multiples of 128, in order, up to 384"),
+        ({"rows": 41}, "rows of cos and sin: got 41; allowed: 40, those of a. To fix it, pass positions"),
+    ],
+)
+def test_what_rope_refuses(given: dict[str, Any], message: str) -> None:
+    half = given.get("rotary_size", 128) // 2
+    cos = sin = torch.randn(given.pop("rows", 40), half)
+    a, b = torch.randn(40, 64, 1), torch.randn(384, 64, 1)
+    with pytest.raises(ValueError, match=message):
+        cudnn.gemm_rope_wrapper(a, b, cos, sin, **given)
+
+
+def test_rope_of_wide_halves_of_8_bits() -> None:
+    a, b = torch.zeros(16, 64, 1, dtype=E4M3), torch.zeros(256, 64, 1, dtype=E4M3)
+    cos = sin = torch.zeros(16, 128)
+    with pytest.raises(NotImplementedError, match="rotary_size: got 256; allowed: up to 128"):
+        cudnn.gemm_rope_wrapper(a, b, cos, sin, head_size=256)
+    for wide in ({"accurate": True}, {"interleaved": True}):
+        assert cudnn.gemm_rope_wrapper(a, b, cos, sin, head_size=256, **wide)[0].shape == (16, 256, 1)
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -71,6 +71,7 @@ def _call(name: str, dtype: str, out: Any) -> None:
     prob = torch.zeros(1, m, 1).permute(1, 2, 0)
     c = torch.zeros(1, m, n, dtype=out or torch.bfloat16).permute(1, 2, 0)
     given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
+    given |= dict.fromkeys(("cos_tensor", "sin_tensor"), torch.zeros(m, 64))
     parameters = inspect.signature(wrapper(name)).parameters
     types = {p: out for p in parameters if out and p.endswith("_dtype") and p != "acc_dtype"}
     wrapper(name)(**{p: tensor for p, tensor in given.items() if p in parameters}, **options, **types)
@@ -80,6 +81,7 @@ TYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 DEFAULTS = {
     "gemm_amax": TYPES,
     "gemm_geglu": TYPES,
+    "gemm_rope": TYPES,
     "gemm_swiglu": ("bf16", "fp16", "fp8", "nvfp4"),  # ab12 of float32 is refused for mxfp8
     "gemm_srelu": ("bf16", "fp8", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
     "gemm_dsrelu": ("bf16", "fp8", "mxfp8", "nvfp4"),

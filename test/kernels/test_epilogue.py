@@ -23,6 +23,7 @@ from cudnn_kernels.epilogue import (
     MultiplyColumn,
     QuantizeColumns,
     QuantizeRows,
+    Rotate,
     Scale,
     SquaredRelu,
     SquaredReluBackward,
@@ -144,6 +145,42 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), QuantizeRows("r", E4M3, E8M0, 32),
       StoreTile("e", E4M3)), 300, 160, {"pingpong": True, "part": 128}),
 ]  # fmt: skip
+
+ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
+    ((Scale(), Rotate(128, 128), StoreTile("d", "bfloat16")), 133, 256, {"staged": 2}),
+    ((Rotate(192, 64, "bfloat16", inverse=True, begin=192, end=576, positions="places"), StoreTile("d", "float32")),
+     40, 768, {}),
+    ((Rotate(64, 16, "bfloat16", interleaved=True), StoreTile("d", "bfloat16")), 30, 64, {"tile": (128, 64, 64)}),
+    ((Rotate(128, 128, "bfloat16", positions="places"), StoreTile("d", "bfloat16", "m")), 136, 256, {"pingpong": True}),
+    ((Rotate(256, 256), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("sums", "prob_gradient"),
+      StoreTile("d", "float16")), 40, 256, {"tile": (128, 256, 64)}),
+    ((Rotate(128, 128, "float16", begin=128), AddRow("bias", "float32"), Amax(), QuantizeColumns("t", E4M3, E8M0),
+      StoreTile("e", E4M3, value="columns"), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 97, 640, {}),
+    ((Rotate(256, 128, "float16", end=512), StoreTile("d", FP4)), 40, 1024, {"tile": (128, 128, 64)}),
+    ((Rotate(64, 64, end=128), StoreTile("d", "float16")), 33, 192, {"part": 32, "tile": (128, 192, 64)}),
+    ((Rotate(64, 16, "bfloat16"), StoreTile("d", "bfloat16")), 140, 320, {"part": 128}),
+    ((Rotate(96, 32), StoreTile("d", "bfloat16")), 129, 288, {"tile": (128, 192, 64)}),
+    ((Rotate(128, 128, "bfloat16", interleaved=True, positions="places"), StoreTile("d", "bfloat16")), 65, 384, {}),
+    ((Rotate(192, 64, interleaved=True, inverse=True, begin=192), StoreTile("d", "float32")), 70, 768, {"part": 32}),
+    ((Rotate(256, 256, interleaved=True, end=512), StoreTile("d", "bfloat16")), 40, 768, {"tile": (128, 192, 64)}),
+    ((Rotate(80, 16, "float16", interleaved=True), StoreTile("d", "bfloat16")), 140, 320, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(ROTATIONS, 2))
+def test_rotations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
+    check(arch, epilogue, m, n, **options)
+
+
+def test_what_cannot_be_rotated(arch: str) -> None:
+    for rotate, options, message in (
+        (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),
+        (Rotate(96, 96), {"tile": (128, 192, 64)}, "part: got 64 columns; allowed: multiples of 96"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gemm.compiled(arch, gemm.configuration((rotate, StoreTile("d", "bfloat16")), **options))
+    with pytest.raises(ValueError, match="part: got 64 columns; allowed: multiples of 128"):
+        gemm.compiled(arch, gemm.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16"))))
 
 
 @pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 12))

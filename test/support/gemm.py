@@ -162,6 +162,8 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
             made[o.tensor] = torch.zeros(batch, 1, m).permute(2, 1, 0)
         elif isinstance(o, declared.AddRow):
             made[o.tensor] = torch.randn(batch, n).to(getattr(torch, o.dtype)).t()
+        elif isinstance(o, declared.Rotate):
+            made |= rotation(o, m)
         elif isinstance(o, declared.Amax):
             made[o.tensor] = torch.full((batch if o.by_expert else 1,), -torch.inf)
         elif isinstance(o, declared.QuantizeRows):
@@ -169,6 +171,16 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
         elif isinstance(o, declared.QuantizeColumns):
             made |= {o.tensor: scales(n, -(-m // 32), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
         n //= o.narrowing
+    return made
+
+
+def rotation(o: declared.Rotate, m: int) -> dict[str, torch.Tensor]:
+    """Cosines and sines of few bits, so that rotating is exact; some positions have none."""
+    rows = m + 3 if o.positions else m
+    shape = (rows, o.rotary // 2)
+    made = {name: (torch.randint(-8, 9, shape) / 8).to(getattr(torch, o.dtype)) for name in (o.cos, o.sin)}
+    if o.positions:
+        made[o.positions] = torch.randint(-1, rows + 1, (m,), dtype=torch.int32)
     return made
 
 

@@ -20,6 +20,7 @@ from cudnn_kernels.epilogue import (
     LoadTile,
     MultiplyColumn,
     QuantizeRows,
+    Rotate,
     Scale,
     SquaredRelu,
     SquaredReluBackward,
@@ -57,6 +58,10 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
             Scale(), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"),
             MultiplyColumn(), *end,
         )  # fmt: skip
+    yield "rope bfloat16", (Scale(), Rotate(128, 128), StoreTile("c", "bfloat16"))
+    yield f"rope {E4M3}", (Scale(), Rotate(128, 128, positions="p"), *results(E4M3, "c"))
+    yield "rope interleaved", (Scale(), Rotate(128, 128, interleaved=True), StoreTile("c", "bfloat16"))
+    yield "rope 64", (Scale(), Rotate(128, 64, "bfloat16", end=96 * 128), StoreTile("c", "bfloat16"))
     yield "swiglu float32 bfloat16", (Scale(), StoreTile("ab12", "float32"), Gated(), *results("bfloat16", "c"))
 
 

@@ -47,6 +47,13 @@ class Declaration:
         return self.columns
 
     @property
+    def apart(self) -> int:
+        """Half of ``step``, where it takes columns so far apart together and not those between: then what passes
+        through the epilogue at a time may be narrower, two pieces that begin so many columns apart.
+        """
+        return 0
+
+    @property
     def staged(self) -> int:
         """Bits that each value takes in shared memory on its way to or from the tensor."""
         return 0
@@ -69,25 +76,43 @@ def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an epilogue asks of a configuration: ``columns`` of a part are multiples of so many, ``staged`` are the bits
-    of each tensor that passes through shared memory, ``narrowing`` as of all declarations together.
+    """What an epilogue asks of a configuration: ``columns`` of a tile are multiples of so many, ``staged`` are the bits
+    of each tensor that passes through shared memory, ``narrowing`` as of all declarations together. A part's columns
+    are such a multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece``.
     """
 
     columns: int
     narrowing: int
     staged: tuple[int, ...]
     registers: bool
+    apart: int = 0
+    piece: int = 1
+
+    def takes(self, part: int) -> bool:
+        """Whether so many columns can pass through the epilogue at a time."""
+        return part % self.columns == 0 or self.splits(part)
+
+    def splits(self, part: int) -> bool:
+        """Whether so many columns can be two pieces that begin ``apart`` columns apart, and only so."""
+        half = part // 2
+        return bool(self.apart) and part % self.columns != 0 and self.apart % half == 0 and half % self.piece == 0
 
 
 def needs_of(epilogue: Sequence[Declaration]) -> Needs:
     """What all declarations ask for together."""
-    columns, narrowing, staged, registers = 1, 1, [], False
+    columns, narrowing, staged, registers, piece = 1, 1, [], False, 1
+    apart: set[int] = set()
     for declaration in epilogue:
         columns = math.lcm(columns, narrowing * declaration.step)
+        if declaration.apart:
+            apart.add(declaration.apart)
+        else:
+            piece = math.lcm(piece, declaration.step)
         narrowing *= declaration.narrowing
         staged += [declaration.staged] if declaration.staged else []
         registers |= declaration.registers
-    return Needs(columns, narrowing, tuple(staged), registers)
+    one = len(apart) == 1 and narrowing == 1 and columns == 2 * min(apart)
+    return Needs(columns, narrowing, tuple(staged), registers, min(apart) if one else 0, piece)
 
 
 @dataclass(frozen=True)
@@ -196,6 +221,46 @@ class Gated(Declaration):
 
     def slots(self, place: Place) -> tuple[Scalar, ...]:
         return self.gate.slots()
+
+
+@dataclass(frozen=True)
+class Rotate(Declaration):
+    """Rotates pairs of columns by angles that depend on the row, as rotary embeddings do:
+
+        left, right = left cos - right sin, right cos + left sin          with -sin where it is ``inverse``
+
+    The columns are heads of ``head`` each, a multiple of ``rotary``, whose first ``rotary`` are rotated: pair i is the
+    columns i and i + rotary / 2 or, ``interleaved``, 2 i and 2 i + 1. Only heads from column ``begin`` to before
+    ``end`` are; both are multiples of ``head``.
+
+    ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype``. With ``positions``, an int32 tensor (m,),
+    they are (positions, rotary / 2) and row m takes that row of them; what takes one that there is not becomes NaN.
+    """
+
+    head: int
+    rotary: int
+    dtype: str = "float32"
+    interleaved: bool = False
+    inverse: bool = False
+    begin: int = 0
+    end: int | None = None
+    cos: str = "cos"
+    sin: str = "sin"
+    positions: str = ""
+    registers: ClassVar[bool] = True
+
+    @property
+    def step(self) -> int:
+        return 2 if self.interleaved else self.rotary
+
+    @property
+    def apart(self) -> int:
+        return 0 if self.interleaved else self.rotary // 2
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        shape = ("positions" if self.positions else place.rows, self.rotary // 2)
+        tables = [Tensor(name, self.dtype, shape, (None, 1)) for name in (self.cos, self.sin)]
+        return (*tables, *([vector(self.positions, "int32", place.rows)] if self.positions else []))
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,7 @@ class AddRow(Operation):
         x = values["x"]
         orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
         for position, column in enumerate(zip(*orders, strict=True)):
-            place = part * self.width + x.rows.column(tile.thread, position)
-            value = self.buffers[place, tile.group]
+            value = self.buffers[self.place(part, x.rows.column(tile.thread, position)), tile.group]
             for i, exists in zip(column, self.exists, strict=True):
                 x.values[i] = fma(value, exists, x.values[i])  # rows outside stay 0, for reductions
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -32,11 +32,24 @@ class Plan:
     tiled_copy: Callable[[Any, int], Any]  # (atom, width): between a fragment of so many columns and shared memory
     fragment: Callable[[Any, int], Any]  # (type, width): registers
     clips_rows: bool = False  # whether tiles end where experts do, in the middle of the tensor
+    apart: int = 0  # columns from the beginning of a part's first piece to that of its second; 0: it is one piece
 
     @property
     def parts(self) -> int:
         """Parts of a tile."""
         return self.tile_columns // self.width
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a part: columns that lie next to each other."""
+        return 2 if self.apart else 1
+
+    def piece(self, part: int, which: int = 0) -> int:
+        """The place of a part's piece in the tile, which counts pieces from left to right."""
+        if not self.apart:
+            return part
+        turns = self.apart * 2 // self.width  # parts whose pieces take turns
+        return (part // turns * 2 + which) * turns + part % turns
 
 
 @dataclass
@@ -84,6 +97,9 @@ class Operation:
     def begin(self, tile: Tile) -> None:
         """Before the tile's products."""
 
+    def ahead(self, tile: Tile, part: int) -> None:
+        """Before a part's buffers are free: asks for what takes long to come."""
+
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         """One part of the tile."""
 
@@ -93,9 +109,20 @@ class Operation:
     def end(self, tile: Tile) -> None:
         """After all parts."""
 
-    def first_column(self, tile: Tile, part: int) -> Int32:
-        """The column of the tensor where the part begins."""
-        return (tile.column * self.plan.parts + part) * self.width
+    def piece(self, tile: Tile, part: int, which: int = 0) -> Int32:
+        """The place of a part's piece in the tensor, which counts pieces from left to right."""
+        return tile.column * (self.plan.parts * self.plan.pieces) + self.plan.piece(part, which)
+
+    def place(self, part: int, column: Any) -> Any:
+        """The column of the tile that is a part's column."""
+        if not self.plan.apart:
+            return part * self.width + column
+        width = self.width // 2
+        return self.plan.piece(part) * width + column // width * self.plan.apart + column % width
+
+    def column(self, tile: Tile, part: int, column: Any) -> Int32:
+        """The column of the tensor that is a part's column."""
+        return tile.column * (self.plan.parts * self.width) + self.place(part, column)
 
     def row(self, tile: Tile, slot: int) -> Int32:
         """The row of the tensor that one of the thread's slots holds."""
@@ -108,11 +135,16 @@ class Epilogue:
     def __init__(self, declarations: Sequence[Any], plan: Plan) -> None:
         from cudnn_kernels.epilogue.table import OPERATIONS
 
-        self.plan = plan
         self.operations: list[Operation] = []
         needs = needs_of(declarations)
-        if plan.width % needs.columns:
-            raise ValueError(f"part: got {plan.width} columns; allowed: multiples of {needs.columns}, by the epilogue")
+        allowed = f"multiples of {needs.columns}, by the epilogue"
+        if plan.tile_columns % needs.columns:
+            raise ValueError(f"tile: got {plan.tile_columns} columns; allowed: {allowed}")
+        if not needs.takes(plan.width):
+            raise ValueError(f"part: got {plan.width} columns; allowed: {allowed}")
+        if needs.splits(plan.width):
+            plan = replace(plan, apart=needs.apart)
+        self.plan = plan
         width = plan.width
         for declaration in declarations:
             self.operations.append(OPERATIONS[type(declaration)](declaration, plan, width))
@@ -154,6 +186,8 @@ class Epilogue:
 
     def run(self, tile: Tile, part: int, fragment: Fragment) -> None:
         """Applies all operations to a part of a tile."""
+        for operation in self.operations:
+            operation.ahead(tile, part)
         self._free(tile.thread, part)
         tile.barrier()
         values = {"x": fragment}

@@ -61,7 +61,7 @@ class QuantizeRows(_Quantizer):
             code, factor = self.factor(value)
             factors.append(factor)
             slot, block = (first + i) // blocks, (first + i) % blocks
-            group = self.first_column(tile, part) // self.o.vector + block
+            group = self.column(tile, part, block * self.o.vector) // self.o.vector
             row = self.row(tile, slot)
             self.write(row, group, tile.batch, code, row < tile.end if self.plan.clips_rows else True)
         for vector, factor in zip(vectors, gather(factors, len(vectors), 1, layout.neighbours), strict=True):
@@ -135,7 +135,7 @@ class QuantizeColumns(_Quantizer):
             for warp in range(1, warps):
                 largest = maximum(largest, maxima[column, group * warps + warp])
             code, factors[column, group] = self.factor(largest)
-            self.write(self.first_column(tile, part) + column, tile.row // TOKENS + group, tile.batch, code)
+            self.write(self.column(tile, part, column), tile.row // TOKENS + group, tile.batch, code)
 
 
 def magnitude(values: Any) -> Float32:

@@ -72,6 +72,24 @@ def _clamped(x: Any, least: float | None, largest: float | None) -> Any:
     return x if least is largest is None else x.clamp(least, largest)
 
 
+def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
+    x = values["x"]
+    cos, sin = (table.to(x.dtype) for table in (arguments[o.cos], arguments[o.sin]))
+    if o.positions:
+        positions = arguments[o.positions].long()
+        rows = positions.clamp(0, cos.shape[0] - 1)
+        cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
+    cos, sin = (table.reshape(-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2)) for table in (cos, sin))
+    sin = -sin if o.inverse else sin
+    heads = x.unflatten(1, (-1, o.head)).clone()
+    turned = heads[:, o.begin // o.head : None if o.end is None else o.end // o.head, : o.rotary]
+    left, right = turned.unflatten(2, (-1, 2)).unbind(3) if o.interleaved else turned.unflatten(2, (2, -1)).unbind(2)
+    first, second = left * cos - right * sin, right * cos + left * sin
+    left.copy_(first)
+    right.copy_(second)
+    values["x"] = heads.flatten(1, 2)
+
+
 def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
     y = values["x"].relu()
     values["x"] = y * y
@@ -160,6 +178,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.MultiplyColumn: multiply_column,
     declared.AddRow: add_row,
     declared.Gated: gated,
+    declared.Rotate: rotate,
     declared.SquaredRelu: squared_relu,
     declared.SquaredReluBackward: squared_relu_backward,
     declared.Amax: amax,

@@ -28,7 +28,7 @@ class _StagedTile(Operation):
         super().__init__(declaration, plan, width)
         packed = FORMATS[declaration.dtype].packed
         self.packed = packed > 1
-        self.shape = (plan.rows, width // packed)  # of a part, in elements of the tensor
+        self.shape = (plan.rows, width // plan.pieces // packed)  # of a piece, in elements of the tensor
         self.element = Uint8 if self.packed else DTYPES[declaration.dtype]
         if self.packed and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
@@ -51,12 +51,12 @@ class _StagedTile(Operation):
 
     def part_bytes(self) -> int:
         """Bytes of a part of the group's rows."""
-        return self.shape[0] * self.shape[1] * self.element.width // 8
+        return self.shape[0] * self.shape[1] * self.plan.pieces * self.element.width // 8
 
     def layout(self) -> Any:
-        """The layout of all groups' buffers."""
+        """The layout of all groups' buffers, piece by piece."""
         order = LayoutEnum.ROW_MAJOR if self.o.major == "n" else LayoutEnum.COL_MAJOR
-        count = self.plan.groups * self.plan.stages
+        count = self.plan.groups * self.plan.stages * self.plan.pieces
         return sm90.make_smem_layout_epi(self.element, order, self.shape, count)
 
     def stage(self, tile: Tile, part: int) -> Any:
@@ -64,18 +64,26 @@ class _StagedTile(Operation):
         return tile.group * self.plan.stages + part % self.plan.stages
 
     def buffer(self, tile: Tile, part: int) -> cute.Tensor:
-        """The group's buffer for a part."""
-        return self.buffers[None, None, self.stage(tile, part)]
+        """The group's buffer for a part, whose columns are those of its pieces."""
+        pieces = self.plan.pieces
+        if pieces == 1:
+            return self.buffers[None, None, self.stage(tile, part)]
+        both = cute.local_tile(self.buffers, (*self.shape, pieces), (0, 0, self.stage(tile, part)))
+        return cute.group_modes(both, 1, 3)
 
-    def ends(self, tile: Tile, part: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """The part in shared and in global memory, as the copy engine sees them."""
+    def ends(self, tile: Tile, part: int) -> list[tuple[cute.Tensor, cute.Tensor]]:
+        """The part's pieces in shared and in global memory, as the copy engine sees them."""
         atom, tensor = self.parameters
         row, last = self.rows(tile)
         moved = cute.domain_offset((row, 0, 0), tensor)
-        gD = cute.local_tile(moved, self.shape, (0, tile.column * self.plan.parts + part, last))
-        sD = self.buffer(tile, part)
         whole = cute.make_layout(1)
-        return cpasync.tma_partition(atom, 0, whole, cute.group_modes(sD, 0, 2), cute.group_modes(gD, 0, 2))
+        found = []
+        for which in range(self.plan.pieces):
+            gD = cute.local_tile(moved, self.shape, (0, self.piece(tile, part, which), last))
+            sD = self.buffers[None, None, self.stage(tile, part) * self.plan.pieces + which]
+            two = (cute.group_modes(x, 0, 2) for x in (sD, gD))
+            found.append(cpasync.tma_partition(atom, 0, whole, *two))
+        return found
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
         """The row of the copy engine's view where the tile begins, and the view's last index."""
@@ -139,8 +147,8 @@ class StoreTile(_StagedTile):
                     runs[(0, None, *place)].store(pairs.load())
 
     def commit(self, tile: Tile, part: int) -> None:
-        source, target = self.ends(tile, part)
-        cute.copy(self.parameters[0], source, target)
+        for source, target in self.ends(tile, part):
+            cute.copy(self.parameters[0], source, target)
 
 
 class LoadTile(_StagedTile):
@@ -179,8 +187,8 @@ class LoadTile(_StagedTile):
         full = self.full + self.stage(tile, part)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.part_bytes())
-        target, source = self.ends(tile, part)
-        cute.copy(self.parameters[0], source, target, tma_bar_ptr=full)
+        for target, source in self.ends(tile, part):
+            cute.copy(self.parameters[0], source, target, tma_bar_ptr=full)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         turn, stage = divmod(part, self.plan.stages)

@@ -338,10 +338,11 @@ class Gemm:
         """Four warps: the epilogue of all tiles, part by part."""
         c, plan = self.c, self.epilogue.plan
         bm, bn, _ = cute.arch.block_idx()
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(plan.width)), Float32)
-        parts = cute.zipped_divide(acc, ((ROWS, plan.width),))  # ((rows, columns), (part, 1, 1, accumulator))
-        copy = tcgen05.make_tmem_copy(atom, parts[None, (0, 0, 0, 0)])
-        source = copy.get_slice(thread).partition_S(parts)
+        width = const_expr(plan.width // plan.pieces)
+        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
+        pieces = cute.zipped_divide(acc, ((ROWS, width),))  # ((rows, columns), (piece, 1, 1, accumulator))
+        copy = tcgen05.make_tmem_copy(atom, pieces[None, (0, 0, 0, 0)])
+        source = copy.get_slice(thread).partition_S(pieces)
         count = Int32(0)
         cursor = self.feed.first()
         while self.feed.more(cursor):
@@ -371,7 +372,7 @@ class Gemm:
                 if const_expr(part == plan.parts - 1):
                     full.release()
                 fragment = Fragment(values, plan.width, plan.layout)
-                self.epilogue.clear(tile, part * plan.width, fragment)
+                self.epilogue.clear(tile, plan.piece(part) * width, fragment)
                 self.epilogue.run(tile, part, fragment)
             self.epilogue.end(tile)
             count += 1
@@ -380,6 +381,9 @@ class Gemm:
 
     def take(self, copy: Any, source: cute.Tensor, part: int, accumulator: Int32, values: cute.Tensor) -> None:
         """A part of the accumulator, from tensor memory."""
-        flat = cute.make_tensor(values.iterator, cute.make_layout(((cute.size(values), 1), 1)))
-        cute.copy(copy, source[None, None, ((0, part), 0, 0, accumulator)], flat)
+        plan = self.epilogue.plan
+        count = cute.size(values) // plan.pieces
+        for which in range(plan.pieces):
+            flat = cute.make_tensor(values.iterator + which * count, cute.make_layout(((count, 1), 1)))
+            cute.copy(copy, source[None, None, ((0, plan.piece(part, which)), 0, 0, accumulator)], flat)
         cute.arch.fence_view_async_tmem_load()

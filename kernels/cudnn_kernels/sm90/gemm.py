@@ -345,12 +345,15 @@ class Gemm:
         """The epilogue of a tile, part by part."""
         plan = self.epilogue.plan
         half = plan.width // 2  # values of a part, for each 64 rows
+        share = half // plan.pieces
         self.epilogue.clear(tile, 0, Fragment(acc, self.tile_n, plan.layout))
         for part in range(plan.parts):
             values = self.fragment(Float32, plan.width)
             for atom in range(self.group_rows // 64):
-                for i in range(half):
-                    values[i + atom * half] = acc[i + part * half + atom * (self.tile_n // 2)]
+                for which in range(plan.pieces):
+                    first = plan.piece(part, which) * share + atom * (self.tile_n // 2)
+                    for i in range(share):
+                        values[i + which * share + atom * half] = acc[i + first]
             fragment = Fragment(values, plan.width, plan.layout)
             self.epilogue.run(tile, part, fragment)
         self.epilogue.end(tile)

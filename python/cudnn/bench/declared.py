@@ -11,9 +11,9 @@ from typing import Any
 import cudnn
 from cudnn.bench import Benchmark, gemm
 from cudnn.bench.operands import Operands, batched, operands
-from cudnn.fused.dense import OPERAND_TYPES, DenseGemm, OperandType, blank
+from cudnn.fused.dense import OPERAND_TYPES, DenseGemm, OperandType, blank, further_inputs
 from cudnn.fused.examples import draw
-from cudnn.fused.layouts import BlockScales, Matrix
+from cudnn.fused.layouts import Matrix
 from cudnn.gemm.formats import name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.lazy import torch
@@ -89,8 +89,8 @@ def extras(api: type[DenseGemm], o: Operands, m: int, n: int) -> gemm.Extras:
     """Inputs beside the operands: matrices in the 16-bit type, positive factors of rows."""
     sizes = api.sizes_of({"a": (m, 1, 1), "b": (n, 1, 1)}, {**api.defaults(), "sf_vec_size": 16})
     found: gemm.Extras = {}
-    for spec in api.tensors:
-        if spec.name in ("a", "b", "norm_const", *api.returns) or isinstance(spec.layout, BlockScales):
+    for spec in further_inputs(api):
+        if spec.optional:
             continue
         x = draw(spec, spec.layout.shape(sizes), o.a.plain.device)
         found[spec.name] = x.to(o.out)[..., 0] if isinstance(spec.layout, Matrix) else x.flatten(1)
@@ -127,7 +127,7 @@ def _executed(
             tensors[name].fill_(float("nan"))
     if "norm_const" in tensors:
         tensors["norm_const"].fill_(1.0)
-    tensors |= {"a": o.a.tensor, "b": o.b.tensor, **{name: _batched(x) for name, x in extras.items()}}
+    tensors |= {"a": o.a.tensor, "b": o.b.tensor, **{name: _batched(api, name, x) for name, x in extras.items()}}
     if o.vector:
         tensors |= {"sfa": o.a.scale, "sfb": o.b.scale}
     scalars = {"alpha": o.alpha} if "alpha" in api.scalars else {}
@@ -137,8 +137,8 @@ def _executed(
     return gemm.executed(made, {**called, **scalars}, results)
 
 
-def _batched(x: Any) -> Any:
-    return batched(x) if x.ndim == 2 else x
+def _batched(api: type[DenseGemm], name: str, x: Any) -> Any:
+    return x if api.spec(name).layout.rank == x.ndim else batched(x)
 
 
 def peer(api: type[DenseGemm], place: str, o: Operands, keep: bool) -> Callable[[], gemm.Results]:

@@ -346,7 +346,7 @@ def blank(
     """Tensors for a problem (m, n, k, l), by name, not initialised but for what kernels add to.
 
     The last result has the type ``out``, other matrices the type ``side``, both 16 bits where not given. Optional
-    tensors are there where these types need them, but for those in ``without``.
+    results are there where these types need them, but for those in ``without``; optional inputs only if they must be.
     """
     m, n, k, batch = shape
     sizes = api.sizes_of({"a": (m, k, batch), "b": (n, k, batch)}, {**api.defaults(), "sf_vec_size": kind.vector})
@@ -356,6 +356,7 @@ def blank(
     absent = {*without, *(() if kind.scale else ("sfa", "sfb")), *(() if out in FLOAT8 else (scales, "norm_const"))}
     if not (kind.element in (FLOAT4, "uint8") and out == kind.out):
         absent |= {spec.name for spec in api.tensors if spec.name == "amax" and spec.optional}
+    absent |= {spec.name for spec in further_inputs(api) if spec.optional}
     found: dict[str, Any] = {}
     for spec in api.tensors:
         if spec.name in absent:
@@ -368,6 +369,12 @@ def blank(
         if spec.fill is not None:
             tensor.fill_(spec.fill)
     return found
+
+
+def further_inputs(api: type[DenseGemm]) -> list[TensorSpec]:
+    """Inputs beside the operands and what quantises a result."""
+    known = ("a", "b", "sfa", "sfb", "norm_const", *api.returns)
+    return [spec for spec in api.tensors if spec.name not in known]
 
 
 def scale_type(scales: Any) -> Any:

@@ -12,6 +12,10 @@ from cudnn.gemm_geglu import GemmGeglu as GemmGeglu
 from cudnn.gemm_geglu import GemmGegluSm100 as GemmGegluSm100
 from cudnn.gemm_geglu import gemm_geglu_wrapper as gemm_geglu_wrapper
 from cudnn.gemm_geglu import gemm_geglu_wrapper_sm100 as gemm_geglu_wrapper_sm100
+from cudnn.gemm_rope import GemmRope as GemmRope
+from cudnn.gemm_rope import GemmRopeSm100 as GemmRopeSm100
+from cudnn.gemm_rope import gemm_rope_wrapper as gemm_rope_wrapper
+from cudnn.gemm_rope import gemm_rope_wrapper_sm100 as gemm_rope_wrapper_sm100
 from cudnn.gemm_srelu import GemmSrelu as GemmSrelu
 from cudnn.gemm_srelu import GemmSreluSm100 as GemmSreluSm100
 from cudnn.gemm_srelu import gemm_srelu_wrapper as gemm_srelu_wrapper

@@ -50,6 +50,29 @@ def gemm_geglu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + GeGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmGeglu`."""
 
+def gemm_rope(
+    a: Tensor,
+    b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    head_size: int = 128,
+    rotary_size: int | None = None,
+    rotated_begin: int = 0,
+    rotated_end: int | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    alpha: float = 1.0,
+    c_major: str = "n",
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """GEMM + RoPE: c, sfc; what there is not has no elements. See :class:`cudnn.GemmRope`."""
+
 def gemm_srelu(
     a: Tensor,
     b: Tensor,

@@ -47,17 +47,16 @@ def make(v: Variant, device: str) -> Problem:
 
 
 def _others(api: type[DenseGemm], v: Variant, device: str) -> dict[str, Any]:
-    """Inputs beside the operands: matrices of the type ``side``, values of rows, the quantiser's constant."""
+    """Inputs beside the operands that are required: matrices of the type ``side``, others of their first type."""
     found: dict[str, Any] = {}
     sizes = sizes_of(api, v)
-    for spec in api.tensors:
-        if spec.name in ("a", "b", "sfa", "sfb", *api.returns):
-            continue
+    if v.quantises and any(spec.name == "norm_const" for spec in api.tensors):
+        found["norm_const"] = torch.full((1,), NORM_CONST, device=device)
+    for spec in declared.further_inputs(api):
         shape = spec.layout.shape(sizes)
-        if spec.name == "norm_const":
-            if v.quantises:
-                found[spec.name] = torch.full(shape, NORM_CONST, device=device)
-        elif isinstance(spec.layout, Matrix):
+        if spec.optional:
+            continue
+        if isinstance(spec.layout, Matrix):
             found[spec.name] = matrix(shape[0], shape[1], shape[2], v.side, v.majors[2] == "n", device)
         else:
             found[spec.name] = draw(spec, shape, device).to(getattr(torch, spec.types[0]))
