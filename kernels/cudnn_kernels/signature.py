@@ -135,6 +135,6 @@ def vector(name: str, dtype: str, *shape: str) -> Tensor:
     return Tensor(name, dtype, shape, (1, *[None] * (len(shape) - 1)), align=size)
 
 
-def column(name: str, rows: str, batch: str) -> Tensor:
-    """A float32 value for every row: (rows, 1, l), with any strides."""
-    return Tensor(name, "float32", (rows, 1, batch), (None, None, None), align=4)
+def column(name: str, rows: str, batch: str, dtype: str = "float32") -> Tensor:
+    """A value for every row: (rows, 1, l), with any strides."""
+    return Tensor(name, dtype, (rows, 1, batch), (None, None, None), align=FORMATS[dtype].bits // 8)

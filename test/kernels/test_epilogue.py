@@ -21,6 +21,7 @@ from cudnn_kernels.epilogue import (
     Gated,
     LoadTile,
     MultiplyColumn,
+    MultiplyGroup,
     QuantizeColumns,
     QuantizeRows,
     Rotate,
@@ -116,8 +117,8 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
 
 
 OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
-    ((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
-    ((AddRow("bias", "bfloat16"), StoreTile("d", "float32", "m")), 132, 37, {}),
+    ((MultiplyGroup("scale", "float16", 2), AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
+    ((AddRow("bias", "bfloat16", MultiplyColumn("prob", "bfloat16")), StoreTile("d", "float32", "m")), 132, 37, {}),
     ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
     ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
     ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
@@ -172,7 +173,6 @@ def test_rotations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options
     check(arch, epilogue, m, n, **options)
 
 
-@pytest.mark.parametrize("arch", gemm.ARCHES)
 def test_what_cannot_be_rotated(arch: str) -> None:
     for rotate, options, message in (
         (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),

@@ -160,8 +160,12 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
             made[o.tensor] = torch.randn(batch, 1, m).permute(2, 1, 0)
         elif isinstance(o, declared.SumRow):
             made[o.tensor] = torch.zeros(batch, 1, m).permute(2, 1, 0)
+        elif isinstance(o, declared.MultiplyGroup):
+            made[o.tensor] = torch.randn(batch).to(getattr(torch, o.dtype))
         elif isinstance(o, declared.AddRow):
             made[o.tensor] = torch.randn(batch, n).to(getattr(torch, o.dtype)).t()
+            if o.factor:
+                made[o.factor.tensor] = torch.randn(batch, 1, m).to(getattr(torch, o.factor.dtype)).permute(2, 1, 0)
         elif isinstance(o, declared.Rotate):
             made |= rotation(o, m)
         elif isinstance(o, declared.Amax):

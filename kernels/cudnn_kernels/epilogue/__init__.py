@@ -126,6 +126,18 @@ class Scale(Declaration):
 
 
 @dataclass(frozen=True)
+class MultiplyGroup(Declaration):
+    """x = x * a[i]^power, ``a`` of any float type and of the shape (l,); i is the batch, or the expert."""
+
+    tensor: str = "alpha"
+    dtype: str = "float32"
+    power: int = 1
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (replace(vector(self.tensor, self.dtype, place.groups), strides=(None,)),)
+
+
+@dataclass(frozen=True)
 class _Tile(Declaration):
     """A tensor (m, n, l) whose tiles pass through shared memory."""
 
@@ -162,23 +174,29 @@ class StoreTile(_Tile):
 
 @dataclass(frozen=True)
 class MultiplyColumn(Declaration):
-    """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), float32."""
+    """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), of any float type."""
 
     tensor: str = "prob"
+    dtype: str = "float32"
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (column(self.tensor, place.rows, place.batch),)
+        return (column(self.tensor, place.rows, place.batch, self.dtype),)
 
 
 @dataclass(frozen=True)
 class AddRow(Declaration):
-    """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert."""
+    """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert.
+
+    With a ``factor``, it is added v[n] * f[m]: ``f`` as that of :class:`MultiplyColumn`.
+    """
 
     tensor: str
     dtype: str
+    factor: MultiplyColumn | None = None
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (vector(self.tensor, self.dtype, place.columns, place.groups),)
+        factors = self.factor.slots(place) if self.factor else ()
+        return (vector(self.tensor, self.dtype, place.columns, place.groups), *factors)
 
 
 @dataclass(frozen=True)
@@ -337,7 +355,8 @@ class QuantizeColumns(Declaration):
     """As :class:`QuantizeRows` for every 32 rows of a column, into the value ``columns``; x stays.
 
     The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
-    (32, 4, ceil(n / 128), 4, ceil(m / 128), l).
+    (32, 4, ceil(n / 128), 4, ceil(m / 128), l). Experts begin at multiples of 32 rows. ``by_expert``: at multiples of
+    128, and the atoms of each expert are those of a matrix of its own, one expert after the other.
     """
 
     tensor: str
@@ -345,6 +364,7 @@ class QuantizeColumns(Declaration):
     scale_dtype: str
     value: str = "columns"
     norm_const: str = "norm_const"
+    by_expert: bool = False
     registers: ClassVar[bool] = True
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:

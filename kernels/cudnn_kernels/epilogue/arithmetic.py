@@ -22,6 +22,19 @@ class Scale(Operation):
         x.store(x.load() * self.parameters[0])
 
 
+class MultiplyGroup(Operation):
+    """One factor, loaded before the tile's products."""
+
+    def begin(self, tile: Tile) -> None:
+        (factors,) = self.parameters
+        factor = Float32(factors[tile.expert])
+        self.factor = math.prod([factor] * (self.o.power - 1), start=factor)
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"].values
+        x.store(x.load() * self.factor)
+
+
 class MultiplyColumn(Operation):
     """A thread loads the factors of its rows before the tile's products."""
 
@@ -52,8 +65,12 @@ class AddRow(Operation):
         return self.plan.parts * self.width
 
     def begin(self, tile: Tile) -> None:
-        (row,) = self.parameters
-        self.exists = [pick(self.row(tile, slot) < tile.end, 1.0, 0.0) for slot in range(self.plan.layout.slots)]
+        row, *factors = self.parameters
+        rows = [self.row(tile, slot) for slot in range(self.plan.layout.slots)]
+        if factors:
+            self.factors = [load_row(*factors, each, tile) for each in rows]
+        else:
+            self.factors = [pick(each < tile.end, 1.0, 0.0) for each in rows]
         for start in range(0, self.columns(), self.plan.threads):
             load_columns(row, tile, self.buffers, tile.thread + start, self.columns())
 
@@ -62,8 +79,8 @@ class AddRow(Operation):
         orders = [x.rows.order(self.width, slot) for slot in range(x.rows.slots)]
         for position, column in enumerate(zip(*orders, strict=True)):
             value = self.buffers[self.place(part, x.rows.column(tile.thread, position)), tile.group]
-            for i, exists in zip(column, self.exists, strict=True):
-                x.values[i] = fma(value, exists, x.values[i])  # rows outside stay 0, for reductions
+            for i, factor in zip(column, self.factors, strict=True):
+                x.values[i] = fma(value, factor, x.values[i])  # rows outside stay 0, for reductions
 
 
 class Gated(Operation):
@@ -161,7 +178,7 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
     """An element of a tensor (m, 1, l), 0 beyond the tile's last row."""
     value = Float32(0.0)
     if row < tile.end:
-        value = tensor[row, 0, tile.batch]
+        value = Float32(tensor[row, 0, tile.batch])
     return value
 
 

@@ -57,6 +57,7 @@ class Tile:
     """A group's tile, in the kernel. ``row`` is its first row, ``column`` counts tiles of the CTA's columns."""
 
     row: Int32
+    start: Int32  # first row of the product, or the expert
     end: Int32  # first row that is not the product's, or the expert's
     column: Int32
     n: Int32  # columns of the product

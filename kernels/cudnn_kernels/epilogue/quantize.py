@@ -135,7 +135,13 @@ class QuantizeColumns(_Quantizer):
             for warp in range(1, warps):
                 largest = maximum(largest, maxima[column, group * warps + warp])
             code, factors[column, group] = self.factor(largest)
-            self.write(self.column(tile, part, column), tile.row // TOKENS + group, tile.batch, code)
+            row = tile.row + group * TOKENS
+            wanted = row < tile.end if self.plan.clips_rows else True
+            place = self.column(tile, part, column), row // TOKENS
+            if self.o.by_expert:
+                write_expert_factor(self.parameters[0], *place, tile, code, wanted)
+            else:
+                self.write(*place, tile.batch, code, wanted)
 
 
 def magnitude(values: Any) -> Float32:
@@ -173,6 +179,20 @@ def e4m3(factor: Float32) -> tuple[Int32, Float32]:
 
 
 FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
+
+
+@cute.jit
+def write_expert_factor(
+    scales: cute.Tensor, column: Int32, group: Int32, tile: Tile, code: Int32, wanted: Any
+) -> None:
+    """The same for a column and 32 rows of it, where each expert's atoms follow those of the expert before."""
+    columns = scales.shape[2]
+    if wanted and column // 128 < columns:
+        first = tile.start // 128
+        atoms = (tile.end + 127) // 128 - first
+        atom = first * columns + column // 128 * atoms + group // 4 - first
+        place = atom * 512 + column % 32 * 16 + column // 32 % 4 * 4 + group % 4
+        cute.arch.store(cute.recast_ptr(scales.iterator, dtype=Uint8) + place, Uint8(code))
 
 
 @cute.jit

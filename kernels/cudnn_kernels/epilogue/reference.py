@@ -13,22 +13,28 @@ from cudnn_kernels.formats import FORMATS, FP4
 
 FLOAT32_LARGEST = 3.40282346638528859812e38
 
-Values = dict[str, Any]  # tensors (m, n, l), float32, by name
+GROUPS = "groups"
+Values = dict[str, Any]  # tensors (m, n, l), float32, by name; and the rows' groups
 Arguments = Mapping[str, Any]
 
 
-def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments) -> None:
+def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments, groups: Any = None) -> None:
     """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32.
 
-    Every l is an expert of its own.
+    Every l is an expert of its own or, with ``groups``, int64 (m,), each row belongs to the one that they say.
     """
-    values = {"x": accumulator}
+    values = {"x": accumulator, GROUPS: groups}
     for declaration in declarations:
         REFERENCES[type(declaration)](declaration, values, arguments)
 
 
 def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
     values["x"] = values["x"] * arguments[o.tensor]
+
+
+def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Arguments) -> None:
+    factor, groups = arguments[o.tensor].float() ** o.power, values[GROUPS]
+    values["x"] = values["x"] * (factor if groups is None else factor[groups].reshape(-1, 1, 1))
 
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
@@ -46,11 +52,18 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] * arguments[o.tensor]
+    values["x"] = values["x"] * arguments[o.tensor].float()
 
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] + arguments[o.tensor].float().unsqueeze(0)
+    row, groups = arguments[o.tensor].float().unsqueeze(0), values[GROUPS]
+    if groups is not None:
+        row = row.transpose(0, 2)[groups]
+    x = values["x"]
+    if o.factor:  # rounded once
+        values["x"] = (x.double() + row.double() * arguments[o.factor.tensor].double()).to(x.dtype)
+    else:
+        values["x"] = x + row
 
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
@@ -103,8 +116,11 @@ def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, argum
 
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
-    largest, target = values["x"].abs().amax((0, 1)), arguments[o.tensor]
-    target.copy_(target.maximum(largest if o.by_expert else largest.amax()))
+    x, target, groups = values["x"].abs(), arguments[o.tensor], values[GROUPS]
+    if o.by_expert and groups is not None:
+        target.scatter_reduce_(0, groups, x.amax((1, 2)).to(target.dtype), "amax")
+    else:
+        target.copy_(target.maximum(x.amax((0, 1)) if o.by_expert else x.amax()))
 
 
 def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
@@ -116,10 +132,21 @@ def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
-    x = values["x"].transpose(0, 1)
-    values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, arguments[o.tensor], arguments[o.norm_const]).transpose(
-        0, 1
-    )
+    x, scales, groups = values["x"].transpose(0, 1), arguments[o.tensor], values[GROUPS]
+    norm = arguments[o.norm_const]
+    if not o.by_expert or groups is None:
+        values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, scales, norm).transpose(0, 1)
+        return
+    quantized, row, columns = x.clone(), 0, scales.shape[2]
+    for count in groups.unique_consecutive(return_counts=True)[1].tolist():
+        atoms = -(-count // 128)
+        strides = (16, 4, 512 * atoms, 1, 512, 512 * atoms * columns)
+        place = scales.storage_offset() + row // 128 * columns * 512
+        mine = scales.as_strided((32, 4, columns, 4, atoms, 1), strides, place)
+        own = x[:, row : row + count]
+        quantized[:, row : row + count] = quantize(own, o.dtype, o.scale_dtype, 32, mine, norm)
+        row += count
+    values[o.value] = quantized.transpose(0, 1)
 
 
 def quantize(x: Any, dtype: str, scale_dtype: str, vector: int, scales: Any, norm: Any) -> Any:
@@ -175,6 +202,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.Scale: scale,
     declared.LoadTile: load_tile,
     declared.StoreTile: store_tile,
+    declared.MultiplyGroup: multiply_group,
     declared.MultiplyColumn: multiply_column,
     declared.AddRow: add_row,
     declared.Gated: gated,

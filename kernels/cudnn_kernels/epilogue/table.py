@@ -10,6 +10,7 @@ from cudnn_kernels.epilogue.operation import Operation
 
 OPERATIONS: Mapping[type, type[Operation]] = {
     declared.Scale: arithmetic.Scale,
+    declared.MultiplyGroup: arithmetic.MultiplyGroup,
     declared.MultiplyColumn: arithmetic.MultiplyColumn,
     declared.AddRow: arithmetic.AddRow,
     declared.Gated: arithmetic.Gated,

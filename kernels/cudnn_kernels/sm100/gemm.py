@@ -349,6 +349,7 @@ class Gemm:
             work = self.feed.work(cursor)
             tile = Tile(
                 row=work.row + bm * ROWS,
+                start=work.start,
                 end=work.end,
                 column=work.column * c.cluster[1] + bn,
                 n=self.feed.extent().n,

@@ -236,6 +236,7 @@ class Gemm:
             work = self.feed.work(cursor)
             tile = Tile(
                 row=work.row + place_m * self.tile_m + share * self.group_rows,
+                start=work.start,
                 end=work.end,
                 column=work.column * cn + place_n,
                 n=self.feed.extent().n,

@@ -27,7 +27,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ class Kernel:
 
 def key(arch: str, c: GemmConfiguration) -> str:
     """A configuration's name in the table."""
-    operations = ", ".join(" ".join([type(o).__name__, *_words(asdict(o))]) for o in c.epilogue)
+    operations = ", ".join(" ".join([type(o).__name__, *_words(o)]) for o in c.epilogue)
     size = f"{'x'.join(map(str, c.tile))}, cluster {'x'.join(map(str, c.cluster))}"
     scale = c.a.scale
     shown = {
@@ -187,12 +187,14 @@ def key(arch: str, c: GemmConfiguration) -> str:
     return f"{arch}: {size}, {rest}: {type(c.schedule).__name__}: {operations}"
 
 
-def _words(values: Mapping[str, Any]) -> Iterator[str]:
-    for value in values.values():
-        if isinstance(value, dict):
+def _words(declaration: Any) -> Iterator[str]:
+    """What a declaration says that does not go without saying."""
+    for f in fields(declaration):
+        value = getattr(declaration, f.name)
+        if is_dataclass(value):
             yield from _words(value)
-        else:
-            yield str(value)
+        elif value != f.default:
+            yield f"{f.name} {value}"
 
 
 def examine(arch: str, configuration: GemmConfiguration) -> Kernel:
