@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum, EnumMeta
 from pathlib import Path
@@ -145,7 +146,8 @@ def _operator(name: str) -> str:
     about = (
         f"{api.title}: {', '.join(api.returns)}; what there is not has no elements. See :class:`cudnn.{api.__name__}`."
     )
-    lines = (f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", f'    """{about}"""')
+    about = textwrap.wrap(f'"""{about}"""', WIDTH, initial_indent="    ", subsequent_indent="    ")
+    lines = (f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", *about)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -154,7 +156,9 @@ def names() -> str:
     lines = [f'"""The public names of the fused APIs. {_WRITTEN}"""', ""]
     for package in dict.fromkeys(registry.public_names().values()):
         exported = [name for name, home in registry.public_names().items() if home == package]
-        lines += [f"from {package} import {name} as {name}" for name in sorted(exported)]
+        for name in sorted(exported):
+            line = f"from {package} import {name} as {name}"
+            lines += [line] if len(line) <= WIDTH else [f"from {package} import (", f"    {name} as {name},", ")"]
     return "\n".join(lines) + "\n"
 
 

@@ -39,6 +39,7 @@ from cudnn.wrapper import Graph
 if TYPE_CHECKING:
     from cudnn import experimental as experimental
     from cudnn import gemm as gemm
+    from cudnn import grouped_gemm as grouped_gemm
     from cudnn import ops as ops
     from cudnn import sdpa as sdpa
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
@@ -110,7 +111,7 @@ _LAZY = {
     "sdpa_bwd_wrapper_sm100_d256": "cudnn.sdpa",
     "sdpa_fwd_wrapper_sm100_d256": "cudnn.sdpa",
 }
-_LAZY_MODULES = ("experimental", "gemm", "ops", "sdpa")
+_LAZY_MODULES = ("experimental", "gemm", "grouped_gemm", "ops", "sdpa")
 
 
 def _fused_names() -> Mapping[str, str]:

@@ -56,6 +56,12 @@ def _architecture(text: str) -> str:
     return text
 
 
+def _semantics(text: str) -> str:
+    if text not in ("1.23", "1.32"):
+        raise ValueError(text)
+    return text
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -134,9 +140,25 @@ GEMM_DYNAMIC_MNKL = Setting(
     "If set, wrappers of the dense fused GEMMs use one object for all m, n, k and l.",
 )
 
+GROUPED_GEMM_DYNAMIC_MNKL = Setting(
+    "CUDNN_FE_GROUPED_GEMM_DYNAMIC_MNKL",
+    "`1`, or `0` for no",
+    lambda text: text != "0",
+    True,
+    "Whether wrappers of the grouped fused GEMMs use one object for all m, n and k; else, for all m.",
+)
+SEMANTICS = Setting(
+    "CUDNN_FRONTEND_SEMANTICS",
+    "`1.32` or `1.23`",
+    _semantics,
+    "1.32",
+    "Which version of the cuDNN frontend the grouped fused GEMMs follow where both give a call another meaning. Read "
+    "when an object is constructed without `semantics=`.",
+)
+
 SETTINGS = (
     LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, SYSTEM_KERNEL_CACHE, EMULATE, CLUSTER_OVERLAP_MARGIN,
-    GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL,
+    GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL, GROUPED_GEMM_DYNAMIC_MNKL, SEMANTICS,
 )  # fmt: skip
 
 

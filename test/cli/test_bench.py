@@ -24,7 +24,7 @@ from cudnn.bench import Candidate, Clock, Problem, Ratio, Reading, Row, declared
 from cudnn.cli import app
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
-from cudnn.fused.dense import OPERAND_TYPES
+from cudnn.fused.gemm import OPERAND_TYPES
 
 NAMES = ", ".join(bench.BENCHMARKS)
 PEER = "benchmarks/triton_gemm_swiglu.py"

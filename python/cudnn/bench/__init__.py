@@ -69,11 +69,13 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
-    from cudnn.bench import declared, whole
+    from cudnn.bench import declared, grouped, whole
     from cudnn.fused.dense import DenseGemm
+    from cudnn.fused.grouped import ExpertsGemm
 
-    api = registry.find(name)
-    return declared.benchmark(api) if issubclass(api, DenseGemm) else whole.benchmark(api)
+    api: Any = registry.find(name)
+    kinds = {DenseGemm: declared.benchmark, ExpertsGemm: grouped.benchmark}
+    return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.benchmark)(api)
 
 
 @dataclass(frozen=True)

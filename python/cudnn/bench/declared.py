@@ -11,8 +11,9 @@ from typing import Any
 import cudnn
 from cudnn.bench import Benchmark, gemm
 from cudnn.bench.operands import Operands, batched, operands
-from cudnn.fused.dense import OPERAND_TYPES, DenseGemm, OperandType, blank, further_inputs
+from cudnn.fused.dense import DenseGemm, blank, further_inputs
 from cudnn.fused.examples import draw
+from cudnn.fused.gemm import OPERAND_TYPES, OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.formats import name_of
 from cudnn.gemm.reference import evaluate

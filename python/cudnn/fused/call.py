@@ -74,7 +74,7 @@ class Call:
         absent = [index for index, name in enumerate(api.names) if not api.given(name)]
         self.absent, self.nothing = _getter(absent), (None,) * len(absent)
         self.related = _getter([at[name] for name in _unrelated(api)])
-        self.padded = api.padded
+        self.refits = self._refits(api.refitted)
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
         self.unset = (None,) * len(self.defaults)
         self.prepares = "workspace" in slots
@@ -89,14 +89,15 @@ class Call:
             if not first.is_cuda:
                 self.api.run_on_cpu(tensors, scalars, stream, workspace)
                 return
-            if self.padded:
-                tensors = self.api.unpadded(tensors)
+            if self.refits:
+                tensors = self._refitted(tensors)
             if self.nothing and self.absent(tensors) != self.nothing:
                 raise TypeError("a tensor without a sample")
             seen = tuple(map(_shape, self.related(tensors)))
             shapes, known = self.checked
             if seen != shapes or (workspace is not None and workspace is not known()):
                 if 0 in first.shape:
+                    self.api.run_empty(tensors)
                     return
                 self._check(tensors, seen, workspace)
             if scalars == self.unset:
@@ -113,10 +114,22 @@ class Call:
             self.kernel(*self.take((*tensors, *scalars, limit, stream, workspace)))
         except (TypeError, ValueError, AttributeError, RuntimeError):
             self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
-            if self.padded or not self.api.has_padding(tensors):
+            others = self.api.unfitting(dict(zip(self.api.names, tensors, strict=True)))
+            if not others:
                 raise
-            self.padded = True
+            self.refits = [*self.refits, *self._refits(others)]
             self.run(tensors, scalars, stream, workspace)
+
+    def _refits(self, names: Sequence[str]) -> list[tuple[int, Callable[[Any], Any]]]:
+        """Which tensors are brought into the dimensions of their layouts, and how."""
+        return [(self.api.names.index(name), self.api.spec(name).layout.fitted) for name in names]
+
+    def _refitted(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = list(tensors)
+        for i, fitted in self.refits:
+            if found[i] is not None:
+                found[i] = fitted(found[i])
+        return tuple(found)
 
     def emulate(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], multiprocessors: int, workspace: Any) -> None:
         """The same in the emulator, for tensors that were checked."""

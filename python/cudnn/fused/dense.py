@@ -1,31 +1,20 @@
-"""What the dense fused GEMMs share: operands plain or block-scaled, an epilogue, tiles; from them the rest derives."""
+"""What the dense fused GEMMs share: one product or a batch of them, their tensors, their wrappers' objects."""
 
 from __future__ import annotations
 
 import inspect
-import operator
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
-from cudnn.api_base import TensorDesc, is_power_of_2
 from cudnn.errors import refusal
-from cudnn.fused.call import Plan
-from cudnn.fused.host import ALIGNMENT, FusedAPI
-from cudnn.fused.layouts import BlockScales, Contiguous, Matrix, Sizes, TensorSpec
+from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
+from cudnn.fused.host import FusedAPI
+from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec
 from cudnn.fused.wrapper import allocate
-from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES, name_of
-from cudnn.gemm.plans import GemmPlan
-from cudnn.gemm.reference import evaluate, product
+from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES
 from cudnn.lazy import torch
-from cudnn_kernels import epilogue
-from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
-
-NARROW = ("float16", "bfloat16")
-ONE = Contiguous(1, alignment=4)
 
 
 def operands(scales: tuple[str, ...] = SCALES) -> tuple[TensorSpec, ...]:
@@ -58,99 +47,14 @@ def quantizer(name: str, columns: str) -> tuple[TensorSpec, ...]:
     )
 
 
-class DenseGemm(FusedAPI):
-    """A GEMM with an epilogue, on tensors like the samples.
+class DenseGemm(FusedGemm):
+    """A GEMM of one matrix or of a batch of them."""
 
-    A subclass declares its ``tensors``, says which of them is the last ``result`` and which holds its scale factors,
-    ``""`` for none, and gives the epilogue and the rules of its own.
-    """
-
-    pairs: ClassVar[int] = 1  # columns of the product for each column of the result
-    result: ClassVar[tuple[str, str]]
-    tile_n: ClassVar[Sequence[int]] = (64, 128, 192, 256)
-    largest_cluster: ClassVar[int] = 16  # in each dimension
-    default_cluster: ClassVar[tuple[int, int]] = (1, 1)  # for a tile of 256 rows
     schedule: ClassVar[Any] = Dense()
-    sized_by = multiplied = ("a", "b")
-    multiples = ("columns",)
-    packs = True
     example = (("m", "n", "k"), (128, 128, 64))
-    usual_types = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
     usual_shapes = ((4096, 128, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
-    hints = ("acc_dtype", "mma_tiler_mn", "cluster_shape_mn", "vector_f32", "ab12_stages")
 
     alpha: float = 1.0
-    acc_dtype: Any
-    mma_tiler_mn: tuple[int, int]
-    cluster_shape_mn: tuple[int, int]
-    sf_vec_size: int
-    vector_f32: bool = False
-    accurate: bool = False
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.mma_tiler_mn = self._pair("mma_tiler_mn", self.mma_tiler_mn)
-        cluster = given["cluster_shape_mn"]
-        if cluster is None:
-            cluster = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
-        self.cluster_shape_mn = self._pair("cluster_shape_mn", cluster)
-
-    def _pair(self, name: str, given: Any) -> tuple[int, int]:
-        try:
-            first, second = map(operator.index, given)
-        except (TypeError, ValueError) as error:
-            allowed = "two integers, of rows and columns"
-            raise TypeError(refusal(self._title(), name, repr(given), allowed)) from error
-        return first, second
-
-    # What a subclass says.
-
-    @abstractmethod
-    def operations(self) -> tuple[Any, ...]:
-        """What becomes of the product, in the kernels' vocabulary."""
-
-    @abstractmethod
-    def check_own_rules(self, sizes: Sizes) -> None:
-        """Raises for what this operation in particular does not take."""
-
-    def result_epilogue(self, name: str) -> tuple[Any, ...]:
-        """The end of every epilogue: the amax, the quantiser, the store of the result."""
-        operations: list[Any] = [epilogue.Amax("amax")] if self.given("amax") else []
-        if self.quantizes():
-            _, scales = self.result
-            operations.append(epilogue.QuantizeRows(scales, self.kind(name), self.kind(scales), self.sf_vec_size))
-        return (*operations, self.store(name))
-
-    def store(self, name: str, value: str = "x") -> Any:
-        """The store of a value into a tensor."""
-        return epilogue.StoreTile(name, self.kind(name), self.major(name), value)
-
-    def load(self, name: str) -> Any:
-        """A tensor as the value ``c``."""
-        return epilogue.LoadTile(name, self.kind(name), self.major(name))
-
-    # What was given.
-
-    def kind(self, name: str) -> str:
-        """The name of a sample's type, that of packed elements for bytes; ``""`` where there is none."""
-        desc = self.descs.get(name)
-        return "" if desc is None else name_of(desc.dtype)
-
-    def major(self, name: str) -> str:
-        """The dimension of stride 1 of a sample."""
-        desc, layout = self.descs[name], self.spec(name).layout
-        assert desc is not None and isinstance(layout, Matrix)  # noqa: PT018
-        return layout.major(desc.shape, desc.stride)
-
-    @property
-    def scaled(self) -> bool:
-        """Whether the operands have scale factors."""
-        return self.given("sfa")
-
-    def quantizes(self) -> bool:
-        """Whether the result is written with scale factors."""
-        result, scales = self.result
-        return self.given(scales) and self.kind(result) in FLOAT8
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
@@ -168,105 +72,6 @@ class DenseGemm(FusedAPI):
         if min(n, k, batch) < 1:
             raise ValueError(refusal(cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1"))
         return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, "vector": options["sf_vec_size"]}
-
-    # Support.
-
-    def check_options(self) -> None:
-        if self.sf_vec_size not in (16, 32):
-            raise self.error("sf_vec_size", self.sf_vec_size, "16 or 32")
-
-    def check_rules(self, sizes: Sizes) -> None:
-        if self.acc_dtype != torch.float32:
-            self.check_accumulator()
-        self.check_alignment(self.descs)
-        self._check_block_scales()
-        self._check_quantized()
-        self._check_tiles()
-        self.check_own_rules(sizes)
-
-    def check_accumulator(self) -> None:
-        """Raises unless products can be accumulated in ``acc_dtype``, which is not float32."""
-        raise self.error("acc_dtype", self.acc_dtype, "torch.float32")
-
-    def check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
-        for name, layout in [(spec.name, spec.layout) for spec in self.tensors if isinstance(spec.layout, Matrix)]:
-            desc = descs.get(name)
-            if desc is None:
-                continue
-            major, kind = layout.major(desc.shape, desc.stride), name_of(desc.dtype)
-            extent = desc.shape[layout.majors.index(major)]
-            step = ALIGNMENT * 8 // BITS[kind]
-            if extent % step:
-                allowed = f"multiples of {step}, 16 bytes"
-                raise self.error(f"{name} tensor, its contiguous dimension", extent, allowed, "pad it")
-            if kind == FLOAT4 and major == layout.majors[0]:
-                raise self.error(f"{name} tensor, packed", f"{major}-major", f"{layout.majors[1]}-major")
-
-    def _check_block_scales(self) -> None:
-        """Which scale factors go with which elements."""
-        if self.given("sfa") != self.given("sfb"):
-            raise self.error("sfa and sfb tensors", "one of them", "both or none")
-        kind, scales, vector = self.kind("a"), self.kind("sfa"), self.sf_vec_size
-        if not self.scaled:
-            if kind == FLOAT4:
-                raise self.error("sfa and sfb tensors", "None", f"scale factors, for {kind}")
-            return
-        if kind not in BLOCK_SCALED:
-            raise self.error("a tensor dtype, with scale factors", kind, ", ".join([FLOAT4, *FLOAT8]))
-        if (scales, vector) == (SCALES[1], 32):
-            raise self.error("sf_vec_size", vector, f"16, for scale factors of {scales}")
-        if kind in FLOAT8 and (scales, vector) != (SCALES[0], 32):
-            raise self.error("scale factors", f"{scales} for {vector} elements", f"{SCALES[0]} for 32, of {kind}")
-
-    def _check_quantized(self) -> None:
-        """A result of 8 bits has scale factors; another one has none."""
-        result, scales = self.result
-        if not scales:
-            return
-        if self.kind(result) not in FLOAT8:
-            for name in (scales, "norm_const"):
-                if self.given(name):
-                    self._logger.warning("%s is not used: the result has the type %s", name, self.kind(result))
-            return
-        if not (self.given(scales) and self.given("norm_const")):
-            raise self.error(
-                f"{scales} and norm_const tensors", "None", f"tensors, required for {self.kind(result)} {result}"
-            )
-        if (self.kind(scales), self.sf_vec_size) != (SCALES[0], 32):
-            raise self.error(
-                f"{scales} tensor", f"{self.kind(scales)} for {self.sf_vec_size} elements", f"{SCALES[0]} for 32"
-            )
-
-    def _check_tiles(self) -> None:
-        """The instruction's tile and the cluster. On Hopper both are hints that nothing depends on."""
-        m, n = self.mma_tiler_mn
-        if m not in (128, 256):
-            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "128 or 256 rows")
-        if n not in self.tile_n:
-            raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"{', '.join(map(str, self.tile_n))} columns")
-        if any(not is_power_of_2(size) or size > self.largest_cluster for size in self.cluster_shape_mn):
-            raise self.error("cluster_shape_mn", self.cluster_shape_mn, f"powers of 2 up to {self.largest_cluster}")
-        rows, columns = self.cluster_shape_mn
-        if rows * columns > 16:
-            raise self.error("cluster_shape_mn", self.cluster_shape_mn, "at most 16 CTAs")
-        if m == 256 and rows % 2:
-            raise self.error("cluster_shape_mn", self.cluster_shape_mn, "an even number of rows, for a tile of 256")
-
-    # What runs.
-
-    def _operand(self, name: str) -> Operand:
-        scale = BlockScale(self.kind(f"sf{name}"), self.sf_vec_size) if self.scaled else None
-        return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
-
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
-        problem = GemmProblem(
-            self._operand("a"), self._operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
-            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate),
-        )  # fmt: skip
-        return GemmPlan(arch, problem)
-
-    def reference(self, tensors: Mapping[str, Any]) -> None:
-        evaluate(self.operations(), product(tensors, self.sf_vec_size), tensors)
 
     # The wrapper, and what it usually makes.
 
@@ -310,34 +115,6 @@ class DenseGemm(FusedAPI):
         fixed = () if settings.GEMM_DYNAMIC_MNKL.get() else (given["a"].shape[1:], given["b"].shape)
         return kinds + majors + fixed
 
-    @classmethod
-    def shape_of(cls, tensor: Any) -> tuple[int, ...]:
-        if name_of(tensor.dtype) == FLOAT4:
-            return TensorDesc.of(tensor, interpret_uint8_as_fp4x2=True).shape
-        return tensor.shape
-
-
-@dataclass(frozen=True)
-class OperandType:
-    """Operands by a short name: elements, the type of their factors and how many elements share one; a type of 16 bits
-    for results.
-    """
-
-    element: str
-    out: str = "bfloat16"
-    scale: str = ""
-    vector: int = 16
-
-
-OPERAND_TYPES: Mapping[str, OperandType] = {
-    "bf16": OperandType("bfloat16"),
-    "fp16": OperandType("float16", "float16"),
-    "fp8": OperandType("float8_e4m3fn"),
-    "mxfp8": OperandType("float8_e4m3fn", scale="float8_e8m0fnu", vector=32),
-    "nvfp4": OperandType(FLOAT4, scale="float8_e4m3fn", vector=16),
-}
-"""What programs, benchmarks and compilation ahead of time call them."""
-
 
 def blank(
     api: type[DenseGemm], shape: Sequence[int], kind: OperandType, device: Any, *, out: str = "", side: str = "",
@@ -375,8 +152,3 @@ def further_inputs(api: type[DenseGemm]) -> list[TensorSpec]:
     """Inputs beside the operands and what quantises a result."""
     known = ("a", "b", "sfa", "sfb", "norm_const", *api.returns)
     return [spec for spec in api.tensors if spec.name not in known]
-
-
-def scale_type(scales: Any) -> Any:
-    """The type of a result's scale factors, from those of A, where there are some."""
-    return torch.float8_e8m0fnu if scales is None else scales.dtype

@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from cudnn.fused.dense import NARROW, DenseGemm, amax, operands, quantizer, scale_type
+from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
+from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
 from cudnn.lazy import torch

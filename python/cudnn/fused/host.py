@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cudnn import launch, settings
-from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping
+from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import refusal
 from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -46,6 +46,8 @@ class FusedAPI(APIBase):
     packs: ClassVar[bool] = False  # bytes are pairs of four-bit elements
 
     hints: ClassVar[Sequence[str]] = ()  # options that change no result
+    buffers: ClassVar[Sequence[str]] = ()  # arguments of the wrapper that hold results
+    majors: ClassVar[Sequence[str]] = ("m", "n")  # that wrappers allocate results in
     example: ClassVar[tuple[tuple[str, ...], tuple[int, ...]]]  # the sizes of a small problem: names and numbers
     usual_types: ClassVar[Sequence[str]]  # short names of operands' types
     usual_shapes: ClassVar[Sequence[tuple[int, ...]]]  # one for each kernel that sizes choose among
@@ -107,7 +109,7 @@ class FusedAPI(APIBase):
         self._interpret_uint8_as_fp4x2 = self.packs
         samples = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
         self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
-        self.padded = self._has_padding(samples)
+        self.refitted = self.unfitting(samples)
         for name, value in given.items():
             if not name.startswith("sample_") and name not in ("self", "__class__"):
                 setattr(self, name, value)
@@ -153,6 +155,9 @@ class FusedAPI(APIBase):
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Types and majors of what the wrapper allocates, from its arguments and its tensors by name."""
 
+    def run_empty(self, tensors: Sequence[Any]) -> None:
+        """What a call does whose first tensor has no elements."""
+
     def check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
         """Raises for extents that the copy engine does not take, of samples or of a call's tensors."""
 
@@ -193,7 +198,13 @@ class FusedAPI(APIBase):
     @classmethod
     def samples(cls, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments for tensors by name."""
-        return {f"sample_{spec.name}": tensors.get(spec.name) for spec in cls.tensors}
+        return {f"sample_{spec.name}": tensors.get(spec.name) for spec in cls.tensors if spec.sampled}
+
+    @classmethod
+    def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
+        """A result as the wrapper returns it, for the inputs as they were given."""
+        like = cls.spec(name).like
+        return tensor.view(unpad(given[like], cls.spec(like).layout.rank).shape) if like else tensor
 
     @classmethod
     def folder(cls) -> str:
@@ -219,8 +230,8 @@ class FusedAPI(APIBase):
         """Sizes by name of a call's tensors."""
         return self.sizes({name: self._described(name, tensors[self.names.index(name)]) for name in self.sized_by})
 
-    def unpadded(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """A call's tensors without trailing dimensions of size 1 that they have beyond their rank."""
+    def fitted_all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """A call's tensors in the dimensions of their layouts."""
         return tuple(
             None if tensor is None else self.fitted(name, tensor)
             for name, tensor in zip(self.names, tensors, strict=True)
@@ -230,7 +241,7 @@ class FusedAPI(APIBase):
     def fitted(cls, name: str, tensor: Any) -> Any:
         """A tensor, or description, in the dimensions of its layout."""
         layout = cls.spec(name).layout
-        if tensor.ndim == layout.rank:
+        if layout.fits(tensor):
             return tensor
         try:
             return layout.fitted(tensor)
@@ -240,12 +251,9 @@ class FusedAPI(APIBase):
             got, cure = f"the strides {tuple(stride)} of {tuple(tensor.shape)}", f"pass {name}.contiguous()"
             raise ValueError(refusal(cls._title(), name, got, allowed, cure)) from error
 
-    def has_padding(self, tensors: Sequence[Any]) -> bool:
-        """Whether a call's tensors have trailing dimensions of size 1 beyond their rank."""
-        return self._has_padding(dict(zip(self.names, tensors, strict=True)))
-
-    def _has_padding(self, tensors: Mapping[str, Any]) -> bool:
-        return any(t is not None and t.ndim > self.spec(name).layout.rank for name, t in tensors.items())
+    def unfitting(self, tensors: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of tensors that have other dimensions than their layouts: trailing ones of size 1, say."""
+        return tuple(name for name, t in tensors.items() if t is not None and not self.spec(name).layout.fits(t))
 
     def error(self, what: str, got: object, allowed: str, cure: str = "") -> ValueError:
         """What is raised for a value that is not allowed."""
@@ -402,8 +410,9 @@ class FusedAPI(APIBase):
         if workspace is not None:
             self.check_workspace(tensors, workspace, call.plan if call else None)
         if 0 in tensors[0].shape:
+            self.run_empty(tensors)
             return
-        tensors = self.unpadded(tensors)
+        tensors = self.fitted_all(tensors)
         scalars = tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
         if call is not None:
             call.emulate(tensors, scalars, ARCHITECTURES[arch].multiprocessors, workspace)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import same_stride, unpad
+from cudnn.api_base import TensorDesc, same_stride, unpad
 from cudnn.gemm.formats import FLOAT4, name_of
 from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride
 from cudnn.lazy import torch
@@ -41,6 +41,10 @@ class Layout(ABC):
         """What :meth:`accepts`, in words, and what to do for it."""
         return " or ".join(str(tuple(stride)) for stride in self.strides(sizes)), ""
 
+    def fits(self, tensor: Any) -> bool:
+        """Whether a tensor, or description, has the dimensions of this layout as it is."""
+        return tensor.ndim == self.rank
+
     def fitted(self, tensor: Any) -> Any:
         """The tensor, or description, in the dimensions of this layout: without trailing ones of size 1."""
         return unpad(tensor, self.rank)
@@ -60,10 +64,11 @@ class Matrix(Layout):
     rows: str
     columns: str
     majors: str
+    batch: str = "l"
     rank = 3
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return (sizes[self.rows], sizes[self.columns], sizes["l"])
+        return (sizes[self.rows], sizes[self.columns], sizes[self.batch])
 
     def stride(self, sizes: Sizes, major: str) -> tuple[int, ...]:
         """The strides with ``major`` as the dimension of stride 1."""
@@ -109,28 +114,81 @@ class Matrix(Layout):
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def __str__(self) -> str:
-        return f"({self.rows}, {self.columns}, l), {' or '.join(f'{major}-major' for major in reversed(self.majors))}"
+        majors = " or ".join(f"{major}-major" for major in reversed(self.majors))
+        return f"({self.rows}, {self.columns}, {self.batch}), {majors}"
+
+
+class OneMatrix(Matrix):
+    """One matrix, of the shape (rows, columns, 1) or (rows, columns)."""
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(0).permute(1, 2, 0) if tensor.ndim == 2 else super().fitted(tensor)
+
+    def __str__(self) -> str:
+        return f"{super().__str__().replace(', l)', ', 1)')}, or ({self.rows}, {self.columns})"
+
+
+class Transposed(OneMatrix):
+    """One matrix that is given as (columns, rows)."""
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(0).permute(2, 1, 0) if tensor.ndim == 2 else super().fitted(tensor)
+
+    def __str__(self) -> str:
+        return f"({self.columns}, {self.rows})"
+
+
+class Weights(Matrix):
+    """A matrix for each expert: (rows, columns, experts), or contiguous as (experts, rows, columns)."""
+
+    def fits(self, tensor: Any) -> bool:
+        return super().fits(tensor) and not self._experts_first(tensor)
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.permute(1, 2, 0) if self._experts_first(tensor) else super().fitted(tensor)
+
+    @staticmethod
+    def _experts_first(tensor: Any) -> bool:
+        stride = strides_of(tensor)
+        return tensor.ndim == 3 and stride[2] == 1 and 1 not in stride[:2]
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or ({self.batch}, {self.rows}, {self.columns})"
 
 
 @dataclass(frozen=True)
 class BlockScales(Layout):
-    """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4."""
+    """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4; ``vector`` elements share one."""
 
     rows: str
     columns: str
+    batch: str = "l"
+    vector: int | None = None  # None: the size of that name
     rank = 6
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return scale_shape(sizes[self.rows], sizes[self.columns], sizes["l"], sizes["vector"])
+        return scale_shape(sizes[self.rows], sizes[self.columns], sizes[self.batch], self.vector or sizes["vector"])
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         return [scale_stride(self.shape(sizes))]
 
+    def fits(self, tensor: Any) -> bool:
+        return super().fits(tensor) and not self._as_it_lies(tensor)
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.permute(3, 4, 1, 5, 2, 0) if self._as_it_lies(tensor) else super().fitted(tensor)
+
+    @staticmethod
+    def _as_it_lies(tensor: Any) -> bool:
+        """Whether its dimensions are in the order of its memory: (l, atoms, atoms, 32, 4, 4)."""
+        return tensor.ndim == 6 and strides_of(tensor)[3:] == (16, 4, 1) and tuple(tensor.shape[3:]) == (32, 4, 4)
+
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
-        return empty_scales(sizes[self.rows], sizes[self.columns], sizes["l"], sizes["vector"], dtype, device)
+        vector = self.vector or sizes["vector"]
+        return empty_scales(sizes[self.rows], sizes[self.columns], sizes[self.batch], vector, dtype, device)
 
     def __str__(self) -> str:
-        return f"scale factors of ({self.rows}, {self.columns}, l), in atoms of 128 x 4"
+        return f"scale factors of ({self.rows}, {self.columns}, {self.batch}), in atoms of 128 x 4"
 
 
 @dataclass(frozen=True)
@@ -150,6 +208,35 @@ class Column(Layout):
 
     def __str__(self) -> str:
         return f"({self.rows}, 1, l), contiguous or with the strides (1, 1, {self.rows})"
+
+
+class TokenColumn(Column):
+    """A value for every token: (rows, 1, 1) or (rows,)."""
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.unsqueeze(-1).unsqueeze(-1) if tensor.ndim == 1 else super().fitted(tensor)
+
+    def __str__(self) -> str:
+        return f"({self.rows}, 1, 1) or ({self.rows},), contiguous"
+
+
+@dataclass(frozen=True)
+class Columns(Layout):
+    """A row of values for each expert: (columns, experts), contiguous for an expert."""
+
+    columns: str
+    experts: str
+    rank = 2
+    alignment = 2
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return (sizes[self.columns], sizes[self.experts])
+
+    def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+        return [(1, sizes[self.columns])]
+
+    def __str__(self) -> str:
+        return f"({self.columns}, {self.experts}) with the strides (1, {self.columns})"
 
 
 @dataclass(frozen=True, init=False)
@@ -180,6 +267,16 @@ class Contiguous(Layout):
         return f"({', '.join(map(str, self.dims))}{',' * (len(self.dims) == 1)})"
 
 
+class Each(Contiguous):
+    """One value for each of this size, at any stride."""
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, any stride"
+
+
 class Rows(Contiguous):
     """The same; dimensions before the last that one stride leads through count as one."""
 
@@ -195,7 +292,8 @@ class TensorSpec:
     ``types`` are PyTorch's names; where there is a tensor ``same``, its type is that one's. A result is ``written``: a
     wrapper allocates it, in the shape of the tensor ``like`` or with ``padding`` more dimensions of size 1 where these
     are given, and fills it with ``fill``. It may lie in the memory of the input ``over``. Examples and benchmarks fill
-    an input with ``draw``: a number, ``"normal"`` or ``"uniform"``.
+    an input with ``draw``: a number, ``"normal"`` or ``"uniform"``. One that is not ``sampled`` is an argument of calls
+    only.
     """
 
     name: str
@@ -209,4 +307,10 @@ class TensorSpec:
     over: str = ""
     padding: int = 0
     draw: str | float = "normal"
+    sampled: bool = True
     about: str = ""
+
+
+def strides_of(tensor: Any) -> tuple[int, ...]:
+    """The strides of a tensor or of a description."""
+    return tensor.stride if isinstance(tensor, TensorDesc) else tensor.stride()

@@ -53,7 +53,8 @@ def register(name: str) -> Any:
 def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
     """The operator's signature, and the wrapper's parameters by the operator's."""
     types = typing.get_type_hints(wrapper, localns={"Tensor": torch.Tensor, "dtype": torch.dtype, "TupleDict": Any})
-    kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in (*api.hints, *_STREAMS)]
+    left_out = (*api.hints, *api.buffers, *_STREAMS)
+    kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in left_out]
     names = {p.name.removesuffix("_tensor"): p.name for p in kept}
     renamed = [p.replace(name=n, annotation=types[p.name]) for n, p in zip(names, kept, strict=True)]
     count = len(api.returns)

@@ -104,6 +104,131 @@ def gemm_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + SwiGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmSwiglu`."""
 
+def grouped_gemm(
+    a: Tensor,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    b: Tensor | None = None,
+    bias: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    prob: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    generate_c: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Grouped GEMM: d, c; what there is not has no elements. See :class:`cudnn.GroupedGemm`."""
+
+def grouped_gemm_glu(
+    a: Tensor,
+    sfa: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    b: Tensor | None = None,
+    sfb: Tensor | None = None,
+    bias: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    norm_const: Tensor | None = None,
+    prob: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    act_func: str = "swiglu",
+    linear_offset: float | None = None,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    situ_beta1: float = 4.0,
+    situ_beta2: float = 25.0,
+    use_single_group_runtime_offsets: bool = False,
+    generate_c: bool = False,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmGlu`."""
+
+def grouped_gemm_quant(
+    a: Tensor,
+    sfa: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    b: Tensor | None = None,
+    sfb: Tensor | None = None,
+    bias: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    norm_const: Tensor | None = None,
+    prob: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    use_single_group_runtime_offsets: bool = False,
+    generate_amax: bool = True,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + quantisation: d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmQuant`."""
+
+def grouped_gemm_srelu(
+    a: Tensor,
+    b: Tensor | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    padded_offsets: Tensor | None = None,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    norm_const: Tensor | None = None,
+    prob: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    tanh_clamp_scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + squared ReLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmSrelu`."""
+
+def grouped_gemm_swiglu(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor | None,
+    sfb: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    norm_const: Tensor | None = None,
+    prob: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmSwiglu`."""
+
+def grouped_gemm_wgrad(
+    a: Tensor,
+    b: Tensor,
+    sfa: Tensor | None,
+    sfb: Tensor | None,
+    offsets: Tensor,
+    global_scale_a: Tensor | None = None,
+    global_scale_b: Tensor | None = None,
+    wgrad_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    accumulate_on_output: bool = False,
+) -> tuple[Tensor]:
+    """Grouped GEMM of weight gradients: wgrad; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmWgrad`."""
+
 def rmsnorm_rht_amax(
     x: Tensor,
     w: Tensor,

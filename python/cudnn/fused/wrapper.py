@@ -9,36 +9,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn import settings
-from cudnn.api_base import TupleDict, check_tensor, unpad
+from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refusal
 from cudnn.fused.host import FusedAPI
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A wrapper's arguments, sorted: inputs by name, the constructor's options, results, what tells objects apart."""
+    """A wrapper's arguments, sorted: inputs by name, the constructor's options, results, what tells objects apart.
+
+    ``empty``: there is nothing to compute.
+    """
 
     given: Mapping[str, Any]
     options: Mapping[str, Any]
     allocated: Mapping[str, Any]
     key: tuple[Any, ...]
+    empty: bool
 
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
     made = prepare(api, arguments)
     tensors = {**made.given, **made.allocated}
+    returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
     operation: Any = api.objects.get(made.key)
     if operation is None:
         operation = api(**api.samples(tensors), **made.options)
         operation.check_support()
+        if made.empty:
+            operation.run_empty([tensors.get(name) for name in api.names])
+            return returned
         operation.compile()
         api.objects[made.key] = operation
     stream = arguments["stream"] if "stream" in arguments else arguments.get("current_stream")
     scalars = {name: arguments[name] for name in api.run_time if name in arguments}
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)
-    return TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
+    return returned
 
 
 def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
@@ -46,12 +54,12 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     where = f"{api.folder()}_wrapper"
     given = {name: arguments[parameter] for name, parameter in _tensors(api, tuple(arguments)).items()}
     for name, value in arguments.items():
-        if name.endswith("_major") and value not in ("m", "n"):
-            raise ValueError(refusal(where, name, repr(value), "'m' or 'n'"))
+        if name.endswith("_major") and name not in _options(api) and value not in api.majors:
+            raise ValueError(refusal(where, name, repr(value), " or ".join(map(repr, api.majors))))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
         fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
-        results = api.results({**arguments, **fitted})
+        results = {n: made for n, made in api.results({**arguments, **fitted}).items() if given.get(n) is None}
         allocated = allocate(api, fitted, options, results)
         kinds = api.cache_key(fitted, options)
     except (AttributeError, TypeError):
@@ -65,8 +73,9 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
         tuple(options.items()),
         settings.CLUSTER_OVERLAP_MARGIN.get(),
     )
-    allocated = {name: _like(api, name, tensor, given) for name, tensor in allocated.items()}
-    return Arguments(given, options, allocated, key)
+    allocated = {name: api.presented(name, tensor, given) for name, tensor in allocated.items()}
+    first = fitted[api.sized_by[0]]
+    return Arguments(given, options, allocated, key, empty=first is not None and 0 in first.shape)
 
 
 def allocate(
@@ -98,9 +107,3 @@ def _options(api: type[FusedAPI]) -> tuple[str, ...]:
     """The constructor's arguments beside samples and what ``execute`` takes."""
     names = inspect.signature(api.__init__).parameters
     return tuple(n for n in names if not n.startswith("sample_") and n not in ("self", *api.run_time))
-
-
-def _like(api: type[FusedAPI], name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
-    """A result in the shape of the input that it is like."""
-    like = api.spec(name).like
-    return tensor.view(unpad(given[like], api.spec(like).layout.rank).shape) if like else tensor

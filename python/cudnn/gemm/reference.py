@@ -18,7 +18,7 @@ def product(tensors: Mapping[str, Any], vector: int) -> Any:
     return torch.einsum("mkl,nkl->mnl", a, b)
 
 
-def evaluate(operations: Sequence[Any], accumulator: Any, tensors: Mapping[str, Any]) -> None:
-    """Does to a call's tensors, and numbers, what an epilogue does."""
+def evaluate(operations: Sequence[Any], accumulator: Any, tensors: Mapping[str, Any], groups: Any = None) -> None:
+    """Does to a call's tensors, and numbers, what an epilogue does. ``groups``: the expert of each row."""
     packed = {n: x.view(torch.uint8) for n, x in tensors.items() if name_of(getattr(x, "dtype", "")) == FLOAT4}
-    reference.evaluate(operations, accumulator, {**tensors, **packed})  # PyTorch does not copy packed elements
+    reference.evaluate(operations, accumulator, {**tensors, **packed}, groups)  # PyTorch does not copy packed elements

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.errors import refusal
-from cudnn.fused.dense import NARROW, DenseGemm, amax, operands
+from cudnn.fused.dense import DenseGemm, amax, operands
+from cudnn.fused.gemm import NARROW
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of

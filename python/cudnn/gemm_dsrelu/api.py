@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.dense import NARROW
+from cudnn.fused.gemm import NARROW
 from cudnn.fused.layouts import Column, Matrix, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm_srelu.api import SquaredReluGemm

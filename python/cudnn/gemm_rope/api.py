@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.dense import NARROW, DenseGemm, operands, quantizer, scale_type
+from cudnn.fused.dense import DenseGemm, operands, quantizer
+from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT8, name_of

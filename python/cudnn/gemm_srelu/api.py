@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cudnn.fused.dense import NARROW, DenseGemm, amax, operands, quantizer, scale_type
+from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
+from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Column, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of

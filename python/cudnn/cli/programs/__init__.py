@@ -42,8 +42,10 @@ class Program:
 
 def find(name: str) -> Program:
     """The program of a name in ``PROGRAMS``."""
-    from cudnn.cli.programs import dense, whole
+    from cudnn.cli.programs import dense, grouped, whole
     from cudnn.fused.dense import DenseGemm
+    from cudnn.fused.grouped import ExpertsGemm
 
-    api = registry.find(name)
-    return dense.program(api) if issubclass(api, DenseGemm) else whole.program(api)
+    api: Any = registry.find(name)
+    kinds = {DenseGemm: dense.program, ExpertsGemm: grouped.program}
+    return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.program)(api)

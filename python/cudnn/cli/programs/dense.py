@@ -14,8 +14,9 @@ from cudnn.cli.programs import Problem, Program
 from cudnn.cli.programs.gemm_matrix import FP4, Variant
 from cudnn.cli.programs.gemm_operands import NORM_CONST, judge, judge_quantised, matrix, operands, plain
 from cudnn.fused import dense as declared
-from cudnn.fused.dense import DenseGemm, OperandType
+from cudnn.fused.dense import DenseGemm
 from cudnn.fused.examples import Comparison, compare, draw
+from cudnn.fused.gemm import OperandType
 from cudnn.fused.layouts import Matrix
 from cudnn.gemm.reference import evaluate
 from cudnn.lazy import torch

@@ -1,0 +1,70 @@
+"""The grouped fused GEMMs on random tokens of experts of different sizes, judged by their references in float32."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from cudnn import registry
+from cudnn.api_base import TupleDict
+from cudnn.cli.programs import Problem, Program
+from cudnn.cli.programs.gemm_operands import judge
+from cudnn.fused.examples import Comparison, draw
+from cudnn.fused.grouped import ExpertsGemm
+from cudnn.lazy import torch
+
+SLACK = 1e-4  # error of a product and what follows it, relative to the largest
+
+
+def program(api: type[ExpertsGemm]) -> Program:
+    """The program of an API: bfloat16."""
+    dimensions, shape = api.example
+    return Program(api.title, dimensions, shape, lambda sizes, device: make(api, sizes, device))
+
+
+def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> Problem:
+    """The API on random tensors of a shape."""
+    given = inputs(api, shape, device)
+    wrapper: Any = registry.wrapper(api.folder())
+    required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
+    arguments = {**dict.fromkeys(required), **{api.parameters[name]: tensor for name, tensor in given.items()}}
+
+    def compared(results: TupleDict) -> list[Comparison]:
+        found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
+        exact = expected(api, given, found)
+        return [judge(name, tensor, exact[name], SLACK) for name, tensor in found.items()]
+
+    return Problem(lambda: wrapper(**arguments), compared)
+
+
+def inputs(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> dict[str, Any]:
+    """Random inputs of bfloat16 by name."""
+    sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True)))
+    given = api.blank(shape, "bf16", device)
+    for spec in api.tensors:
+        if spec.name in given:
+            if spec.draw == "ends":
+                values = ends(sizes["experts"], sizes[api.tokens], device)
+            else:
+                values = draw(spec, spec.layout.shape(sizes), device)
+            given[spec.name].copy_(values)
+    return given
+
+
+def ends(experts: int, tokens: int, device: str) -> Any:
+    """Where experts end that have 1, 2, 3 ... parts of the tokens."""
+    parts = torch.arange(1, experts + 1).cumsum(0)
+    return (parts * tokens // parts[-1]).int().to(device)
+
+
+def expected(api: type[ExpertsGemm], given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The results in float32, before rounding."""
+    made: Any = api
+    object_ = made(**api.samples({**given, **found}))
+    exact = {
+        name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32)
+        for name, tensor in found.items()
+    }
+    tensors = {name: api.fitted(name, x) for name, x in {**given, **exact}.items()}
+    object_.reference({**tensors, **{name: getattr(object_, name) for name in api.scalars}})
+    return exact

@@ -1,0 +1,430 @@
+"""What the grouped fused GEMMs share: tokens of several experts, one after the other, each multiplied by its expert's
+weights in one call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from cudnn import registry, settings
+from cudnn.api_base import TensorDesc, ceil_div
+from cudnn.errors import refusal
+from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
+from cudnn.fused.host import FusedAPI
+from cudnn.fused.layouts import (
+    BlockScales,
+    Column,
+    Columns,
+    Contiguous,
+    Each,
+    Layout,
+    Matrix,
+    OneMatrix,
+    Sizes,
+    TensorSpec,
+    TokenColumn,
+    Weights,
+)
+from cudnn.fused.wrapper import allocate
+from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.reference import evaluate
+from cudnn.gemm.scales import dequantize
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+from cudnn_kernels.schedule import Dense, GroupedRows
+
+FLOATS = ("float32", *NARROW)
+RESULT_TYPES = (*FLOATS, *FLOAT8)
+MOST_EXPERTS = 1024
+ALIGNED = 256  # rows: experts of block-scaled operands begin at multiples
+PROB = TensorSpec("prob", TokenColumn("m"), FLOATS, optional=True, draw="uniform", about="None: 1")
+BIAS = TensorSpec("bias", Columns("n", "experts"), FLOATS, optional=True)
+
+COUNTER = TensorSpec(
+    "scheduler_counter", Contiguous(1, alignment=4), ("int32",), optional=True, about="a hint of other kernels"
+)
+
+
+def operands() -> tuple[TensorSpec, ...]:
+    """OneMatrix, weights, their scale factors, where experts end, and a factor for each expert."""
+    types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
+    addresses = Contiguous("experts", alignment=8)
+    return (
+        TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
+        TensorSpec("b", Weights("n", "k", "nk", "experts"), types, same="a"),
+        TensorSpec("sfa", BlockScales("m", "k"), SCALES, optional=True),
+        TensorSpec("sfb", BlockScales("n", "k", "experts"), SCALES, optional=True, same="sfa"),
+        TensorSpec(
+            "padded_offsets", Contiguous("experts", alignment=4), ("int32",), draw="ends",
+            about="the row where each expert ends",
+        ),
+        TensorSpec("alpha", Each("experts", alignment=2), FLOATS, draw="uniform"),
+        TensorSpec("b_ptrs", addresses, ("int64",), optional=True, sampled=False),
+        TensorSpec("sfb_ptrs", addresses, ("int64",), optional=True, sampled=False),
+    )  # fmt: skip
+
+
+def output(name: str, columns: str, optional: bool = False, about: str = "") -> TensorSpec:
+    """A row of a result for each token."""
+    layout = OneMatrix("m", columns, "mn")
+    return TensorSpec(name, layout, RESULT_TYPES, optional, written=True, about=about)
+
+
+def quantized(d: str, columns: str) -> tuple[TensorSpec, ...]:
+    """The result ``d``, and what there is beside it: by columns, scale factors, the constant that they are chosen by,
+    largest magnitudes.
+    """
+    constant = "what the largest element of a block becomes, as a share of its type's limit"
+    return (
+        output(d, columns),
+        TensorSpec(
+            "d_col", OneMatrix("m", columns, "mn"), RESULT_TYPES, optional=True, same=d, written=True,
+            about="quantised by 32 tokens of a column; with sfd_col",
+        ),
+        TensorSpec("sfd_row", BlockScales("m", columns), SCALES, optional=True, same="sfa", written=True),
+        TensorSpec(
+            "sfd_col", BlockScales(columns, "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
+        ),
+        TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
+        TensorSpec(
+            "amax", Contiguous("experts", alignment=4), ("float32",), optional=True, fill=float("-inf"), written=True,
+            padding=1, about="the caller fills it with -inf; raised from what it was",
+        ),
+    )  # fmt: skip
+
+
+class ExpertsGemm(FusedGemm):
+    """A GEMM of the tokens of each expert with the expert's weights, and an epilogue.
+
+    The rows of A belong to experts, one after the other; ``padded_offsets`` says where each ends, on the device. Rows
+    beyond the last one's end are not touched. Experts may have any number of rows, also none; where operands or
+    results have scale factors, multiples of 256.
+    """
+
+    sized_by = multiplied = ("a", "b")
+    largest_cluster = 4
+    default_cluster = (2, 1)
+    tile_n = (256,)
+    majors = ("n",)
+    buffers = ("d_tensor",)
+    example = (("m", "n", "k", "experts"), (320, 128, 64, 3))
+    usual_shapes = ((8192, 4096, 4096, 8),)
+    shapes = ((16384, 4096, 4096, 8), (16384, 2048, 7168, 64))
+    steps = (1, 64, 128, 1)
+    hints = (
+        "acc_dtype", "mma_tiler_mn", "cluster_shape_mn", "vector_f32", "m_aligned", "use_dynamic_sched", "cd_major",
+        "b_ptrs", "sfb_ptrs", "scheduler_counter_tensor", "sf_fp8_dtype_override",
+    )  # fmt: skip
+    result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
+    tokens: ClassVar[str] = "m"
+    inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
+
+    m_aligned: int = ALIGNED
+    discrete_col_sfd: bool = False
+    b_major: str = "k"
+    b_dtype: Any = None
+    num_experts: int | None = None
+    sf_fp8_dtype_override: str | None = None
+    use_dynamic_sched: bool = False
+    use_single_group_runtime_offsets: bool = False
+    semantics: str | None = None
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.acc_dtype = self.acc_dtype or torch.float32
+        self.semantics = self.semantics or settings.SEMANTICS.get()
+        self.schedule = Dense() if self.use_single_group_runtime_offsets else GroupedRows(offsets="padded_offsets")
+
+    # What a subclass says.
+
+    @classmethod
+    def result_columns(cls, n: int) -> int:
+        """How many columns the result has."""
+        return n // cls.pairs
+
+    def scaled_product(self, power: int = 1) -> tuple[Any, ...]:
+        """The beginning of every epilogue: each expert's factor."""
+        return (epilogue.MultiplyGroup("alpha", self.kind("alpha"), power),)
+
+    def multiplied_by(self, name: str) -> tuple[Any, ...]:
+        """Multiplied by a value for each token, where there are some."""
+        return (epilogue.MultiplyColumn(name, self.kind(name)),) if self.given(name) else ()
+
+    def biased(self, factor: str = "") -> tuple[Any, ...]:
+        """The bias added, where there is one; times a value for each token, where there are some."""
+        if not self.given("bias"):
+            return ()
+        factors = self.multiplied_by(factor)
+        return (epilogue.AddRow("bias", self.kind("bias"), *factors),)
+
+    def result_epilogue(self, name: str) -> tuple[Any, ...]:
+        """The end of every epilogue: largest magnitudes, quantisers, stores."""
+        operations: list[Any] = [epilogue.Amax("amax", by_expert=True)] if self.given("amax") else []
+        if self.quantizes():
+            kind = self.kind(name)
+            operations += [
+                epilogue.QuantizeColumns("sfd_col", kind, self.kind("sfd_col"), by_expert=bool(self.discrete_col_sfd)),
+                self.store("d_col", "columns"),
+                epilogue.QuantizeRows("sfd_row", kind, self.kind("sfd_row"), self.sf_vec_size),
+            ]
+        return (*operations, self.store(name))
+
+    def quantizes(self) -> bool:
+        return all(map(self.given, ("sfd_row", "sfd_col", "norm_const")))
+
+    @classmethod
+    def given_or(cls, dtype: Any, other: Any = None) -> Any:
+        """A type that the caller may leave out."""
+        return dtype or other or torch.bfloat16
+
+    @classmethod
+    def quantized_results(cls, given: Mapping[str, Any], name: str, dtype: Any, narrow: bool) -> dict[str, Any]:
+        """What wrappers allocate for a result: with factors if it is ``narrow``, else with largest magnitudes if it has
+        16 bits.
+        """
+        found: dict[str, Any] = {name: (dtype, "n")}
+        if narrow:
+            factors = torch.float8_e8m0fnu if given["sfa"] is None else given["sfa"].dtype
+            found |= {"d_col": (dtype, "n"), "sfd_row": (factors, ""), "sfd_col": (factors, "")}
+        if name_of(dtype) in NARROW:
+            found["amax"] = (torch.float32, "")
+        return found
+
+    # Sizes.
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes by name: those of a (m, k, 1) and b (n, k, experts), ``columns`` of the result, ``vector`` to a factor.
+
+        Raises:
+            ValueError: other dimensions, one of size 0 beside m, or more than 1024 experts.
+        """
+        for name, dims in (("a", "(m, k, 1)"), ("b", "(n, k, experts)")):
+            if len(shapes[name]) != 3 or (name == "a" and shapes[name][2] != 1):
+                got = f"the shape {tuple(shapes[name])}"
+                raise ValueError(refusal(cls._title(), f"{name} tensor", got, f"three dimensions, {dims}"))
+        (m, k, _), (n, _, experts) = shapes["a"], shapes["b"]
+        if min(n, k, experts) < 1 or experts > MOST_EXPERTS:
+            got, allowed = f"n={n}, k={k}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
+            raise ValueError(refusal(cls._title(), "sizes", got, allowed))
+        columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
+        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "columns": columns, "vector": vector}
+
+    @classmethod
+    def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
+        m, n, k, experts = (sizes[name] for name in ("m", "n", "k", "experts"))
+        return cls.sizes_of({"a": (m, k, 1), "b": (n, k, experts)}, cls.defaults())
+
+    # Support.
+
+    def check_options(self) -> None:
+        super().check_options()
+        for name, allowed in (
+            ("m_aligned", (ALIGNED,)), ("b_major", ("k", "n")), ("sf_fp8_dtype_override", (None,)),
+            ("semantics", ("1.23", "1.32")),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
+        if self.num_experts is not None or not self.given("b"):
+            raise self.unsupported("weights", "none, or num_experts, for addresses", "b, of all experts")
+        if self.b_dtype is not None:
+            raise self.error("b_dtype", self.b_dtype, "None, where b is a tensor")
+        if self.given("scheduler_counter") and not (self.scaled and self.use_dynamic_sched):
+            allowed = "None, but for use_dynamic_sched=True and operands with scale factors"
+            raise self.error("scheduler_counter tensor", "a tensor", allowed)
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        self.check_groups(sizes)
+        rows, pairs = self.mma_tiler_mn[0], 2 if self.mma_tiler_mn[0] == 256 else 1
+        if self.cluster_shape_mn[0] // pairs * rows not in (128, 256):
+            raise self.error("cluster_shape_mn", self.cluster_shape_mn, "128 or 256 rows of a cluster")
+
+    def check_groups(self, sizes: Sizes) -> None:
+        """Raises for tensors in which experts cannot end everywhere."""
+        if self.major("a") != "k":
+            raise self.error("a tensor major", self.major("a"), "k: experts end at any row")
+        for name in (spec.name for spec in self.tensors if spec.written and isinstance(spec.layout, OneMatrix)):
+            if self.given(name) and self.major(name) != "n":
+                raise self.error(f"{name} tensor major", self.major(name), "n: experts end at any row")
+        if self.use_single_group_runtime_offsets and (sizes["experts"] != 1 or not self.scaled):
+            got = f"{sizes['experts']} experts, {'with' if self.scaled else 'without'} scale factors"
+            raise self.error("use_single_group_runtime_offsets", got, "one expert, with scale factors")
+
+    def _check_quantized(self) -> None:
+        """Scale factors by rows and by columns come together, with what they need."""
+        names = ("sfd_row", "sfd_col", "norm_const")
+        missing = [name for name in names if not self.given(name)]
+        if len(missing) == len(names):
+            return
+        d, _ = self.result
+        if missing == ["norm_const"]:
+            raise self.error("norm_const_tensor is required when FP8 inputs are used", "None", "a tensor (1,)")
+        if missing == ["sfd_row", "sfd_col"] and self.kind(d) not in FLOAT8:
+            self._logger.warning("norm_const is not used: the result has the type %s", self.kind(d))
+            return
+        if missing:
+            raise self.error(f"{' and '.join(missing)}", "None", f"tensors, required with {', '.join(names)}")
+        if not self.given("d_col"):
+            raise self.error("d_col tensor", "None", "a tensor, with sfd_col")
+        if (self.kind("sfd_row"), self.sf_vec_size) != (SCALES[0], 32):
+            got = f"{self.kind('sfd_row')} for {self.sf_vec_size} elements"
+            raise self.error("sfd_row tensor", got, f"{SCALES[0]} for 32")
+
+    # What runs.
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        a, b = (dequantize(tensors[x], tensors.get(f"sf{x}"), self.sf_vec_size) for x in "ab")
+        single = self.use_single_group_runtime_offsets
+        ends = [a.shape[0]] if single else tensors["padded_offsets"].tolist()
+        starts = [0, *ends[:-1]]
+        product = a.new_empty(ends[-1], b.shape[0], 1)
+        counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=a.device)
+        for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            product[start:end, :, 0] = a[start:end, :, 0] @ b[:, :, expert].T
+        if not ends[-1]:
+            return
+        groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
+        layouts = {spec.name: spec.layout for spec in self.tensors}
+        used = {n: x if x is None or n not in layouts else _first(x, layouts[n], ends[-1]) for n, x in tensors.items()}
+        evaluate(self.operations(), product, used, groups)
+
+    # The wrapper, and what it usually makes.
+
+    @classmethod
+    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Types, majors and the number of experts; n and k where those are static."""
+        a, b = given["a"], given["b"]
+        semantics = options.get("semantics") or settings.SEMANTICS.get()
+        kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
+        if b is None:
+            return (semantics, kinds)
+        static = () if settings.GROUPED_GEMM_DYNAMIC_MNKL.get() else (a.shape[1], b.shape[0])
+        return (semantics, kinds, b.shape[-1], cls.majors_of(given), *static)
+
+    @classmethod
+    def majors_of(cls, given: Mapping[str, Any]) -> tuple[str, ...]:
+        """The dimensions of stride 1 of the operands."""
+        layouts = {name: cls.spec(name).layout for name in ("a", "b")}
+        return tuple(x.major(given[n].shape, given[n].stride()) for n, x in layouts.items() if isinstance(x, Matrix))
+
+    @classmethod
+    def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
+        """As A is: for tokens (m, k), rows without the last dimension, and factors in the order of their memory."""
+        if given["a"].ndim == 3:
+            return tensor
+        layout = cls.spec(name).layout
+        if isinstance(layout, BlockScales):
+            return tensor.permute(5, 2, 4, 0, 1, 3)
+        return tensor.squeeze(-1) if isinstance(layout, OneMatrix) else tensor
+
+    @classmethod
+    def blank(cls, shape: Sequence[int], kind: str, device: Any) -> dict[str, Any]:
+        """Inputs of a problem (m, n, k, experts) by name, not initialised; optional ones where operands of these types,
+        by their short name, need them.
+        """
+        element = OPERAND_TYPES[kind]
+        sizes = cls.example_sizes(dict(zip(cls.example[0], shape, strict=True))) | {"vector": element.vector}
+        types = {"a": element.element, "b": element.element, "sfa": element.scale, "sfb": element.scale}
+        found = {}
+        for spec in cls.tensors:
+            wanted = types.get(spec.name, spec.name == "prob" or not spec.optional)
+            if wanted and not spec.written:
+                layout, dtype = spec.layout, getattr(torch, types.get(spec.name, spec.types[0]))
+                major = layout.majors[cls.inner] if isinstance(layout, Matrix) else ""
+                found[spec.name] = layout.allocate(sizes, major, dtype, device)
+        return found
+
+    @classmethod
+    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+        """K-major operands and the wrapper's own choice of everything else."""
+        given, kind = cls.blank(shape, dtype, "meta"), OPERAND_TYPES[dtype]
+        options = {"sf_vec_size": kind.vector} if kind.scale else {}
+        results = cls.allocated(given, options)
+        if "sfd_row" in results:
+            given["norm_const"] = torch.empty(1, device="meta")
+        made_by: Any = cls
+        yield made_by(**cls.samples({**given, **results}), **options, arch=arch)
+
+    @classmethod
+    def allocated(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The results that the wrapper would allocate for these inputs, where it is told nothing of them."""
+        parameters = inspect.signature(registry.wrapper(cls.folder())).parameters.values()
+        missing = dict.fromkeys(spec.name for spec in cls.tensors)
+        results = cls.results({**missing, **{p.name: p.default for p in parameters}, **given})
+        return allocate(cls, given, {**cls.defaults(), **options}, results)
+
+    @classmethod
+    def shape_of(cls, tensor: Any) -> tuple[int, ...]:
+        if tensor is None:
+            allowed = "a tensor of all experts; weights behind addresses are not supported"
+            raise ValueError(refusal(cls._title(), "b tensor", "None", allowed))
+        if name_of(tensor.dtype) == FLOAT4:
+            return TensorDesc.of(tensor, interpret_uint8_as_fp4x2=True).shape
+        return tensor.shape
+
+
+class GatedExperts(ExpertsGemm):
+    """A grouped GEMM and a gated activation of its columns: of every 64, the first 32 are gates, the others up."""
+
+    tensors = (
+        *operands(),
+        output("c", "n", optional=True),
+        *quantized("d", "columns"),
+        PROB,
+        BIAS,
+    )
+    returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
+    scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+    pairs = 2
+    tile_n = (128, 256)
+
+    act_func: str = "swiglu"
+    linear_offset: float = 1.0
+    geglu_alpha: float = 1.702
+    glu_clamp_max: float = 7.0
+    glu_clamp_min: float = -7.0
+
+    def gate(self) -> epilogue.Gate:
+        """What becomes of a pair."""
+        if self.act_func == "swiglu":
+            return epilogue.SWIGLU
+        return epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset")
+
+    def operations(self) -> tuple[Any, ...]:
+        stored = (self.store("c"),) if self.given("c") else ()
+        activation = (epilogue.Gated(self.gate(), gate_first=True), *self.multiplied_by("prob"))
+        return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
+        if given["sfa"] is None:
+            return {"d": (d_dtype, "n"), **({"c": (c_dtype, "n")} if given.get("generate_c", True) else {})}
+        narrow = name_of(given["a"].dtype) in FLOAT8
+        found = cls.quantized_results(given, "d", d_dtype, narrow)
+        return {"c": (c_dtype, "n"), "d_col": (d_dtype, "n"), **found}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.act_func == "situglu":
+            raise self.unsupported("act_func", "'situglu'", "'swiglu' or 'geglu'")
+        if self.act_func not in ("swiglu", "geglu"):
+            raise self.error("act_func", repr(self.act_func), "'swiglu' or 'geglu'")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if sizes["n"] % 64:
+            raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
+
+
+def _first(tensor: Any, layout: Layout, rows: int) -> Any:
+    """What belongs to the first tokens."""
+    if isinstance(layout, (OneMatrix, Column)):
+        return tensor[:rows]
+    if isinstance(layout, BlockScales) and layout.rows == "m":
+        return tensor[:, :, : ceil_div(rows, 128)]
+    if isinstance(layout, BlockScales) and layout.columns == "m":
+        return tensor[..., : ceil_div(rows, 128), :]
+    return tensor

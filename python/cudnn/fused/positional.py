@@ -1,0 +1,66 @@
+"""Positional arguments in the order of an older version, told by their types."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+
+
+def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets a function be called with positional arguments in an older order of its parameters, ``names``.
+
+    Calls that go no further than both orders agree cost a comparison. Beyond that the types of the arguments tell which
+    order is meant: the function's own, where they fit it; else the older one, where they fit that.
+
+    Raises:
+        TypeError: they fit neither; the message has the function's own order.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        kinds = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+        newer, older = list(kinds), names.split()
+        unknown = set(older) - set(newer)
+        assert not unknown, unknown
+        same = next((i for i, (a, b) in enumerate(zip(newer, older, strict=False)) if a != b), len(older))
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            if len(given) <= same or _fit(given, newer, kinds):
+                return function(*given, **named)
+            if _fit(given, older, kinds):
+                return function(**dict(zip(older, given, strict=False)), **named)
+            got = ", ".join(type(x).__name__ for x in given)
+            cure = "pass arguments by name"
+            raise TypeError(refusal(function.__qualname__, "positional arguments", got, ", ".join(newer), cure))
+
+        return call
+
+    return decorate
+
+
+def _fit(given: Sequence[Any], names: Sequence[str], kinds: dict[str, str]) -> bool:
+    return len(given) <= len(names) and all(_is(x, kinds[name]) for x, name in zip(given, names, strict=False))
+
+
+def _is(value: Any, annotation: str) -> bool:
+    """Whether a value may be meant for a parameter of that annotation."""
+    if value is None:
+        return "None" in annotation or annotation == "Any"
+    kind = annotation.removesuffix(" | None")
+    if kind.startswith("tuple"):
+        return isinstance(value, (tuple, list))
+    checks: dict[str, Callable[[Any], bool]] = {
+        "Tensor": lambda x: hasattr(x, "data_ptr"),
+        "dtype": lambda x: isinstance(x, (torch.dtype, type)),
+        "bool": lambda x: isinstance(x, bool),
+        "int": lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool),
+        "float": lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool),
+        "str": lambda x: isinstance(x, str),
+    }
+    return kind not in checks or checks[kind](value)

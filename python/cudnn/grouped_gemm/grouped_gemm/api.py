@@ -1,0 +1,112 @@
+"""Grouped GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output
+from cudnn.fused.layouts import Sizes
+from cudnn.fused.wrapper import call
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class GroupedGemm(ExpertsGemm):
+    """A GEMM of the tokens of each expert with the expert's weights, weighted and biased.
+
+        c = alpha[e] * a b[e]^T                      accumulated in float32; rounded where it is stored
+        d = c * prob[m]                              of c before rounding
+        c = d = alpha[e] * a b[e]^T + prob[m] * bias[n, e]          with a bias: prob weights nothing else
+
+    Operands have no scale factors. Expert e has the rows from ``padded_offsets[e - 1]`` to before
+    ``padded_offsets[e]``, which may be any.
+
+    Args:
+        sample_a ... sample_prob: tensors like those that ``execute`` will get.
+        generate_c: c is stored, into ``sample_c``.
+        others: as those of :class:`cudnn.GroupedGemmQuant`.
+    """
+
+    title = "Grouped GEMM"
+    tensors = (
+        *(spec for spec in operands() if not spec.name.startswith("sf")),
+        output("c", "n", optional=True, about="with generate_c"),
+        output("d", "n"),
+        PROB,
+        BIAS,
+    )
+    returns = ("d", "c")
+    buffers = ("c_tensor", "d_tensor")
+    usual_types = ("bf16", "fp16", "fp8")
+    result = ("d", "")
+    sf_vec_size = 16
+    generate_c: bool
+
+    def __init__(
+        self, sample_a: Tensor, sample_c: Tensor | None, sample_d: Tensor, sample_padded_offsets: Tensor,
+        sample_alpha: Tensor, sample_b: Tensor | None = None, sample_bias: Tensor | None = None,
+        sample_prob: Tensor | None = None, num_experts: int | None = None, b_shape: tuple[int, int] | None = None,
+        b_dtype: dtype | None = None, acc_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (256, 256),
+        cluster_shape_mn: tuple[int, int] | None = None, vector_f32: bool = False, m_aligned: int = 256,
+        generate_c: bool = False, b_major: str = "k", use_dynamic_sched: bool = False, *, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, c_tensor: Tensor | None, d_tensor: Tensor, padded_offsets: Tensor,
+        alpha_tensor: Tensor, b_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
+        bias_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_tensor``, and ``c_tensor`` where there is one. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, c_tensor, d_tensor, padded_offsets, alpha_tensor, b_tensor, b_ptrs, bias_tensor, prob_tensor),
+            (), current_stream, workspace_tensor,
+        )  # fmt: skip
+
+    def operations(self) -> tuple[Any, ...]:
+        stored = (self.store("c"),) if self.given("c") else ()
+        weighted = () if self.given("bias") else self.multiplied_by("prob")
+        return (*self.scaled_product(), *self.biased("prob"), *stored, *weighted, self.store("d"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        found = {"d": (cls.given_or(given["d_dtype"]), "n")}
+        if given["generate_c"]:
+            found["c"] = (cls.given_or(given["c_dtype"]), "n")
+        return found
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if self.given("c") != bool(self.generate_c):
+            got = "a tensor" if self.given("c") else "None"
+            raise self.error("c tensor", got, "a tensor with generate_c=True, else None")
+
+
+class GroupedGemmSm100(GroupedGemm):
+    """:class:`GroupedGemm` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def grouped_gemm_wrapper(
+    a_tensor: Tensor, padded_offsets: Tensor, alpha_tensor: Tensor, b_tensor: Tensor | None = None,
+    bias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, n: int | None = None,
+    b_dtype: dtype | None = None, b_major: str = "k", prob_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None, c_dtype: dtype | None = None, d_dtype: dtype | None = None,
+    c_tensor: Tensor | None = None, d_tensor: Tensor | None = None, cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    vector_f32: bool = False, m_aligned: int = 256, generate_c: bool = False, use_dynamic_sched: bool = False,
+    current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes: ``d_tensor, c_tensor``.
+
+    c is None without ``generate_c``. ``c_tensor``, ``d_tensor``: written and returned, where they are given. Other
+    arguments and errors as those of :class:`GroupedGemm`.
+    """
+    return call(GroupedGemmSm100, locals())
+
+
+grouped_gemm_wrapper_sm100 = grouped_gemm_wrapper
+_cache_of_GroupedGemmObjects = _cache_of_GroupedGemmSm100Objects = GroupedGemm.objects  # noqa: N816

@@ -1,0 +1,118 @@
+"""Grouped GEMM + squared ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output, quantized
+from cudnn.fused.layouts import Sizes
+from cudnn.fused.wrapper import call
+from cudnn.gemm.formats import FLOAT8, name_of
+from cudnn_kernels import epilogue
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class GroupedGemmSrelu(ExpertsGemm):
+    """A GEMM of the tokens of each expert with the expert's weights, and the squared ReLU of it, weighted.
+
+        c    = alpha[e] * acc + bias[n, e]                       acc = (a * sfa) (b[e] * sfb[e])^T, in float32
+        d    = relu(c)^2 * prob[m]                               of c unrounded
+        amax = max(amax, max |d|) of each expert                 before d is rounded
+
+    With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
+    tokens of a column. ``prob`` may not be left out.
+
+    Args:
+        sample_a ... sample_prob: tensors like those that ``execute`` will get.
+        tanh_clamp_scale: None.
+        others: as those of :class:`cudnn.GroupedGemmQuant`.
+    """
+
+    title = "Grouped GEMM + squared ReLU"
+    tensors = (*operands(), output("c", "n"), *quantized("d", "n"), PROB, BIAS)
+    returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
+    tanh_clamp_scale: float | None
+
+    def __init__(
+        self, sample_a: Tensor, sample_b: Tensor | None = None, sample_c: Tensor | None = None,
+        sample_d: Tensor | None = None, sample_sfa: Tensor | None = None, sample_sfb: Tensor | None = None,
+        sample_padded_offsets: Tensor | None = None, sample_alpha: Tensor | None = None,
+        sample_d_col: Tensor | None = None, sample_bias: Tensor | None = None, num_experts: int | None = None,
+        b_shape: tuple[int, int] | None = None, b_dtype: dtype | None = None, sample_sfd_row: Tensor | None = None,
+        sample_sfd_col: Tensor | None = None, sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None, sample_prob: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+        b_major: str = "k", use_dynamic_sched: bool = False, tanh_clamp_scale: float | None = None, *,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor,
+        c_tensor: Tensor, d_tensor: Tensor, b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
+        bias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None,
+        d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        tensors = (
+            a_tensor, sfa_tensor, padded_offsets, alpha_tensor, c_tensor, d_tensor, b_tensor, sfb_tensor, bias_tensor,
+            b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor,
+            prob_tensor,
+        )  # fmt: skip
+        self.run(tensors, (), current_stream, workspace_tensor)
+
+    def operations(self) -> tuple[Any, ...]:
+        activation = (epilogue.SquaredRelu(), *self.multiplied_by("prob"))
+        return (*self.scaled_product(), *self.biased(), self.store("c"), *activation, *self.result_epilogue("d"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype = cls.given_or(given["d_dtype"])
+        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
+        return {"c": (cls.given_or(given["c_dtype"]), "n"), **cls.quantized_results(given, "d", d_dtype, narrow)}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.tanh_clamp_scale is not None:
+            raise self.unsupported("tanh_clamp_scale", self.tanh_clamp_scale, "None")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if not self.given("prob"):
+            raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
+
+
+class GroupedGemmSreluSm100(GroupedGemmSrelu):
+    """:class:`GroupedGemmSrelu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def grouped_gemm_srelu_wrapper(
+    a_tensor: Tensor, b_tensor: Tensor | None = None, sfa_tensor: Tensor | None = None,
+    sfb_tensor: Tensor | None = None, padded_offsets: Tensor | None = None, alpha_tensor: Tensor | None = None,
+    bias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None,
+    n: int | None = None, b_dtype: dtype | None = None, b_major: str = "k", norm_const_tensor: Tensor | None = None,
+    prob_tensor: Tensor | None = None, acc_dtype: dtype | None = None, c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None, cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256),
+    cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
+    m_aligned: int = 256, discrete_col_sfd: bool = False, use_dynamic_sched: bool = False,
+    tanh_clamp_scale: float | None = None, current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``: the factors, and d_col,
+    for 8-bit operands and an 8-bit d, which need ``norm_const_tensor``; amax for a d of 16 bits. Other arguments and
+    errors as those of :class:`GroupedGemmSrelu`.
+    """
+    return call(GroupedGemmSreluSm100, locals())
+
+
+grouped_gemm_srelu_wrapper_sm100 = grouped_gemm_srelu_wrapper
+_cache_of_GroupedGemmSreluObjects = _cache_of_GroupedGemmSreluSm100Objects = GroupedGemmSrelu.objects  # noqa: N816

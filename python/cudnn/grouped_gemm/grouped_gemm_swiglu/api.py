@@ -1,0 +1,80 @@
+"""Grouped GEMM + SwiGLU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.grouped import GatedExperts
+from cudnn.fused.wrapper import call
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class GroupedGemmSwiglu(GatedExperts):
+    """:class:`cudnn.GroupedGemmGlu` with SwiGLU and without a bias, as older programs call it.
+
+        c = alpha[e] * (a * sfa) (b[e] * sfb[e])^T               accumulated in float32; rounded where it is stored
+        d = up * gate * sigmoid(gate) * prob[m]                  of c unrounded: of every 64 columns 32 gates, 32 up
+
+    Args:
+        sample_a ... sample_prob: tensors like those that ``execute`` will get.
+        others: as those of :class:`cudnn.GroupedGemmQuant`.
+    """
+
+    title = "Grouped GEMM + SwiGLU"
+    tensors = tuple(spec for spec in GatedExperts.tensors if spec.name not in ("bias", "b_ptrs", "sfb_ptrs"))
+    scalars = ()
+
+    def __init__(
+        self, sample_a: Tensor, sample_b: Tensor, sample_c: Tensor | None, sample_d: Tensor,
+        sample_sfa: Tensor | None, sample_sfb: Tensor | None, sample_padded_offsets: Tensor, sample_alpha: Tensor,
+        sample_d_col: Tensor | None, sample_sfd_row: Tensor | None = None, sample_sfd_col: Tensor | None = None,
+        sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None,
+        sample_prob: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False, *,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, b_tensor: Tensor, c_tensor: Tensor | None, d_tensor: Tensor,
+        sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor,
+        d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, b_tensor, c_tensor, d_tensor, sfa_tensor, sfb_tensor, padded_offsets, alpha_tensor,
+             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor),
+            (), current_stream, workspace_tensor,
+        )  # fmt: skip
+
+
+class GroupedGemmSwigluSm100(GroupedGemmSwiglu):
+    """:class:`GroupedGemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def grouped_gemm_swiglu_wrapper(
+    a_tensor: Tensor, b_tensor: Tensor, sfa_tensor: Tensor | None, sfb_tensor: Tensor | None, padded_offsets: Tensor,
+    alpha_tensor: Tensor, norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None, c_dtype: dtype | None = None, d_dtype: dtype | None = None, cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+    current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
+    :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always.
+    """
+    return call(GroupedGemmSwigluSm100, locals())
+
+
+grouped_gemm_swiglu_wrapper_sm100 = grouped_gemm_swiglu_wrapper
+_cache_of_GroupedGemmSwigluObjects = _cache_of_GroupedGemmSwigluSm100Objects = GroupedGemmSwiglu.objects  # noqa: N816

@@ -1,0 +1,15 @@
+"""The gradients of the weights of several experts, in one kernel."""
+
+from cudnn.grouped_gemm.grouped_gemm_wgrad.api import (
+    GroupedGemmWgrad,
+    GroupedGemmWgradSm100,
+    grouped_gemm_wgrad_wrapper,
+    grouped_gemm_wgrad_wrapper_sm100,
+)
+
+__all__ = [
+    "GroupedGemmWgrad",
+    "GroupedGemmWgradSm100",
+    "grouped_gemm_wgrad_wrapper",
+    "grouped_gemm_wgrad_wrapper_sm100",
+]

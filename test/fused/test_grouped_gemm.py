@@ -1,0 +1,252 @@
+"""The grouped fused GEMMs against their formulas in float64, in PyTorch and in the emulator; and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import registry
+from cudnn.fused.grouped import ExpertsGemm
+from support import grouped
+from support.gemms import BF16, E4M3, F16, F32
+
+pytest.importorskip("ptx_emulator")
+
+NAMES = [name for name in registry.packages() if issubclass(registry.find(name), ExpertsGemm)]
+ROWS = [name for name in NAMES if name != "grouped_gemm_wgrad"]
+
+CASES: list[dict[str, Any]] = [
+    {"name": "grouped_gemm", "m": 220, "inputs": {"prob": F32}, "generate_c": True},
+    {"name": "grouped_gemm", "kind": "fp16", "inputs": {"prob": BF16, "bias": F16, "alpha": BF16}, "major": "mn"},
+    {"name": "grouped_gemm", "kind": "fp8", "d_dtype": F16},
+    {"name": "grouped_gemm_quant", "m": 220, "inputs": {"prob": F32, "row_scale": F32}},
+    {"name": "grouped_gemm_quant", "inputs": {"prob": BF16, "bias": BF16}, "generate_amax": False},
+    {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256, 256, 512), "n": 160,
+     "inputs": {"norm_const": F32}, "d_dtype": E4M3},
+    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (128, 384), "m": 400, "n": 160, "mma_tiler_mn": (128, 256),
+     "inputs": {"norm_const": F32, "bias": BF16}, "d_dtype": E4M3, "discrete_col_sfd": True},
+    {"name": "grouped_gemm_glu", "m": 220, "inputs": {"prob": F32}, "generate_c": True},
+    {"name": "grouped_gemm_glu", "n": 192, "inputs": {"prob": BF16, "bias": BF16}, "act_func": "geglu",
+     "linear_offset": 0.5, "geglu_alpha": 1.2, "glu_clamp_max": 5.0, "glu_clamp_min": -3.0},
+    {"name": "grouped_gemm_glu", "kind": "mxfp8", "ends": (256, 768), "n": 192, "inputs": {"norm_const": F32},
+     "d_dtype": E4M3, "discrete_col_sfd": True},
+    {"name": "grouped_gemm_glu", "kind": "mxfp4", "ends": (256, 256, 512), "inputs": {"bias": F32}},
+    {"name": "grouped_gemm_swiglu", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_srelu", "inputs": {"prob": F32, "bias": F32}},
+    {"name": "grouped_gemm_srelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "major": "mn",
+     "inputs": {"norm_const": F32, "prob": BF16}, "d_dtype": E4M3},
+]  # fmt: skip
+"""Problems by the arguments of ``grouped.problem``."""
+
+
+def label(case: dict[str, Any]) -> str:
+    return "-".join([case["name"].removeprefix("grouped_gemm_"), case.get("kind", "bf16"), *case.get("inputs", ())])
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_the_reference(case: dict[str, Any]) -> None:
+    p = grouped.problem(**case)
+    grouped.run(p, "reference")
+    grouped.check(p)
+
+
+BRIEFLY = [(0, "sm_90a"), (7, "sm_100a"), (8, "sm_90a")]
+"""Numbers of cases that run without ``--full``, and where: any rows on Hopper, two quantisers on Blackwell."""
+EMULATED = [
+    pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
+    for i, case in enumerate(CASES)
+    for arch in ("sm_90a", "sm_100a")
+]
+
+
+@pytest.mark.parametrize(("case", "arch"), EMULATED)
+def test_the_kernels(case: dict[str, Any], arch: str) -> None:
+    p = grouped.problem(**case)
+    grouped.run(p, arch)
+    grouped.check(p)
+
+
+def test_experts_first_and_rows_without_a_last_dimension() -> None:
+    """The layouts of PyTorch's own tensors: results come in the same."""
+    p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32}, d_dtype=E4M3)
+    grouped.run(p, "reference")
+    expected = p.results
+    p.given["a"], p.given["b"] = p.given["a"][..., 0], p.given["b"].permute(2, 0, 1)
+    for name in ("sfa", "sfb"):
+        p.given[name] = p.given[name].permute(5, 2, 4, 0, 1, 3)
+    grouped.run(p, "reference")
+    assert p.results["d_tensor"].shape == (512, 128)
+    assert torch.equal(p.results["d_tensor"].view(torch.uint8), expected["d_tensor"][..., 0].view(torch.uint8))
+    assert p.results["sfd_row_tensor"].is_contiguous()
+    assert p.results["sfd_row_tensor"].shape == (1, 4, 1, 32, 4, 4)
+    assert torch.equal(
+        p.results["sfd_col_tensor"].view(torch.uint8),
+        expected["sfd_col_tensor"].permute(5, 2, 4, 0, 1, 3).view(torch.uint8),
+    )
+
+
+def test_rows_of_no_expert_are_not_touched() -> None:
+    p = grouped.problem("grouped_gemm", ends=(30, 60), m=100)
+    p.given["d"] = torch.full((100, 128, 1), 7.0).bfloat16()
+    grouped.run(p, "reference")
+    assert p.results["d_tensor"] is p.given["d"]
+    assert bool((p.results["d_tensor"][60:] == 7).all())
+    grouped.check(p)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another number of tokens compiles nothing, nor do other n and k unless the environment says so; no tokens make no
+    object.
+    """
+    api, compiled = registry.find(name), []
+    compile_ = api.compile
+    monkeypatch.setattr(api, "compile", lambda self: compiled.append(self) or compile_(self))
+    api.objects.clear()
+    more = {"prob": F32}
+    for ends, size in (((0, 0), 128), ((10, 60), 128), ((0, 300), 128), ((64, 64), 256), ((0, 0), 128)):
+        p = grouped.problem(name, ends=ends, n=size, inputs=more)
+        grouped.run(p, "reference")
+        assert p.results["d_tensor"].shape[0] == ends[-1]
+    assert (len(compiled), len(api.objects)) == (1, 1)
+    monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_DYNAMIC_MNKL", "0")
+    for size in (128, 256):
+        grouped.run(grouped.problem(name, n=size, inputs=more, ends=(64, 64)), "reference")
+    assert (len(compiled), len(api.objects)) == (3, 3)
+
+
+def test_stubs_are_called_by_name_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What programs' tests replace: ``check_support``, ``compile``, and ``execute`` that takes names alone."""
+    api: Any = registry.find("grouped_gemm_wgrad")
+    calls: list[str] = []
+    monkeypatch.setattr(api, "check_support", lambda self: True)
+    monkeypatch.setattr(api, "compile", lambda self: calls.append("compile"))
+    monkeypatch.setattr(api, "execute", lambda self, **given: calls.append("execute"))
+    api.objects.clear()
+    for tokens in (20, 160):
+        a, b = torch.zeros(64, tokens).bfloat16(), torch.zeros(tokens, 96).bfloat16()
+        scales = torch.zeros(128, 4).bfloat16()
+        offsets = torch.tensor([8, tokens], dtype=torch.int32)
+        (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a, b, scales, scales, offsets)
+        assert wgrad.shape == (2, 64, 96)
+    assert calls == ["compile", "execute", "execute"]
+    assert len(api.objects) == 1
+    api.objects.clear()
+
+
+# Weight gradients.
+
+
+def gradients(ends: tuple[int, ...], tokens: int, **more: Any) -> None:
+    a, b = torch.randn(tokens, 136).bfloat16(), torch.randn(tokens, 72).bfloat16()
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, offsets, wgrad_dtype=F32, **more)
+    start = 0
+    for expert, end in enumerate(ends):
+        scale = more["global_scale_a"][expert] * more["global_scale_b"][expert] if more else 1.0
+        expected = scale * (a[start:end].double().T @ b[start:end].double())
+        torch.testing.assert_close(wgrad[expert].double(), expected, rtol=1e-4, atol=1e-4)
+        start = end
+
+
+@pytest.mark.parametrize("where", ["reference", "sm_90a", pytest.param("sm_100a", marks=pytest.mark.full)])
+def test_weight_gradients(where: str) -> None:
+    scales = {name: torch.rand(3) + 0.5 for name in ("global_scale_a", "global_scale_b")}
+    if where == "reference":
+        gradients((5, 5, 180), 200)
+        gradients((5, 5, 180), 200, **scales)
+        return
+    with cudnn.emulation(where, races=True):
+        gradients((5, 5, 180), 200, **scales)
+
+
+def test_gradients_of_no_tokens_are_zero() -> None:
+    out = torch.full((2, 16, 32), 7.0)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    a, b = torch.zeros(0, 16).bfloat16(), torch.zeros(0, 32).bfloat16()
+    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, offsets, wgrad_tensor=out, wgrad_dtype=F32)
+    assert wgrad is out
+    assert not out.any()
+
+
+# Versions.
+
+
+def test_older_positional_order() -> None:
+    """acc_dtype came where row_scale is now."""
+    p = grouped.problem("grouped_gemm_quant", inputs={"prob": F32})
+    before = [p.given[key] for key in ("a", "sfa", "padded_offsets", "alpha", "b", "sfb")]
+    before += [None, None, None, None, None, "k", None, p.given["prob"]]
+    old = cudnn.grouped_gemm_quant_wrapper(*before, torch.float32, torch.float32)
+    new = cudnn.grouped_gemm_quant_wrapper(*before, None, torch.float32, torch.float32)
+    assert old["d_tensor"].dtype == new["d_tensor"].dtype == torch.float32
+    assert torch.equal(old["d_tensor"], new["d_tensor"])
+    with pytest.raises(TypeError, match=r"positional arguments: got .*; allowed: a_tensor, sfa_tensor, padded_offsets"):
+        cudnn.grouped_gemm_quant_wrapper(*before, "row", "scale")
+
+
+def test_older_semantics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """prob could not be left out."""
+    p = grouped.problem("grouped_gemm_quant")
+    grouped.run(p, "reference")
+    grouped.check(p)
+    monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
+    with pytest.raises(ValueError, match="prob_tensor is required"):
+        grouped.run(p, "reference")
+    p.options["semantics"] = "1.32"
+    grouped.run(p, "reference")
+    p.options["semantics"] = "2.0"
+    with pytest.raises(ValueError, match=r"semantics: got '2.0'; allowed: '1\.23' or '1\.32'"):
+        grouped.run(p, "reference")
+
+
+# What is refused.
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    # the API, the problem, changes of its inputs; the error, its words
+    ("grouped_gemm", {}, {"b": None}, ValueError, "b tensor: got None; allowed: a tensor of all experts"),
+    ("grouped_gemm", {"kind": "mxfp8"}, {}, TypeError, "sf"),
+    ("grouped_gemm_quant", {"m_aligned": 128}, {}, ValueError, "m_aligned: got 128; allowed: 256"),
+    ("grouped_gemm_quant", {"b_dtype": BF16}, {}, ValueError, "b_dtype: got torch.bfloat16; allowed: None, where b is"),
+    ("grouped_gemm_quant", {"cd_major": "m"}, {}, ValueError, "cd_major: got 'm'; allowed: 'n'"),
+    ("grouped_gemm_quant", {"sf_fp8_dtype_override": "e5m3"}, {}, ValueError, "sf_fp8_dtype_override: got 'e5m3'"),
+    ("grouped_gemm_quant", {"mma_tiler_mn": (256, 128)}, {}, ValueError, "mma_tiler_mn: got .256, 128.; allowed: 256"),
+    ("grouped_gemm_quant", {"cluster_shape_mn": (1, 1)}, {}, ValueError, "an even number of rows, for a tile of 256"),
+    ("grouped_gemm_quant", {"cluster_shape_mn": (4, 1), "mma_tiler_mn": (128, 256)}, {}, ValueError, "128 or 256 rows"),
+    ("grouped_gemm_quant", {"kind": "mxfp8", "d_dtype": E4M3}, {}, ValueError,
+     "norm_const_tensor is required when FP8 inputs are used"),
+    ("grouped_gemm_quant", {"use_single_group_runtime_offsets": True}, {}, ValueError, "got 3 experts, without scale"),
+    ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(2).int()}, ValueError, "padded_offsets tensor shape"),
+    ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(3)}, ValueError, "padded_offsets tensor dtype"),
+    ("grouped_gemm_quant", {}, {"bias": torch.zeros(3, 128)}, ValueError, "bias tensor shape mismatch"),
+    ("grouped_gemm_glu", {"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64"),
+    ("grouped_gemm_glu", {"act_func": "situglu"}, {}, NotImplementedError, "act_func: got 'situglu'"),
+    ("grouped_gemm_glu", {"act_func": "relu"}, {}, ValueError, "act_func: got 'relu'"),
+    ("grouped_gemm_srelu", {}, {}, ValueError, "prob_tensor is required"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "changed", "error", "words"), REFUSED)
+def test_what_is_refused(name: str, given: dict[str, Any], changed: dict[str, Any], error: Any, words: str) -> None:
+    p = grouped.problem(name, **given)
+    p.given |= changed
+    with pytest.raises(error, match=words):
+        grouped.run(p, "reference")
+
+
+def test_too_many_experts() -> None:
+    a, b = torch.zeros(8, 16).bfloat16(), torch.zeros(1025, 8, 16).bfloat16()
+    with pytest.raises(ValueError, match="experts=1025; allowed: at least 1, at most 1024 experts"):
+        cudnn.grouped_gemm_wrapper(a, torch.zeros(1025, dtype=torch.int32), torch.ones(1025), b)
+
+
+def test_one_expert_with_all_rows() -> None:
+    """Offsets are not read: they may hold anything."""
+    p = grouped.problem("grouped_gemm_quant", "mxfp4", (256,), use_single_group_runtime_offsets=True)
+    p.given["padded_offsets"].fill_(-5)
+    grouped.run(p, "reference")
+    grouped.check(p)

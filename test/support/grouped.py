@@ -1,0 +1,185 @@
+"""The grouped fused GEMMs for tests: random tokens of experts, and what the results are, in float64.
+
+Operands and formats are those of ``support.gemms``; nothing here computes with the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import cudnn
+from cudnn import registry
+from support import gemms
+from support.gemm_families import ARCHITECTURES, check_quantized
+from support.gemms import BF16, E4M3, E8M0, F16, FP4, Operand
+
+KINDS: Mapping[str, tuple[Any, Any, int]] = {
+    "bf16": (BF16, None, 16),
+    "fp16": (F16, None, 16),
+    "fp8": (E4M3, None, 16),
+    "mxfp8": (E4M3, E8M0, 32),
+    "mxfp4": (FP4, E8M0, 32),
+    "nvfp4": (FP4, E4M3, 16),
+}
+"""Types of elements and of scale factors, and how many elements share one."""
+
+
+@dataclass
+class Problem:
+    """A call of a wrapper: inputs by name, other arguments; ``ends`` are those of experts."""
+
+    name: str
+    ends: Sequence[int]
+    given: dict[str, Any]
+    options: dict[str, Any]
+    product: torch.Tensor  # (m, n), float64; rows of no expert are 0
+    experts: torch.Tensor  # of each row of an expert
+    results: Any = field(default=None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of experts."""
+        return self.ends[-1]
+
+    def value(self, name: str) -> Any:
+        """An input in float64, of the rows of experts, (m, 1) or (1,); 1 where there is none."""
+        x = self.given.get(name)
+        return torch.ones(1, dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
+
+
+def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str = "k") -> Operand:
+    """Random elements of a kind."""
+    dtype, scale, vector = KINDS[kind]
+    if scale is None:
+        return gemms.plain(rows, k, experts, dtype, major, device)
+    return gemms.scaled(rows, k, experts, dtype, scale, vector, major, device)
+
+
+def problem(
+    name: str, kind: str = "bf16", ends: Sequence[int] = (70, 70, 200), m: int = 0, n: int = 128, k: int = 128, *,
+    inputs: Mapping[str, Any] | None = None, major: str = "k", device: str = "cpu", **options: Any,
+) -> Problem:  # fmt: skip
+    """A problem for a wrapper. ``inputs``: the types of further ones, ``prob``, ``bias``, ``alpha``, say."""
+    experts, m = len(ends), m or ends[-1]
+    a, b = operand(kind, m, k, 1, device), operand(kind, n, k, experts, device, major)
+    starts = [0, *ends[:-1]]
+    product = torch.zeros(m, n, dtype=torch.float64, device=device)
+    for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        product[start:end] = a.values[start:end, :, 0] @ b.values[:, :, expert].T
+    given: dict[str, Any] = {
+        "a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales,
+        "padded_offsets": torch.tensor(ends, dtype=torch.int32, device=device),
+        "alpha": torch.linspace(0.5, 1.5, experts, device=device),
+    }  # fmt: skip
+    for key, dtype in (inputs or {}).items():
+        if key == "alpha":
+            given[key] = given[key].to(dtype)
+        elif key == "bias":
+            given[key] = torch.randn(experts, n, device=device).to(dtype).T
+        elif key == "norm_const":
+            given[key] = torch.tensor([0.5], device=device)
+        else:
+            given[key] = (torch.rand(m, 1, 1, device=device) + 0.5).to(dtype)
+    counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=device)
+    owners = torch.repeat_interleave(torch.arange(experts, device=device), counts)
+    if KINDS[kind][1] is not None:
+        options.setdefault("sf_vec_size", KINDS[kind][2])
+    return Problem(name, ends, given, options, product, owners)
+
+
+def run(p: Problem, where: str) -> None:
+    """Calls the wrapper: PyTorch on CPU tensors, the kernel in the emulator, or the kernel on the GPU."""
+    wrapper, parameters = registry.wrapper(p.name), registry.find(p.name).parameters
+    arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
+    if "sfa" in parameters:
+        arguments |= {parameters[key]: p.given[key] for key in ("sfa", "sfb")}
+    with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
+        p.results = wrapper(**arguments, **p.options)
+
+
+def check(p: Problem, slack: float = 3e-5) -> None:
+    """All results of a problem that was run."""
+    x, slack = p.value("alpha")[p.experts] * p.product[: p.rows], slack if p.given["a"].dtype != E4M3 or p.given[
+        "sfa"] is not None else 1e-3  # fmt: skip
+    values = FORMULAS[p.name](p, x, slack)
+    found = {key.removesuffix("_tensor"): tensor for key, tensor in p.results.items() if tensor is not None}
+    if "amax" in found:
+        largest = torch.full((len(p.ends),), float("-inf"), dtype=torch.float64, device=x.device)
+        largest.scatter_reduce_(0, p.experts, values.abs().amax(1), "amax")
+        torch.testing.assert_close(found["amax"][:, 0].double(), largest, rtol=16 * slack, atol=0)
+    if "sfd_row" not in found:
+        gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack)
+        return
+    norm = float(p.given["norm_const"])
+    d, d_col = (flat(found[key])[: p.rows, :, None] for key in ("d", "d_col"))
+    check_quantized(d, found["sfd_row"][:, :, : p.rows // 128], values[..., None], norm, 4 * slack)
+    columns, by_expert = d_col.transpose(0, 1), values[..., None].transpose(0, 1)
+    if not p.options.get("discrete_col_sfd"):
+        check_quantized(columns, found["sfd_col"][..., : p.rows // 128, :], by_expert, norm, 4 * slack)
+        return
+    memory, start, atoms = found["sfd_col"].permute(5, 2, 4, 0, 1, 3).reshape(-1), 0, -(-values.shape[1] // 128)
+    for end in p.ends:
+        shape = (1, atoms, (end - start) // 128, 32, 4, 4)
+        first = start // 128 * atoms * 512
+        own = memory[first : first + (end - start) * atoms * 4].view(shape).permute(3, 4, 1, 5, 2, 0)
+        if end > start:
+            check_quantized(columns[:, start:end], own, by_expert[:, start:end], norm, 4 * slack)
+        start = end
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """(m, n) of (m, n, 1) or (m, n)."""
+    return x[..., 0] if x.ndim == 3 else x
+
+
+def biased(p: Problem, x: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
+    bias = p.given.get("bias")
+    return x if bias is None else x + factor * bias.double().T[p.experts]
+
+
+def grouped(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    """The plain product."""
+    c = biased(p, x, p.value("prob"))
+    if p.options.get("generate_c"):
+        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    return c if p.given.get("bias") is not None else c * p.value("prob")
+
+
+def quant(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    x = x * p.value("row_scale")
+    return biased(p, x, p.value("prob")) if p.given.get("bias") is not None else x * p.value("prob")
+
+
+def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    c = biased(p, x)
+    if p.results["c_tensor"] is not None:
+        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    columns = torch.arange(c.shape[1] // 2, device=c.device)
+    gate = columns // 32 * 64 + columns % 32
+    g, u = c[:, gate], c[:, gate + 32]
+    if p.options.get("act_func") == "geglu":
+        top, bottom = p.options.get("glu_clamp_max", 7.0), p.options.get("glu_clamp_min", -7.0)
+        g, u = g.clamp(max=top), u.clamp(bottom, top) + p.options.get("linear_offset", 1.0)
+    slope = p.options.get("geglu_alpha", 1.702) if p.options.get("act_func") == "geglu" else 1.0
+    return u * g / (1 + torch.exp(-slope * g)) * p.value("prob")
+
+
+def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    c = biased(p, x)
+    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    return c.clamp(min=0) ** 2 * p.value("prob")
+
+
+FORMULAS = {
+    "grouped_gemm": grouped,
+    "grouped_gemm_quant": quant,
+    "grouped_gemm_glu": glu,
+    "grouped_gemm_swiglu": glu,
+    "grouped_gemm_srelu": srelu,
+}
+"""What d is before rounding, for each API; other results are checked on the way."""
