@@ -5,19 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cudnn_kernels.epilogue import slots_of
+from cudnn_kernels.epilogue import needs_of, slots_of
 from cudnn_kernels.formats import FP4, FP8, row_bytes
 from cudnn_kernels.problem import GemmProblem, Operand
 from cudnn_kernels.signature import (
     MULTIPROCESSORS,
     Region,
+    Scalar,
     Sizes,
     Slot,
     Stream,
     Tensor,
     Workspace,
+    addresses,
     block_scales,
+    flat_scales,
     matrix,
+    vector,
 )
 
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may use, on Hopper and Blackwell alike
@@ -25,11 +29,18 @@ K_BYTES = 128  # of a k tile: one row of the widest swizzle
 ROW = 16  # bytes: rows of a prepared operand begin at multiples
 
 
-def operand_slots(name: str, operand: Operand, rows: str, batch: str) -> tuple[Tensor, ...]:
-    """An operand (rows, k, l), and its scale factors ``sf<name>`` where it has some."""
+def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: bool = False) -> tuple[Tensor, ...]:
+    """An operand (rows, k, l), and its scale factors ``sf<name>`` where it has some: of all, or by parts of k. Or the
+    addresses of both, ``<name>_ptrs`` and ``sf<name>_ptrs``.
+    """
+    if operand.pointers:
+        names = (name, f"sf{name}") if operand.scale is not None else (name,)
+        return tuple(addresses(f"{x}_ptrs", batch) for x in names)
     found = [matrix(name, operand.dtype, (rows, "k", batch), 1 if operand.major == "k" else 0)]
-    if operand.scale is not None:
-        scale = operand.scale
+    scale = operand.scale
+    if scale is not None and splits_k:
+        found.append(flat_scales(f"sf{name}", scale.dtype))
+    elif scale is not None:
         found.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
     return tuple(found)
 
@@ -42,6 +53,9 @@ class GemmConfiguration:
     multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
     cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time; ``staged`` buffers hold
     them. ``dynamic``: whoever is done takes the next tile.
+
+    Raises:
+        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -58,20 +72,36 @@ class GemmConfiguration:
     staged: int = 1
     dynamic: bool = False
 
+    def __post_init__(self) -> None:
+        rows = {"scale factors": 128 if self.a.scale else 1, "the epilogue": needs_of(self.epilogue).rows}
+        for name, needed in rows.items():
+            if self.schedule.aligned % needed:
+                allowed = f"multiples of {needed}, by {name}"
+                raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
+
     @property
     def gemm(self) -> GemmConfiguration:
         """The GEMM itself."""
         return self
 
-    def operand_slots(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """A and B, each with its scale factors."""
-        return operand_slots("a", self.a, "m", "l"), operand_slots("b", self.b, "n", self.schedule.b)
+    @property
+    def operand_sizes(self) -> dict[str, tuple[str, str]]:
+        """The names of the operands' rows and of how many matrices there are, by operand."""
+        return {"a": ("m", "l"), "b": ("n", self.schedule.b)}
 
-    def slots(self) -> tuple[Slot, ...]:
+    def operand_slots(self, **sources: Operand) -> list[Slot]:
+        """The arguments that say what A and B are, or what they are made of: ``sources``, by name."""
+        found: list[Slot] = []
+        for name, sizes in self.operand_sizes.items():
+            operand = sources.get(name, getattr(self, name))
+            found += operand_slots(name, operand, *sizes, self.schedule.splits_k)
+            found += [Scalar(sizes[0], "int32")] if operand.pointers else []  # no tensor tells
+        return found
+
+    def slots(self, **sources: Operand) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        a, b = self.operand_slots()
         rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
-        return (*a, *b, *rest, MULTIPROCESSORS, Stream())
+        return (*self.operand_slots(**sources), *rest, MULTIPROCESSORS, Stream())
 
 
 def configured(
@@ -89,7 +119,8 @@ class OperandConfiguration:
 
     With scale factors: every value times its factor, to bfloat16, the major kept. Without: the same values, MN-major to
     K-major or, to ``widen`` those of 8 bits, to bfloat16, the major kept. ``float4_e2m1fn_x2`` has two values to a byte
-    along k. The grid has at most ``resident`` CTAs for each multiprocessor, which share the tiles.
+    along k. ``splits_k``: the factors are those of :class:`cudnn_kernels.schedule.GroupedK`. The grid has at most
+    ``resident`` CTAs for each multiprocessor, which share the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
@@ -100,6 +131,7 @@ class OperandConfiguration:
     source: Operand
     resident: int = 1 << 10
     widen: bool = False
+    splits_k: bool = False
 
     def __post_init__(self) -> None:
         scale = self.source.scale
@@ -116,14 +148,17 @@ class OperandConfiguration:
         """The operand that the tensor cores get."""
         if self.source.scale is not None or self.widen:
             return Operand("bfloat16", self.source.major)
-        return replace(self.source, major="k")
+        return replace(self.source, major="k", pointers=False)
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel: ``source``, its ``scales`` where there are some, ``target``."""
-        source, *scales = operand_slots("source", self.source, "mn", "l")
+        """The arguments of the kernel: ``source``, its ``scales`` where there are some, or the addresses of both,
+        ``offsets`` of parts of k, ``target``.
+        """
+        given = operand_slots("source", self.source, "mn", "l", self.splits_k)
+        renamed = [replace(slot, name=name) for slot, name in zip(given, ("source", "scales"), strict=False)]
         (target,) = operand_slots("target", self.result, "mn", "l")
-        renamed = [replace(slot, name="scales") for slot in scales]
-        return (source, *renamed, target, MULTIPROCESSORS, Stream())
+        offsets = [vector("offsets", "int32", "experts")] if self.splits_k else []
+        return (*renamed, *offsets, target, MULTIPROCESSORS, Stream())
 
 
 @dataclass(frozen=True)
@@ -162,18 +197,10 @@ class PreparedGemmConfiguration:
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
-        found: list[Slot] = []
-        regions: list[PreparedOperand] = []
-        operands = {slots[0].name: slots for slots in self.gemm.operand_slots()}
-        for slot in self.gemm.slots():
-            step = self.steps.get(slot.name)
-            if step is None:
-                found.append(slot)
-                continue
-            rows, _, batch = (str(size) for size in operands[slot.name][0].shape)
-            found += operand_slots(slot.name, step.source, rows, batch)
-            regions.append(PreparedOperand(slot.name, step.result, rows, batch))
-        return (*found[:-2], Workspace(tuple(regions)), *found[-2:])
+        steps, sizes = self.steps, self.gemm.operand_sizes
+        found = self.gemm.slots(**{name: step.source for name, step in steps.items()})
+        regions = tuple(PreparedOperand(name, step.result, *sizes[name]) for name, step in steps.items())
+        return (*found[:-2], Workspace(regions), *found[-2:])
 
 
 OPERANDS = frozenset(

@@ -19,11 +19,16 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class Operand:
-    """A or B, (mn, k, l): the type by PyTorch's name, the dimension of stride 1, ``k`` or ``mn``, scale factors."""
+    """A or B, (mn, k, l): the type by PyTorch's name, the dimension of stride 1, ``k`` or ``mn``, scale factors.
+
+    ``pointers``, of B alone: the matrices are not one tensor. Each lies at an address of its own, a multiple of 16
+    bytes, without gaps between rows or columns; so do its scale factors.
+    """
 
     dtype: str
     major: str = "k"
     scale: BlockScale | None = None
+    pointers: bool = False
 
     @property
     def bits(self) -> int:

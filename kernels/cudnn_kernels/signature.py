@@ -129,6 +129,16 @@ def block_scales(name: str, dtype: str, rows: str, blocks: str, batch: str) -> T
     return Tensor(name, dtype, shape, (16, 4, None, 1, 512, None))
 
 
+def flat_scales(name: str, dtype: str) -> Tensor:
+    """The same atoms, without a shape of their own."""
+    return Tensor(name, dtype, (f"{name} count",), (1,))
+
+
+def addresses(name: str, count: str) -> Tensor:
+    """The addresses of so many tensors."""
+    return Tensor(name, "int64", (count,), (1,), align=8)
+
+
 def vector(name: str, dtype: str, *shape: str) -> Tensor:
     """A tensor whose first dimension has the stride 1, aligned to its elements."""
     size = FORMATS[dtype].bits // 8 if dtype in FORMATS else 4

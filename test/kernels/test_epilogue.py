@@ -32,6 +32,7 @@ from cudnn_kernels.epilogue import (
     SumRow,
     reference,
 )
+from cudnn_kernels.schedule import GroupedRows
 from support import gemm
 from support.gemm import E4M3, E5M2, E8M0
 from support.gemm import PACKED as FP4
@@ -375,6 +376,9 @@ def test_amax_keeps_what_was_larger(arch: str) -> None:
 
 @ON_HOPPER
 def test_what_cannot_be_configured(arch: str) -> None:
+    columns = QuantizeColumns("s", E4M3, E8M0)
+    with pytest.raises(ValueError, match="rows of an expert: got multiples of 16; allowed: multiples of 32, by the e"):
+        gemm.configuration((columns, StoreTile("d", E4M3)), schedule=GroupedRows(aligned=16))
     with pytest.raises(ValueError, match="c: float4_e2m1fn_x2 can be stored, not loaded"):
         gemm.compiled(arch, gemm.configuration((LoadTile("c", FP4), StoreTile("d", "bfloat16"))))
     with pytest.raises(ValueError, match="part: got 32 columns; allowed: multiples of 64"):

@@ -8,6 +8,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
-from support.selection import brief  # noqa: E402
+from support.selection import brief, in_turn  # noqa: E402
 
 Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
 
@@ -193,28 +194,27 @@ GROUPED: list[tuple[str, Types, dict[str, Any]]] = [
 ]
 PADDED = [256, 256, 1024, 1280]
 ENDS = {
-    "padded": PADDED,
+    "padded": PADDED,  # to the rows of whole tiles: nothing needs to be clipped
     "any": [0, 3, 3, 300, 428, 429, 1280],
     "one": [1],
     "none": [0, 0, 0],
-    "many": list(range(0, 1200, 17)),
+    "many": list(range(0, 630, 15)),
 }
 
 
-def check_rows(arch: str, types: Types, ends: list[int], **choice: Any) -> Any:
+def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False, **choice: Any) -> Any:
     """Rows of no expert stay as they were."""
-    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
+    c = configured(arch, types, **{"tile": (128, 128), "schedule": GroupedRows(), **choice})
     m, n, k = 1336, 136, 96
     made = gemm.operands(c, m, n, k, 1, len(ends))
-    a, b = gemm.values(c, made)
+    expected = gemm.product(c, made, ends)
+    if pointers:
+        c = replace(c, b=replace(c.b, pointers=True))
+        made |= gemm.scattered({name: made[name] for name in ("b", "sfb") if name in made}) | {"n": n}
     d, kernel = gemm.matrix(m, n, 1, "float32"), gemm.compiled(arch, c)
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4) as report:
         gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
-    start = 0
-    for expert, end in enumerate(ends):
-        assert torch.equal(d[start:end, :, 0], (a[start:end, :, 0] @ b[:, :, expert].T).float()), expert
-        start = end
-    assert d[start:].isnan().all()
+    torch.testing.assert_close(d, expected, rtol=0, atol=0, equal_nan=True)
     return report.launches[0]
 
 
@@ -224,32 +224,118 @@ def check_rows(arch: str, types: Types, ends: list[int], **choice: Any) -> Any:
 )
 def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
-    launch = check_rows(arch, types, ENDS[ends], **choice)
+    schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
+    launch = check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
     assert launch.grid[2] > 4 or not choice.get("dynamic")
 
 
-@pytest.mark.parametrize("types", brief([(SCALED[0],), (SCALED[-1],)], 1))
-def test_rows_of_experts_with_block_scales(types: Types) -> None:
+@pytest.mark.parametrize(
+    ("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 0, 3)
+)
+def test_rows_of_experts_with_block_scales(types: Types, pointers: bool) -> None:
     """Their factors are in atoms of 128 rows, so experts end where atoms do."""
-    check_rows(BLACKWELL, types, PADDED)
+    check_rows(BLACKWELL, types, [256, 256, 1024, 1152], pointers, schedule=GroupedRows(aligned=128))
+    with pytest.raises(ValueError, match="rows of an expert: got multiples of 64; allowed: multiples of 128, by scale"):
+        check_rows(BLACKWELL, types, PADDED, schedule=GroupedRows(aligned=64))
+
+
+@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn"])], 3, 6))
+def test_weights_behind_pointers(grouped: Any, major: str) -> None:
+    """Each expert's B lies anywhere, in any order."""
+    arch, types, choice = grouped
+    check_rows(arch, types, ENDS["any"], pointers=True, major=major, **choice)
+
+
+def test_other_pointers_in_a_later_call() -> None:
+    """Nothing of the addresses is kept: the same kernel, and the same list of addresses, with others in it."""
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128), schedule=GroupedRows())
+    c = replace(c, b=replace(c.b, pointers=True))
+    made, kernel = gemm.operands(c, 256, 64, 64, 1, 2), gemm.compiled(HOPPER, c)
+    ends, d = [128, 256], gemm.matrix(256, 64, 1, "float32")
+    given = {**made, **gemm.scattered({"b": made["b"]}), "n": 64, "offsets": torch.tensor(ends).int(), "d": d}
+    with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=4):
+        for b in (made["b"], made["b"].flip(2)):
+            gemm.call(kernel, c, given, 4)
+            assert torch.equal(d, gemm.product(c, {**made, "b": b}, ends))
+            given["b_ptrs"].copy_(given["b_ptrs"].flip(0))
+
+
+def check_k(
+    arch: str, types: Types, ends: list[int], m: int = 200, n: int = 136, store: StoreTile | None = None, **choice: Any
+) -> None:
+    """Experts' parts of k; what is beyond the last one, in the factors' last atom too, is NaN."""
+    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedK())
+    store = store or c.epilogue[0]
+    c = replace(c, epilogue=(store,))
+    step = 128 // c.a.bits
+    made = gemm.operands(c, m, n, (ends[-1] // step + 2) * step, 1)
+    expected = gemm.product(c, made, ends).to(getattr(torch, store.dtype))
+    for name, x in (("a", c.a), ("b", c.b)):
+        if x.scale is not None:
+            made[f"sf{name}"] = gemm.factors_by_part(made[f"sf{name}"], ends, x.scale.vector)
+        made[name][:, ends[-1] // x.packed :] = 0xFF if x.packed > 1 else torch.nan
+    given = {"d": gemm.matrix(m, n, len(ends), store.dtype, store.major == "m")}
+    if store.adds:
+        given["d"].copy_(torch.randint(-99, 99, given["d"].shape) / 4)
+        expected = (given["d"].float() + expected.float()).to(expected.dtype)
+    if store.pointers:
+        given |= gemm.scattered(given)
+    kernel, offsets = gemm.compiled(arch, c), torch.tensor(ends, dtype=torch.int32)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
+        gemm.call(kernel, c, {**made, "offsets": offsets, **given, "d": given.get("d_ptrs", given["d"])}, 4)
+    assert torch.equal(torch.stack(given["d copies"], 2) if store.pointers else given["d"], expected)
 
 
 @pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)
 @pytest.mark.parametrize("ends", brief([[64, 64, 200, 256], [0, 1, 70, 70, 203, 300]], 1))
 def test_k_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: list[int]) -> None:
     """A product for each expert; zeros for those that have none. k beyond the last one is not read."""
-    c = configured(arch, types, "mn", **{"tile": (128, 128), **choice}, schedule=GroupedK())
-    m, n, k = 200, 136, 304
-    made = gemm.operands(c, m, n, k, 1)
-    a, b = gemm.values(c, made)
-    made["a"][:, ends[-1] :], made["b"][:, ends[-1] :] = torch.nan, torch.nan
-    d, kernel = gemm.matrix(m, n, len(ends), "float32"), gemm.compiled(arch, c)
-    with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
-        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 4)
-    start = 0
-    for expert, end in enumerate(ends):
-        assert torch.equal(d[:, :, expert], (a[:, start:end, 0] @ b[:, start:end, 0].T).float()), expert
-        start = end
+    check_k(arch, types, ends, major="mn", **choice)
+
+
+@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn", "mk"])], 4, 9))
+def test_k_of_experts_that_is_contiguous(grouped: Any, major: str) -> None:
+    """Experts end at any multiple of 16 bytes."""
+    arch, types, choice = grouped
+    check_k(arch, types, [8, 64, 64, 200, 256, 344], major=major, **choice)
+
+
+STORES = [
+    StoreTile("d", dtype, major, adds=adds, pointers=pointers)
+    for dtype, major in (("float32", "n"), ("bfloat16", "n"), ("float16", "m"))
+    for adds, pointers in ((True, False), (False, True), (True, True))
+]
+
+
+@pytest.mark.parametrize(("arch", "store"), in_turn([(store,) for store in STORES[2:] + STORES[:2]], 2))
+def test_gradients_of_experts_added_or_behind_pointers(arch: str, store: StoreTile) -> None:
+    """To what is there: the sum of two rounded numbers is rounded. An expert that has no tokens stays as it was."""
+    types, choice = next((types, choice) for kind, types, choice in GROUPED[1::2] if kind == arch)
+    check_k(arch, types, [0, 1, 70, 70, 203, 300], store=store, major="mn", **choice)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_stores_do_not_add_or_scatter(arch: str) -> None:
+    c = configured(arch, PLAIN[0], schedule=GroupedRows())
+    with pytest.raises(ValueError, match=f"d: got {E4M3}; allowed: 16 and 32 bits, to add to"):
+        gemm.compiled(arch, replace(c, epilogue=(StoreTile("d", E4M3, adds=True),)))
+    with pytest.raises(ValueError, match="d: got pointers; allowed: a tensor, where experts have parts of rows"):
+        gemm.compiled(arch, replace(c, epilogue=(StoreTile("d", "float32", pointers=True),)))
+
+
+@pytest.mark.parametrize("arch", brief(ARCHES, 0))
+def test_contiguous_k_that_ends_within_16_bytes_is_an_illegal_instruction(arch: str) -> None:
+    with pytest.raises(ptx_emulator.EmulatorError, match="its bytes are not a multiple of 16"):
+        check_k(arch, PLAIN[0], [64, 130, 256])
+
+
+SCALED_PARTS = {32: [128, 128, 384, 544], 16: [64, 64, 320, 640, 672]}
+
+
+@pytest.mark.parametrize(("types", "tile"), brief([*itertools.product(SCALED, [(128, 128), (256, 128)])], 1, 12))
+def test_k_of_experts_with_block_scales(types: Types, tile: tuple[int, int]) -> None:
+    """Each has factors of its own, in atoms of four blocks; the last one may end in the middle of an atom."""
+    check_k(BLACKWELL, types, SCALED_PARTS[types[3]], m=392, n=264, tile=tile, cluster=(tile[0] // 128, 2))
 
 
 def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:

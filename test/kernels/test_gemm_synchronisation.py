@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels.epilogue import Amax, LoadTile, Rotate, SquaredReluBackward, StoreTile, SumRow  # noqa: E402
+from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from emulator.mutation import holds_registers, mutants  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import BLACKWELL, E4M3, E8M0, HOPPER  # noqa: E402
@@ -20,6 +22,7 @@ EPILOGUE = (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("s", "prob_
             StoreTile("d", "bfloat16"))  # fmt: skip
 STORE = (StoreTile("d", "bfloat16"),)
 ROTATE = (Rotate(128, 128, "bfloat16", positions="places"), LoadTile("c", "bfloat16"), SquaredReluBackward(), *STORE)
+PARTS = (0, 200, 200, 328, 904)
 CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
     "cooperative": (
@@ -40,14 +43,37 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     "dynamic": (
         BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), dynamic=True), (1280, 64, 320)
     ),
+    "rows of experts": (
+        HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
+        (928, 64, 192)
+    ),
+    "weights behind pointers": (
+        BLACKWELL,
+        replace(rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), dynamic=True, part=32,
+                                           schedule=GroupedRows()), b=replace(rows.b, pointers=True)), (928, 64, 320)
+    ),
+    "k of experts, Hopper": (
+        HOPPER, gemm.configuration(STORE, tile=(128, 64, 128), cluster=(2, 1), part=32, majors="mn",
+                                   schedule=GroupedK()), (512, 64, 928)
+    ),
+    "k of experts": (
+        BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 128), part=32, schedule=GroupedK()), (256, 64, 928)
+    ),
 }  # fmt: skip
 
 
 def launcher(arch: str, c: Any, m: int, n: int, k: int) -> Callable[[str, int], bool]:
+    """Experts have the rows, or the k, of ``PARTS``."""
     torch.manual_seed(0)
-    made, given = gemm.operands(c, m, n, k, 1), gemm.arguments(c.epilogue, m, n, 1)
+    ends = PARTS if c.schedule.slots() else ()
+    made = gemm.operands(c, m, n, k, 1, len(ends) if isinstance(c.schedule, GroupedRows) else 0)
+    given = gemm.arguments(c.epilogue, m, n, len(ends) if c.schedule.splits_k else 1)
     fresh, expected = ({name: x.clone() for name, x in given.items()} for _ in range(2))
-    gemm.reference.evaluate(c.epilogue, gemm.product(c, made), expected)
+    gemm.reference.evaluate(c.epilogue, gemm.product(c, made, ends), expected)
+    if ends:
+        made["offsets"] = torch.tensor(ends, dtype=torch.int32)
+    if c.b.pointers:
+        made |= gemm.scattered({"b": made["b"]}) | {"n": n}
     kernel, count = gemm.compiled(arch, c), max(2, c.cluster[0] * c.cluster[1])
 
     def run(scheduler: str, seed: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cudnn.launch import emulate, emulation
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.problem import BlockScale, Operand
+from support import gemm
 from support.compiled import compile_kernel
 from support.selection import brief
 
@@ -21,6 +23,8 @@ MULTIPROCESSORS = 3
 FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 PLAIN = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 SCALED = [operand for operand in sorted(OPERANDS, key=str) if operand[2]]
+
+GROUPED = [(o,) for o in SCALED if o[0] != "float8_e5m2"]
 
 
 def configured(
@@ -61,20 +65,23 @@ def run(configuration: OperandConfiguration, *tensors: torch.Tensor, **options: 
     return launch
 
 
+def matrices(c: OperandConfiguration, codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (l, mn, k) and scale codes (l, mn, blocks) as the kernel takes them."""
+    if c.source.packed > 1:
+        source = with_major(codes[:, :, ::2] | codes[:, :, 1::2] << 4, "k")
+    else:
+        source = with_major(codes, c.source.major).view(getattr(torch, c.source.dtype))
+    return source, atoms(scales).view(getattr(torch, c.source.scale.dtype))
+
+
 def dequantised(
     configuration: OperandConfiguration, codes: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel makes of codes (l, mn, k) and scale codes (l, mn, blocks), and what is right."""
-    c = configuration
-    if c.source.dtype == "float4_e2m1fn_x2":
-        values = FP4_VALUES[codes.int()]
-        codes = codes[:, :, ::2] | codes[:, :, 1::2] << 4
-        source = with_major(codes, "k")
-    else:
-        values = codes.view(getattr(torch, c.source.dtype)).float()
-        source = with_major(codes, c.source.major).view(getattr(torch, c.source.dtype))
+    c, fp4 = configuration, configuration.source.packed > 1
+    values = FP4_VALUES[codes.int()] if fp4 else codes.view(getattr(torch, c.source.dtype)).float()
     target = with_major(torch.full_like(values, 12345, dtype=torch.bfloat16), c.source.major)
-    run(c, source, atoms(scales).view(getattr(torch, c.source.scale.dtype)), target)
+    run(c, *matrices(c, codes, scales), target)
     factor = scale_values(scales, c.source.scale.dtype).repeat_interleave(c.source.scale.vector, dim=2)
     factor = factor[:, :, : values.shape[2]]
     return target, (values * factor).bfloat16().permute(1, 2, 0)
@@ -113,6 +120,35 @@ def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) ->
     if c.source.major == "mn":
         mn, k = -(-mn // 16) * 16, k - 13
     assert_same_bits(*dequantised(c, *random_codes(c, l, mn, k)))
+
+
+@pytest.mark.parametrize("operand", brief(GROUPED, 0, len(GROUPED) - 1), ids=str)
+def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
+    """Matrices and their factors lie anywhere."""
+    c = configured(*operand, resident=1)
+    codes, scales = random_codes(c, 3, 144, 320)
+    pairs = [matrices(c, codes[i : i + 1], scales[i : i + 1]) for i in range(3)]
+    target = with_major(torch.full(codes.shape, 12345, dtype=torch.bfloat16), c.source.major)
+    tables = (torch.tensor([x.data_ptr() for x in column]) for column in zip(*pairs, strict=True))
+    run(replace(c, source=replace(c.source, pointers=True)), *tables, target)
+    for i in range(3):
+        assert_same_bits(target[:, :, i : i + 1], dequantised(c, codes[i : i + 1], scales[i : i + 1])[1])
+
+
+@pytest.mark.parametrize("operand", brief(GROUPED, 0, len(GROUPED) - 1), ids=str)
+def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
+    """Every part has factors of its own, and what is beyond the last part is not looked at."""
+    c = configured(*operand, resident=1, splits_k=True)
+    vector, (mn, k) = c.source.scale.vector, (272, 1024)
+    ends = [part * vector for part in (0, 4, 4, 16, 18)]
+    codes, scales = random_codes(c, 1, mn, k)
+    dense = configured(*operand, resident=1)
+    _, expected = dequantised(dense, codes, scales)
+    source, factors = matrices(c, codes, scales)
+    by_part = gemm.factors_by_part(factors, ends, vector)
+    target = with_major(torch.full((1, mn, k), 12345, dtype=torch.bfloat16), c.source.major)
+    run(c, source, by_part, torch.tensor(ends, dtype=torch.int32), target)
+    assert_same_bits(target[:, : ends[-1]], expected[:, : ends[-1]])
 
 
 @pytest.mark.parametrize(("mn", "k", "l"), brief([(16, 16, 1), (144, 288, 2), (37, 1056, 1)], 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import reference
 from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
-from cudnn_kernels.schedule import Dense
+from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows
 from cudnn_kernels.signature import signature
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -105,6 +106,29 @@ def factors(rows: int, k: int, batch: int, dtype: str, vector: int) -> torch.Ten
     return x
 
 
+def factors_by_part(x: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
+    """Factors of an operand as its parts of k have them, one part after the other: without a shape.
+
+    What is beyond the last part is NaN.
+    """
+    atoms = x.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
+    bounds = [-(-end // (4 * vector)) for end in (0, *ends)]
+    parts = [atoms[:, :, first:last].reshape(-1) for first, last in itertools.pairwise(bounds)]
+    rest = torch.full_like(atoms[:, :, bounds[-1] :].reshape(-1), 0xFF)
+    return torch.cat([*parts, rest]).view(x.dtype)
+
+
+def scattered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Copies of the matrices of each tensor, along its last dimension, that lie anywhere, and their addresses."""
+    made: dict[str, Any] = {}
+    for name, x in tensors.items():
+        order = torch.randperm(x.shape[-1]).tolist()
+        copies = {i: x[..., i : i + 1].clone() for i in order}
+        made[f"{name} copies"] = [copies[i][..., 0] for i in range(len(order))]
+        made[f"{name}_ptrs"] = torch.tensor([copy.data_ptr() for copy in made[f"{name} copies"]])
+    return made
+
+
 def decoded(x: torch.Tensor, factors: torch.Tensor | None = None, vector: int = 0) -> torch.Tensor:
     """An operand's values (mn, k, l), in float64."""
     values = x.double()
@@ -137,9 +161,18 @@ def values(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> list[torc
             for name, x in (("a", c.a), ("b", c.b))]  # fmt: skip
 
 
-def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A B^T, (m, n, l), in float64, rounded once."""
-    return torch.einsum("mkl,nkl->mnl", *values(c, given)).float()
+def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor], ends: Sequence[int] = ()) -> torch.Tensor:
+    """A B^T, (m, n, l), in float64, rounded once: of experts' rows, with NaN for the rest, or of experts' k."""
+    a, b = values(c, given)
+    parts = [slice(*pair) for pair in itertools.pairwise((0, *ends))]
+    if isinstance(c.schedule, GroupedK):
+        return torch.stack([a[:, part, 0] @ b[:, part, 0].T for part in parts], 2).float()
+    if isinstance(c.schedule, GroupedRows):
+        d = torch.full((a.shape[0], b.shape[0], 1), torch.nan)
+        for expert, part in enumerate(parts):
+            d[part, :, 0] = (a[part, :, 0] @ b[:, :, expert].T).float()
+        return d
+    return torch.einsum("mkl,nkl->mnl", a, b).float()
 
 
 def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cudnn_kernels.formats import bits
-from cudnn_kernels.signature import Scalar, Tensor, block_scales, column, matrix, vector
+from cudnn_kernels.signature import Scalar, Tensor, addresses, block_scales, column, matrix, vector
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Declaration:
         return 0
 
     @property
+    def rows(self) -> int:
+        """Rows of an expert come in multiples of as many."""
+        return 1
+
+    @property
     def staged(self) -> int:
         """Bits that each value takes in shared memory on its way to or from the tensor."""
         return 0
@@ -76,12 +81,14 @@ def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an epilogue asks of a configuration: ``columns`` of a tile are multiples of so many, ``staged`` are the bits
-    of each tensor that passes through shared memory, ``narrowing`` as of all declarations together. A part's columns
-    are such a multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece``.
+    """What an epilogue asks of a configuration: ``columns`` of a tile and ``rows`` of an expert are multiples of so
+    many, ``staged`` are the bits of each tensor that passes through shared memory, ``narrowing`` as of all declarations
+    together. A part's columns are such a multiple too or, where there is ``apart``, two pieces of it, each a multiple
+    of ``piece``.
     """
 
     columns: int
+    rows: int
     narrowing: int
     staged: tuple[int, ...]
     registers: bool
@@ -111,8 +118,9 @@ def needs_of(epilogue: Sequence[Declaration]) -> Needs:
         narrowing *= declaration.narrowing
         staged += [declaration.staged] if declaration.staged else []
         registers |= declaration.registers
+    rows = math.lcm(*(declaration.rows for declaration in epilogue))
     one = len(apart) == 1 and narrowing == 1 and columns == 2 * min(apart)
-    return Needs(columns, narrowing, tuple(staged), registers, min(apart) if one else 0, piece)
+    return Needs(columns, rows, narrowing, tuple(staged), registers, min(apart) if one else 0, piece)
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,18 @@ class StoreTile(_Tile):
 
     Types of 8 bits and fewer saturate. float4_e2m1fn_x2, with major n only, is a uint8 tensor (m, n / 2, l), the left
     column of two in the low half; it has no NaN, which becomes the largest magnitude.
+
+    ``adds``: to what the tensor held, in its type, which has 16 or 32 bits: the sum of two rounded numbers is rounded.
+    ``pointers``: the matrices are not one tensor; ``tensor`` holds their l addresses, int64, multiples of 16 bytes, and
+    each lies there without gaps between rows or columns.
     """
 
     value: str = "x"
+    adds: bool = False
+    pointers: bool = False
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        return (addresses(self.tensor, place.batch),) if self.pointers else super().slots(place)
 
 
 @dataclass(frozen=True)
@@ -366,6 +383,10 @@ class QuantizeColumns(Declaration):
     norm_const: str = "norm_const"
     by_expert: bool = False
     registers: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> int:
+        return 128 if self.by_expert else 32
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (

@@ -48,7 +48,8 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
     else:
         limit = FORMATS[o.dtype].largest
-        target.copy_(x if limit is None else x.clamp(-limit, limit))
+        rounded = (x if limit is None else x.clamp(-limit, limit)).to(target.dtype)
+        target.copy_(target.float() + rounded.float() if o.adds else rounded)
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:

@@ -16,7 +16,7 @@ from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.pipeline.copy import ending
+from cudnn_kernels.pipeline.copy import address, ending, matrices
 
 
 class _StagedTile(Operation):
@@ -35,11 +35,11 @@ class _StagedTile(Operation):
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
-        return tuple(cpasync.make_tiled_tma_atom(self.engine(), self.view(arguments[self.o.tensor]), one, self.shape))
+        return tuple(cpasync.make_tiled_tma_atom(self.engine(), self.view(arguments), one, self.shape))
 
-    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+    def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
         """The tensor as the copy engine sees it."""
-        return tensor
+        return arguments[self.o.tensor]
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
@@ -73,7 +73,7 @@ class _StagedTile(Operation):
 
     def ends(self, tile: Tile, part: int) -> list[tuple[cute.Tensor, cute.Tensor]]:
         """The part's pieces in shared and in global memory, as the copy engine sees them."""
-        atom, tensor = self.parameters
+        atom, tensor = self.parameters[:2]
         row, last = self.rows(tile)
         moved = cute.domain_offset((row, 0, 0), tensor)
         whole = cute.make_layout(1)
@@ -101,21 +101,33 @@ class _StagedTile(Operation):
 
 
 class StoreTile(_StagedTile):
-    """From registers to a buffer, from there by the copy engine."""
-
-    engine = cpasync.CopyBulkTensorTileS2GOp
+    """From registers to a buffer, from there by the copy engine, which can add to what is there."""
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
         if plan.clips_rows and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
+        if plan.clips_rows and declaration.pointers:
+            raise ValueError(f"{declaration.tensor}: got pointers; allowed: a tensor, where experts have parts of rows")
+        if declaration.adds and self.element.width < 16:
+            raise ValueError(f"{declaration.tensor}: got {declaration.dtype}; allowed: 16 and 32 bits, to add to")
 
-    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+    def engine(self) -> Any:
+        return cpasync.CopyReduceBulkTensorTileS2GOp() if self.o.adds else cpasync.CopyBulkTensorTileS2GOp()
+
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (*super().prepare(arguments), arguments[self.o.tensor] if self.o.pointers else None)
+
+    def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
+        if self.o.pointers:
+            columns = arguments["n"] * self.width // self.plan.width
+            return matrices(self.element, arguments["m"], columns // FORMATS[self.o.dtype].packed, self.o.major == "n")
+        tensor = super().view(arguments)
         return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
         if not self.plan.clips_rows:
-            return super().rows(tile)
+            return tile.row, address(self.parameters[2], tile.batch)
         count = cutlass.max(cutlass.min(tile.end - tile.row, self.plan.rows), 0)
         return self.plan.rows - count, tile.row + count
 

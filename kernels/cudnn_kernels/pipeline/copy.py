@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, TFloat32
 from cutlass.cute.nvgpu import cpasync
+
+PIECE = 16  # bytes: addresses and strides that the copy engine knows are multiples
 
 
 @dataclass
 class Operand:
     """An operand (rows, k, l) on Hopper: the copy engine's atom and view, the ring, its box.
 
-    ``share`` CTAs fetch a part of each tile and send it to all.
+    ``share`` CTAs fetch a part of each tile and send it to all. ``pointers`` as in :func:`address`.
     """
 
     atom: Any
@@ -22,6 +25,7 @@ class Operand:
     ring: cute.Tensor
     shape: tuple[int, int]
     share: int
+    pointers: cute.Tensor | None = None
 
 
 def fetch(o: Operand, start: tuple[Any, Any], last: Any, stage: Int32, full: Any, place: Int32, mask: Any) -> None:
@@ -48,6 +52,36 @@ def descriptor(tensor: cute.Tensor, shape: tuple[int, int], layout: Any, share: 
     return cpasync.make_tiled_tma_atom(op, tensor, layout, shape, num_multicast=share, internal_type=kind)
 
 
+LOW, HIGH = 30, 23  # bits of an address, in pieces, that the two parts of a last index have: all of 57
+
+
+def everywhere(element: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> cute.Tensor:
+    """A view of all memory as tensors of a shape: the last index, an :func:`address`, says where one begins.
+
+    So tensors that lie anywhere need one descriptor, which nobody edits. It begins at the first multiple of 16 bytes,
+    and the last index has two dimensions, since one has no more than 2^31 coordinates.
+    """
+    piece = granule(element, True)
+    near, far = (cute.assume(Int64(piece << bits), piece) for bits in (0, LOW))
+    start = cute.make_ptr(element, Int64(PIECE), cute.AddressSpace.gmem, assumed_align=PIECE)
+    layout = cute.make_layout((*shape, (1 << LOW, 1 << HIGH)), stride=(*stride, (near, far)))
+    return cute.make_tensor(start, layout)
+
+
+def matrices(element: Any, rows: Any, columns: Any, row_major: bool) -> cute.Tensor:
+    """The same for matrices without gaps between rows or columns, which are multiples of 16 bytes."""
+    pitch = cute.assume(Int64(columns if row_major else rows), granule(element, True))
+    return everywhere(element, (rows, columns), (pitch, 1) if row_major else (1, pitch))
+
+
+def address(pointers: cute.Tensor | None, number: Any) -> Any:
+    """The last index of a tensor whose address is in a list; its number, where there is no list."""
+    if pointers is None:
+        return number
+    piece = (Int64(pointers[number]) - PIECE) // PIECE
+    return Int32(piece & ((1 << LOW) - 1)), Int32(piece >> LOW)
+
+
 def ending(tensor: cute.Tensor, dim: int, extent: int) -> cute.Tensor:
     """A view of (rows, columns, 1) whose boxes, ``extent`` long in ``dim``, end where their last index says.
 
@@ -55,9 +89,26 @@ def ending(tensor: cute.Tensor, dim: int, extent: int) -> cute.Tensor:
     extent - count and has the last index first + count holds ``count`` elements from ``first`` on, and beyond them what
     is outside the view: zeros when it is loaded, nothing when it is stored. So a part of a tensor that ends in the
     middle of a tile needs no descriptor of its own.
+
+    Where the dimension's stride is 1, the last index counts :func:`granule` elements.
     """
-    far = tensor.stride[dim]
     shape, stride = list(tensor.shape), list(tensor.stride)
-    shape[dim], shape[2], stride[2] = extent, tensor.shape[dim] + 1, far
-    start = tensor.iterator - Int64(extent) * far
-    return cute.make_tensor(start.align(16), cute.make_layout(tuple(shape), stride=tuple(stride)))
+    contiguous = isinstance(stride[dim], int) and stride[dim] == 1
+    step = granule(tensor.element_type, contiguous)
+    start = tensor.iterator - Int64(extent) * stride[dim]
+    stride[2] = step if contiguous else stride[dim]
+    shape[dim], shape[2] = extent, tensor.shape[dim] // step + 1
+    return cute.make_tensor(start.align(PIECE), cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
+def granule(element: Any, contiguous: bool) -> int:
+    """Of how many elements parts of a tensor are multiples, along a dimension that is contiguous or not."""
+    return PIECE * 8 // element.width if contiguous else 1
+
+
+def clipped(first: Int32, end: Int32, extent: int, step: int) -> tuple[Int32, Int32]:
+    """Where a box of :func:`ending` begins that holds what there is from ``first`` to before ``end``, and its last
+    index. ``step`` is the granule.
+    """
+    count = cutlass.min(end - first, extent)
+    return extent - count, (first + count) // step

@@ -17,15 +17,18 @@ from cudnn_kernels.signature import Tensor, vector
 class Schedule:
     """``b``, ``d`` and ``groups`` name the sizes that count the matrices of B, of the outputs, and the groups.
 
-    ``searches``: to find a tile takes so long that one warp does it for all. ``strip``: rows of tiles that are
-    taken together.
+    ``aligned``: every group's rows are a multiple of as many; 0: a group has all rows. ``searches``: to find a tile
+    takes so long that one warp does it for all. ``splits_k``: groups have parts of k, and each has scale factors of its
+    own. ``strip``: rows of tiles that are taken together.
     """
 
     strip: int = 8
+    aligned: ClassVar[int] = 0
     b: ClassVar[str] = "l"
     d: ClassVar[str] = "l"
     groups: ClassVar[str] = "l"
     searches: ClassVar[bool] = False
+    splits_k: ClassVar[bool] = False
 
     def slots(self) -> tuple[Tensor, ...]:
         """Its arguments of the kernel."""
@@ -41,11 +44,13 @@ class Dense(Schedule):
 class GroupedRows(Schedule):
     """The rows of A belong to experts, one after the other, and each expert has a B: those along l.
 
-    ``offsets``, int32 (experts,), holds the row where each expert ends, any number. Rows beyond the last one are not
-    touched. An expert may have none. Tiles begin where experts do; what reaches into the next expert is not stored.
+    ``offsets``, int32 (experts,), holds the row where each expert ends, any multiple of ``aligned``. Rows beyond the
+    last one are not touched. An expert may have none. Tiles begin where experts do; what reaches into the next expert
+    is not stored. It costs less where nothing does: where the rows of a cluster's tiles divide ``aligned``.
     """
 
     offsets: str = "offsets"
+    aligned: int = 1
     b: ClassVar[str] = "experts"
     groups: ClassVar[str] = "experts"
     searches: ClassVar[bool] = True
@@ -59,14 +64,19 @@ class GroupedK(Schedule):
     """The columns of A and B along k belong to experts, one after the other: each has a product of its own, along l of
     the outputs.
 
-    ``offsets``, int32 (experts,), holds the k where each expert ends, any number for an operand that is MN-major. For
-    one that is K-major it is a multiple of a k tile's depth, 128 bytes. An expert that has none gets zeros.
+    ``offsets``, int32 (experts,), holds the k where each expert ends: any number if A and B are MN-major, multiples of
+    16 bytes if one is K-major. The copy engine can begin nowhere else; where an expert does, the kernel ends with an
+    illegal instruction. An expert that has none gets zeros. k beyond the last one is not read.
+
+    Scale factors are a tensor of bytes, (count,): those of one expert after the other, in atoms of 128 rows x 4 blocks,
+    an expert's rows of atoms one after the other. All experts but the last have multiples of 4 blocks.
     """
 
     offsets: str = "offsets"
     d: ClassVar[str] = "experts"
     groups: ClassVar[str] = "experts"
     searches: ClassVar[bool] = True
+    splits_k: ClassVar[bool] = True
 
     def slots(self) -> tuple[Tensor, ...]:
         return (vector(self.offsets, "int32", "experts"),)

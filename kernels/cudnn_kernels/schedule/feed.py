@@ -10,6 +10,7 @@ that are done early take more, which is for tiles that differ in what they cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +23,6 @@ from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.schedule.tiles import Extent, Tiles, Work
 
 STAGES = 4
-WORDS = len(fields(Work))  # of a tile in shared memory
 NONE = 1 << 30  # the number of no tile
 ANSWER, ANSWERS = 16, 2  # bytes of an answer of cluster launch control, and buffers for them
 
@@ -49,7 +49,9 @@ class Feed:
         self.broadcast = tiles.o.searches or dynamic
         if self.broadcast:
             self.ring = Ring.allocate(smem, STAGES)
-            self.words = smem.allocate_tensor(Int32, cute.make_layout((WORDS, STAGES)), byte_alignment=16)
+            common = tiles.common(parameters)
+            self.told = [field.name for field in fields(Work) if field.name not in common]
+            self.words = smem.allocate_tensor(Int32, cute.make_layout((len(self.told), STAGES)), byte_alignment=16)
         if dynamic:
             self.answers = smem.allocate_array(Int32, ANSWER // 4 * ANSWERS, byte_alignment=ANSWER)
             self.queries = PipelineClcFetchAsync.create(
@@ -83,7 +85,11 @@ class Feed:
 
     def nothing(self) -> Cursor:
         """The place of no tile, where there is a ring: nothing of it needs to be kept in registers."""
-        return Int32(0), Int32(0), Work(*[Int32(0)] * WORDS)
+        return Int32(0), Int32(0), self.tile([Int32(0)] * len(self.told))
+
+    def tile(self, told: Sequence[Int32]) -> Work:
+        """A tile by what is particular to it."""
+        return Work(**dict(zip(self.told, told, strict=True)), **self.tiles.common(self.parameters))
 
     def more(self, cursor: Cursor) -> Any:
         """Whether there is a tile at a place."""
@@ -98,11 +104,11 @@ class Feed:
         """The tile in a buffer, with its place."""
         cute.arch.mbarrier_wait(self.ring.full + stage, phase)
         # All lanes read the same; the compiler, told so, keeps what depends on it in uniform registers.
-        values = [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(WORDS)]
+        told = [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(len(self.told))]
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.ring.empty + stage)
-        return stage, phase, Work(*values)
+        return stage, phase, self.tile(told)
 
     @cute.jit
     def serve(self) -> None:
@@ -146,5 +152,5 @@ class Feed:
 
     def write(self, stage: Int32, work: Work) -> None:
         """One thread: puts a tile into a buffer."""
-        for i, field in enumerate(fields(Work)):
-            self.words[i, stage] = getattr(work, field.name)
+        for i, field in enumerate(self.told):
+            self.words[i, stage] = getattr(work, field)

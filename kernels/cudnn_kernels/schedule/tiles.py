@@ -94,6 +94,10 @@ class Tiles(ABC):
         """Whether there is a tile of a number, where arithmetic tells."""
         return index < self.limit(parameters)
 
+    @abstractmethod
+    def common(self, parameters: Any) -> dict[str, Any]:
+        """What all tiles have in common, by field: nobody needs to be told."""
+
     def start(self) -> tuple[Int32, Int32]:
         """What helps to find the first tile."""
         return Int32(0), Int32(0)
@@ -109,6 +113,10 @@ class DenseTiles(Tiles):
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return m * n * batch
 
+    def common(self, parameters: Any) -> dict[str, Any]:
+        e = self.extent(parameters)
+        return {"start": Int32(0), "end": e.m, "k": Int32(0), "k_end": e.k}
+
     def find(self, parameters: Any, index: Any, state: Any) -> tuple[Work, Any]:
         e = self.extent(parameters)
         m, n = e.tiles()
@@ -121,10 +129,15 @@ class DenseTiles(Tiles):
 class GroupedRowsTiles(Tiles):
     """Strips of each expert's product, experts one after the other."""
 
-    clips_rows = True
+    def __init__(self, declaration: Any, rows: int, columns: int) -> None:
+        super().__init__(declaration, rows, columns)
+        self.clips_rows = declaration.aligned % rows != 0
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return (m + offsets.shape[0]) * n
+
+    def common(self, parameters: Any) -> dict[str, Any]:
+        return {"k": Int32(0), "k_end": self.extent(parameters).k}
 
     def last(self, group: Any) -> tuple[Any, Any, Any]:
         return Int32(0), group, Int32(0)
@@ -147,6 +160,9 @@ class GroupedKTiles(Tiles):
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return m * n * offsets.shape[0]
+
+    def common(self, parameters: Any) -> dict[str, Any]:
+        return {"start": Int32(0), "end": self.extent(parameters).m}
 
     def last(self, group: Any) -> tuple[Any, Any, Any]:
         return Int32(0), Int32(0), group

@@ -36,11 +36,12 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
+from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm100.operands import ROWS, tile_operands
+from cudnn_kernels.sm100.operands import ROWS, Place, tile_operands
 
 MMA_WARP, LOAD_WARP, FEED_WARP = 4, 5, 6
 TENSOR_MEMORY = 512  # columns
@@ -97,15 +98,16 @@ class Gemm:
         views = dict(arguments)
         operands = tile_operands(c, mma, whole, self.tiles.clips_k)
         for operand in operands:
-            views[operand.name] = operand.view(arguments[operand.name], views)
+            views[operand.name] = operand.view(arguments.get(operand.name), views)
         scheduled = self.tiles.prepare(views["a"], views["b"], arguments)
-        parameters = self.epilogue.prepare(arguments)
+        parameters = self.epilogue.prepare({**arguments, "m": views["a"].shape[0], "n": views["b"].shape[0]})
         clusters = self.tiles.limit(scheduled)
         if const_expr(not c.dynamic):
             clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
         made = [operand.descriptor(views[operand.name]) for operand in operands]
         atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
-        self.kernel(mma, whole, atoms, tensors, scheduled, parameters).launch(
+        pointers = [arguments.get(f"{operand.name}_ptrs") for operand in operands]
+        self.kernel(mma, whole, atoms, tensors, pointers, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[32 * self.warps, 1, 1],
             cluster=[cm, cn, 1],
@@ -166,6 +168,7 @@ class Gemm:
         whole: cute.TiledMma,
         atoms: list,
         tensors: list,
+        pointers: list,
         scheduled: Any,
         parameters: Any,
     ) -> None:
@@ -221,7 +224,7 @@ class Gemm:
             if warp == FEED_WARP:
                 self.feed.serve()
         if warp == LOAD_WARP:
-            self.load(copied, atoms, tensors, shared, operands.make_producer(), rank)
+            self.load(copied, atoms, tensors, pointers, shared, operands.make_producer(), rank)
         if warp <= MMA_WARP:
             memory.allocate(TENSOR_MEMORY)
             memory.wait_for_alloc()
@@ -247,6 +250,7 @@ class Gemm:
         operands: cutlass.Constexpr[list],
         atoms: list,
         tensors: list,
+        pointers: list,
         shared: list,
         ring: Any,
         rank: Int32,
@@ -258,13 +262,15 @@ class Gemm:
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            start = (work.row + bm // self.pair * c.tile[0], (work.column * c.cluster[1] + bn) * c.tile[1])
+            columns = (work.column * c.cluster[1] + bn) * c.tile[1]
+            start, mine = (work.row + bm // self.pair * c.tile[0], columns), (work.row + bm * ROWS, columns)
             last = self.tiles.last(work.group)
+            last = [address(x, last[operand.side]) for x, operand in zip(pointers, operands, strict=True)]
             for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
                 free = ring.acquire_and_advance()
-                first = work.k + k * c.tile[2]
+                place = Place(work, start, mine, self.feed.extent(), work.k + k * c.tile[2])
                 for i in cutlass.range_constexpr(len(atoms)):
-                    tile = operands[i].tile(tensors[i], start, first, work.k_end, last)
+                    tile = operands[i].tile(tensors[i], place, last[i])
                     target, source, mask = operands[i].partition(atoms[i], tile, shared[i], rank)
                     cute.copy(
                         atoms[i],

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, TFloat32
+from cutlass import Float32, Int32, TFloat32, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import ending
+from cudnn_kernels.pipeline.copy import PIECE, clipped, ending, everywhere, granule, matrices
+from cudnn_kernels.schedule.tiles import Extent, Work
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
+ATOM = 512  # bytes of an atom of factors, which has 128 rows
 COLUMN, ROW = 1, 2  # modes of a cluster's layout, along which CTAs lie that share a tile of B, or of A
+
+
+@dataclass(frozen=True)
+class Place:
+    """A k tile of a tile: the first rows in A and in B, of the pair and of this CTA, and the first k."""
+
+    work: Work
+    start: tuple[Int32, Int32]
+    mine: tuple[Int32, Int32]
+    extent: Extent
+    k: Int32
 
 
 class TileOperand(ABC):
@@ -50,21 +64,22 @@ class TileOperand(ABC):
     def bits(self) -> int:
         """Of a tile in one CTA."""
 
-    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
-        """The argument as the tensor cores know it; ``arguments`` has those of the operands before it."""
-        return tensor
+    @abstractmethod
+    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+        """The argument as the tensor cores know it, or any at an address; ``arguments`` has the operands before it."""
 
-    def tile(
-        self, tensor: cute.Tensor, start: tuple[Int32, Int32], k: Int32, k_end: Int32, last: tuple[Any, Any]
-    ) -> cute.Tensor:
-        """A tile of the copy engine's view. ``start`` and ``last`` are its first row and last index in A, and in B."""
-        depth = self.c.tile[2]
-        k, final = k, last[self.side]
+    def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
+        """A tile of the copy engine's view, of the last index ``last``."""
+        depth, k = self.c.tile[2], place.k
         if self.clips:
-            count = cutlass.min(k_end - k, depth)
-            k, final = depth - count, k + count
-        moved = cute.domain_offset((start[self.side], k, 0), tensor)
-        return cute.local_tile(moved, (self.c.tile[self.side], depth), (0, 0, final))
+            k, last = clipped(k, place.work.k_end, depth, granule(self.element, self.operand.major == "k"))
+        moved = cute.domain_offset((place.start[self.side], k, 0), tensor)
+        return cute.local_tile(moved, (self.c.tile[self.side], depth), (0, 0, last))
+
+    @property
+    def operand(self) -> Any:
+        """A or B, as declared."""
+        return (self.c.a, self.c.b)[self.side]
 
     @property
     def side(self) -> int:
@@ -105,9 +120,14 @@ class TileOperand(ABC):
 class _Values(TileOperand):
     """Elements. The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate."""
 
-    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+        if tensor is None:
+            packed = self.operand.packed
+            element = Uint8 if packed > 1 else self.element
+            k = arguments["a"].shape[1] // packed
+            tensor = matrices(element, arguments["n"], k, self.operand.major == "k")
         if self.clips:
-            tensor = ending(tensor, 1, self.c.tile[2])
+            tensor = ending(tensor, 1, self.c.tile[2] * self.element.width // tensor.element_type.width)
         return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
 
     def rounded(self) -> Any:
@@ -163,28 +183,47 @@ class _Factors(TileOperand):
     """Scale factors, in atoms of 128 x 4; the view repeats each of them ``vector`` times, with stride 0.
 
     The ring is that of the operation, the CTAs of ``mma`` are those that share: of B's factors, each CTA of a pair
-    needs all of the tile's.
+    needs all of the tile's. Where experts have parts of k, the distance between rows of atoms differs from expert to
+    expert: a copy has 128 rows then, so a tile has 128 columns, and the CTAs of a pair fetch their rows of A's factors
+    on their own.
     """
 
     compact = True
 
-    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, operation: cute.TiledMma) -> None:
-        super().__init__(c, element, mma)
+    def __init__(
+        self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, operation: cute.TiledMma, clips: bool = False
+    ) -> None:
+        super().__init__(c, element, mma, clips)
         self.operation = operation
+        self.atom = 4 * self.vector  # values along k whose factors are in an atom
+        self.atoms = c.tile[2] // self.atom  # of a k tile and 128 rows
 
-    def view(self, tensor: cute.Tensor, arguments: Any) -> cute.Tensor:
+    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+        if self.clips:  # of 128 rows and a k tile's depth, the last index is the number of the atom where it ends
+            rows, k = ((32, 4), 1), ((self.vector, 4), self.atoms)
+            shape = (rows, k, tensor.shape[0] // ATOM + 1)
+            layout = cute.make_layout(shape, stride=(((16, 4), 0), ((0, 1), ATOM), ATOM))
+            return cute.make_tensor((tensor.iterator - self.atoms * ATOM).align(PIECE), layout)
         shape = arguments[self.name.removeprefix("sf")].shape
+        if tensor is None:
+            layout = blockscaled.tile_atom_to_shape_SF((*shape[:2], 1), self.vector)
+            return everywhere(self.element, layout.shape[:2], layout.stride[:2])
         return cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
 
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:
         return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
 
-    def tile(
-        self, tensor: cute.Tensor, start: tuple[Int32, Int32], k: Int32, k_end: Int32, last: tuple[Any, Any]
-    ) -> cute.Tensor:
+    def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
         extent, depth = self.c.tile[self.side], self.c.tile[2]
-        place = (start[self.side] // extent, k // depth, last[self.side])  # experts end where atoms do
-        return cute.local_tile(tensor, (extent, depth), place)
+        if not self.clips:  # experts end where atoms do
+            return cute.local_tile(tensor, (extent, depth), (place.start[self.side] // extent, place.k // depth, last))
+        work, rows = place.work, (place.extent.m, place.extent.n)[self.side]
+        before, mine = work.k // self.atom, (place.k - work.k) // self.atom
+        count = (work.k_end - work.k + self.atom - 1) // self.atom
+        first, last = clipped(mine, count, self.atoms, 1)
+        last = last + (rows + ROWS - 1) // ROWS * before + place.mine[self.side] // ROWS * count
+        moved = cute.domain_offset((0, ((0, 0), first), 0), tensor)
+        return cute.local_tile(moved, (ROWS, depth), (0, 0, last))
 
     @property
     def vector(self) -> int:
@@ -201,10 +240,10 @@ class FactorsA(_Factors):
         return blockscaled.make_smem_layout_sfa(self.operation, self.c.tile, self.vector, stages)
 
     def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.mma.thr_id)
-        shape = self.cluster().shape
+        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.operation.thr_id)
+        tile, shape = (ROWS if self.clips else self.c.tile[0], *self.c.tile[1:]), self.cluster().shape
         return cute.nvgpu.make_tiled_tma_atom_A(
-            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=cutlass.Int16
+            op, tensor, self.one(), tile, self.mma, shape, internal_type=cutlass.Int16
         )
 
     def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
@@ -240,12 +279,11 @@ def tile_operands(
     c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma, clips_k: bool = False
 ) -> list[TileOperand]:
     """All operands. ``mma`` is the operation, ``whole`` that of one CTA; ``clips_k``: k tiles end where experts do."""
-    clips_a, clips_b = (clips_k and operand.major != "k" for operand in (c.a, c.b))
     found: list[TileOperand] = [
-        OperandA(c, DTYPES[c.a.dtype], mma, clips_a),
-        OperandB(c, DTYPES[c.b.dtype], mma, clips_b),
+        OperandA(c, DTYPES[c.a.dtype], mma, clips_k),
+        OperandB(c, DTYPES[c.b.dtype], mma, clips_k),
     ]
     if c.a.scale is not None and c.b.scale is not None:
-        found.append(FactorsA(c, DTYPES[c.a.scale.dtype], mma, mma))
-        found.append(FactorsB(c, DTYPES[c.b.scale.dtype], whole, mma))
+        found.append(FactorsA(c, DTYPES[c.a.scale.dtype], whole if clips_k else mma, mma, clips_k))
+        found.append(FactorsB(c, DTYPES[c.b.scale.dtype], whole, mma, clips_k))
     return found

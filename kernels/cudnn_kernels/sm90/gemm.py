@@ -33,7 +33,7 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, meet, release
-from cudnn_kernels.pipeline.copy import Operand, descriptor, ending, fetch
+from cudnn_kernels.pipeline.copy import Operand, address, clipped, descriptor, ending, fetch, granule, matrices
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.feed import Feed
@@ -57,7 +57,9 @@ class Gemm:
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         self.tiles = tiles_of(c.schedule, self.tile_m * c.cluster[0], self.tile_n * c.cluster[1])
-        self.clips = tuple(self.tiles.clips_k and operand.major != "k" for operand in (c.a, c.b))
+        self.granules = tuple(
+            granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b)
+        )
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
@@ -71,16 +73,21 @@ class Gemm:
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernel on arguments by name."""
-        a, b = arguments["a"], arguments["b"]
+        a, b, pointers = arguments["a"], arguments.get("b"), arguments.get("b_ptrs")
+        if const_expr(self.c.b.pointers):
+            b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k")
+        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         cm, cn = self.c.cluster
         scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
         clusters = cutlass.min(self.tiles.limit(scheduled), arguments["multiprocessors"] // self.cluster.size)
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
-        a, b = (ending(x, 1, self.tile_k) if clips else x for x, clips in zip((a, b), self.clips, strict=True))
+        if const_expr(self.tiles.clips_k):
+            a, b = ending(a, 1, self.tile_k), ending(b, 1, self.tile_k)
         self.kernel(
             *descriptor(a, (self.tile_m, self.tile_k), a_layout, cn),
             *descriptor(b, (self.tile_n, self.tile_k), b_layout, cm),
+            pointers,
             scheduled,
             parameters,
         ).launch(
@@ -137,6 +144,7 @@ class Gemm:
         mA: cute.Tensor,
         atom_b: cute.CopyAtom,
         mB: cute.Tensor,
+        pointers: cute.Tensor | None,
         scheduled: Any,
         parameters: Any,
     ) -> None:
@@ -167,7 +175,7 @@ class Gemm:
             if warp == LOAD_WARP:
                 cm, cn = self.c.cluster
                 a = Operand(atom_a, mA, sA, (self.tile_m, self.tile_k), cn)
-                b = Operand(atom_b, mB, sB, (self.tile_n, self.tile_k), cm)
+                b = Operand(atom_b, mB, sB, (self.tile_n, self.tile_k), cm, pointers)
                 self.produce(a, b, ring)
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
@@ -191,25 +199,25 @@ class Gemm:
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
             last_a, last_b, _ = self.tiles.last(work.group)
+            last_b = address(b.pointers, last_b)
             row = work.row + place_m * self.tile_m
             column = (work.column * cn + place_n) * self.tile_n
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
                 expect(ring, stage, phase, self.stage_bytes())
                 full = ring.full + stage
                 first = work.k + k * self.tile_k
-                k_a, end_a = self.along_k(self.clips[0], first, work.k_end, last_a)
-                k_b, end_b = self.along_k(self.clips[1], first, work.k_end, last_b)
+                k_a, end_a = self.along_k(0, first, work.k_end, last_a)
+                k_b, end_b = self.along_k(1, first, work.k_end, last_b)
                 fetch(a, (row, k_a), end_a, stage, full, place_n, row_mask)
                 fetch(b, (column, k_b), end_b, stage, full, place_m, column_mask)
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
 
-    def along_k(self, clips: bool, first: Int32, end: Int32, last: Any) -> tuple[Any, Any]:
-        """Where a k tile begins in an operand, and the last index: of a view that ends where the range does, or not."""
-        if not clips:
+    def along_k(self, side: int, first: Int32, end: Int32, last: Any) -> tuple[Any, Any]:
+        """Where a k tile begins in A or B, and the last index: of a view that ends where the range does, or not."""
+        if not self.tiles.clips_k:
             return first, last
-        count = cutlass.min(end - first, self.tile_k)
-        return self.tile_k - count, first + count
+        return clipped(first, end, self.tile_k, self.granules[side])
 
     @cute.jit
     def consume(self, sA: cute.Tensor, sB: cute.Tensor, ring: Ring, group: Int32, thread: Int32) -> None:

@@ -28,19 +28,19 @@ def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfigura
     wgmma adds up products of 8 bits with 13 bits, those of 16 bits with 25: for an ``accurate`` product, operands of 8
     bits are widened to bfloat16, which is exact.
     """
-    steps = [preparation(operand, problem.accurate) for operand in (problem.a, problem.b)]
+    steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in (problem.a, problem.b)]
     a, b = (step.result if step else x for x, step in zip((problem.a, problem.b), steps, strict=True))
     gemm = configure_gemm(replace(problem, a=a, b=b))
     return PreparedGemmConfiguration(gemm, *steps) if any(steps) else gemm
 
 
-def preparation(operand: Operand, accurate: bool) -> OperandConfiguration | None:
-    """What must be done to an operand first, if anything."""
+def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
+    """What must be done to an operand first, if anything. ``splits_k`` as in a schedule."""
     if accurate and operand.scale is None and operand.bits == 8:
         return OperandConfiguration(operand, widen=True)
     if operand.scale is None and (operand.major == "k" or operand.bits == 16):
         return None
-    return OperandConfiguration(operand)
+    return OperandConfiguration(operand, splits_k=splits_k and operand.scale is not None)
 
 
 def configure_gemm(problem: GemmProblem) -> GemmConfiguration:

@@ -17,12 +17,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import address, everywhere, matrices
 from cudnn_kernels.signature import bind
 
 THREADS = 256
@@ -30,7 +31,7 @@ WARP = 32
 WARPS = THREADS // WARP
 PIECE = 8  # values that a thread dequantises together: 16 bytes of the result
 PIECES = 16  # of a thread
-ROWS = 128  # of an atom of scales, which has 4 scales for each
+ROWS, ATOM = 128, 512  # rows of an atom of scales, which has 4 scales for each, and its bytes
 LINE = 32  # words of a row in shared memory: all banks
 
 
@@ -42,6 +43,7 @@ class PrepareOperand:
         self.k_major = c.source.major == "k"
         self.bits = c.source.bits
         self.scaled = c.source.scale is not None
+        self.depth = 4 * c.source.scale.vector if c.source.scale else 0  # values along k of an atom of scales
         # Values of a tile along the source's contiguous dimension and across it.
         self.to_bfloat16 = self.scaled or c.widen
         self.tile = (WARP * PIECE, WARPS * PIECES) if self.to_bfloat16 else (ROWS, LINE * 32 // self.bits)
@@ -57,18 +59,30 @@ class PrepareOperand:
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernel on arguments by name."""
-        source, target = arguments["source"], arguments["target"]
-        scales = (arguments["scales"] if self.scaled else None,) if self.to_bfloat16 else ()
+        source, scale, target = arguments["source"], arguments.get("scales"), arguments["target"]
+        pointers, scale_pointers = None, None
+        if self.c.source.pointers:
+            pointers, scale_pointers, packed = source, scale, self.c.source.packed
+            element = Uint8 if packed > 1 else DTYPES[self.c.source.dtype]
+            source = matrices(element, target.shape[0], target.shape[1] // packed, self.k_major)
+            scale = self.scales_anywhere(target.shape) if self.scaled else None
+        scales = (scale, scale_pointers, arguments.get("offsets")) if self.to_bfloat16 else ()
         along, across = self.directions((target.shape[0], target.shape[1]))
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
         total = tiles[0] * tiles[1] * target.shape[2]
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
         kernel = self.dequantise if self.to_bfloat16 else self.transpose
-        kernel(source, *scales, target, divisors, total).launch(
+        kernel(source, pointers, *scales, target, divisors, total).launch(
             grid=[cutlass.min(total, arguments["multiprocessors"] * self.c.resident), 1, 1],
             block=[THREADS, 1, 1],
             stream=arguments["stream"],
         )
+
+    def scales_anywhere(self, shape: Any) -> cute.Tensor:
+        """The scales of operands of a shape (mn, k, l) at any addresses."""
+        rows, blocks = cute.ceil_div(shape[0], ROWS), cute.ceil_div(shape[1], self.depth)
+        strides = (16, 4, cute.assume(Int64(blocks) * ATOM, ATOM), 1, ATOM)
+        return everywhere(DTYPES[self.c.source.scale.dtype], (32, 4, rows, 4, blocks), strides)
 
     def directions(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """(mn, k) as (along, across) the source's contiguous dimension, or the other way round."""
@@ -77,13 +91,21 @@ class PrepareOperand:
     def offset(self, tensor: cute.Tensor, along: Any, across: Any, batch: Any) -> Any:
         """Where a value of the source or target lies, in the tensor's elements."""
         mn, k = self.directions((along, across))
-        if tensor.element_type is Uint8:
+        if self.bits == 4 and tensor.element_type.width == 8:
             k = k // 2  # packed fp4
         return cute.crd2idx((mn, k, batch), tensor.layout)
 
     @cute.kernel
     def dequantise(
-        self, source: cute.Tensor, scale: cute.Tensor | None, target: cute.Tensor, divisors: Any, total: Int32
+        self,
+        source: cute.Tensor,
+        pointers: cute.Tensor | None,
+        scale: cute.Tensor | None,
+        scale_pointers: cute.Tensor | None,
+        offsets: cute.Tensor | None,
+        target: cute.Tensor,
+        divisors: Any,
+        total: Int32,
     ) -> None:
         """A warp's 32 lanes are along the contiguous dimension, its pieces and the other warps' across it."""
         thread, _, _ = cute.arch.thread_idx()
@@ -96,13 +118,14 @@ class PrepareOperand:
             across = row * self.tile[1] + thread // WARP
             if along < length:
                 raw = cute.make_rmem_tensor((PIECE * self.bits // 32, PIECES), Uint32)
-                place = self.offset(source, along, cutlass.min(across, width - 1), batch)
+                place = self.offset(source, along, cutlass.min(across, width - 1), address(pointers, batch))
                 step = self.directions(source.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):
                     raw[None, i].store(_words(source, place, PIECE * self.bits // 32).load())
                     # Past the end the last piece is read again, and not written: no branch parts the loads.
                     place = cutlass.select_(across + (i + 1) * WARPS < width, place + step, place)
-                scales = self.scales(scale, along, across, batch) if const_expr(self.scaled) else lambda piece: 1.0
+                atom = self.atom(scale, scale_pointers, offsets, along, across, batch, target.shape[0])
+                scales = self.scales(scale, atom, along, across) if const_expr(self.scaled) else lambda piece: 1.0
                 place = self.offset(target, along, across, batch)
                 step = self.directions(target.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):
@@ -131,7 +154,21 @@ class PrepareOperand:
                 values[i] = wide[2 * (i % 4) + i // 4]
         return values
 
-    def scales(self, scale: cute.Tensor, along: Int32, across: Int32, batch: Int32) -> Any:
+    def atom(
+        self, scale: Any, pointers: Any, offsets: Any, along: Int32, across: Int32, batch: Int32, mn: Int32
+    ) -> Any:
+        """Where the atom begins that has a value's scale, if there are some."""
+        if not self.scaled:
+            return None
+        row, k = self.directions((along, across))
+        row, k = row // ROWS, k // self.depth
+        if offsets is None:
+            return cute.crd2idx((0, 0, row, 0, k, address(pointers, batch)), scale.layout)
+        start, end = part_of(offsets, k * self.depth)
+        first, count = start // self.depth, cute.ceil_div(end - start, self.depth)
+        return ATOM * (cute.ceil_div(mn, ROWS) * first + row * count + k - first)
+
+    def scales(self, scale: cute.Tensor, atom: Any, along: Int32, across: Int32) -> Any:
         """Loads this thread's scales. Gives a function from a piece to its scale, or to one for each value.
 
         A word of an atom has a row's four scales, 16 bytes have the words of rows r, r + 32, r + 64 and r + 96.
@@ -141,15 +178,13 @@ class PrepareOperand:
             block = along // self.c.source.scale.vector
             words = cute.make_rmem_tensor((4, PIECES // 4), Uint32)
             for i in range(PIECES // 4):
-                place = (across % 32 + WARPS * i, 0, across // ROWS, 0, block // 4, batch)
-                words[None, i].store(_words(scale, cute.crd2idx(place, scale.layout), 4).load())
+                words[None, i].store(_words(scale, atom + (across % 32 + WARPS * i) * 16, 4).load())
             factors = self.decode([words[i] for i in range(PIECES)], block % 4 * 8)
             return lambda piece: factors[piece // 4 + piece % 4 * 4]
         # Values are in rows of their own, pieces along k: four in each of the four blocks of an atom.
         words = cute.make_rmem_tensor((PIECE,), Uint32)
         for i in range(PIECE):
-            place = (along % 32 + i, along // 32 % 4, along // ROWS, 0, across // ROWS, batch)
-            words[i] = _words(scale, cute.crd2idx(place, scale.layout), 1)[0]
+            words[i] = _words(scale, atom + (along % 32 + i) * 16 + along // 32 % 4 * 4, 1)[0]
         blocks = [self.decode([words[i] for i in range(PIECE)], 8 * j).load() for j in range(4)]
         return lambda piece: blocks[piece // 4]
 
@@ -171,7 +206,9 @@ class PrepareOperand:
         return factors
 
     @cute.kernel
-    def transpose(self, source: cute.Tensor, target: cute.Tensor, divisors: Any, total: Int32) -> None:
+    def transpose(
+        self, source: cute.Tensor, pointers: cute.Tensor | None, target: cute.Tensor, divisors: Any, total: Int32
+    ) -> None:
         """A thread transposes within words, the CTA transposes words through shared memory.
 
         There a row is 128 bytes along k, in eight chunks. The rows that a thread writes have one number modulo eight,
@@ -197,7 +234,8 @@ class PrepareOperand:
                 for i in cutlass.range_constexpr(per_word):
                     near_mn = cutlass.min(first_mn + (part * 8 + eighth) * chunk, last_chunk)
                     near_k = cutlass.min(first_k + line * per_word + i, k - 1)
-                    raw[None, i, part].store(_words(source, self.offset(source, near_mn, near_k, batch), 4).load())
+                    place = self.offset(source, near_mn, near_k, address(pointers, batch))
+                    raw[None, i, part].store(_words(source, place, 4).load())
             for part in cutlass.range_constexpr(size):
                 for j in cutlass.range_constexpr(4):
                     words = _transposed([raw[j, i, part] for i in range(per_word)])
@@ -214,6 +252,25 @@ class PrepareOperand:
             cute.arch.sync_threads()  # all have read what the next tile overwrites
 
     name(transpose, "cudnn_transpose_sm90")
+
+
+@cute.jit
+def part_of(offsets: cute.Tensor, k: Int32) -> tuple[Int32, Int32]:
+    """Where the part that k belongs to begins and ends; what is beyond the last part has no end."""
+    low, high = Int32(0), Int32(offsets.shape[0])
+    while low < high:  # the first part that ends beyond k is one of those from low to high
+        middle = (low + high) // 2
+        if offsets[middle] <= k:
+            low = middle + 1
+        else:
+            high = middle
+    start, end = Int32(0), Int32(0)
+    if low > 0:
+        start = offsets[low - 1]
+        end = start
+    if low < offsets.shape[0]:
+        end = offsets[low]
+    return start, end
 
 
 def _words(tensor: cute.Tensor, offset: Any, count: int) -> cute.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cudnn_kernels.configuration import ROW, PreparedOperand
 from cudnn_kernels.configuration import PreparedGemmConfiguration as Configuration
@@ -34,22 +34,26 @@ class PreparedGemm:
         ready = dict(named)
         for name, step in self.c.steps.items():
             target = self.target(regions[name], sizes, named[workspace.name], places[name])
-            same = {other: named[other] for other in ("multiprocessors", "stream")}
-            scales = {"scales": named[f"sf{name}"]} if step.source.scale else {}
-            PrepareOperand(step).launch({"source": named[name], **scales, "target": target, **same})
+            given = {other: named[other] for other in ("multiprocessors", "stream")}
+            form = f"{name}_ptrs" if step.source.pointers else name
+            given |= {"source": named[form], "scales": named.get(f"sf{form}"), "target": target}
+            if const_expr(step.splits_k):
+                given["offsets"] = named[self.c.gemm.schedule.offsets]
+            PrepareOperand(step).launch(given)
             ready[name] = target
         self.gemm.launch(ready)
 
     def sizes(self, arguments: dict[str, Any]) -> dict[str, Int64]:
         """The sizes of the operands by name."""
         found = {}
-        for slots in self.c.gemm.operand_slots():
-            name = slots[0].name
+        for name, (rows, batch) in self.c.gemm.operand_sizes.items():
             step = self.c.steps.get(name)
-            packed = step.source.packed if step else 1
-            shape = arguments[name].shape
-            for dim, size in zip(slots[0].shape, (shape[0], shape[1] * packed, shape[2]), strict=True):
-                found.setdefault(str(dim), Int64(size))
+            source = step.source if step else getattr(self.c.gemm, name)
+            if source.pointers:
+                found |= {rows: Int64(arguments[rows]), batch: Int64(arguments[f"{name}_ptrs"].shape[0])}
+            else:
+                count, k, matrices = arguments[name].shape
+                found |= {rows: Int64(count), "k": Int64(k * source.packed), batch: Int64(matrices)}
         return found
 
     def target(self, region: PreparedOperand, sizes: dict[str, Int64], workspace: cute.Tensor, start: Any) -> Any:

@@ -135,7 +135,9 @@ class ExpertsGemm(FusedGemm):
         super().__init__(given)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
-        self.schedule = Dense() if self.use_single_group_runtime_offsets else GroupedRows(offsets="padded_offsets")
+        aligned = ALIGNED if self.scaled or self.quantizes() else 1
+        grouped = GroupedRows(offsets="padded_offsets", aligned=aligned)
+        self.schedule = Dense() if self.use_single_group_runtime_offsets else grouped
 
     # What a subclass says.
 
