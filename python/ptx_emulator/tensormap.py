@@ -14,7 +14,7 @@ The other half is the driver's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -27,6 +27,7 @@ from ptx_emulator.numerics import Array
 ELEMENTS = {0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
             7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16")}  # fmt: skip
 PACKED_FP4 = 11
+ADDRESSES = (1 << 63) - 1  # of the host's
 _KNOWN_FLAGS = 0x70 | 0x780 | 0x6000 | 1 << 16 | 3 << 17 | 1 << 19 | 3 << 21 | 1 << 1
 # What tensormap.replace can change: byte offset, bytes of each ordinal, encoding of the value.
 FIELDS: dict[str, tuple[int, int, Callable[[int], int]]] = {
@@ -63,6 +64,10 @@ class TensorMap:
     @property
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.element
+
+    def at(self, place: Sequence[int]) -> int:
+        """The address of an element. Addresses wrap around, so that steps may lead back."""
+        return (self.address + sum(c * s for c, s in zip(place, self.strides, strict=True))) & ADDRESSES
 
     @cached_property
     def tile_offsets(self) -> Array:
@@ -110,4 +115,4 @@ def last_element(raw: bytes) -> int | None:
         found = decode(raw) if len(raw) == 128 else None
     except UnsupportedPTX:
         return None
-    return found and found.address + sum((d - 1) * s for d, s in zip(found.dims, found.strides, strict=True))
+    return found and found.at([d - 1 for d in found.dims])

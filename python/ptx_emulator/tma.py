@@ -68,7 +68,7 @@ class TMA:
         high = [min(b, d - c) for b, d, c in zip(tensor.box, tensor.dims, place, strict=True)]
         if any(h <= l for l, h in zip(low, high, strict=True)):  # noqa: E741
             return None
-        address = tensor.address + sum((c + s) * t for c, s, t in zip(place, low, tensor.strides, strict=True))
+        address = tensor.at([c + s for c, s in zip(place, low, strict=True)])
         shape = [h - s for s, h in zip(low, high, strict=True)]
         span = sum((n - 1) * t for n, t in zip(shape, tensor.strides, strict=True)) + tensor.element
         self.machine.memory.check_global(np.array([address]), span, np.array([lane]), site,

@@ -27,7 +27,10 @@ BACKWARD = BackwardConfiguration("bfloat16", 256, KEYS)
 
 @dataclass(frozen=True)
 class Problem:
-    """``lengths`` are (queries, keys) of each sequence; None: the window has no end on that side."""
+    """``lengths`` are (queries, keys) of each sequence; None: the window has no end on that side.
+
+    The tensors of the sequences ``nan`` are NaN, which must not reach the others.
+    """
 
     lengths: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (1, 1)
@@ -35,6 +38,7 @@ class Problem:
     right: int | None = None
     left: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    nan: tuple[int, ...] = ()
 
     def configured(self, configuration: Any) -> Any:
         """A configuration for this problem."""
@@ -82,6 +86,9 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     for i, name in enumerate(("cum_seqlen_q", "cum_seqlen_k")):
         ends = torch.tensor([0, *(lengths[i] for lengths in problem.lengths)]).cumsum(0)
         found[name] = ends.to(torch.int32)
+    for index in problem.nan:
+        for name in ("q", "do", "k", "v"):
+            sequence(found, problem, index)[name].fill_(math.nan)
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "stream": 0}
     return {**found, **numbers, "right": problem.right or 0, "left": problem.left or 0}
 
@@ -112,7 +119,7 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
     """Compares results: their error is at most that of rounding P, dS and the result once each."""
     for index in range(len(problem.lengths)):
         found = sequence(given, problem, index)
-        if found["q"].numel() == 0:
+        if found["q"].numel() == 0 or index in problem.nan:
             continue
         expected = reference(found, given["scale_softmax"], problem)
         for name in names:
@@ -122,7 +129,8 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
             torch.testing.assert_close(found["lse"].double(), expected["lse"], rtol=1e-6, atol=2e-6)
 
 
-PACKED = Problem(((50, 100), (0, 10), (150, 170), (30, 20)), packed=True, right=0)
+LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
+PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,10 @@ PACKED = Problem(((50, 100), (0, 10), (150, 170), (30, 20)), packed=True, right=
     brief(
         [
             (FORWARD, PACKED),
-            (replace(FORWARD, cluster=2), Problem(((200, 290),), heads=(2, 1), right=5, left=100, dtype=torch.float16)),
+            (
+                replace(FORWARD, cluster=2),
+                Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,)),
+            ),
             (replace(FORWARD, head=192, head_v=128, tile=(128, 128)), Problem(((70, 300), (70, 300)))),
         ],
         0,

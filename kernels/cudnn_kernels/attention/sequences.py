@@ -7,9 +7,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Int64
 
 WARP = 32
+FAR = 1 << 30  # rows
 
 
 @dataclass
@@ -71,6 +72,30 @@ def matrix(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
+def copied(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+    """:func:`matrix` as the copy engine takes it: so that copies of a packed sequence end where it ends.
+
+    The engine knows the bounds of a tensor, not those of its sequences, whose rows it would read and write beyond their
+    ends. So rows are counted to 2^30, where every sequence ends, and two dimensions move that place in memory: one by
+    rows, and one whose last step leads back by 2^30 rows, as addresses of 64 bits wrap around.
+    """
+    made = matrix(tensor, is_packed)
+    if not is_packed:
+        return made
+    rows, head, heads, _ = made.shape
+    row, one, by_head, _ = made.stride
+    turn = Int64((1 << 34) * 8 // tensor.element_type.width)  # 2^30 steps of 2^34 bytes: once around
+    shape, stride = (FAR, head, heads, rows + 1, FAR + 1), (row, one, by_head, row, turn - row)
+    return cute.make_tensor(made.iterator, cute.make_layout(shape, stride=stride))
+
+
+def copied_rows(tensor: cute.Tensor, head: Int32, batch: Int32, first: Int32, length: Int32) -> cute.Tensor:
+    """(s, d) of a head of a sequence, of the copy engine's coordinates of a :func:`copied` tensor."""
+    if cute.rank(tensor) == 4:
+        return tensor[None, None, head, batch]
+    return cute.domain_offset((FAR - length, 0), tensor[None, None, head, first + length, FAR])
+
+
 def rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     """(b, h, s), or (t, h), as kernels take it: (s, h, b).
 
@@ -79,3 +104,9 @@ def rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     if is_packed:
         return cute.make_tensor(tensor.iterator, cute.make_layout((*tensor.shape, 1)))
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
+
+
+def turned(tensor: cute.Tensor) -> cute.Tensor:
+    """The matrix with its first two dimensions exchanged."""
+    rank = cute.rank(tensor)
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, rank)]))

@@ -28,7 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.around import QueryGradient, RowProducts
 from cudnn_kernels.attention.mask import Mask
-from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -88,8 +88,10 @@ class AttentionBackward:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        matrices = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
-        q, k, v, o, do, dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in matrices)
+        q, k, o, do, dq, dk, dv = (
+            sequences.matrix(given[name], c.packed) for name in ("q", "k", "o", "do", "dq", "dk", "dv")
+        )
+        copied = [sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "do")]
         lse = sequences.rows(given["lse"], c.packed)
         offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
@@ -104,7 +106,9 @@ class AttentionBackward:
             )
         )  # fmt: skip
         RowProducts(c).launch(o, do, lse, products, log_sums, dq_sums, stream)
-        self.launch(q, k, v, do, dk, dv, log_sums, products, dq_sums, offsets_q, offsets_k, scale, right, left, stream)
+        self.launch(
+            q, k, *copied, dk, dv, log_sums, products, dq_sums, offsets_q, offsets_k, scale, right, left, stream
+        )
         QueryGradient(c).launch(dq_sums, dq, offsets_q, scale, stream)
 
     def region(self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]) -> cute.Tensor:
@@ -115,23 +119,24 @@ class AttentionBackward:
         return cute.make_tensor(first, cute.make_layout(shape))
 
     def launch(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, do: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor,
-        log_sums: cute.Tensor, products: cute.Tensor, dq_sums: cute.Tensor, offsets_q: Any, offsets_k: Any,
-        scale: Float32, right: Int32, left: Int32, stream: Any,
+        self, q: cute.Tensor, k: cute.Tensor, copied_q: cute.Tensor, copied_k: cute.Tensor, copied_v: cute.Tensor,
+        copied_do: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, log_sums: cute.Tensor, products: cute.Tensor,
+        dq_sums: cute.Tensor, offsets_q: Any, offsets_k: Any, scale: Float32, right: Int32, left: Int32, stream: Any,
     ) -> None:  # fmt: skip
-        """Q, dO (s_q, d, h_q, b); K, V, dK, dV (s_k, d, h_k, b); LSE * log2(e) and D (s_q, h_q, b).
+        """Q (s_q, d, h_q, b); K, dK, dV (s_k, d, h_k, b); LSE * log2(e) and D (s_q, h_q, b).
 
+        ``copied_...``: as the copy engine takes them.
         ``dq_sums``: float32, (128 * 4, M * d / 512, query blocks, h_q, b), zeros before.
         """
         c = self.c
         batches = 1 if const_expr(c.packed) else q.shape[3]
         layout_q, layout_k, layout_peer = self.input_layouts()
         load = cpasync.CopyBulkTensorTileG2SOp()
-        atom_q, mQ = cpasync.make_tiled_tma_atom(load, q, layout_q, (M, c.head))
-        atom_do, mdO = cpasync.make_tiled_tma_atom(load, do, layout_q, (M, c.head))
-        atom_k, mK = cpasync.make_tiled_tma_atom(load, k, layout_k, (self.n, c.head))
-        atom_v, mV = cpasync.make_tiled_tma_atom(load, v, layout_k, (self.n, c.head))
-        atom_p, mP = cpasync.make_tiled_tma_atom(load, k, layout_peer, (self.n, self.half_d))
+        atom_q, mQ = cpasync.make_tiled_tma_atom(load, copied_q, layout_q, (M, c.head))
+        atom_do, mdO = cpasync.make_tiled_tma_atom(load, copied_do, layout_q, (M, c.head))
+        atom_k, mK = cpasync.make_tiled_tma_atom(load, copied_k, layout_k, (self.n, c.head))
+        atom_v, mV = cpasync.make_tiled_tma_atom(load, copied_v, layout_k, (self.n, c.head))
+        atom_p, mP = cpasync.make_tiled_tma_atom(load, copied_k, layout_peer, (self.n, self.half_d))
         several = offsets_k.shape[0] - 1 if const_expr(c.packed) else 1
         pairs = sequences.blocks_of(k.shape[0], several, PAIR * self.n, c.packed)
         self.kernel(
@@ -272,35 +277,36 @@ class AttentionBackward:
         """One warp: fetches K and V, then Q and dO of every step."""
         c = self.c
         steps = block.end - block.begin
-        batch = 0 if const_expr(c.packed) else block.batch
         if steps > 0:
+            keys = (block.head, block.batch, block.first_key, block.mask.keys)
             size = self.n * c.head * self.dtype.width // 8
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, 2 * size + size // 2)
-            mine, other = block.first_key + block.key, block.first_key + block.key + (1 - 2 * rank) * self.n
-            self.fetch(atom_k, mK[None, None, block.head, batch], sK, (mine, 0), (self.n, c.head), barriers.kv_full)
-            self.fetch(atom_v, mV[None, None, block.head, batch], sV, (mine, 0), (self.n, c.head), barriers.kv_full)
-            self.fetch(
-                atom_p, mP[None, None, block.head, batch], sPeerK, (other, rank * self.half_d), (self.n, self.half_d),
-                barriers.kv_full,
-            )  # fmt: skip
+            other = block.key + (1 - 2 * rank) * self.n
+            full, shape = barriers.kv_full, (self.n, c.head)
+            self.fetch(atom_k, sequences.copied_rows(mK, *keys), sK, (block.key, 0), shape, full)
+            self.fetch(atom_v, sequences.copied_rows(mV, *keys), sV, (block.key, 0), shape, full)
+            peer_rows, shape = sequences.copied_rows(mP, *keys), (self.n, self.half_d)
+            self.fetch(atom_p, peer_rows, sPeerK, (other, rank * self.half_d), shape, full)
         size = M * c.head * self.dtype.width // 8
         total = steps * group_heads
         for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
             used = cutlass.min(step, total - 1)
             head = block.head * group_heads + used // steps
-            row = block.first_query + (block.begin + used % steps) * M
+            queries = (head, block.batch, block.first_query, block.mask.queries)
+            place = ((block.begin + used % steps) * M, 0)
             stage, phase = step % Q_STAGES, step // Q_STAGES % 2
             cute.arch.mbarrier_wait(barriers.q_empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + stage, size)
-            target = sQ[None, None, stage]
-            self.fetch(atom_q, mQ[None, None, head, batch], target, (row, 0), (M, c.head), barriers.q_full + stage)
+            target, full = sQ[None, None, stage], barriers.q_full + stage
+            self.fetch(atom_q, sequences.copied_rows(mQ, *queries), target, place, (M, c.head), full)
             if step < total:
                 cute.arch.mbarrier_wait(barriers.do_empty, step % 2 ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, size)
-                self.fetch(atom_do, mdO[None, None, head, batch], sdO, (row, 0), (M, c.head), barriers.do_full)
+                rows = sequences.copied_rows(mdO, *queries)
+                self.fetch(atom_do, rows, sdO, place, (M, c.head), barriers.do_full)
 
     def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``."""
@@ -515,9 +521,3 @@ class AttentionBackward:
             if block.key + row < block.mask.keys:
                 source = cute.local_tile(buffer, (1, width), (row, column))
                 cute.autovec_copy(source, cute.local_tile(target, (1, width), (row, column)))
-
-
-def turned(tensor: cute.Tensor) -> cute.Tensor:
-    """The matrix with its first two dimensions exchanged."""
-    rank = cute.rank(tensor)
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, rank)]))

@@ -21,7 +21,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.mask import Mask
-from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
@@ -74,7 +74,7 @@ class AttentionForward:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        q, k, v, o = (sequences.matrix(given[name], c.packed) for name in ("q", "k", "v", "o"))
+        q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
         lse = sequences.rows(given["lse"], c.packed)
         offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
@@ -88,19 +88,19 @@ class AttentionForward:
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = load if const_expr(c.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
         one = (None, None, 0)
-        v_turned = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2, 3]))
-        atom_q, mQ = cpasync.make_tiled_tma_atom(load, q, cute.slice_(q_layout, one), (self.tile_m, c.head))
+        rows_q, rows_k, rows_v, rows_o = (sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "o"))
+        atom_q, mQ = cpasync.make_tiled_tma_atom(load, rows_q, cute.slice_(q_layout, one), (self.tile_m, c.head))
         atom_k, mK = cpasync.make_tiled_tma_atom(
-            share, k, cute.slice_(k_layout, one), (self.tile_n, c.head), num_multicast=c.cluster
+            share, rows_k, cute.slice_(k_layout, one), (self.tile_n, c.head), num_multicast=c.cluster
         )
         atom_v, mV = cpasync.make_tiled_tma_atom(
-            share, v_turned, cute.slice_(v_layout, one), (c.head_v, self.tile_n), num_multicast=c.cluster
+            share, turned(rows_v), cute.slice_(v_layout, one), (c.head_v, self.tile_n), num_multicast=c.cluster
         )
         atom_o, mO = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), o, self.output_tile(), (ROWS, c.head_v)
+            cpasync.CopyBulkTensorTileS2GOp(), rows_o, self.output_tile(), (ROWS, c.head_v)
         )
         self.kernel(
-            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, o, lse, offsets_q, offsets_k, tiles, heads, q.shape[2],
+            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, lse, offsets_q, offsets_k, tiles, heads, q.shape[2],
             k.shape[2], q.shape[0], k.shape[0], Int32(together), given["scale_softmax"] * softmax.LOG2_E,
             given["scale_output"], given["right"], given["left"],
         ).launch(
@@ -142,7 +142,7 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
-        atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
+        atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
         tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32,
         scale: Float32, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
@@ -184,7 +184,7 @@ class AttentionForward:
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(
-                atom_o, mO, o, lse, sQ, sK, sV, sO, rings, problem, scale, scale_output, rank, group - 1,
+                atom_o, mO, lse, sQ, sK, sV, sO, rings, problem, scale, scale_output, rank, group - 1,
                 thread - GROUP * group,
             )  # fmt: skip
         if const_expr(c.cluster > 1):
@@ -239,11 +239,11 @@ class AttentionForward:
         c = self.c
         everyone = cutlass.Int16((1 << c.cluster) - 1) if const_expr(c.cluster > 1) else None
         begin, _, _, end = self.blocks(p, rank)
-        batch = 0 if const_expr(c.packed) else p.batch
         if self.exists(p, rank):
-            gQ = cute.domain_offset((p.first_query + p.row, 0), mQ[None, None, p.head, batch])
-            gK = cute.domain_offset((p.first_key, 0), mK[None, None, p.key_head, batch])
-            gV = cute.domain_offset((0, p.first_key), mV[None, None, p.key_head, batch])
+            gQ = cute.domain_offset((p.row, 0), queries_of(p, mQ))
+            key_rows = (p.key_head, p.batch, p.first_key, p.mask.keys)
+            gK = sequences.copied_rows(mK, *key_rows)
+            gV = turned(sequences.copied_rows(turned(mV), *key_rows))
             tQsQ, tQgQ = partition(atom_q, 0, 1, sQ, cute.local_tile(gQ, (self.tile_m, c.head), (0, 0)))
             tKsK, tKgK = partition(atom_k, rank, c.cluster, sK, cute.local_tile(gK, (self.tile_n, c.head), (None, 0)))
             tVsV, tVgV = partition(atom_v, rank, c.cluster, sV, cute.local_tile(gV, (c.head_v, self.tile_n), (0, None)))
@@ -278,7 +278,7 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self, atom_o: Any, mO: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
+        self, atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
         sV: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, scale: Float32, scale_output: Float32, rank: Int32,
         group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
@@ -317,7 +317,7 @@ class AttentionForward:
             log_sums = cute.make_rmem_tensor(2, Float32)
             for slot in cutlass.range_constexpr(2):
                 log_sums[slot] = ends[slot][1]
-            self.store(product_mma, acc, log_sums, atom_o, mO, o, lse, sO, p, group, thread)
+            self.store(product_mma, acc, log_sums, atom_o, mO, lse, sO, p, group, thread)
 
     def multiply_scores(self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
         """Issues Q K^T of a block."""
@@ -433,7 +433,7 @@ class AttentionForward:
 
     @cute.jit
     def store(
-        self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor, o: cute.Tensor,
+        self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor,
         lse: cute.Tensor, sO: cute.Tensor, p: Problem, group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """O and LSE of a warpgroup's rows."""
@@ -450,24 +450,20 @@ class AttentionForward:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
         sO_group = cute.local_tile(sO, (ROWS, c.head_v), (group, 0))
-        inside = Boolean(True) if const_expr(not c.packed) else row + ROWS <= p.mask.queries
-        if inside:
-            cute.copy(atom, copy.retile(rounded), copy.partition_D(sO_group))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
-            if thread < 32:
-                mine_o = cute.domain_offset((p.first_query + row, 0), mO[None, None, p.head, batch])
-                gO = cute.local_tile(mine_o, (ROWS, c.head_v), (0, 0))
-                tOsO, tOgO = partition(atom_o, 0, 1, sO_group, gO)
-                cute.copy(atom_o, tOsO, tOgO)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0)
-        else:
-            for slot in cutlass.range_constexpr(2):
-                mine = row + self.score_rows.row(thread, slot)
-                if mine < p.mask.queries:
-                    for place, i in enumerate(self.score_rows.order(c.head_v, slot)):
-                        o[p.first_query + mine, self.score_rows.column(thread, place), p.head, batch] = rounded[i]
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(sO_group))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=GROUP)
+        if thread < 32:
+            gO = cute.local_tile(cute.domain_offset((row, 0), queries_of(p, mO)), (ROWS, c.head_v), (0, 0))
+            tOsO, tOgO = partition(atom_o, 0, 1, sO_group, gO)
+            cute.copy(atom_o, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:
+    """A sequence's rows of Q or O, of the copy engine's coordinates."""
+    return sequences.copied_rows(tensor, p.head, p.batch, p.first_query, p.mask.queries)
 
 
 def opaque(word: Int32) -> Int32:
