@@ -174,6 +174,7 @@ def test_rotations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options
     check(arch, epilogue, m, n, **options)
 
 
+@pytest.mark.parametrize("arch", gemm.ARCHES)
 def test_what_cannot_be_rotated(arch: str) -> None:
     for rotate, options, message in (
         (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),
