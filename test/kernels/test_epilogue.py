@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -19,6 +20,7 @@ from cudnn_kernels.epilogue import (
     AddRow,
     Amax,
     Gated,
+    Hadamard,
     LoadTile,
     MultiplyColumn,
     MultiplyGroup,
@@ -119,6 +121,8 @@ def test_stores(arch: str, dtype: str, major: str) -> None:
 
 OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((MultiplyGroup("scale", "float16", 2), AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), 1, 136, {}),
+    ((Hadamard("m", factor=0.25), Amax("amax", True, "rotated"), StoreTile("d", "bfloat16"),
+      StoreTile("y", "float32", value="rotated")), 150, 96, {}),
     ((AddRow("bias", "bfloat16", MultiplyColumn("prob", "bfloat16")), StoreTile("d", "float32", "m")), 132, 37, {}),
     ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
     ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
@@ -144,6 +148,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((AddRow("bias", "float32"), QuantizeColumns("s", E5M2, E4M3), StoreTile("d", "float32", value="columns"),
       QuantizeRows("r", FP4, E4M3, 16), StoreTile("e", FP4)), 33, 224,
      {"pingpong": True, "tile": (64, 128, 64), "part": 32}),
+    ((Hadamard("n"), StoreTile("y", "float32", value="rotated"), Amax(value="rotated")), 133, 80, {"part": 32}),
     ((QuantizeColumns("s", E4M3, E8M0), StoreTile("d", E4M3, value="columns"), QuantizeRows("r", E4M3, E8M0, 32),
       StoreTile("e", E4M3)), 300, 160, {"pingpong": True, "part": 128}),
 ]  # fmt: skip
@@ -186,7 +191,22 @@ def test_what_cannot_be_rotated(arch: str) -> None:
         gemm.compiled(arch, gemm.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16"))))
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 12))
+@pytest.mark.parametrize(("arch", "along"), in_turn("mn"))
+def test_hadamard_matrix(arch: str, along: str) -> None:
+    """Against Sylvester's matrix, of which the reference knows nothing: H = [[1, 1], [1, -1]], four times."""
+    block = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    h = functools.reduce(torch.kron, [block] * 4)
+    epilogue = (Hadamard(along, "rotated", factor=0.25), StoreTile("y", "float32", value="rotated"))
+    made: dict[str, torch.Tensor] = {}
+    c = gemm.configuration(epilogue)
+    given, _, _ = gemm.run(arch, c, 144, 96, 64, change=lambda a, b, _: made.update(a=a, b=b))
+    x = gemm.product(c, made)[:, :, 0].bfloat16().float()
+    blocks = x.unflatten(0, (-1, 16)) if along == "m" else x.unflatten(1, (-1, 16))
+    expected = torch.einsum("ij,bjn->bin" if along == "m" else "ij,mbj->mbi", h, blocks) / 4
+    torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 13))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 

@@ -299,6 +299,30 @@ class Rotate(Declaration):
 
 
 @dataclass(frozen=True)
+class Hadamard(Declaration):
+    """``result`` = factor H v, for every 16 values v of a row, ``along`` n, or of a column, along m: H[i, j] is -1
+    where the numbers i and j have an odd number of bits in common, else 1.
+
+    v are those of ``value``, rounded to the type ``rounded`` first. An expert's rows are multiples of 16 along m.
+    """
+
+    along: str
+    result: str = "rotated"
+    value: str = "x"
+    factor: float = 1.0
+    rounded: str = "bfloat16"
+    registers: ClassVar[bool] = True
+
+    @property
+    def step(self) -> int:
+        return 16 if self.along == "n" else 1
+
+    @property
+    def rows(self) -> int:
+        return 16 if self.along == "m" else 1
+
+
+@dataclass(frozen=True)
 class SquaredRelu(Declaration):
     """x = relu(x)^2."""
 
@@ -312,13 +336,14 @@ class SquaredReluBackward(Declaration):
 
 @dataclass(frozen=True)
 class Amax(Declaration):
-    """a[i] = max(a[i], |x|), before rounding; NaN where a value is. i is 0, or the expert.
+    """a[i] = max(a[i], |x|), before rounding; NaN where a value is. i is 0, or the expert. Or of another value.
 
     The caller fills ``a``, float32, with -inf or with 0.
     """
 
     tensor: str = "amax"
     by_expert: bool = False
+    value: str = "x"
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (Tensor(self.tensor, "float32", (place.groups if self.by_expert else 1,), (1,), align=4),)

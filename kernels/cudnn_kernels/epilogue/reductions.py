@@ -23,7 +23,7 @@ class Amax(Operation):
         self.largest = [Float32(0.0)] * self.plan.layout.chains
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values["x"].values
+        x = values[self.o.value].values
         accumulate(self.largest, [cute.math.absf(x[i]) for i in range(cute.size(x))], maximum)
 
     def end(self, tile: Tile) -> None:

@@ -104,6 +104,20 @@ def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
     values["x"] = heads.flatten(1, 2)
 
 
+def hadamard(o: declared.Hadamard, values: Values, arguments: Arguments) -> None:
+    x, dim = values[o.value], 1 if o.along == "n" else 0
+    rounded = {"bfloat16": x.bfloat16, "float16": x.half, "float32": x.float}[o.rounded]().float()
+    count = x.shape[dim]
+    y = x.new_zeros(*(-(-size // 16) * 16 if i == dim else size for i, size in enumerate(x.shape)))
+    y.narrow(dim, 0, count).copy_(rounded)
+    for step in (1, 2, 4, 8):
+        pairs = y.unflatten(dim, (-1, 2, step))
+        a, b = (pairs.select(dim + 1, i).clone() for i in (0, 1))
+        pairs.select(dim + 1, 0).copy_(a + b)
+        pairs.select(dim + 1, 1).copy_(a - b)
+    values[o.result] = y.narrow(dim, 0, count) * o.factor
+
+
 def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
     y = values["x"].relu()
     values["x"] = y * y
@@ -117,7 +131,7 @@ def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, argum
 
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
-    x, target, groups = values["x"].abs(), arguments[o.tensor], values[GROUPS]
+    x, target, groups = values[o.value].abs(), arguments[o.tensor], values[GROUPS]
     if o.by_expert and groups is not None:
         target.scatter_reduce_(0, groups, x.amax((1, 2)).to(target.dtype), "amax")
     else:
@@ -208,6 +222,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.AddRow: add_row,
     declared.Gated: gated,
     declared.Rotate: rotate,
+    declared.Hadamard: hadamard,
     declared.SquaredRelu: squared_relu,
     declared.SquaredReluBackward: squared_relu_backward,
     declared.Amax: amax,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cudnn_kernels import epilogue as declared
-from cudnn_kernels.epilogue import arithmetic, quantize, reductions, rotate, tiles
+from cudnn_kernels.epilogue import arithmetic, hadamard, quantize, reductions, rotate, tiles
 from cudnn_kernels.epilogue.operation import Operation
 
 OPERATIONS: Mapping[type, type[Operation]] = {
@@ -15,6 +15,7 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.AddRow: arithmetic.AddRow,
     declared.Gated: arithmetic.Gated,
     declared.Rotate: rotate.Rotate,
+    declared.Hadamard: hadamard.Hadamard,
     declared.SquaredRelu: arithmetic.SquaredRelu,
     declared.SquaredReluBackward: arithmetic.SquaredReluBackward,
     declared.LoadTile: tiles.LoadTile,
