@@ -14,13 +14,13 @@ import torch
 import cudnn
 from cudnn import launch
 from support import gemms
-from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, options
+from support.gemm_families import ARCHITECTURES, FAMILIES, WHERE, case, check, execute, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F32
 from support.selection import brief, in_turn
 
 pytest.importorskip("ptx_emulator")
 
-NAMES = list(BY_NAME)
+NAMES = [family.name for family in FAMILIES]
 
 
 def within(where: str) -> Any:

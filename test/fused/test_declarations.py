@@ -20,6 +20,7 @@ from cudnn.cli.programs.gemm_matrix import Variant
 from cudnn.fused.dense import blank
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
+from support.gemm_families import BY_NAME
 from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -29,7 +30,7 @@ NAMES = list(registry.packages())
 GEMMS = registry.gemms()
 E4M3 = torch.float8_e4m3fn
 GROUPED = [name for name in NAMES if issubclass(registry.find(name), ExpertsGemm)]
-NEW = ("gemm_geglu", "gemm_rope")
+NEW = ("gemm_geglu", "gemm_rope", "gemm_dswiglu")
 """Those that proved that a declaration is enough: at most 150 lines."""
 
 
@@ -87,7 +88,7 @@ def test_a_declaration_is_short(name: str) -> None:
     ),
     ids=str,
 )
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full if x in BY_NAME else []) for x in NEW])
 def test_new_gemms(name: str, given: dict[str, Any], arch: str) -> None:
     problem = dense.make(Variant(name, **{"shape": (72, 128, 64, 2), **given}), "cpu")
     if arch == "reference":

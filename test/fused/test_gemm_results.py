@@ -22,13 +22,25 @@ from cudnn import launch
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
 from cudnn_kernels import architecture
-from support.gemm_families import ARCHITECTURES, BY_NAME, WHERE, case, check, execute, of_variant, options, slack
+from support.gemm_families import (
+    ARCHITECTURES,
+    BY_NAME,
+    FAMILIES,
+    WHERE,
+    case,
+    check,
+    execute,
+    of_variant,
+    options,
+    slack,
+)
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
 
 NAMES = list(BY_NAME)
+USUAL = [pytest.param(name, marks=[] if BY_NAME[name] in FAMILIES else pytest.mark.full) for name in NAMES]
 PLAIN = [
     {"dtype": BF16, "majors": "kkn"},
     {"dtype": F16, "majors": "mnm", "l": 3},
@@ -75,7 +87,16 @@ def run(where: str, name: str, given: dict[str, Any]) -> Any:
     return report
 
 
-@pytest.mark.parametrize(("where", "name", "given"), in_turn(EDGES, places=WHERE), ids=str)
+GATES: list[tuple[str, dict[str, Any]]] = [
+    ("gemm_dswiglu", {"amax": True, "n": 96}),
+    ("gemm_dswiglu", {"dtype": E4M3, "scale": E8M0, "majors": "mkm", "m": 80, "out": F32, "amax": True}),
+    ("gemm_dswiglu", {"l": 2, "n": 160, "out": E4M3}),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "given"), [*in_turn(EDGES, places=WHERE), *in_turn(GATES, 2, places=WHERE)], ids=str
+)
 def test_partial_tiles(where: str, name: str, given: dict[str, Any]) -> None:
     report = run(where, name, {**SMALL, **given})
     if where == "sm_90a":
@@ -89,14 +110,14 @@ SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHITECTURES]
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("given", PLAIN + BLOCK_SCALED, ids=str)
 def test_types_and_majors(where: str, name: str, given: dict[str, Any]) -> None:
     run(where, name, given)
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
-@pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
+@pytest.mark.parametrize("name", [x for name, x in zip(NAMES, USUAL, strict=True) if BY_NAME[name].quantized])
 @pytest.mark.parametrize("out", [E4M3, E5M2])
 @pytest.mark.parametrize("given", [{}, {"dtype": F16, "majors": "mnm", "l": 2}, {"m": 5, "n": 192}], ids=str)
 def test_quantised_results(where: str, name: str, out: Any, given: dict[str, Any]) -> None:
@@ -188,7 +209,7 @@ def test_every_variant_has_room_for_two_k_tiles() -> None:
     from cudnn_kernels.sm100.gemm import Gemm
 
     every = [v for v in variants("sm_100a") if v.api in BY_NAME]
-    wide = [replace(v, side="float32") for v in every if v.api in ("gemm_srelu", "gemm_dsrelu")]
+    wide = [replace(v, side="float32") for v in every if v.api in ("gemm_srelu", "gemm_dsrelu", "gemm_dswiglu")]
     plain = {"shape": (256, 256, 160, 1), "majors": "kkn"}
     for v in dict.fromkeys(replace(v, **plain, cluster=(v.tile[0] // 128, 1)) for v in every + wide):
         problem = of_variant(v, "meta")

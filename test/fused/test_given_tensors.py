@@ -14,7 +14,6 @@ import cudnn
 from support import gemms
 from support.gemm_families import (
     ARCHITECTURES,
-    BY_NAME,
     FAMILIES,
     WHERE,
     Case,
@@ -30,7 +29,7 @@ from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
 
-NAMES = list(BY_NAME)
+NAMES = [family.name for family in FAMILIES]
 GUARD = 7
 
 

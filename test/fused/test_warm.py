@@ -69,12 +69,14 @@ def _call(name: str, dtype: str, out: Any) -> None:
     a, sfa, options = _operand(dtype, m, k)
     b, sfb, _ = _operand(dtype, n, k)
     prob = torch.zeros(1, m, 1).permute(1, 2, 0)
-    c = torch.zeros(1, m, n, dtype=out or torch.bfloat16).permute(1, 2, 0)
+    c, ab12 = (torch.zeros(1, m, width, dtype=out or torch.bfloat16).permute(1, 2, 0) for width in (n, 2 * n))
     given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
-    given |= dict.fromkeys(("cos_tensor", "sin_tensor"), torch.zeros(m, 64))
+    given |= {"ab12_tensor": ab12, **dict.fromkeys(("cos_tensor", "sin_tensor"), torch.zeros(m, 64))}
     parameters = inspect.signature(wrapper(name)).parameters
     types = {p: out for p in parameters if out and p.endswith("_dtype") and p != "acc_dtype"}
-    wrapper(name)(**{p: tensor for p, tensor in given.items() if p in parameters}, **options, **types)
+    optional = {"prob_tensor"} if "ab12_tensor" in parameters else set()
+    taken = {p: tensor for p, tensor in given.items() if p in parameters and p not in optional}
+    wrapper(name)(**taken, **options, **types)
 
 
 TYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -85,6 +87,7 @@ DEFAULTS = {
     "gemm_swiglu": ("bf16", "fp16", "fp8", "nvfp4"),  # ab12 of float32 is refused for mxfp8
     "gemm_srelu": ("bf16", "fp8", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
     "gemm_dsrelu": ("bf16", "fp8", "mxfp8", "nvfp4"),
+    "gemm_dswiglu": ("bf16", "fp8", "mxfp8", "nvfp4"),
 }
 """Operands of calls that leave the types of results to the wrapper."""
 CALLS = [(name, dtype, True) for name in GEMMS for dtype in TYPES]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-from cudnn_kernels.epilogue import StoreTile  # noqa: E402
+from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile  # noqa: E402
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
@@ -227,6 +227,23 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
     launch = check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
     assert launch.grid[2] > 4 or not choice.get("dynamic")
+
+
+@pytest.mark.parametrize("arch", brief([(HOPPER,), (BLACKWELL,)], 0))
+def test_an_expert_loads_its_own_rows(arch: str) -> None:
+    """What the epilogue loads ends where the expert does: the next one's infinities are in none of its maxima."""
+    epilogue = (LoadTile("c", "bfloat16"), SquaredReluBackward(), Amax(by_expert=True), StoreTile("d", "float32"))
+    c = gemm.fitted(gemm.configuration(epilogue, schedule=GroupedRows(), part=64), arch)
+    m, n, k, ends = 200, 72, 64, [70, 75, 200]
+    made, given = gemm.operands(c, m, n, k, 1, len(ends)), gemm.arguments(epilogue, m, n, 1)
+    given |= {"amax": torch.zeros(len(ends)), "offsets": torch.tensor(ends, dtype=torch.int32)}
+    given["c"][70:75] = torch.inf
+    kernel = gemm.compiled(arch, c)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=2):
+        gemm.call(kernel, c, {**made, **given}, 2)
+    largest = [given["d"][start:end].abs().amax() for start, end in itertools.pairwise([0, *ends])]
+    assert given["amax"][[0, 2]].tolist() == [largest[0], largest[2]]
+    assert given["amax"][[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize(

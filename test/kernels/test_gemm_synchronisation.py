@@ -12,7 +12,15 @@ import torch
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-from cudnn_kernels.epilogue import Amax, LoadTile, Rotate, SquaredReluBackward, StoreTile, SumRow  # noqa: E402
+from cudnn_kernels.epilogue import (  # noqa: E402
+    Amax,
+    GatedBackward,
+    LoadTile,
+    Rotate,
+    SquaredReluBackward,
+    StoreTile,
+    SumRow,
+)
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from emulator.mutation import holds_registers, mutants  # noqa: E402
 from support import gemm  # noqa: E402
@@ -23,12 +31,16 @@ EPILOGUE = (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("s", "prob_
 STORE = (StoreTile("d", "bfloat16"),)
 ROTATE = (Rotate(128, 128, "bfloat16", positions="places"), LoadTile("c", "bfloat16"), SquaredReluBackward(), *STORE)
 PARTS = (0, 200, 200, 328, 904)
+WIDER = (LoadTile("c", "bfloat16", times=2), GatedBackward(), SumRow("s", "prob_gradient"),
+         StoreTile("y", "float32", value="activation"), StoreTile("d", "float32"))  # fmt: skip
 CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     # with sizes m, n, k: enough tiles to fill each buffer again after a tile's last release
     "cooperative": (
         HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)
     ),
     "ping-pong": (HOPPER, gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
+    "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
+    "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), part=32), (768, 64, 320)),
     "plain": (BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 256), part=32), (768, 64, 320)),
     "one CTA": (BLACKWELL, gemm.configuration(EPILOGUE, tile=(128, 64, 256), part=32), (768, 64, 320)),
     "pair": (
@@ -98,6 +110,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "plain": {WAIT: (3, TAIL)},
     "pieces": {WAIT: (3, TAIL)},
     "one CTA": {WAIT: (3, TAIL)},
+    "wider, one CTA": {WAIT: (3, TAIL)},
     "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
     "block-scaled": {WAIT: (4, TAIL)},
     "dynamic": {WAIT: (5, TAIL), "fence.proxy.async.shared::cta": (4, ANSWER), "bar.warp.sync": (4, ANSWER), **CLUSTER},

@@ -178,7 +178,9 @@ def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor], ends: Seque
 def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, Any]:
     """Random inputs, outputs of NaN, for an epilogue, by name."""
     made: dict[str, Any] = {}
-    for o in epilogue:
+    columns = n
+    for o, width in zip(epilogue, declared.widths_of(epilogue)[0], strict=True):
+        n = int(columns * width)
         if isinstance(o, declared.Scale):
             made[o.tensor] = 0.5
         elif isinstance(o, declared.StoreTile):
@@ -202,12 +204,12 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
         elif isinstance(o, declared.Rotate):
             made |= rotation(o, m)
         elif isinstance(o, declared.Amax):
-            made[o.tensor] = torch.full((batch if o.by_expert else 1,), -torch.inf)
+            experts, roles = [batch] if o.by_expert else [], [o.roles] if o.roles > 1 else []
+            made[o.tensor] = torch.full(experts + roles or [1], -torch.inf)
         elif isinstance(o, declared.QuantizeRows):
             made |= {o.tensor: scales(m, -(-n // o.vector), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
         elif isinstance(o, declared.QuantizeColumns):
             made |= {o.tensor: scales(n, -(-m // 32), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
-        n //= o.narrowing
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn import gemm_amax, gemm_dsrelu, gemm_srelu, gemm_swiglu
+from cudnn import gemm_amax, gemm_dsrelu, gemm_dswiglu, gemm_srelu, gemm_swiglu
 from cudnn.cli.programs.gemm_matrix import Variant
 from support import gemms
 from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
@@ -40,8 +40,9 @@ class Family:
         return getattr(self.module.api, f"_cache_of_{self.cls.__name__}Objects")
 
     @property
-    def columns(self) -> int:
-        return 2 if self.name == "gemm_swiglu" else 1
+    def columns(self) -> float:
+        """Columns of the result for each of the product's."""
+        return {"gemm_swiglu": 0.5, "gemm_dswiglu": 2}.get(self.name, 1)
 
 
 FAMILIES = (
@@ -59,7 +60,14 @@ FAMILIES = (
         ("d", "dprob", "amax", "sfd"), "d", ("c", "prob"), "sfd",
     ),
 )  # fmt: skip
-BY_NAME = {family.name: family for family in FAMILIES}
+"""Those that programs know from cuDNN."""
+OURS = (
+    Family(
+        "gemm_dswiglu", gemm_dswiglu.GemmDswiglu, gemm_dswiglu.gemm_dswiglu_wrapper, gemm_dswiglu,
+        ("d_ab12", "c", "dprob", "amax", "sfd"), "d_ab12", ("ab12", "prob"), "sfd",
+    ),
+)  # fmt: skip
+BY_NAME = {family.name: family for family in (*FAMILIES, *OURS)}
 
 
 @dataclass
@@ -111,7 +119,10 @@ def case(
     amax: bool | None = None,
     device: str = "cpu",
 ) -> Case:
-    """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors``: a, b, out."""
+    """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors``: a, b, out.
+
+    The c of dSwiGLU is there for results of 32 bits.
+    """
     family = BY_NAME[name]
     vector = vector or (32 if scale == E8M0 or out in (E4M3, E5M2) else 16)
     memory = "cpu" if device == "meta" else device
@@ -123,7 +134,7 @@ def case(
         )
     else:
         a, b = (gemms.plain(rows, k, l, dtype, major, memory) for rows, major in zip((m, n), directions, strict=True))
-    columns = n // family.columns
+    columns = int(n * family.columns)
     tensors: dict[str, Any] = {"a": a.tensor, "b": b.tensor, "sfa": a.scales, "sfb": b.scales}
     tensors[family.result] = result(m, columns, l, out, majors[2], memory)
     if name == "gemm_swiglu":
@@ -134,11 +145,17 @@ def case(
         major = "mn" if majors[2] == "m" else "k"
         tensors["c"] = gemms.strided(torch.randn(m, n, l, device=memory).to(side), major)
         tensors["dprob"] = torch.zeros(m, 1, l, device=memory)
+    elif name == "gemm_dswiglu":
+        major = "mn" if majors[2] == "m" else "k"
+        tensors["ab12"] = gemms.strided(torch.randn(m, 2 * n, l, device=memory).to(side), major)
+        tensors["c"] = result(m, n, l, BF16, majors[2], memory) if out == F32 else None
+        tensors["dprob"] = torch.zeros(m, 1, l, device=memory)
     if "prob" in family.extra:
         tensors["prob"] = torch.randn(m, 1, l, device=memory)
     if amax is None:
         amax = name == "gemm_amax" or (dtype == FP4 and out == BF16)
-    tensors["amax"] = torch.full((1,), float("-inf"), device=memory) if amax else None
+    roles = 2 if name == "gemm_dswiglu" else 1
+    tensors["amax"] = torch.full((roles,), float("-inf"), device=memory) if amax else None
     if family.quantized:
         quantized = out in (E4M3, E5M2)
         codes = torch.full((m, -(-columns // vector), l), 77, dtype=torch.uint8, device=memory)
@@ -201,12 +218,18 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
     elif name == "gemm_dsrelu":
         values, dprob = gemms.dsrelu(z, tensors["c"], tensors["prob"])
         gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
+    elif name == "gemm_dswiglu":
+        values, dprob, c = gemms.dswiglu(z, tensors["ab12"], tensors["prob"])
+        gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
+        if tensors["c"] is not None:
+            gemms.assert_rounded(tensors["c"], c, 1e-6)
     else:
         values = z
     slack *= 4 if name != "gemm_amax" else 1  # products of sums
     if tensors["amax"] is not None:
+        blocks = values.abs().unflatten(1, (-1, 2, 32)) if name == "gemm_dswiglu" else values.abs().unsqueeze(2)
         torch.testing.assert_close(
-            tensors["amax"].double().reshape(()), values.abs().max(), rtol=4 * slack, atol=0, check_dtype=False
+            tensors["amax"].double().flatten(), blocks.transpose(0, 2).flatten(1).amax(1), rtol=4 * slack, atol=0
         )
     found = tensors[problem.family.result]
     scales = tensors.get(problem.family.quantized)

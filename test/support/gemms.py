@@ -113,6 +113,16 @@ def dsrelu(z: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> tuple[torch.
     return 2 * positive * c.double() * prob.double(), (positive * positive * c.double()).sum(1, keepdim=True)
 
 
+def dswiglu(z: torch.Tensor, ab12: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """d_ab12, dprob and c, by autograd: z is the gradient of c."""
+    saved, factor = ab12.double().requires_grad_(), prob.double().requires_grad_()
+    c = swiglu(saved) * factor
+    c.backward(z)
+    assert saved.grad is not None
+    assert factor.grad is not None
+    return saved.grad, factor.grad, c.detach()
+
+
 def e8m0_code_above(x: torch.Tensor) -> torch.Tensor:
     """The byte of the least power of two from 2^-127 to 2^127 that is not below x, float64 and not negative."""
     mantissa, exponent = torch.frexp(x)

@@ -16,7 +16,9 @@ from typing import Any
 from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration
 from cudnn_kernels.epilogue import (
     Amax,
+    Gate,
     Gated,
+    GatedBackward,
     LoadTile,
     MultiplyColumn,
     QuantizeRows,
@@ -36,11 +38,17 @@ from cudnn_kernels.sm100 import heuristics as sm100
 E4M3 = "float8_e4m3fn"
 
 
-def results(dtype: str, name: str) -> tuple[Any, ...]:
-    """The end of an API's epilogue: factors and fp8, or the largest magnitude and wider types."""
+def results(dtype: str, name: str, roles: int = 1) -> tuple[Any, ...]:
+    """The end of an API's epilogue: factors and fp8, or the largest magnitudes and wider types."""
     if dtype == E4M3:
         return QuantizeRows("sf", dtype, "float8_e8m0fnu", 32), StoreTile(name, dtype)
-    return Amax(), StoreTile(name, dtype)
+    return Amax(roles=roles), StoreTile(name, dtype)
+
+
+def gated_backward(gate: Gate, saved: str) -> tuple[Any, ...]:
+    """The backward pass of a gated activation, and of a factor for each row."""
+    return (Scale(), LoadTile("ab12", saved, times=2), Scale("beta", "c"), GatedBackward(gate),
+            SumRow("dprob", "prob_gradient"), MultiplyColumn())  # fmt: skip
 
 
 def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -58,6 +66,11 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
             Scale(), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"),
             MultiplyColumn(), *end,
         )  # fmt: skip
+        yield f"dswiglu bfloat16 {dtype}", (*gated_backward(Gate(), "bfloat16"), *results(dtype, "d", 2))
+    again = (MultiplyColumn("prob", value="activation"), StoreTile("c", "bfloat16", value="activation"))
+    clamped = Gate("swish", "slope", "largest", "least", "offset")
+    yield "dgeglu and geglu bfloat16", (*gated_backward(clamped, "bfloat16"), *again, *results("bfloat16", "d", 2))
+    yield "dgeglu float32", (*gated_backward(clamped, "float32"), *results("float32", "d", 2))
     yield "rope bfloat16", (Scale(), Rotate(128, 128), StoreTile("c", "bfloat16"))
     yield f"rope {E4M3}", (Scale(), Rotate(128, 128, positions="p"), *results(E4M3, "c"))
     yield "rope interleaved", (Scale(), Rotate(128, 128, interleaved=True), StoreTile("c", "bfloat16"))

@@ -5,25 +5,30 @@ An epilogue is a tuple of these declarations, applied from left to right to name
 a GPU is in the modules beside it, of which ``cudnn_kernels.epilogue.table`` says which class runs which declaration;
 what each one means for whole tensors is in ``cudnn_kernels.epilogue.reference``.
 
-``tensor`` names an argument of the kernel. A declaration says which arguments it has (``slots``) and what it asks of
-the configuration (``columns``, ``narrowing``, ``staged``, ``registers``), so that neither the host nor the heuristics
-need to know it. Types go by PyTorch's names, ``major`` is the dimension of stride 1.
+``tensor`` names an argument of the kernel. A declaration says which arguments it has (``slots``), how wide the values
+are that it takes and makes (``width``, ``makes``), and what it asks of the configuration (``step``, ``staged``,
+``registers``), so that neither the host nor the heuristics need to know it. Types go by PyTorch's names, ``major`` is
+the dimension of stride 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import ClassVar
 
 from cudnn_kernels.formats import bits
 from cudnn_kernels.signature import Scalar, Tensor, addresses, block_scales, column, matrix, vector
 
+Widths = Mapping[str, Fraction]
+"""Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
+
 
 @dataclass(frozen=True)
 class Place:
-    """Names of sizes where a declaration stands: ``columns`` reach it, ``groups`` have a row vector each."""
+    """Names of sizes where a declaration stands: its tensors have ``columns``, ``groups`` have a row vector each."""
 
     columns: str
     groups: str
@@ -36,8 +41,6 @@ class Declaration:
 
     columns: ClassVar[int] = 1
     """Columns come in multiples of as many: in a tile, and as many as pass through the epilogue at a time."""
-    narrowing: ClassVar[int] = 1
-    """Columns that go in, for each that comes out."""
     registers: ClassVar[bool] = False
     """Whether it holds more values in registers than a fragment, which ping-pong on Hopper has no room for."""
 
@@ -63,35 +66,51 @@ class Declaration:
         """Bits that each value takes in shared memory on its way to or from the tensor."""
         return 0
 
+    def width(self, widths: Widths) -> Fraction:
+        """The width of its tensors, and of the value it works on, where the values before it have these."""
+        return widths["x"]
+
+    def makes(self, widths: Widths) -> Widths:
+        """The values that it makes, or makes wider or narrower."""
+        return {}
+
     def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
         """Its arguments of the kernel."""
         return ()
 
 
+def widths_of(epilogue: Sequence[Declaration]) -> tuple[list[Fraction], Fraction]:
+    """The ``width`` of each declaration, and that of ``x`` after all."""
+    values, found = {"x": Fraction(1)}, list[Fraction]()
+    for declaration in epilogue:
+        found.append(declaration.width(values))
+        values |= declaration.makes(values)
+    return found, values["x"]
+
+
 def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
     """The arguments of all declarations. Those of the same name are one, declared alike."""
-    place, found = Place("n", groups, batch=batch), {}
-    for declaration in epilogue:
-        for slot in declaration.slots(place):
+    found: dict[str, Tensor | Scalar] = {}
+    for declaration, width in zip(epilogue, widths_of(epilogue)[0], strict=True):
+        for slot in declaration.slots(Place("n" if width == 1 else "columns", groups, batch=batch)):
             found.setdefault(slot.name, slot)
-        if declaration.narrowing > 1:
-            place = replace(place, columns="columns")
     return tuple(found.values())
 
 
 @dataclass(frozen=True)
 class Needs:
     """What an epilogue asks of a configuration: ``columns`` of a tile and ``rows`` of an expert are multiples of so
-    many, ``staged`` are the bits of each tensor that passes through shared memory, ``narrowing`` as of all declarations
-    together. A part's columns are such a multiple too or, where there is ``apart``, two pieces of it, each a multiple
-    of ``piece``.
+    many, ``staged`` are the bits of each tensor that passes through shared memory, ``width`` is that of ``x`` in the
+    end, ``bits`` are those that pass through shared memory for each of the accumulator's. A part's columns are such a
+    multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece``.
     """
 
     columns: int
     rows: int
-    narrowing: int
+    width: Fraction
     staged: tuple[int, ...]
     registers: bool
+    bits: int
     apart: int = 0
     piece: int = 1
 
@@ -107,27 +126,31 @@ class Needs:
 
 def needs_of(epilogue: Sequence[Declaration]) -> Needs:
     """What all declarations ask for together."""
-    columns, narrowing, staged, registers, piece = 1, 1, [], False, 1
-    apart: set[int] = set()
-    for declaration in epilogue:
-        columns = math.lcm(columns, narrowing * declaration.step)
-        if declaration.apart:
-            apart.add(declaration.apart)
-        else:
-            piece = math.lcm(piece, declaration.step)
-        narrowing *= declaration.narrowing
-        staged += [declaration.staged] if declaration.staged else []
-        registers |= declaration.registers
-    rows = math.lcm(*(declaration.rows for declaration in epilogue))
-    one = len(apart) == 1 and narrowing == 1 and columns == 2 * min(apart)
-    return Needs(columns, rows, narrowing, tuple(staged), registers, min(apart) if one else 0, piece)
+    widths, last = widths_of(epilogue)
+    columns = math.lcm(*((o.step / width).numerator for o, width in zip(epilogue, widths, strict=True)))
+    apart = {o.apart for o in epilogue if o.apart}
+    one = len(apart) == 1 and last == 1 and columns == 2 * min(apart)
+    return Needs(
+        columns,
+        math.lcm(*(o.rows for o in epilogue)),
+        last,
+        tuple(o.staged for o in epilogue if o.staged),
+        any(o.registers for o in epilogue),
+        math.ceil(sum(o.staged * width for o, width in zip(epilogue, widths, strict=True))),
+        min(apart) if one else 0,
+        math.lcm(*(o.step for o in epilogue if not o.apart)),
+    )
 
 
 @dataclass(frozen=True)
 class Scale(Declaration):
-    """x = x * a, where ``a`` is a float that the caller passes."""
+    """x = x * a, where ``a`` is a float that the caller passes; or another value."""
 
     tensor: str = "alpha"
+    value: str = "x"
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Scalar, ...]:
         return (Scalar(self.tensor, "float32"),)
@@ -135,11 +158,16 @@ class Scale(Declaration):
 
 @dataclass(frozen=True)
 class MultiplyGroup(Declaration):
-    """x = x * a[i]^power, ``a`` of any float type and of the shape (l,); i is the batch, or the expert."""
+    """x = x * a[i]^power, or another value: ``a`` of any float type and of the shape (l,); i is batch or expert.
+    """
 
     tensor: str = "alpha"
     dtype: str = "float32"
     power: int = 1
+    value: str = "x"
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (replace(vector(self.tensor, self.dtype, place.groups), strides=(None,)),)
@@ -164,9 +192,16 @@ class _Tile(Declaration):
 
 @dataclass(frozen=True)
 class LoadTile(_Tile):
-    """Names a tensor (m, n, l) ``value``."""
+    """Names a tensor (m, n, l) ``value``. It may have ``times`` as many columns as ``x``."""
 
     value: str = "c"
+    times: int = 1
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths["x"] * self.times
+
+    def makes(self, widths: Widths) -> Widths:
+        return {self.value: self.width(widths)}
 
 
 @dataclass(frozen=True)
@@ -188,13 +223,20 @@ class StoreTile(_Tile):
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (addresses(self.tensor, place.batch),) if self.pointers else super().slots(place)
 
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
+
 
 @dataclass(frozen=True)
 class MultiplyColumn(Declaration):
-    """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), of any float type."""
+    """x[m, n] = x[m, n] * v[m], ``v`` of the shape (m, 1, l), of any float type; or another value."""
 
     tensor: str = "prob"
     dtype: str = "float32"
+    value: str = "x"
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch, self.dtype),)
@@ -252,7 +294,35 @@ class Gated(Declaration):
     gate: Gate = SWIGLU
     gate_first: bool = False
     columns: ClassVar[int] = 2 * BLOCK
-    narrowing: ClassVar[int] = 2
+
+    def makes(self, widths: Widths) -> Widths:
+        return {"x": widths["x"] / 2}
+
+    def slots(self, place: Place) -> tuple[Scalar, ...]:
+        return self.gate.slots()
+
+
+@dataclass(frozen=True)
+class GatedBackward(Declaration):
+    """The backward pass of :class:`Gated`: x is the gradient of y, ``saved`` a value with two columns for each of x's.
+
+    x becomes the gradient of ``saved``, in the same order: with the derivative f' and t the clamped u plus the offset,
+
+        x t f'(g)  for a gate, 0 where it is above clamp_max
+        x f(g)     for another, 0 where it is above clamp_max or below clamp_min
+
+    Two more values have the width that x had: ``activation`` = y, and ``prob_gradient`` = x y, which is the gradient of
+    a factor of y, where x is that of the product.
+    """
+
+    gate: Gate = SWIGLU
+    gate_first: bool = False
+    saved: str = "c"
+    columns: ClassVar[int] = BLOCK
+
+    def makes(self, widths: Widths) -> Widths:
+        before = widths["x"]
+        return {"x": 2 * before, "activation": before, "prob_gradient": before}
 
     def slots(self, place: Place) -> tuple[Scalar, ...]:
         return self.gate.slots()
@@ -321,6 +391,12 @@ class Hadamard(Declaration):
     def rows(self) -> int:
         return 16 if self.along == "m" else 1
 
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
+
+    def makes(self, widths: Widths) -> Widths:
+        return {self.result: widths[self.value]}
+
 
 @dataclass(frozen=True)
 class SquaredRelu(Declaration):
@@ -333,20 +409,35 @@ class SquaredReluBackward(Declaration):
 
     gradient: str = "c"
 
+    def makes(self, widths: Widths) -> Widths:
+        return {"prob_gradient": widths["x"]}
+
 
 @dataclass(frozen=True)
 class Amax(Declaration):
-    """a[i] = max(a[i], |x|), before rounding; NaN where a value is. i is 0, or the expert. Or of another value.
+    """a[i] = max(a[i], |x|) or of another value, before rounding; NaN where a value is. i is 0, or the expert.
 
-    The caller fills ``a``, float32, with -inf or with 0.
+    With two ``roles``, blocks of 32 columns take turns: a[i, j] is that of every second block, from block j on. The
+    caller fills ``a``, float32, with -inf or with 0.
     """
 
     tensor: str = "amax"
     by_expert: bool = False
     value: str = "x"
+    roles: int = 1
+
+    @property
+    def step(self) -> int:
+        return self.roles * BLOCK if self.roles > 1 else 1
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (Tensor(self.tensor, "float32", (place.groups if self.by_expert else 1,), (1,), align=4),)
+        shape = (place.groups,) if self.by_expert else (1,) if self.roles == 1 else ()
+        shape += (self.roles,) if self.roles > 1 else ()
+        strides = (self.roles, 1)[-len(shape) :]
+        return (Tensor(self.tensor, "float32", shape, strides, align=4),)
 
 
 @dataclass(frozen=True)
@@ -355,6 +446,9 @@ class SumRow(Declaration):
 
     tensor: str
     value: str
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch),)
@@ -412,6 +506,9 @@ class QuantizeColumns(Declaration):
     @property
     def rows(self) -> int:
         return 128 if self.by_expert else 32
+
+    def makes(self, widths: Widths) -> Widths:
+        return {self.value: widths["x"]}
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (

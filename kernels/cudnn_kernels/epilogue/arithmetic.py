@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cudnn_kernels.epilogue import BLOCK, Gate
-from cudnn_kernels.epilogue.fragment import Fragment, pick
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
 from cudnn_kernels.epilogue.operation import Operation, Tile
 
 
 class Scale(Operation):
     """One multiplication for each value."""
 
+    streams = True
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        multiply(values[self.o.value], self.plan.width, some, self.parameters[0])
+
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values["x"].values
+        x = values[self.o.value].values
         x.store(x.load() * self.parameters[0])
 
 
 class MultiplyGroup(Operation):
     """One factor, loaded before the tile's products."""
+
+    streams = True
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
@@ -31,19 +38,30 @@ class MultiplyGroup(Operation):
         self.factor = math.prod([factor] * (self.o.power - 1), start=factor)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values["x"].values
+        x = values[self.o.value].values
         x.store(x.load() * self.factor)
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        multiply(values[self.o.value], self.plan.width, some, self.factor)
 
 
 class MultiplyColumn(Operation):
     """A thread loads the factors of its rows before the tile's products."""
+
+    streams = True
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        x = values[self.o.value]
+        for slot, places in indices(x, self.plan.width, some):
+            for i in places:
+                x.values[i] = x.values[i] * self.factors[slot]
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
         self.factors = [load_row(factors, self.row(tile, slot), tile) for slot in range(self.plan.layout.slots)]
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values["x"]
+        x = values[self.o.value]
         for slot, factor in enumerate(self.factors):
             for i in x.rows.order(x.width, slot):
                 x.values[i] = x.values[i] * factor
@@ -89,17 +107,49 @@ class Gated(Operation):
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, half = values["x"], self.width // 2
         y = Fragment(self.plan.fragment(Float32, half), half, x.rows)
-        block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
         activation = Activation(self.o.gate, self.parameters)
-        for slot in range(x.rows.slots):
-            wide, narrow = x.rows.order(self.width, slot), y.rows.order(half, slot)
-            for position, target in enumerate(narrow):
-                first = position // block * 2 * block + position % block
-                gate, other = (x.values[wide[i]] for i in (first, first + block))
-                if not self.o.gate_first:
-                    gate, other = other, gate
-                y.values[target] = activation(gate, other)
+        for gate, other, target in pairs(x.rows, half, self.o.gate_first):
+            y.values[target] = activation(x.values[gate], x.values[other])
         values["x"] = y
+
+
+class GatedBackward(Operation):
+    """Gate and other lie 32 columns apart, in the thread that has their gradient."""
+
+    streams = True
+
+    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        rows = self.plan.layout
+        self.made = {
+            name: Fragment(self.plan.fragment(Float32, width), width, rows)
+            for name, width in (("x", 2 * self.width), ("activation", self.width), ("prob_gradient", self.width))
+        }
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        x, saved = values["x"], values[self.o.saved]
+        wide, y, product = self.made.values()
+        activation = Activation(self.o.gate, self.parameters)
+        of_saved, of_x = (indices(each, self.plan.width, some) for each in (saved, x))
+        for (_, both), (_, mine) in zip(of_saved, of_x, strict=True):
+            first, second = both[: len(mine)], both[len(mine) :]
+            gates, others = (first, second) if self.o.gate_first else (second, first)
+            for gate, other, i in zip(gates, others, mine, strict=True):
+                y.values[i], by_gate, by_other = activation.derivatives(saved.values[gate], saved.values[other])
+                product.values[i] = x.values[i] * y.values[i]
+                wide.values[gate] = x.values[i] * by_gate
+                wide.values[other] = x.values[i] * by_other
+        values |= self.made
+
+
+def pairs(rows: RowLayout, width: int, gate_first: bool) -> Iterator[tuple[int, int, int]]:
+    """Where a gate and its other are in a thread's fragment, and what becomes of them in one of ``width`` columns."""
+    block = BLOCK // rows.neighbours  # values of a row in 32 columns
+    for slot in range(rows.slots):
+        wide = rows.order(2 * width, slot)
+        for position, target in enumerate(rows.order(width, slot)):
+            first = position // block * 2 * block + position % block
+            gate, other = (wide[first + (block if second else 0)] for second in (not gate_first, gate_first))
+            yield gate, other, target
 
 
 class Activation:
@@ -112,14 +162,38 @@ class Activation:
             given[x] if isinstance(x, str) else x for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset)
         )
 
-    def __call__(self, gate: Float32, other: Float32) -> Float32:
+    def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
+        """g, and u plus the offset."""
         if self.largest is not None:
             gate, other = (minimum(x, self.largest) for x in (gate, other))
         if self.least is not None:
             other = maximum(other, self.least)
         if not (isinstance(self.offset, float) and self.offset == 0.0):
             other = other + self.offset
+        return gate, other
+
+    def __call__(self, gate: Float32, other: Float32) -> Float32:
+        gate, other = self.clamped(gate, other)
         return other * (relu(gate) if self.kind == "relu" else swish(gate, self.slope))
+
+    def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
+        """y, and its derivatives by the gate and by the other; they are NaN where one of the two is."""
+        g, u = self.clamped(gate, other)
+        if self.kind == "relu":
+            by_other = relu(g)
+            by_gate = pick(g <= 0.0, 0.0, u)
+        else:
+            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, self.slope))
+            by_other = g * sigmoid
+            by_gate = u * (sigmoid * self.slope * (g - by_other) + sigmoid)
+        y = u * by_other
+        if self.largest is not None:
+            by_gate, by_other = (
+                pick(x > self.largest, 0.0, d) for x, d in ((gate, by_gate), (other, by_other))
+            )  # fmt: skip
+        if self.least is not None:
+            by_other = pick(other < self.least, 0.0, by_other)
+        return y, by_gate, by_other
 
 
 class SquaredRelu(Operation):
@@ -146,6 +220,13 @@ class SquaredReluBackward(Operation):
         values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
 
 
+def multiply(x: Fragment, width: int, some: Some, factor: Any) -> None:
+    """Some values times a factor."""
+    for _, places in indices(x, width, some):
+        for i in places:
+            x.values[i] = x.values[i] * factor
+
+
 def relu(x: Float32) -> Float32:
     """max(x, 0), NaN for NaN."""
     return cute.arch.fmax(x, Float32(0.0), nan=True)
@@ -160,7 +241,12 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 def swish(x: Float32, slope: Any = 1.0) -> Float32:
     """x / (1 + exp(-slope x)), within 2 ulp of exp's and the reciprocal's approximations."""
-    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * (slope * -math.log2(math.e)), fastmath=True))
+    return x * cute.arch.rcp_approx(1.0 + exponential(x, slope))
+
+
+def exponential(x: Float32, slope: Any) -> Float32:
+    """exp(-slope x), approximately."""
+    return cute.math.exp2(x * (slope * -math.log2(math.e)), fastmath=True)
 
 
 def minimum(a: Float32, b: Any) -> Float32:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
+
+from cudnn_kernels.epilogue import BLOCK
 
 WARP = 32
 
@@ -19,6 +21,7 @@ class RowLayout:
     A thread has ``slots`` rows. ``neighbours`` threads, next to each other in a warp, share a row: each has every
     ``neighbours``-th run of ``run`` columns. ``matrices``: a warp's values are 8 x 8 matrices as stmatrix has them.
     A reduction keeps ``chains`` results at first, which do not wait for each other, and combines them in the end.
+    ``few`` values of a row stream through operations at a time.
     """
 
     slots: int
@@ -26,6 +29,7 @@ class RowLayout:
     run: int
     matrices: bool
     chains: int = 1
+    few: int = 8
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
@@ -67,10 +71,45 @@ class Fragment:
         return [self.values[i] for i in self.rows.order(self.width, slot)]
 
 
+Some = Sequence[tuple[int, Sequence[int]]]
+"""Some of a thread's values: row slots, and positions in the order of the accumulator's columns."""
+
+
+def indices(x: Fragment, width: int, some: Some) -> Iterator[tuple[int, list[int]]]:
+    """By row slot, the indices of some values, where the accumulator's fragment has ``width`` columns.
+
+    Where x is twice as wide, two blocks of 32 columns stand for each of the accumulator's.
+    """
+    block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
+    for slot, positions in some:
+        order = x.rows.order(x.width, slot)
+        if x.width == width:
+            yield slot, [order[p] for p in positions]
+        else:
+            first = [p // block * 2 * block + p % block for p in positions]
+            yield slot, [order[p + distance] for distance in (0, block) for p in first]
+
+
 def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
     """Combines values with results that are kept, each value with the next of them."""
     for i, value in enumerate(values):
         chains[i % len(chains)] = combine(chains[i % len(chains)], value)
+
+
+def accumulate_few(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
+    """The same for a few values, as a tree where there are several chains: none waits for the others."""
+    if len(chains) == 1 or not values:
+        accumulate(chains, values, combine)
+    else:
+        chains[0] = combine(chains[0], tree(values, combine))
+
+
+def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float32:
+    """Combines values by pairs, so that none of them waits for more than one other."""
+    if len(values) == 1:
+        return values[0]
+    half = len(values) // 2
+    return combine(tree(values[:half], combine), tree(values[half:], combine))
 
 
 def halvings(count: int, first: int, end: int) -> list[tuple[int, bool]]:

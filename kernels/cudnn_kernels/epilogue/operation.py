@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cudnn_kernels.epilogue import Place, needs_of
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick
+from cudnn_kernels.epilogue import Place, needs_of, widths_of
+from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, pick
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,11 @@ class Tile:
 class Operation:
     """One declaration of an epilogue at work: takes the named values of a tile, part by part from left to right.
 
-    The methods are called while the kernel is traced. ``width`` columns of a part reach the operation.
+    The methods are called while the kernel is traced. The value that it works on has ``width`` columns of a part.
     """
 
     reduces = False  # so values outside of the product must be 0
+    streams = False  # whether it works value by value: may be applied by ``start``, ``step`` and ``finish``
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         self.o, self.plan, self.width = declaration, plan, width
@@ -103,6 +105,15 @@ class Operation:
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         """One part of the tile."""
+
+    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        """Before all steps of a part."""
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        """Some values of a part."""
+
+    def finish(self, tile: Tile, part: int) -> None:
+        """After all steps of a part."""
 
     def commit(self, tile: Tile, part: int) -> None:
         """The group's first warp, once all have applied the part and the copy engine sees shared memory."""
@@ -146,11 +157,10 @@ class Epilogue:
         if needs.splits(plan.width):
             plan = replace(plan, apart=needs.apart)
         self.plan = plan
-        width = plan.width
-        for declaration in declarations:
-            self.operations.append(OPERATIONS[type(declaration)](declaration, plan, width))
-            width //= declaration.narrowing
+        for declaration, width in zip(declarations, widths_of(declarations)[0], strict=True):
+            self.operations.append(OPERATIONS[type(declaration)](declaration, plan, int(plan.width * width)))
         self.reduces = any(operation.reduces for operation in self.operations)
+        self.widens = needs.width > 1
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: each operation's parameters."""
@@ -192,11 +202,35 @@ class Epilogue:
         self._free(tile.thread, part)
         tile.barrier()
         values = {"x": fragment}
-        for operation in self.operations:
-            operation.apply(tile, part, values)
+        for streams, operations in itertools.groupby(self.operations, lambda o: o.streams and self.widens):
+            if streams:
+                self.stream(list(operations), tile, part, values)
+                continue
+            for operation in operations:
+                operation.apply(tile, part, values)
         cute.arch.fence_view_async_shared()
         tile.barrier()
         self._commit(tile, part)
+
+    def stream(self, operations: Sequence[Operation], tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        """Applies operations that follow each other to a few values at a time.
+
+        Where values are widened, registers do not hold a part's between one operation and the next, and the compiler
+        hardly changes the order that it is given.
+        """
+        layout = self.plan.layout
+        count = self.plan.width // layout.neighbours  # values of a row
+        for operation in operations:
+            operation.start(tile, part, values)
+        before = dict(values)
+        for slot in range(layout.slots):
+            for first in range(0, count, layout.few):
+                now = dict(before)
+                for operation in operations:
+                    operation.step(tile, now, [(slot, range(first, first + layout.few))])
+                values |= now
+        for operation in operations:
+            operation.finish(tile, part)
 
     def end(self, tile: Tile) -> None:
         """After all parts of a tile."""

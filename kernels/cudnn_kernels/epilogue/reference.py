@@ -29,12 +29,12 @@ def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments
 
 
 def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] * arguments[o.tensor]
+    values[o.value] = values[o.value] * arguments[o.tensor]
 
 
 def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Arguments) -> None:
     factor, groups = arguments[o.tensor].float() ** o.power, values[GROUPS]
-    values["x"] = values["x"] * (factor if groups is None else factor[groups].reshape(-1, 1, 1))
+    values[o.value] = values[o.value] * (factor if groups is None else factor[groups].reshape(-1, 1, 1))
 
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
@@ -53,7 +53,7 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
-    values["x"] = values["x"] * arguments[o.tensor].float()
+    values[o.value] = values[o.value] * arguments[o.tensor].float()
 
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
@@ -68,22 +68,61 @@ def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
 
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
-    pairs = values["x"].unflatten(1, (-1, 2, declared.BLOCK))
-    gate, other = (pairs.select(2, int(second)).flatten(1, 2) for second in (not o.gate_first, o.gate_first))
-    values["x"] = activate(o.gate, gate, other, arguments)
+    gate, other = parts(values["x"], o.gate_first)
+    g, u = clamped(o.gate, gate, other, arguments)
+    values["x"] = (u * gate_function(o.gate, g, arguments)).flatten(1, 2)
 
 
-def activate(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> Any:
-    """What a gated activation makes of gates and other values."""
-    slope, largest, least, offset = (
-        arguments[x] if isinstance(x, str) else x for x in (o.slope, o.clamp_max, o.clamp_min, o.offset)
-    )
-    gate, other = gate.clamp(max=largest) if largest is not None else gate, _clamped(other, least, largest)
-    return (other + offset) * (gate.relu() if o.kind == "relu" else gate * (slope * gate).sigmoid())
+def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
+    x, saved = values["x"], values[o.saved]
+    gate, other = parts(saved, o.gate_first)
+    g, u = clamped(o.gate, gate, other, arguments)
+    f = gate_function(o.gate, g, arguments)
+    by_gate, by_other = u * gate_slope(o.gate, g, arguments), f
+    largest, least = (arguments[x] if isinstance(x, str) else x for x in (o.gate.clamp_max, o.gate.clamp_min))
+    if largest is not None:
+        by_gate, by_other = by_gate.masked_fill(gate > largest, 0.0), by_other.masked_fill(other > largest, 0.0)
+    if least is not None:
+        by_other = by_other.masked_fill(other < least, 0.0)
+    wide = x.new_empty(saved.shape)
+    for target, by in zip(parts(wide, o.gate_first), (by_gate, by_other), strict=True):
+        target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * by)
+    y = (u * f).flatten(1, 2)
+    values.update(x=wide, activation=y, prob_gradient=x * y)
 
 
-def _clamped(x: Any, least: float | None, largest: float | None) -> Any:
-    return x if least is largest is None else x.clamp(least, largest)
+def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
+    """The gates and the others of a tensor, (m, pairs, 32, l), in its memory."""
+    blocks = x.unflatten(1, (-1, 2, declared.BLOCK))
+    return blocks[:, :, int(not gate_first)], blocks[:, :, int(gate_first)]
+
+
+def clamped(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> tuple[Any, Any]:
+    """g, and u plus the offset."""
+    largest, least, offset = (
+        arguments[x] if isinstance(x, str) else x for x in (o.clamp_max, o.clamp_min, o.offset)
+    )  # fmt: skip
+    if largest is not None:
+        gate, other = gate.clamp(max=largest), other.clamp(max=largest)
+    return gate, (other if least is None else other.clamp(min=least)) + offset
+
+
+def gate_function(o: declared.Gate, g: Any, arguments: Arguments) -> Any:
+    """f(g)"""
+    return g.relu() if o.kind == "relu" else g * (slope(o, arguments) * g).sigmoid()
+
+
+def gate_slope(o: declared.Gate, g: Any, arguments: Arguments) -> Any:
+    """f'(g), 0 at 0 for ``relu``."""
+    if o.kind == "relu":
+        return 1.0 - (g <= 0).to(g.dtype)
+    sigmoid = (slope(o, arguments) * g).sigmoid()
+    return sigmoid * (1 + slope(o, arguments) * g * (1 - sigmoid))
+
+
+def slope(o: declared.Gate, arguments: Arguments) -> Any:
+    """The factor in the exponent."""
+    return arguments[o.slope] if isinstance(o.slope, str) else o.slope
 
 
 def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
@@ -131,11 +170,15 @@ def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, argum
 
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
-    x, target, groups = values[o.value].abs(), arguments[o.tensor], values[GROUPS]
+    target, groups = arguments[o.tensor], values[GROUPS]
+    blocks = values[o.value].abs().unflatten(1, (-1, o.roles, declared.BLOCK if o.roles > 1 else 1))
     if o.by_expert and groups is not None:
-        target.scatter_reduce_(0, groups, x.amax((1, 2)).to(target.dtype), "amax")
-    else:
-        target.copy_(target.maximum(x.amax((0, 1)) if o.by_expert else x.amax()))
+        largest = blocks.amax((1, 3)).view(len(groups), -1)  # of every row
+        places = groups.unsqueeze(1).expand(-1, o.roles)
+        target.view(-1, o.roles).scatter_reduce_(0, places, largest.to(target.dtype), "amax")
+        return
+    largest = blocks.amax((0, 1, 3)).view(o.roles, -1)
+    target.copy_(target.maximum((largest.t() if o.by_expert else largest.amax(1)).reshape(target.shape)))
 
 
 def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
@@ -222,6 +265,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.AddRow: add_row,
     declared.Gated: gated,
     declared.Rotate: rotate,
+    declared.GatedBackward: gated_backward,
     declared.Hadamard: hadamard,
     declared.SquaredRelu: squared_relu,
     declared.SquaredReluBackward: squared_relu_backward,

@@ -14,6 +14,7 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.MultiplyColumn: arithmetic.MultiplyColumn,
     declared.AddRow: arithmetic.AddRow,
     declared.Gated: arithmetic.Gated,
+    declared.GatedBackward: arithmetic.GatedBackward,
     declared.Rotate: rotate.Rotate,
     declared.Hadamard: hadamard.Hadamard,
     declared.SquaredRelu: arithmetic.SquaredRelu,

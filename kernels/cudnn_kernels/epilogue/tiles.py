@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint8
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.epilogue.fragment import Fragment
+from cudnn_kernels.epilogue.fragment import Fragment, Some, indices
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
@@ -32,14 +32,20 @@ class _StagedTile(Operation):
         self.element = Uint8 if self.packed else DTYPES[declaration.dtype]
         if self.packed and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
+        if plan.clips_rows and declaration.major != "n":
+            raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
         return tuple(cpasync.make_tiled_tma_atom(self.engine(), self.view(arguments), one, self.shape))
 
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
-        """The tensor as the copy engine sees it."""
-        return arguments[self.o.tensor]
+        """The tensor as the copy engine sees it: where experts end in tiles, so that its boxes end there too.
+
+        What is beyond is loaded as zeros, so that another expert's values are in no reduction, and is not stored.
+        """
+        tensor = arguments[self.o.tensor]
+        return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
@@ -87,7 +93,10 @@ class _StagedTile(Operation):
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
         """The row of the copy engine's view where the tile begins, and the view's last index."""
-        return tile.row, tile.batch
+        if not self.plan.clips_rows:
+            return tile.row, tile.batch
+        count = cutlass.max(cutlass.min(tile.end - tile.row, self.plan.rows), 0)
+        return self.plan.rows - count, tile.row + count
 
     def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
         """The copy between registers and shared memory: of 8 x 8 matrices, or of a thread's neighbouring columns."""
@@ -105,8 +114,6 @@ class StoreTile(_StagedTile):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        if plan.clips_rows and declaration.major != "n":
-            raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
         if plan.clips_rows and declaration.pointers:
             raise ValueError(f"{declaration.tensor}: got pointers; allowed: a tensor, where experts have parts of rows")
         if declaration.adds and self.element.width < 16:
@@ -122,14 +129,32 @@ class StoreTile(_StagedTile):
         if self.o.pointers:
             columns = arguments["n"] * self.width // self.plan.width
             return matrices(self.element, arguments["m"], columns // FORMATS[self.o.dtype].packed, self.o.major == "n")
-        tensor = super().view(arguments)
-        return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
+        return super().view(arguments)
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:
-        if not self.plan.clips_rows:
-            return tile.row, address(self.parameters[2], tile.batch)
-        count = cutlass.max(cutlass.min(tile.end - tile.row, self.plan.rows), 0)
-        return self.plan.rows - count, tile.row + count
+        row, last = super().rows(tile)
+        return row, last if self.plan.clips_rows else address(self.parameters[2], last)
+
+    @property
+    def streams(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.element.width >= 16
+
+    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        self.atom, self.copy = self.thread_copy(warp.StMatrix8x8x16bOp, tile)
+        self.rounded = self.plan.fragment(self.element, self.width)
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        x = values[self.o.value]
+        for _, places in indices(x, self.plan.width, some):
+            for left, right in zip(places[::2], places[1::2], strict=True):  # neighbours, rounded by one instruction
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair[0], pair[1] = x.values[left], x.values[right]
+                both = cute.make_rmem_tensor(2, self.element)
+                both.store(pair.load().to(self.element))
+                self.rounded[left], self.rounded[right] = both[0], both[1]
+
+    def finish(self, tile: Tile, part: int) -> None:
+        cute.copy(self.atom, self.copy.retile(self.rounded), self.copy.partition_D(self.buffer(tile, part)))
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         if self.packed:
@@ -202,16 +227,34 @@ class LoadTile(_StagedTile):
         for target, source in self.ends(tile, part):
             cute.copy(self.parameters[0], source, target, tma_bar_ptr=full)
 
+    streams = True
+
+    def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        self.loaded = self.load(tile, part)
+        values[self.o.value] = Fragment(self.plan.fragment(Float32, self.width), self.width, self.plan.layout)
+        if self.element.width == 8:  # converted by fours
+            values[self.o.value].values.store(self.loaded.load().to(Float32))
+
+    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
+        x = values[self.o.value]
+        for _, places in indices(x, self.plan.width, some if self.element.width > 8 else ()):
+            for i in places:
+                x.values[i] = Float32(self.loaded[i])
+
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        wide = self.plan.fragment(Float32, self.width)
+        wide.store(self.load(tile, part).load().to(Float32))
+        values[self.o.value] = Fragment(wide, self.width, self.plan.layout)
+
+    def load(self, tile: Tile, part: int) -> cute.Tensor:
+        """A part of the tensor in registers."""
         turn, stage = divmod(part, self.plan.stages)
         turns = -(-(self.plan.parts - stage) // self.plan.stages)  # of this buffer, for each tile
         cute.arch.mbarrier_wait(self.full + self.stage(tile, part), (tile.count * turns + turn) % 2)
         atom, copy = self.thread_copy(warp.LdMatrix8x8x16bOp, tile)
         loaded = self.plan.fragment(self.element, self.width)
         cute.copy(atom, copy.partition_S(self.buffer(tile, part)), copy.retile(loaded))
-        wide = self.plan.fragment(Float32, self.width)
-        wide.store(loaded.load().to(Float32))
-        values[self.o.value] = Fragment(wide, self.width, self.plan.layout)
+        return loaded
 
     def commit(self, tile: Tile, part: int) -> None:
         if part + self.plan.stages < self.plan.parts:  # all have read the buffer

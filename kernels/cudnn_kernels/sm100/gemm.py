@@ -60,6 +60,7 @@ class TensorMemoryRows(RowLayout):
     run: int = 32
     matrices: bool = False
     chains: int = 2
+    few: int = 4
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         return range(width)

@@ -15,6 +15,7 @@ from cudnn_kernels.epilogue import needs_of
 from cudnn_kernels.problem import GemmProblem, Operand
 
 MANY_COLUMNS = 8192
+ALONE = 64  # bits that an epilogue stages for each of the accumulator's columns, where each warpgroup has a tile
 
 
 def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfiguration:
@@ -50,16 +51,22 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     each has 128 x 192 of its own, which is 2 to 5 per cent faster; quantisers and rotations would not find registers
     then. 8 bits: a second set of accumulators leaves room for 192 columns, or for 128 where the epilogue does not take
     those. Clusters of two CTAs share B.
+
+    An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
+    each warpgroup if what it stages leaves room for the operands, else one for both.
     """
     bits, needs = problem.a.bits, needs_of(problem.epilogue)
     choice: dict[str, Any] = {"tile": (128, 128), "part": 64}
-    if problem.n > 128 and (bits != 8 or 192 % needs.columns == 0):
+    if needs.width > 1:
+        alone = bits == 16 and needs.bits <= ALONE and not needs.registers
+        choice |= {"part": 32, "pingpong": alone}
+    elif problem.n > 128 and (bits != 8 or 192 % needs.columns == 0):
         if bits == 8:
             choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
         elif bits == 16 and problem.n >= MANY_COLUMNS and len(needs.staged) == 1 and not needs.registers:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
-            choice = {"tile": (128, 256), "part": 64 * needs.narrowing}
+            choice = {"tile": (128, 256), "part": int(64 / needs.width)}
     if bits == 8:
         choice["promote"] = 1
     return configured(problem, cluster=(2, 1), **choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,13 @@ def benchmark(api: type[DenseGemm]) -> Benchmark:
     """The benchmark of an API: beside cuBLAS, cuBLAS followed by its epilogue in torch.compile, and its own peers."""
     before, after = split(operations(api, OPERAND_TYPES["bf16"]))
     numbers = {name: value for name, value in api.defaults().items() if name in api.scalars}
-    matrices, share = 0.0, 1.0
-    for o in (*before, *after):
-        matrices += share * o.staged / 16
-        share /= o.narrowing
+    every = (*before, *after)
+    matrices = sum(width * o.staged / 16 for o, width in zip(every, widths(every), strict=True))
     return gemm.benchmark(
         gemm.Fused(
             api.__name__,
             api.title.removeprefix("GEMM + "),
-            functools.partial(formula, after, numbers),
+            functools.partial(formula, after, widths(after), numbers),
             functools.partial(prepare, api),
             functools.partial(extras, api),
             kept=next((o.tensor for o in before), ""),
@@ -68,20 +66,24 @@ def split(operations: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     return stores, rest
 
 
+def widths(operations: Sequence[Any]) -> list[float]:
+    """Columns of each operation's tensors, for each of the product's."""
+    return [float(width) for width in epilogue.widths_of(operations)[0]]
+
+
 def formula(
-    operations: list[Any], numbers: Mapping[str, float], z: Any, extras: gemm.Extras, out: Any
+    operations: list[Any], widths: list[float], numbers: Mapping[str, float], z: Any, extras: gemm.Extras, out: Any
 ) -> dict[str, Any]:
     """The results of an epilogue, computed in float32, rounded to ``out``: what torch.compile gets."""
     results: dict[str, Any] = {}
     rows, columns = z.shape
-    for o in operations:
+    for o, width in zip(operations, widths, strict=True):
         if isinstance(o, epilogue.StoreTile):
-            results[o.tensor] = torch.empty(rows, columns, dtype=out, device=z.device)
+            results[o.tensor] = torch.empty(rows, int(columns * width), dtype=out, device=z.device)
         elif isinstance(o, epilogue.Amax):
-            results[o.tensor] = torch.full((1,), float("-inf"), device=z.device)
+            results[o.tensor] = torch.full((o.roles,), float("-inf"), device=z.device)
         elif isinstance(o, epilogue.SumRow):
             results[o.tensor] = torch.zeros(rows, 1, device=z.device)
-        columns //= o.narrowing
     evaluate(operations, z.float(), {**numbers, **extras, **results})
     return results
 

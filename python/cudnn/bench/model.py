@@ -39,7 +39,7 @@ from cudnn.bench.sass import Epilogue, Facts, disassemble, disassembler, facts
 from cudnn.errors import refusal
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue import Scale, StoreTile
+from cudnn_kernels.epilogue import Scale, StoreTile, widths_of
 from cudnn_kernels.formats import bits
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
@@ -284,11 +284,8 @@ def operand_bytes(c: GemmConfiguration) -> float:
 
 def result_bytes(epilogue: tuple[Any, ...], elements: float) -> float:
     """What an epilogue loads and stores for so many elements of the product."""
-    total, share = 0.0, 1.0
-    for operation in epilogue:
-        total += elements * share * operation.staged / 8
-        share /= operation.narrowing
-    return total
+    widths, _ = widths_of(epilogue)
+    return sum(elements * float(width) * o.staged / 8 for o, width in zip(epilogue, widths, strict=True))
 
 
 def tile_cycles(machine: Machine, c: GemmConfiguration, kernel: Kernel, k: int) -> tuple[Cycles, float]:

@@ -8,6 +8,10 @@ from cudnn.gemm_dsrelu import GemmDsrelu as GemmDsrelu
 from cudnn.gemm_dsrelu import GemmDsreluSm100 as GemmDsreluSm100
 from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper as gemm_dsrelu_wrapper
 from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper_sm100 as gemm_dsrelu_wrapper_sm100
+from cudnn.gemm_dswiglu import GemmDswiglu as GemmDswiglu
+from cudnn.gemm_dswiglu import GemmDswigluSm100 as GemmDswigluSm100
+from cudnn.gemm_dswiglu import gemm_dswiglu_wrapper as gemm_dswiglu_wrapper
+from cudnn.gemm_dswiglu import gemm_dswiglu_wrapper_sm100 as gemm_dswiglu_wrapper_sm100
 from cudnn.gemm_geglu import GemmGeglu as GemmGeglu
 from cudnn.gemm_geglu import GemmGegluSm100 as GemmGegluSm100
 from cudnn.gemm_geglu import gemm_geglu_wrapper as gemm_geglu_wrapper

@@ -31,6 +31,23 @@ def gemm_dsrelu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + dsReLU: d, dprob, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmDsrelu`."""
 
+def gemm_dswiglu(
+    a: Tensor,
+    b: Tensor,
+    ab12: Tensor,
+    alpha: float = 1.0,
+    prob: Tensor | None = None,
+    d_ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    sf_vec_size: int = 16,
+    accurate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """GEMM + dSwiGLU: d_ab12, c, dprob, amax, sfd; what there is not has no elements. See
+    :class:`cudnn.GemmDswiglu`."""
+
 def gemm_geglu(
     a: Tensor,
     b: Tensor,
