@@ -104,12 +104,6 @@ _LAZY = {
     "causal_conv1d_backward": "cudnn.backend.causal_conv1d",
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
-    "SdpaBackward": "cudnn.sdpa",
-    "SdpaForward": "cudnn.sdpa",
-    "SdpabwdSm100D256": "cudnn.sdpa",
-    "SdpafwdSm100D256": "cudnn.sdpa",
-    "sdpa_bwd_wrapper_sm100_d256": "cudnn.sdpa",
-    "sdpa_fwd_wrapper_sm100_d256": "cudnn.sdpa",
 }
 _LAZY_MODULES = ("experimental", "gemm", "grouped_gemm", "ops", "sdpa")
 

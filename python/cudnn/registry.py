@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from cudnn.fused.host import FusedAPI
 
 
+_PARTS: Mapping[str, tuple[str, str]] = {
+    "sdpa_forward": ("cudnn.sdpa", "SdpaForward"),
+    "sdpa_backward": ("cudnn.sdpa", "SdpaBackward"),
+}
+"""Fused APIs that share a folder: names, packages and classes."""
+
+
 def packages() -> Mapping[str, str]:
     """Names of all fused APIs and their packages."""
     return _packages(tuple(cudnn.__path__))
@@ -43,7 +50,8 @@ def public_names() -> Mapping[str, str]:
 
 @functools.cache
 def _public_names(roots: tuple[str, ...]) -> Mapping[str, str]:
-    return {name: package for package in _packages(roots).values() for name in _exported(roots, package)}
+    found = {*_packages(roots).values(), *(package for package, _ in _PARTS.values())}
+    return {name: package for package in sorted(found) for name in _exported(roots, package)}
 
 
 @functools.cache
@@ -80,13 +88,6 @@ class Usual:
     shapes: tuple[tuple[int, ...], ...]
     objects: Callable[[str, tuple[int, ...], str], Iterable[Any]]
     architectures: tuple[str, ...]
-
-
-_PARTS: Mapping[str, tuple[str, str]] = {
-    "sdpa_forward": ("cudnn.sdpa", "SdpaForward"),
-    "sdpa_backward": ("cudnn.sdpa", "SdpaBackward"),
-}
-"""Fused APIs that share a folder: names, packages and classes."""
 
 
 def compiled() -> tuple[str, ...]:
