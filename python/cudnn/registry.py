@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 _PARTS: Mapping[str, tuple[str, str]] = {
+    "gemm_proj_rope_mxfp8_from_bf16": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Bf16InSm100"),
+    "gemm_proj_rope_mxfp8_from_mxfp8": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Mxfp8InSm100"),
     "sdpa_forward": ("cudnn.sdpa", "SdpaForward"),
     "sdpa_backward": ("cudnn.sdpa", "SdpaBackward"),
 }

@@ -108,7 +108,7 @@ ANSWER = "lanes only read the answer, together, before elect.sync, and an mbarri
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "plain": {WAIT: (3, TAIL)},
-    "pieces": {WAIT: (3, TAIL)},
+    "pieces": {WAIT: (4, TAIL)},
     "one CTA": {WAIT: (3, TAIL)},
     "wider, one CTA": {WAIT: (3, TAIL)},
     "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},

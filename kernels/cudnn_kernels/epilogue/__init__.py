@@ -329,17 +329,40 @@ class GatedBackward(Declaration):
 
 
 @dataclass(frozen=True)
+class Round(Declaration):
+    """Rounds x to a type, to nearest even: what follows sees what that type holds."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Deinterleave(Declaration):
+    """Of every head of ``head`` columns, puts ``size`` from ``first`` on into another order: of their pairs of
+    neighbours, first all that were left, then all that were right. ``first`` and ``head`` are multiples of ``size``.
+    """
+
+    head: int
+    first: int
+    size: int
+
+    @property
+    def step(self) -> int:
+        return self.size
+
+
+@dataclass(frozen=True)
 class Rotate(Declaration):
     """Rotates pairs of columns by angles that depend on the row, as rotary embeddings do:
 
         left, right = left cos - right sin, right cos + left sin          with -sin where it is ``inverse``
 
-    The columns are heads of ``head`` each, a multiple of ``rotary``, whose first ``rotary`` are rotated: pair i is the
-    columns i and i + rotary / 2 or, ``interleaved``, 2 i and 2 i + 1. Only heads from column ``begin`` to before
-    ``end`` are; both are multiples of ``head``.
+    The columns are heads of ``head`` each, of which ``rotary`` are rotated from ``first`` on; head and first are
+    multiples of it. Pair i is the columns i and i + rotary / 2 of those or, ``interleaved``, 2 i and 2 i + 1. Only
+    heads from column ``begin`` to before ``end`` are rotated; both are multiples of ``head``.
 
-    ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype``. With ``positions``, an int32 tensor (m,),
-    they are (positions, rotary / 2) and row m takes that row of them; what takes one that there is not becomes NaN.
+    ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype`` or, where they are ``whole``, (m, rotary): the
+    second half is for right columns. With ``positions``, an int32 tensor (m,), they have any number of rows and row m
+    takes that row of them; what takes one that there is not becomes NaN.
     """
 
     head: int
@@ -352,6 +375,8 @@ class Rotate(Declaration):
     cos: str = "cos"
     sin: str = "sin"
     positions: str = ""
+    first: int = 0
+    whole: bool = False
     registers: ClassVar[bool] = True
 
     @property
@@ -363,7 +388,7 @@ class Rotate(Declaration):
         return 0 if self.interleaved else self.rotary // 2
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        shape = ("positions" if self.positions else place.rows, self.rotary // 2)
+        shape = ("positions" if self.positions else place.rows, self.rotary if self.whole else self.rotary // 2)
         tables = [Tensor(name, self.dtype, shape, (None, 1)) for name in (self.cos, self.sin)]
         return (*tables, *([vector(self.positions, "int32", place.rows)] if self.positions else []))
 
@@ -459,12 +484,13 @@ class QuantizeRows(Declaration):
     """Divides every ``vector`` columns by a common scale factor, and writes the factors.
 
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
-        x = x * min(norm_const / s, largest float32), or 0 where s is 0
+        x = x * min(norm_const / s, largest float32), or 0 where s is 0; e8m0 has no 0
 
     ``limit`` is that of ``dtype``, which the values will be rounded to. e8m0's factors lie between 2^-127 and 2^127,
     e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
     (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
-    norm_const is a float32 tensor (1,), positive.
+    norm_const is a float32 tensor (1,), positive; 1 where it has no name. Without ``atoms``, the factors are bytes
+    (m, n / vector, l) of any strides.
     """
 
     tensor: str
@@ -472,6 +498,7 @@ class QuantizeRows(Declaration):
     scale_dtype: str
     vector: int
     norm_const: str = "norm_const"
+    atoms: bool = True
     registers: ClassVar[bool] = True
 
     @property
@@ -479,11 +506,7 @@ class QuantizeRows(Declaration):
         return self.vector
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        blocks = f"{place.columns} / {self.vector}"
-        return (
-            block_scales(self.tensor, self.scale_dtype, place.rows, blocks, place.batch),
-            Tensor(self.norm_const, "float32", (1,), (1,), align=4),
-        )
+        return quantizer_slots(self, place.rows, f"{place.columns} / {self.vector}", place.batch)
 
 
 @dataclass(frozen=True)
@@ -491,8 +514,9 @@ class QuantizeColumns(Declaration):
     """As :class:`QuantizeRows` for every 32 rows of a column, into the value ``columns``; x stays.
 
     The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
-    (32, 4, ceil(n / 128), 4, ceil(m / 128), l). Experts begin at multiples of 32 rows. ``by_expert``: at multiples of
-    128, and the atoms of each expert are those of a matrix of its own, one expert after the other.
+    (32, 4, ceil(n / 128), 4, ceil(m / 128), l); without ``atoms`` the factors are bytes (n, ceil(m / 32), l).
+    Experts begin at multiples of 32 rows. ``by_expert``: at multiples of 128, and the atoms of each expert are those of
+    a matrix of its own, one expert after the other.
     """
 
     tensor: str
@@ -501,6 +525,7 @@ class QuantizeColumns(Declaration):
     value: str = "columns"
     norm_const: str = "norm_const"
     by_expert: bool = False
+    atoms: bool = True
     registers: ClassVar[bool] = True
 
     @property
@@ -511,7 +536,11 @@ class QuantizeColumns(Declaration):
         return {self.value: widths["x"]}
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
-        return (
-            block_scales(self.tensor, self.scale_dtype, place.columns, f"{place.rows} / 32", place.batch),
-            Tensor(self.norm_const, "float32", (1,), (1,), align=4),
-        )
+        return quantizer_slots(self, place.columns, f"{place.rows} / 32", place.batch)
+
+
+def quantizer_slots(o: QuantizeRows | QuantizeColumns, rows: str, blocks: str, batch: str) -> tuple[Tensor, ...]:
+    """The factors of a quantiser, and its constant where it has one."""
+    plain = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
+    factors = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch) if o.atoms else plain
+    return (factors, *([Tensor(o.norm_const, "float32", (1,), (1,), align=4)] if o.norm_const else []))

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32
 from cudnn_kernels.epilogue import BLOCK, Gate
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
 from cudnn_kernels.epilogue.operation import Operation, Tile
+from cudnn_kernels.fakes import DTYPES
 
 
 class Scale(Operation):
@@ -194,6 +195,14 @@ class Activation:
         if self.least is not None:
             by_other = pick(other < self.least, 0.0, by_other)
         return y, by_gate, by_other
+
+
+class Round(Operation):
+    """To the type and back."""
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values["x"].values
+        x.store(x.load().to(DTYPES[self.o.dtype]).to(Float32))
 
 
 class SquaredRelu(Operation):

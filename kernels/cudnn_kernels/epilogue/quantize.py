@@ -29,7 +29,7 @@ class _Quantizer(Operation):
     reduces = True
 
     def begin(self, tile: Tile) -> None:
-        self.norm = self.parameters[1][0]
+        self.norm = self.parameters[1][0] if self.o.norm_const else 1.0
 
     def factor(self, largest: Float32) -> tuple[Int32, Float32]:
         """The factor's bits for a largest magnitude, and what to multiply values by."""
@@ -39,7 +39,11 @@ class _Quantizer(Operation):
 
     def write(self, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any = True) -> None:
         """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
-        write_factor(self.parameters[0], row, group, batch, code, wanted)
+        scales = self.parameters[0]
+        if self.o.atoms:
+            write_factor(scales, row, group, batch, code, wanted)
+        else:
+            write_byte(scales, (row, group, batch), code, wanted)
 
 
 class QuantizeRows(_Quantizer):
@@ -182,9 +186,7 @@ FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fn
 
 
 @cute.jit
-def write_expert_factor(
-    scales: cute.Tensor, column: Int32, group: Int32, tile: Tile, code: Int32, wanted: Any
-) -> None:
+def write_expert_factor(scales: cute.Tensor, column: Int32, group: Int32, tile: Tile, code: Int32, wanted: Any) -> None:
     """The same for a column and 32 rows of it, where each expert's atoms follow those of the expert before."""
     columns = scales.shape[2]
     if wanted and column // 128 < columns:
@@ -193,6 +195,13 @@ def write_expert_factor(
         atom = first * columns + column // 128 * atoms + group // 4 - first
         place = atom * 512 + column % 32 * 16 + column // 32 % 4 * 4 + group % 4
         cute.arch.store(cute.recast_ptr(scales.iterator, dtype=Uint8) + place, Uint8(code))
+
+
+@cute.jit
+def write_byte(scales: cute.Tensor, place: tuple[Int32, Int32, Int32], code: Int32, wanted: Any) -> None:
+    """Writes the factor of a row and a group of its values, if it is wanted and there is a place for it."""
+    if wanted and place[0] < scales.shape[0] and place[1] < scales.shape[1]:
+        scales[place] = Uint8(code)
 
 
 @cute.jit

@@ -125,6 +125,18 @@ def slope(o: declared.Gate, arguments: Arguments) -> Any:
     return arguments[o.slope] if isinstance(o.slope, str) else o.slope
 
 
+def round_to(o: declared.Round, values: Values, arguments: Arguments) -> None:
+    x = values["x"]
+    values["x"] = {"bfloat16": x.bfloat16, "float16": x.half}[o.dtype]().to(x.dtype)
+
+
+def deinterleave(o: declared.Deinterleave, values: Values, arguments: Arguments) -> None:
+    heads = values["x"].unflatten(1, (-1, o.head)).clone()
+    part = heads[:, :, o.first : o.first + o.size]
+    part.copy_(part.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3))
+    values["x"] = heads.flatten(1, 2)
+
+
 def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
     x = values["x"]
     cos, sin = (table.to(x.dtype) for table in (arguments[o.cos], arguments[o.sin]))
@@ -132,12 +144,16 @@ def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
         positions = arguments[o.positions].long()
         rows = positions.clamp(0, cos.shape[0] - 1)
         cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
-    cos, sin = (table.reshape(-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2)) for table in (cos, sin))
     sin = -sin if o.inverse else sin
+    # For left columns, then for right ones.
+    halves = [(cos, sin)] * 2 if not o.whole else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
+    shape = (-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2))
+    (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in halves)
     heads = x.unflatten(1, (-1, o.head)).clone()
-    turned = heads[:, o.begin // o.head : None if o.end is None else o.end // o.head, : o.rotary]
+    which = slice(o.begin // o.head, None if o.end is None else o.end // o.head)
+    turned = heads[:, which, o.first : o.first + o.rotary]
     left, right = turned.unflatten(2, (-1, 2)).unbind(3) if o.interleaved else turned.unflatten(2, (2, -1)).unbind(2)
-    first, second = left * cos - right * sin, right * cos + left * sin
+    first, second = left * cos - right * sin, right * cos_right + left * sin_right
     left.copy_(first)
     right.copy_(second)
     values["x"] = heads.flatten(1, 2)
@@ -186,14 +202,13 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
 
 
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
-    values["x"] = quantize(values["x"], o.dtype, o.scale_dtype, o.vector, arguments[o.tensor], arguments[o.norm_const])
+    values["x"] = quantize(o, values["x"], o.vector, arguments[o.tensor], arguments)
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
     x, scales, groups = values["x"].transpose(0, 1), arguments[o.tensor], values[GROUPS]
-    norm = arguments[o.norm_const]
     if not o.by_expert or groups is None:
-        values[o.value] = quantize(x, o.dtype, o.scale_dtype, 32, scales, norm).transpose(0, 1)
+        values[o.value] = quantize(o, x, 32, scales, arguments).transpose(0, 1)
         return
     quantized, row, columns = x.clone(), 0, scales.shape[2]
     for count in groups.unique_consecutive(return_counts=True)[1].tolist():
@@ -202,28 +217,33 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
         place = scales.storage_offset() + row // 128 * columns * 512
         mine = scales.as_strided((32, 4, columns, 4, atoms, 1), strides, place)
         own = x[:, row : row + count]
-        quantized[:, row : row + count] = quantize(own, o.dtype, o.scale_dtype, 32, mine, norm)
+        quantized[:, row : row + count] = quantize(o, own, 32, mine, arguments)
         row += count
     values[o.value] = quantized.transpose(0, 1)
 
 
-def quantize(x: Any, dtype: str, scale_dtype: str, vector: int, scales: Any, norm: Any) -> Any:
+Quantizer = declared.QuantizeRows | declared.QuantizeColumns
+
+
+def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Arguments) -> Any:
     """Writes the factors of a tensor (r, k, l), for every ``vector`` values along k; returns the values in their units.
 
     The rest of the factors' last atoms is filled with 0.
     """
+    norm = arguments[o.norm_const] if o.norm_const else x.new_ones(1)
     rows, columns, batch = x.shape
     groups = -(-columns // vector)
     padded = x.new_zeros(rows, groups * vector, batch)
     padded[:, :columns] = x
     padded = padded.unflatten(1, (groups, vector))
-    factor = padded.abs().amax(2) * (1 / FORMATS[dtype].block_limit) * norm
-    codes, reciprocal = FACTORS[scale_dtype](factor, scales)
-    _, _, row_atoms, _, group_atoms, _ = scales.shape
-    atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
-    atoms[:rows, :groups] = codes
-    atoms = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32))
-    scales.copy_(atoms.permute(2, 1, 0, 4, 3, 5).view(scales.dtype))
+    factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
+    codes, reciprocal = FACTORS[o.scale_dtype](factor, scales)
+    if o.atoms:
+        _, _, row_atoms, _, group_atoms, _ = scales.shape
+        atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
+        atoms[:rows, :groups] = codes
+        codes = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32)).permute(2, 1, 0, 4, 3, 5)
+    scales.copy_(codes.view(scales.dtype))
     multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
     return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
 
@@ -264,6 +284,8 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.MultiplyColumn: multiply_column,
     declared.AddRow: add_row,
     declared.Gated: gated,
+    declared.Round: round_to,
+    declared.Deinterleave: deinterleave,
     declared.Rotate: rotate,
     declared.GatedBackward: gated_backward,
     declared.Hadamard: hadamard,

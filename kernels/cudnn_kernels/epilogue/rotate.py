@@ -1,4 +1,4 @@
-"""Rotation of pairs of columns by angles of rows: both columns of a pair are in one thread, in one part.
+"""Rotation of pairs of columns by angles of rows, both of them in one thread, in one part; and their order in heads.
 
 A thread reads its share of the cosines and sines straight from memory: rows of the tables are short, and the same for
 every head, so that most reads find them in a cache. Those of a part are asked for while the stores of the one before it
@@ -33,72 +33,140 @@ class Unit:
     lefts: Sequence[int]  # positions of left columns, of those that a thread has of a row
 
 
-class Rotate(Operation):
+class _Heads(Operation):
+    """Works on some of a head's columns, those of a part unit by unit."""
+
+    def __init__(self, declaration: Any, plan: Plan, width: int, size: int) -> None:
+        super().__init__(declaration, plan, width)
+        self.size = size  # columns of a head that it works on
+        self.columns = min(width, size)  # of a unit
+        self.starts = range(0, width, self.columns)
+
+    def wanted(self, tile: Tile, part: int, start: int) -> Any:
+        """Whether a unit's columns are some to work on. Known when the kernel is compiled, if possible."""
+        o = self.o
+        whole = self.plan.tile_columns % o.head == 0  # heads in a tile
+        place = (self.place(part, start) if whole else self.column(tile, part, start)) % o.head
+        conditions = [place >= o.first] if o.first else []
+        conditions += [place < o.first + self.size] if o.first + self.size < o.head else []
+        return met(conditions + self.further(tile, part, start))
+
+    def further(self, tile: Tile, part: int, start: int) -> list[Any]:
+        """More conditions of that."""
+        return []
+
+
+class Deinterleave(_Heads):
+    """Where a thread has a whole row, values change places. Else four threads share it, which exchange values."""
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width, declaration.size)
+        layout = plan.layout
+        if layout.neighbours > 1 and ((layout.neighbours, layout.run) != (4, 2) or declaration.size % 16):
+            raise ValueError(f"size: got {declaration.size}; allowed: multiples of 16")
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        for start in self.starts:
+            provided(
+                self.wanted(tile, part, start), lambda start=start: self.reorder(values["x"], tile.thread % 4, start)
+            )
+
+    def reorder(self, x: Fragment, quarter: Int32, start: int) -> None:
+        """Puts the columns of a unit into their order. ``quarter`` tells apart threads that share rows."""
+        neighbours = x.rows.neighbours
+        for slot in range(x.rows.slots):
+            first = start // neighbours
+            order = x.rows.order(self.width, slot)[first : first + self.columns // neighbours]
+            mine = [x.values[i] for i in order]
+            mine = [*mine[0::2], *mine[1::2]] if neighbours == 1 else self.exchanged(mine, quarter)
+            for i, value in zip(order, mine, strict=True):
+                x.values[i] = value
+
+    def exchanged(self, mine: list[Float32], quarter: Int32) -> list[Float32]:
+        """The thread's columns of the new order, from those of the old: columns 8 i + 2 q and the next, for thread q.
+
+        What was column 16 i + 2 c becomes column 8 i + c: of sixteen, thread 0 has those of 8 i, 8 i + 4, 8 i + 8 and
+        8 i + 12's lefts, and so on. So thread q takes values of the threads 2 q and 2 q + 1, modulo four: of their
+        columns below 8 for q < 2, else of those above. In each of two exchanges every thread sends one value.
+        """
+        odd, upper = quarter % 2 == 1, quarter // 2 == 1
+        near = cute.arch.lane_idx() // 4 * 4 + quarter % 2 * 2
+        lanes = [near + quarter // 2, near + 1 - quarter // 2]
+        found = []
+        for side in range(2):
+            for i in range(0, len(mine), 4):
+                low, high = mine[i + side], mine[i + 2 + side]
+                sent = [pick(odd, high, low), pick(odd, low, high)]
+                got = [cute.arch.shuffle_sync(value, lane) for value, lane in zip(sent, lanes, strict=True)]
+                found += [pick(upper, got[1], got[0]), pick(upper, got[0], got[1])]
+        return found
+
+
+class Rotate(_Heads):
     """Two products and two sums for every pair."""
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width)
+        super().__init__(declaration, plan, width, declaration.rotary)
         o, layout = declaration, plan.layout
         self.element = DTYPES[o.dtype]
-        self.columns = min(width, o.rotary)  # of a unit
-        apart = 1 if o.interleaved else (self.columns // 2) // layout.neighbours
-        self.apart = apart  # positions from left to right
+        self.early = not o.whole  # whole rows would take too many registers for long
+        self.apart = 1 if o.interleaved else self.columns // 2 // layout.neighbours  # positions from left to right
         held = self.columns // layout.neighbours
         lefts = range(0, held, 2) if o.interleaved else range(held // 2)
-        self.units = [
-            Unit(start, [start // layout.neighbours + left for left in lefts])
-            for start in range(0, width, self.columns)
-        ]  # fmt: skip
+        self.units = [Unit(start, [start // layout.neighbours + left for left in lefts]) for start in self.starts]
         run = layout.run // 2 if o.interleaved else layout.run
         self.run = min(run, len(lefts), VECTOR * 8 // self.element.width)  # pairs next to each other
         if not o.interleaved and self.columns // 2 % (layout.neighbours * layout.run) and layout.neighbours > 1:
             raise ValueError(f"rotary: got {o.rotary}; allowed: multiples of {2 * layout.neighbours * layout.run}")
 
     def begin(self, tile: Tile) -> None:
-        self.rows = [self.table_row(tile, slot) for slot in range(self.plan.layout.slots)]
-        self.fetch(tile, 0)
+        if self.o.positions:
+            slots = range(self.plan.layout.slots)
+            self.positions = [self.parameters[2][self.last_row(tile, slot)] for slot in slots]
+        if self.early:
+            self.fetch(tile, 0)
 
     def ahead(self, tile: Tile, part: int) -> None:
-        if part > 0:
+        if self.early and part > 0:
             self.fetch(tile, part)
 
-    def table_row(self, tile: Tile, slot: int) -> tuple[Int32, Any]:
-        """The row of the tables for one of the thread's, and whether there is such a row."""
-        cos, _, *positions = self.parameters
-        row = cutlass.min(self.row(tile, slot), tile.end - 1)
-        wanted = positions[0][row] if positions else row
-        there = cutlass.max(cutlass.min(wanted, cos.shape[0] - 1), 0)
-        return there, there == wanted
+    def last_row(self, tile: Tile, slot: int) -> Int32:
+        """One of the thread's rows, or the last one that there is."""
+        return cutlass.min(self.row(tile, slot), tile.end - 1)
 
-    def turns(self, tile: Tile, part: int, unit: Unit) -> Any:
-        """Whether the columns are rotated. Known when the kernel is compiled, if possible."""
-        o, column = self.o, self.column(tile, part, unit.start)
-        whole = self.plan.tile_columns % o.head == 0  # heads in a tile
-        place = (self.place(part, unit.start) if whole else column) % o.head
-        conditions = [] if o.head == o.rotary else [place < o.rotary]
-        conditions += [column >= o.begin] if o.begin else []
-        conditions += [column < o.end] if o.end is not None else []
-        if False in [x for x in conditions if isinstance(x, bool)]:
-            return False
-        return functools.reduce(operator.and_, [x for x in conditions if not isinstance(x, bool)], True)
+    def table_row(self, tile: Tile, slot: int) -> Int32:
+        """The row of the tables for one of the thread's."""
+        if not self.o.positions:
+            return self.last_row(tile, slot)
+        return cutlass.max(cutlass.min(self.positions[slot], self.parameters[0].shape[0] - 1), 0)
+
+    def further(self, tile: Tile, part: int, start: int) -> list[Any]:
+        column, o = self.column(tile, part, start), self.o
+        return ([column >= o.begin] if o.begin else []) + ([column < o.end] if o.end is not None else [])
 
     def fetch(self, tile: Tile, part: int) -> None:
         """Asks for the cosines and sines of a part: for every unit, those of each of the thread's rows."""
-        self.tables: list[list[list[cute.Tensor]]] = []
-        for unit in self.units:
-            turns = self.turns(tile, part, unit)
-            pairs = [
-                [cute.make_rmem_tensor(len(unit.lefts), self.element) for _ in range(2)] for _ in self.rows
-            ]  # fmt: skip
-            provided(turns, lambda unit=unit, pairs=pairs: self.load(tile, part, unit, pairs))
-            self.tables.append(pairs)
+        self.tables = [self.registers(unit) for unit in self.units]
+        for unit, pairs in zip(self.units, self.tables, strict=True):
+            wanted = self.wanted(tile, part, unit.start)
+            provided(wanted, lambda unit=unit, pairs=pairs: self.load(tile, part, unit, pairs))
+
+    def registers(self, unit: Unit) -> list[list[cute.Tensor]]:
+        """Registers for the cosines and sines of a unit, for each of the thread's rows."""
+        count = 4 if self.o.whole else 2
+        return [
+            [cute.make_rmem_tensor(len(unit.lefts), self.element) for _ in range(count)]
+            for _ in range(self.plan.layout.slots)
+        ]
 
     def load(self, tile: Tile, part: int, unit: Unit, pairs: list[list[cute.Tensor]]) -> None:
         """Reads the cosines and sines of a unit."""
         first = self.first_pair(tile, part, unit)
-        for (row, _), both in zip(self.rows, pairs, strict=True):
-            for table, target in zip(self.parameters[:2], both, strict=True):
-                start = table.iterator + cute.crd2idx((row, first), table.layout)
+        for slot, both in enumerate(pairs):
+            row = self.table_row(tile, slot)
+            for which, target in enumerate(both):  # for lefts, then for rights
+                table, right = self.parameters[which % 2], which // 2 * (self.o.rotary // 2)
+                start = table.iterator + cute.crd2idx((row, first + right), table.layout)
                 for i in range(0, len(unit.lefts), self.run):
                     place = (start + self.pair(i)).align(self.run * self.element.width // 8)
                     source = cute.make_tensor(place, cute.make_layout(self.run))
@@ -117,24 +185,42 @@ class Rotate(Operation):
         return index // run * run * self.plan.layout.neighbours + index % run
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        for unit, pairs in zip(self.units, self.tables, strict=True):
-            turns = self.turns(tile, part, unit)
-            provided(turns, lambda unit=unit, pairs=pairs: self.rotate(values["x"], unit, pairs))
+        for index, unit in enumerate(self.units):
+            wanted = self.wanted(tile, part, unit.start)
+            provided(wanted, lambda index=index, unit=unit: self.turn(tile, part, values["x"], index, unit))
 
-    def rotate(self, x: Fragment, unit: Unit, pairs: list[list[cute.Tensor]]) -> None:
+    def turn(self, tile: Tile, part: int, x: Fragment, index: int, unit: Unit) -> None:
+        """Rotates a unit, by cosines and sines that are there or are read now."""
+        if self.early:
+            self.rotate(tile, x, unit, self.tables[index])
+        else:
+            pairs = self.registers(unit)
+            self.load(tile, part, unit, pairs)
+            self.rotate(tile, x, unit, pairs)
+
+    def rotate(self, tile: Tile, x: Fragment, unit: Unit, pairs: list[list[cute.Tensor]]) -> None:
         """Rotates the pairs of a unit."""
-        for slot, ((_, exists), tables) in enumerate(zip(self.rows, pairs, strict=True)):
+        for slot, tables in enumerate(pairs):
             order = x.rows.order(self.width, slot)
-            cosines, sines = (table.load().to(Float32) for table in tables)
+            wide = [table.load().to(Float32) for table in tables]
             for i, position in enumerate(unit.lefts):
                 one, other = order[position], order[position + self.apart]
-                left, right, cos, sin = x.values[one], x.values[other], cosines[i], sines[i]
+                left, right = x.values[one], x.values[other]
+                angles = [table[i] for table in wide] * (4 // len(wide))  # cos and sin of the left, and of the right
                 if self.o.positions:
-                    cos = pick(exists, cos, float("nan"))
+                    exists = self.positions[slot] == self.table_row(tile, slot)
+                    angles[0::2] = [pick(exists, cos, float("nan")) for cos in angles[0::2]]
                 if self.o.inverse:
-                    sin = -sin
-                x.values[one] = fma(left, cos, -(right * sin))
-                x.values[other] = fma(right, cos, left * sin)
+                    angles[1::2] = [-sin for sin in angles[1::2]]
+                x.values[one] = fma(left, angles[0], -(right * angles[1]))
+                x.values[other] = fma(right, angles[2], left * angles[3])
+
+
+def met(conditions: list[Any]) -> Any:
+    """Whether all are, of which some may be known when the kernel is compiled."""
+    if any(known is False for known in conditions):
+        return False
+    return functools.reduce(operator.and_, [x for x in conditions if x is not True], True)
 
 
 def provided(condition: Any, act: Callable[[], None]) -> None:

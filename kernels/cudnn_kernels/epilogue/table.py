@@ -15,6 +15,8 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.AddRow: arithmetic.AddRow,
     declared.Gated: arithmetic.Gated,
     declared.GatedBackward: arithmetic.GatedBackward,
+    declared.Round: arithmetic.Round,
+    declared.Deinterleave: rotate.Deinterleave,
     declared.Rotate: rotate.Rotate,
     declared.Hadamard: hadamard.Hadamard,
     declared.SquaredRelu: arithmetic.SquaredRelu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass.cute as cute
@@ -25,9 +26,11 @@ class PreparedGemm:
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
-        slots = self.c.slots()
-        named = bind(slots, arguments)
-        (workspace,) = (slot for slot in slots if isinstance(slot, Workspace))
+        self.launch(bind(self.c.slots(), arguments))
+
+    def launch(self, named: Mapping[str, Any]) -> None:
+        """Launches the kernels on arguments by name."""
+        (workspace,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
         regions = {region.name: region for region in workspace.regions}
         sizes = self.sizes(named)
         places, _ = workspace.places(sizes)
@@ -43,7 +46,7 @@ class PreparedGemm:
             ready[name] = target
         self.gemm.launch(ready)
 
-    def sizes(self, arguments: dict[str, Any]) -> dict[str, Int64]:
+    def sizes(self, arguments: Mapping[str, Any]) -> dict[str, Int64]:
         """The sizes of the operands by name."""
         found = {}
         for name, (rows, batch) in self.c.gemm.operand_sizes.items():

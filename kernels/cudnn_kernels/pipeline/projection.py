@@ -1,0 +1,48 @@
+"""The projection of MLA's queries on any architecture: views of its tensors, factors in atoms, then the GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int64
+
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.arrange import ArrangeScales, matrix, turned
+from cudnn_kernels.projection import BLOCK, E8M0, HEAD
+from cudnn_kernels.projection import ProjectionConfiguration as Configuration
+from cudnn_kernels.signature import START, Workspace, bind
+
+
+class ViewedProjection:
+    """The kernels for one :class:`Configuration`. A subclass makes the GEMM for its configuration."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self.c = configuration
+        self.gemm = self.gemm_of(configuration.inner)
+
+    def gemm_of(self, inner: Any) -> Any:
+        """The GEMM for a configuration."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        self.launch(bind(self.c.slots(), arguments))
+
+    def launch(self, named: Mapping[str, Any]) -> None:
+        """Launches the kernels on arguments by name."""
+        x, w = (matrix(named[name]) for name in self.c.operands)
+        n = named["out_fp8_row"].shape[1] * HEAD
+        ready = {**named, "a": x, "b": w if self.c.w_out_in else turned(w)}
+        for out in ("out_fp8_row", "out_fp8_col"):
+            ready[out] = matrix(named[out], n)
+        ready["out_scales_row"] = matrix(named["out_scales_row"], n // BLOCK)
+        ready["out_scales_col"] = turned(matrix(named["out_scales_col"], n))
+        workspace = Workspace(self.c.regions)
+        places, _ = workspace.places({"m": Int64(x.shape[0]), "n": Int64(n), "k": Int64(x.shape[1]), "l": Int64(1)})
+        for name, scales in self.c.scales.items():
+            start = (named[workspace.name].iterator + cute.assume(Int64(places[name]), START)).align(16)
+            ready[name] = ArrangeScales().launch(matrix(named[scales]), start, DTYPES[E8M0], named["stream"])
+        self.gemm.launch(ready)

@@ -1,0 +1,110 @@
+"""The projection of MLA's queries: a GEMM on matrices as Transformer Engine has them, quantised by rows and columns.
+
+Tensors have two and three dimensions, and scale factors lie row by row. The kernel sees them as the GEMM's slots want
+them; factors of operands are first put into atoms, in the workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from cudnn_kernels.configuration import GemmConfiguration, PreparedGemmConfiguration
+from cudnn_kernels.epilogue import Deinterleave, QuantizeColumns, QuantizeRows, Rotate, Round, StoreTile
+from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
+from cudnn_kernels.schedule import Dense
+from cudnn_kernels.signature import MULTIPROCESSORS, Region, Sizes, Slot, Stream, Tensor, Workspace
+
+HEAD, ROTARY, BLOCK = 192, 64, 32
+"""Columns of a head, those at its end that are rotated, and elements that share a scale factor."""
+E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
+ROTATION = (
+    Deinterleave(HEAD, HEAD - ROTARY, ROTARY),
+    Rotate(HEAD, ROTARY, "bfloat16", first=HEAD - ROTARY, whole=True),
+)
+EPILOGUE = (
+    Round("bfloat16"),
+    *ROTATION,
+    QuantizeColumns("out_scales_col", E4M3, E8M0, norm_const="", atoms=False),
+    StoreTile("out_fp8_col", E4M3, value="columns"),
+    QuantizeRows("out_scales_row", E4M3, E8M0, BLOCK, norm_const="", atoms=False),
+    StoreTile("out_fp8_row", E4M3),
+)
+
+
+def problem(dtype: str, w_out_in: bool, n: int, k: int) -> GemmProblem:
+    """What is multiplied: x (tokens, k), and w (n, k) or (k, n), of bfloat16, or of e4m3 with scale factors."""
+    scale = BlockScale(E8M0, BLOCK) if dtype == E4M3 else None
+    a, b = Operand(dtype, "k", scale), Operand(dtype, "k" if w_out_in else "mn", scale)
+    return GemmProblem(a, b, EPILOGUE, Dense(), n, k)
+
+
+def configured(inner: GemmConfiguration | PreparedGemmConfiguration, dtype: str, w_out_in: bool) -> Any:
+    """The configuration for that of the GEMM. Its tiles hold whole heads, unless they must hold whole atoms of factors:
+    then every part of a tile is known to be rotated or not, and fewer registers are taken.
+    """
+    gemm = inner.gemm
+    if gemm.a.scale is None:
+        gemm = replace(gemm, tile=(gemm.tile[0], HEAD, gemm.tile[2]))
+        inner = replace(inner, gemm=gemm) if isinstance(inner, PreparedGemmConfiguration) else gemm
+    return ProjectionConfiguration(inner, dtype, w_out_in)
+
+
+@dataclass(frozen=True)
+class Atoms(Region):
+    """Scale factors of an operand of so many ``rows``, by the size's name, in atoms of 128 x 4."""
+
+    name: str
+    rows: str
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return (sizes[self.rows] + 127) // 128 * ((sizes["k"] + 127) // 128) * 512
+
+
+@dataclass(frozen=True)
+class ProjectionConfiguration:
+    """``inner`` is the GEMM of the problem; ``w_out_in``: w is (n, k), else (k, n)."""
+
+    kernel: ClassVar[str] = "projection:Projection"
+
+    inner: GemmConfiguration | PreparedGemmConfiguration
+    dtype: str
+    w_out_in: bool
+
+    @property
+    def gemm(self) -> GemmConfiguration:
+        """The GEMM itself."""
+        return self.inner.gemm
+
+    @property
+    def operands(self) -> tuple[str, str]:
+        """The slots of x and w."""
+        return ("x_code", "w_code") if self.dtype == E4M3 else ("x", "w")
+
+    @property
+    def scales(self) -> Mapping[str, str]:
+        """Slots of factors in atoms, and those of the same factors as the caller has them."""
+        return {"sfa": "x_scale", "sfb": "w_scale"} if self.dtype == E4M3 else {}
+
+    @property
+    def regions(self) -> tuple[Any, ...]:
+        """Of the workspace: first those of the GEMM, so that they have the places that it gives them."""
+        inner = [slot.regions for slot in self.inner.slots() if isinstance(slot, Workspace)]
+        atoms = (Atoms(name, rows) for name, rows in zip(self.scales, "mn", strict=False))
+        return (*(region for regions in inner for region in regions), *atoms)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        w = ("n", "k") if self.w_out_in else ("k", "n")
+        x_name, w_name = self.operands
+        found = [Tensor(x_name, self.dtype, ("m", "k"), (None, 1)), Tensor(w_name, self.dtype, w, (None, 1))]
+        for name, rows in zip(self.scales.values(), "mn", strict=False):
+            found.append(Tensor(name, "uint8", (rows, "blocks"), (None, 1), align=1))
+        found += [Tensor(name, "bfloat16", ("m", ROTARY), (ROTARY, 1)) for name in ("cos", "sin")]
+        for side, rows, columns in (("row", "m", HEAD // BLOCK), ("col", "groups", HEAD)):
+            found.append(Tensor(f"out_fp8_{side}", E4M3, ("m", "heads", HEAD), (None, HEAD, 1)))
+            shape, strides = (rows, "heads", columns), (None, columns, 1)
+            found.append(Tensor(f"out_scales_{side}", "uint8", shape, strides, align=1))
+        workspace = [Workspace(self.regions)] if self.regions else []
+        return (*found, *workspace, MULTIPROCESSORS, Stream())

@@ -1,0 +1,15 @@
+"""The projection on Blackwell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn_kernels.pipeline.projection import ViewedProjection
+from cudnn_kernels.sm100.gemm import Gemm
+
+
+class Projection(ViewedProjection):
+    """The GEMM multiplies what it is given."""
+
+    def gemm_of(self, inner: Any) -> Gemm:
+        return Gemm(inner)
