@@ -5,6 +5,7 @@ it: names and order of arguments and results, and every byte of the results.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 
 import cudnn
 from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_reference, projection
+from cudnn_kernels import fakes
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.projection import configured, problem
+from support.compiled import compile_kernel
 from support.selection import brief
 
 pytest.importorskip("ptx_emulator")
@@ -99,6 +104,18 @@ def test_mxfp8(where: str, w_out_in: bool) -> None:
     with emulated(where):
         results = wrapper(x, given[0], cos, sin, x_scale=x_scale, w_scale=given[1], w_out_in=w_out_in, stream=0)
     check(results, a @ b.t(), cos, sin)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("arch", WHERE[1:])
+def test_no_register_is_spilled(arch: str, kind: str) -> None:
+    made = ARCHITECTURES[arch]
+    c = configured(made.configure(problem(kind, True, 24576, 1536)), kind, True)
+    module, kernel = made.source(c).split(":")
+    compiled = compile_kernel(arch, getattr(importlib.import_module(module), kernel)(c), *fakes.arguments(c))
+    assert compiled.stack == 0
+    assert compiled.registers <= 255
 
 
 def test_names_and_order() -> None:

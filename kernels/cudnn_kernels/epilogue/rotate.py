@@ -83,11 +83,12 @@ class Deinterleave(_Heads):
                 x.values[i] = value
 
     def exchanged(self, mine: list[Float32], quarter: Int32) -> list[Float32]:
-        """The thread's columns of the new order, from those of the old: columns 8 i + 2 q and the next, for thread q.
+        """A thread's values in the new order, from those in the old. Thread q has columns 8 j + 2 q and the next.
 
-        What was column 16 i + 2 c becomes column 8 i + c: of sixteen, thread 0 has those of 8 i, 8 i + 4, 8 i + 8 and
-        8 i + 12's lefts, and so on. So thread q takes values of the threads 2 q and 2 q + 1, modulo four: of their
-        columns below 8 for q < 2, else of those above. In each of two exchanges every thread sends one value.
+        Of the new order's first half, columns 8 i + 2 q and the next are the old ones 16 i + 4 q and 16 i + 4 q + 2:
+        the threads 2 q and 2 q + 1, modulo four, have them, in the lower eight of sixteen columns for q < 2, in the
+        upper eight for others. So each thread has a value for one thread of either kind. In a first exchange even
+        threads send that of the lower eight and odd ones that of the upper, in a second one the other way round.
         """
         odd, upper = quarter % 2 == 1, quarter // 2 == 1
         near = cute.arch.lane_idx() // 4 * 4 + quarter % 2 * 2

@@ -57,7 +57,9 @@ class Gemm:
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         self.tiles = tiles_of(c.schedule, self.tile_m * c.cluster[0], self.tile_n * c.cluster[1])
-        self.granules = tuple(granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b))
+        self.granules = tuple(
+            granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b)
+        )
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)

@@ -16,6 +16,9 @@ from cudnn.gemm_geglu import GemmGeglu as GemmGeglu
 from cudnn.gemm_geglu import GemmGegluSm100 as GemmGegluSm100
 from cudnn.gemm_geglu import gemm_geglu_wrapper as gemm_geglu_wrapper
 from cudnn.gemm_geglu import gemm_geglu_wrapper_sm100 as gemm_geglu_wrapper_sm100
+from cudnn.gemm_proj_rope_mxfp8 import GemmProjRopeMxfp8Bf16InSm100 as GemmProjRopeMxfp8Bf16InSm100
+from cudnn.gemm_proj_rope_mxfp8 import GemmProjRopeMxfp8Mxfp8InSm100 as GemmProjRopeMxfp8Mxfp8InSm100
+from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_wrapper_sm100 as gemm_proj_rope_mxfp8_wrapper_sm100
 from cudnn.gemm_rope import GemmRope as GemmRope
 from cudnn.gemm_rope import GemmRopeSm100 as GemmRopeSm100
 from cudnn.gemm_rope import gemm_rope_wrapper as gemm_rope_wrapper
@@ -62,8 +65,8 @@ from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
 from cudnn.sdpa import SdpaBackward as SdpaBackward
-from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
 from cudnn.sdpa import SdpaForward as SdpaForward
+from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
 from cudnn.sdpa import SdpafwdSm100D256 as SdpafwdSm100D256
 from cudnn.sdpa import sdpa_bwd_wrapper_sm100_d256 as sdpa_bwd_wrapper_sm100_d256
 from cudnn.sdpa import sdpa_fwd_wrapper_sm100_d256 as sdpa_fwd_wrapper_sm100_d256
