@@ -122,7 +122,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
 SLOW = [pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_100a")]
 
 
-@pytest.mark.parametrize("where", ["reference", *SLOW])
+@pytest.mark.parametrize("where", ["reference", *SLOW, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_is_what_it_says(interleaved: bool, where: str) -> None:
     """Against complex numbers: part of a head, some of the heads, with positions; rows without an angle become NaN."""
@@ -131,14 +131,14 @@ def test_rope_is_what_it_says(interleaved: bool, where: str) -> None:
     positions = torch.randint(0, 9, (40,), dtype=torch.int32)
     positions[3], positions[5] = -1, 9
     options = {"head_size": 192, "rotary_size": 64, "rotated_begin": 192, "rotated_end": 576}
-    with contextlib.nullcontext() if where == "reference" else cudnn.emulation(where, races=True):
-        c, _ = cudnn.gemm_rope_wrapper(a, b, cos, sin, positions, **options, interleaved=interleaved,
-                                       c_dtype=torch.float32)  # fmt: skip
+    given = [x.cuda() if where == "gpu" else x for x in (a, b, cos, sin, positions)]
+    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
+        c, _ = cudnn.gemm_rope_wrapper(*given, **options, interleaved=interleaved, c_dtype=torch.float32)
     expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, 192))
     rows = positions.long().clamp(0, 8)
     expected[:, 1:3, :64] = rotated(expected[:, 1:3, :64], cos[rows], sin[rows], interleaved)
     expected[3, 1:3, :64] = expected[5, 1:3, :64] = float("nan")
-    torch.testing.assert_close(c[..., 0].double(), expected.flatten(1), rtol=1e-4, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(c[..., 0].cpu().double(), expected.flatten(1), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_rope_turns_back() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.api_base import TupleDict
 from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_reference, projection
 from cudnn_kernels import fakes
 from cudnn_kernels.architecture import ARCHITECTURES
@@ -72,20 +73,25 @@ def check(results: Any, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     assert torch.equal(results["out_fp8_col"].float(), codes.permute(0, 3, 1, 2).flatten(0, 1).float())
 
 
-def emulated(where: str) -> Any:
-    return contextlib.nullcontext() if where == "reference" else cudnn.emulation(where, races=True)
+def called(where: str, *given: torch.Tensor, **options: Any) -> Any:
+    """The wrapper's results there, on the CPU."""
+    device = "cuda" if where == "gpu" else "cpu"
+    named = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
+        results = wrapper(*(x.to(device) for x in given), **named)
+    return TupleDict({name: x.cpu() for name, x in results.items()})
 
 
 CASES = [(where, w_out_in) for where in WHERE for w_out_in in (True, False)]
+GPU = [pytest.param("gpu", w_out_in, marks=pytest.mark.gpu) for w_out_in in (True, False)]
 
 
-@pytest.mark.parametrize(("where", "w_out_in"), brief(CASES, 0, 1, 5))
+@pytest.mark.parametrize(("where", "w_out_in"), [*brief(CASES, 0, 1, 5), *GPU])
 def test_bfloat16(where: str, w_out_in: bool) -> None:
     tokens, n, k = 128, 2 * 192, 72
     x, w, (cos, sin) = few(tokens, k).bfloat16(), few(n, k).bfloat16(), angles(tokens)
     x[32:64] = 0
-    with emulated(where):
-        results = wrapper(x, w if w_out_in else w.t().contiguous(), cos, sin, w_out_in=w_out_in, stream=None)
+    results = called(where, x, w if w_out_in else w.t().contiguous(), cos, sin, w_out_in=w_out_in, stream=None)
     assert tuple(results.keys()) == RESULTS
     assert [tuple(t.shape) for t in results] == [(128, 2, 192), (128, 2, 6), (128, 2, 192), (4, 2, 192)]
     assert [t.dtype for t in results] == [E4M3, torch.uint8] * 2
@@ -95,14 +101,14 @@ def test_bfloat16(where: str, w_out_in: bool) -> None:
     assert not results["out_scales_col"][1].any()
 
 
-@pytest.mark.parametrize(("where", "w_out_in"), brief(CASES, 0, 1, 2))
+@pytest.mark.parametrize(("where", "w_out_in"), [*brief(CASES, 0, 1, 2), *GPU])
 def test_mxfp8(where: str, w_out_in: bool) -> None:
     """Three blocks along k: the factors' atoms are not full."""
     tokens, n, k = 128, 2 * 192, 96
     (x, x_scale, a), (w, w_scale, b), (cos, sin) = scaled(tokens, k), scaled(n, k), angles(tokens)
     given = (w, w_scale) if w_out_in else (w.t().contiguous(), w_scale.t().contiguous())
-    with emulated(where):
-        results = wrapper(x, given[0], cos, sin, x_scale=x_scale, w_scale=given[1], w_out_in=w_out_in, stream=0)
+    scales = {"x_scale": x_scale, "w_scale": given[1]}
+    results = called(where, x, given[0], cos, sin, **scales, w_out_in=w_out_in, stream=0)
     check(results, a @ b.t(), cos, sin)
 
 
