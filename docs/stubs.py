@@ -156,7 +156,7 @@ def names() -> str:
     lines = [f'"""The public names of the fused APIs. {_WRITTEN}"""', ""]
     for package in dict.fromkeys(registry.public_names().values()):
         exported = [name for name, home in registry.public_names().items() if home == package]
-        for name in sorted(exported):
+        for name in sorted(exported, key=lambda name: (name[0].islower(), name.lower())):  # as ruff has it
             line = f"from {package} import {name} as {name}"
             lines += [line] if len(line) <= WIDTH else [f"from {package} import (", f"    {name} as {name},", ")"]
     return "\n".join(lines) + "\n"

@@ -65,8 +65,8 @@ from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
 from cudnn.sdpa import SdpaBackward as SdpaBackward
-from cudnn.sdpa import SdpaForward as SdpaForward
 from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
+from cudnn.sdpa import SdpaForward as SdpaForward
 from cudnn.sdpa import SdpafwdSm100D256 as SdpafwdSm100D256
 from cudnn.sdpa import sdpa_bwd_wrapper_sm100_d256 as sdpa_bwd_wrapper_sm100_d256
 from cudnn.sdpa import sdpa_fwd_wrapper_sm100_d256 as sdpa_fwd_wrapper_sm100_d256
