@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
     {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256, 256, 512), "n": 160,
      "inputs": {"norm_const": F32}, "d_dtype": E4M3},
-    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (128, 384), "m": 400, "n": 160, "mma_tiler_mn": (128, 256),
+    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256, 512), "m": 600, "n": 160,
      "inputs": {"norm_const": F32, "bias": BF16}, "d_dtype": E4M3, "discrete_col_sfd": True},
     {"name": "grouped_gemm_glu", "m": 220, "inputs": {"prob": F32}, "generate_c": True},
     {"name": "grouped_gemm_glu", "n": 192, "inputs": {"prob": BF16, "bias": BF16}, "act_func": "geglu",
@@ -138,6 +139,50 @@ def test_stubs_are_called_by_name_and_kept(monkeypatch: pytest.MonkeyPatch) -> N
     api.objects.clear()
 
 
+# Weights behind addresses.
+
+ADDRESSED: list[dict[str, Any]] = [
+    {"name": "grouped_gemm", "inputs": {"prob": F32}, "major": "mn"},
+    {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_glu", "kind": "mxfp8", "ends": (256, 256, 512), "major": "mn",
+     "inputs": {"norm_const": F32}, "d_dtype": E4M3},
+    {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}},
+]  # fmt: skip
+WHERE = ["reference", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_100a"))]
+
+
+@pytest.mark.parametrize("case", ADDRESSED, ids=label)
+@pytest.mark.parametrize("where", WHERE)
+def test_weights_behind_addresses(where: str, case: dict[str, Any]) -> None:
+    """Of the same values as in a tensor; another call has other addresses."""
+    p = grouped.problem(**case)
+    grouped.addressed(p)
+    grouped.run(p, where)
+    grouped.check(p)
+
+
+WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"b_ptrs": torch.zeros(3, dtype=torch.int32)}, ValueError, "b_ptrs must be int64: got torch.int32"),
+    ({"b_ptrs": torch.zeros(2, dtype=torch.int64)}, ValueError, "b_ptrs length mismatch: got 2; allowed: expected 3"),
+    ({"b_ptrs": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, "b_ptrs must be 1-D"),
+    ({"b_ptrs": torch.zeros(6, dtype=torch.int64)[::2]}, ValueError, "b_ptrs must be contiguous"),
+    ({"b_ptrs": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
+    ({"b": torch.zeros(128, 128, 3).bfloat16()}, ValueError, "b_tensor and b_ptrs: got both; allowed: one of them"),
+    ({"n": None}, ValueError, "n and b_dtype: got None and torch.bfloat16; allowed: both, for weights behind b_ptrs"),
+    ({"b_dtype": F16}, ValueError, "b_dtype: got torch.float16; allowed: bfloat16, the type of a"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "words"), WRONG_ADDRESSES)
+def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> None:
+    p = grouped.problem("grouped_gemm_quant")
+    grouped.addressed(p)
+    p.options |= {key: value for key, value in changed.items() if key in p.options}
+    p.given |= {key: value for key, value in changed.items() if key not in p.options}
+    with pytest.raises(error, match=words):
+        grouped.run(p, "reference")
+
+
 # Weight gradients.
 
 
@@ -162,6 +207,48 @@ def test_weight_gradients(where: str) -> None:
         return
     with cudnn.emulation(where, races=True):
         gradients((5, 5, 180), 200, **scales)
+
+
+def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
+    """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
+    m, n, tokens = 136, 72, ends[-1] + 128
+    a, b = (grouped.operand(kind, rows, tokens, 1, "cpu") for rows in (m, n))
+    vector = grouped.KINDS[kind][2]
+    sfa, sfb = (grouped.by_expert(x.scales, ends, vector) for x in (a, b))
+    names = () if kind == "mxfp8" else ("global_scale_a", "global_scale_b")
+    scales = {key: torch.rand(len(ends)) + 0.5 for key in names}
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    addressed = more.pop("addressed", False)
+    out = [torch.full((m, n), 2.0) for _ in ends] if addressed else torch.full((len(ends), m, n), 2.0)
+    given = {"wgrad_tensor": out}
+    if addressed:
+        given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out])}
+    with cudnn.emulation(where, races=True) if where != "reference" else contextlib.nullcontext():
+        cudnn.grouped_gemm_wgrad_wrapper(
+            a.tensor[..., 0], b.tensor[..., 0].T, sfa, sfb, offsets, wgrad_dtype=F32, sf_vec_size=vector, **given,
+            **scales, **more
+        )  # fmt: skip
+    start = 0
+    for expert, end in enumerate(ends):
+        expected = a.values[:, start:end, 0] @ b.values[:, start:end, 0].T
+        for scale in scales.values():
+            expected = expected * scale[expert].double()
+        expected = expected + (2.0 if more.get("accumulate_on_output") else 0.0)
+        torch.testing.assert_close(out[expert].double(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        start = end
+
+
+SCALED: list[dict[str, Any]] = [
+    {"kind": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
+    {"kind": "nvfp4", "ends": (64, 64, 192), "addressed": True},
+    {"kind": "mxfp4", "ends": (128, 256), "addressed": True, "accumulate_on_output": True},
+]
+
+
+@pytest.mark.parametrize("given", SCALED, ids=lambda given: given["kind"])
+@pytest.mark.parametrize("where", WHERE)
+def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
+    scaled_gradients(where, **given)
 
 
 def test_gradients_of_no_tokens_are_zero() -> None:
@@ -208,7 +295,7 @@ def test_older_semantics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     # the API, the problem, changes of its inputs; the error, its words
-    ("grouped_gemm", {}, {"b": None}, ValueError, "b tensor: got None; allowed: a tensor of all experts"),
+    ("grouped_gemm", {}, {"b": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
     ("grouped_gemm", {"kind": "mxfp8"}, {}, TypeError, "sf"),
     ("grouped_gemm_quant", {"m_aligned": 128}, {}, ValueError, "m_aligned: got 128; allowed: 256"),
     ("grouped_gemm_quant", {"b_dtype": BF16}, {}, ValueError, "b_dtype: got torch.bfloat16; allowed: None, where b is"),

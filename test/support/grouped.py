@@ -6,6 +6,7 @@ Operands and formats are those of ``support.gemms``; nothing here computes with 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class Problem:
     product: torch.Tensor  # (m, n), float64; rows of no expert are 0
     experts: torch.Tensor  # of each row of an expert
     results: Any = field(default=None)
+    kept: list[torch.Tensor] = field(default_factory=list)  # what addresses lead to
 
     @property
     def rows(self) -> int:
@@ -58,6 +60,30 @@ def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str 
     if scale is None:
         return gemms.plain(rows, k, experts, dtype, major, device)
     return gemms.scaled(rows, k, experts, dtype, scale, vector, major, device)
+
+
+def by_expert(scales: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
+    """Scale factors in atoms (32, 4, rows, 4, groups, 1) as weight gradients take them: (128 rows, 4 groups), the atoms
+    of each expert's groups together; those beyond the last expert at the end.
+    """
+    atoms = scales.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
+    bounds = [0, *(end // (4 * vector) for end in ends), atoms.shape[2]]
+    parts = [atoms[:, :, first:last].reshape(-1) for first, last in itertools.pairwise(bounds)]
+    return torch.cat(parts).view(128 * atoms.shape[1], 4 * atoms.shape[2]).view(scales.dtype)
+
+
+def addressed(p: Problem) -> None:
+    """The problem's weights, and their factors, as tensors that lie anywhere, and their addresses."""
+    b, scales = p.given.pop("b"), p.given.pop("sfb")
+    major = "k" if b.stride(1) == 1 else "n"
+    p.options |= {"n": b.shape[0], "b_dtype": b.dtype, "b_major": major}
+    p.kept = []
+    for name, x in (("b_ptrs", b), ("sfb_ptrs", scales)):
+        if x is not None:
+            raw = x.view(torch.uint8) if x.element_size() == 1 else x
+            copies = [raw[..., i : i + 1].clone() for i in reversed(range(x.shape[-1]))][::-1]
+            p.kept += copies
+            p.given[name] = torch.tensor([copy.data_ptr() for copy in copies], device=x.device)
 
 
 def problem(
@@ -83,6 +109,13 @@ def problem(
             given[key] = torch.randn(experts, n, device=device).to(dtype).T
         elif key == "norm_const":
             given[key] = torch.tensor([0.5], device=device)
+        elif key == "beta":
+            given[key] = torch.linspace(1.5, 0.5, experts, device=device).to(dtype)
+        elif key == "dprob":
+            given[key] = torch.zeros(m, 1, 1, device=device)
+        elif key == "c":
+            columns = n if "srelu" in name else 2 * n
+            given[key] = 3 * torch.randn(m, columns, 1, device=device).to(dtype)
         else:
             given[key] = (torch.rand(m, 1, 1, device=device) + 0.5).to(dtype)
     counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=device)
@@ -97,7 +130,7 @@ def run(p: Problem, where: str) -> None:
     wrapper, parameters = registry.wrapper(p.name), registry.find(p.name).parameters
     arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
     if "sfa" in parameters:
-        arguments |= {parameters[key]: p.given[key] for key in ("sfa", "sfb")}
+        arguments |= {parameters[key]: p.given.get(key) for key in ("sfa", "sfb")}
     with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
         p.results = wrapper(**arguments, **p.options)
 
@@ -108,10 +141,13 @@ def check(p: Problem, slack: float = 3e-5) -> None:
         "sfa"] is not None else 1e-3  # fmt: skip
     values = FORMULAS[p.name](p, x, slack)
     found = {key.removesuffix("_tensor"): tensor for key, tensor in p.results.items() if tensor is not None}
+    found |= {"d": found["d_row"]} if "d_row" in found else {}
     if "amax" in found:
-        largest = torch.full((len(p.ends),), float("-inf"), dtype=torch.float64, device=x.device)
-        largest.scatter_reduce_(0, p.experts, values.abs().amax(1), "amax")
-        torch.testing.assert_close(found["amax"][:, 0].double(), largest, rtol=16 * slack, atol=0)
+        roles = found["amax"].shape[1]
+        largest = torch.full((len(p.ends), roles), float("-inf"), dtype=torch.float64, device=x.device)
+        blocks = values.abs().unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3))
+        largest.scatter_reduce_(0, p.experts[:, None].expand(-1, roles), blocks, "amax")
+        torch.testing.assert_close(found["amax"].flatten(1).double(), largest, rtol=16 * slack, atol=0)
     if "sfd_row" not in found:
         gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack)
         return

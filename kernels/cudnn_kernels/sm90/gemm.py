@@ -73,8 +73,9 @@ class Gemm:
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
         """Launches the kernel on arguments by name."""
-        a, b, pointers = arguments["a"], arguments.get("b"), arguments.get("b_ptrs")
-        if const_expr(self.c.b.pointers):
+        a, b, pointers = arguments["a"], arguments.get("b"), None
+        if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
+            pointers = arguments["b_ptrs"]
             b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k")
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         cm, cn = self.c.cluster

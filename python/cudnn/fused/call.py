@@ -67,7 +67,8 @@ class Call:
         if plan.notice:
             say(api._title(), plan.notice)
         names = (*api.names, *api.scalars)
-        at = {name: index for index, name in enumerate((*names, "multiprocessors", "stream", "workspace"))}
+        others = ("multiprocessors", "stream", "workspace", *api.constants)
+        at = {name: index for index, name in enumerate((*names, *others))}
         slots = [slot.name for slot in plan.slots]
         self.take = _getter([at[name] for name in slots])
         self.views = [(at[name], taken) for name, taken in _views(api, plan)]
@@ -75,6 +76,7 @@ class Call:
         self.absent, self.nothing = _getter(absent), (None,) * len(absent)
         self.related = _getter([at[name] for name in _unrelated(api)])
         self.refits = self._refits(api.refitted)
+        self.constants = tuple(api.constants.values())
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
         self.unset = (None,) * len(self.defaults)
         self.prepares = "workspace" in slots
@@ -111,7 +113,7 @@ class Call:
                 workspace = self._allocated(tensors, stream)
             if self.views:
                 tensors = self._viewed(tensors)
-            self.kernel(*self.take((*tensors, *scalars, limit, stream, workspace)))
+            self.kernel(*self.take((*tensors, *scalars, limit, stream, workspace, *self.constants)))
         except (TypeError, ValueError, AttributeError, RuntimeError):
             self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
             others = self.api.unfitting(dict(zip(self.api.names, tensors, strict=True)))
@@ -137,7 +139,7 @@ class Call:
             workspace = self._allocated(tensors, 0)
         tensors = self._viewed(tensors)
         limit = self.api.usable(self.plan, multiprocessors)
-        self.kernel(*self.take((*tensors, *scalars, limit, 0, workspace)))
+        self.kernel(*self.take((*tensors, *scalars, limit, 0, workspace, *self.constants)))
 
     def _check(self, tensors: tuple[Any, ...], seen: tuple[Any, ...], workspace: Any) -> None:
         """Checks shapes and workspace, and remembers them."""
@@ -180,7 +182,7 @@ def _unrelated(api: FusedAPI) -> list[str]:
         return [api.names[0]]
     scaled = any(isinstance(spec.layout, BlockScales) for spec in found)  # a factor stands for many sizes
     before = api.sized_by if scaled or len(api.sized_by) == 1 else api.sized_by[1:]
-    return list(dict.fromkeys([*before, *(spec.name for spec in found)]))
+    return [name for name in dict.fromkeys([*before, *(spec.name for spec in found)]) if api.given(name)]
 
 
 def _is_related(api: FusedAPI, layout: Any) -> bool:

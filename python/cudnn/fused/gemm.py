@@ -177,7 +177,7 @@ class FusedGemm(FusedAPI):
 
     def _check_block_scales(self) -> None:
         """Which scale factors go with which elements."""
-        if self.given("sfa") != self.given("sfb"):
+        if self.given("sfa") != (self.given("sfb") or self.given("sfb_ptrs")):
             raise self.error("sfa and sfb tensors", "one of them", "both or none")
         kind, scales, vector = self.kind("a"), self.kind("sfa"), self.sf_vec_size
         if not self.scaled:
@@ -227,13 +227,14 @@ class FusedGemm(FusedAPI):
 
     # What runs.
 
-    def _operand(self, name: str) -> Operand:
+    def operand(self, name: str) -> Operand:
+        """A or B, as the kernels know it."""
         scale = BlockScale(self.kind(f"sf{name}"), self.sf_vec_size) if self.scaled else None
         return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         problem = GemmProblem(
-            self._operand("a"), self._operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
+            self.operand("a"), self.operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
             self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate),
         )  # fmt: skip
         return GemmPlan(arch, problem)

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
 from cudnn.api_base import TensorDesc, ceil_div
 from cudnn.errors import refusal
+from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
-from cudnn.fused.host import FusedAPI
+from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import (
     BlockScales,
     Column,
@@ -28,11 +30,12 @@ from cudnn.fused.layouts import (
     Weights,
 )
 from cudnn.fused.wrapper import allocate
-from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense, GroupedRows
 
 FLOATS = ("float32", *NARROW)
@@ -50,10 +53,10 @@ COUNTER = TensorSpec(
 def operands() -> tuple[TensorSpec, ...]:
     """OneMatrix, weights, their scale factors, where experts end, and a factor for each expert."""
     types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
-    addresses = Contiguous("experts", alignment=8)
+    places = Contiguous("experts", alignment=8)
     return (
         TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
-        TensorSpec("b", Weights("n", "k", "nk", "experts"), types, same="a"),
+        TensorSpec("b", Weights("n", "k", "nk", "experts"), types, optional=True, same="a"),
         TensorSpec("sfa", BlockScales("m", "k"), SCALES, optional=True),
         TensorSpec("sfb", BlockScales("n", "k", "experts"), SCALES, optional=True, same="sfa"),
         TensorSpec(
@@ -61,8 +64,8 @@ def operands() -> tuple[TensorSpec, ...]:
             about="the row where each expert ends",
         ),
         TensorSpec("alpha", Each("experts", alignment=2), FLOATS, draw="uniform"),
-        TensorSpec("b_ptrs", addresses, ("int64",), optional=True, sampled=False),
-        TensorSpec("sfb_ptrs", addresses, ("int64",), optional=True, sampled=False),
+        TensorSpec("b_ptrs", places, ("int64",), optional=True, sampled=False),
+        TensorSpec("sfb_ptrs", places, ("int64",), optional=True, sampled=False),
     )  # fmt: skip
 
 
@@ -76,6 +79,7 @@ def quantized(d: str, columns: str) -> tuple[TensorSpec, ...]:
     """The result ``d``, and what there is beside it: by columns, scale factors, the constant that they are chosen by,
     largest magnitudes.
     """
+    largest = Contiguous("experts", alignment=4)
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         output(d, columns),
@@ -89,8 +93,8 @@ def quantized(d: str, columns: str) -> tuple[TensorSpec, ...]:
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
         TensorSpec(
-            "amax", Contiguous("experts", alignment=4), ("float32",), optional=True, fill=float("-inf"), written=True,
-            padding=1, about="the caller fills it with -inf; raised from what it was",
+            "amax", largest, ("float32",), optional=True, fill=float("-inf"), written=True, padding=1,
+            about="the caller fills it with -inf; raised from what it was",
         ),
     )  # fmt: skip
 
@@ -118,6 +122,7 @@ class ExpertsGemm(FusedGemm):
         "b_ptrs", "sfb_ptrs", "scheduler_counter_tensor", "sf_fp8_dtype_override",
     )  # fmt: skip
     result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
+    addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
 
@@ -125,6 +130,7 @@ class ExpertsGemm(FusedGemm):
     discrete_col_sfd: bool = False
     b_major: str = "k"
     b_dtype: Any = None
+    b_shape: tuple[int, int] | None = None
     num_experts: int | None = None
     sf_fp8_dtype_override: str | None = None
     use_dynamic_sched: bool = False
@@ -133,6 +139,10 @@ class ExpertsGemm(FusedGemm):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
+        if self.num_experts is not None:
+            for name in self.addressed:
+                if self.scaled or not name.startswith("sf"):
+                    self.descs[name] = addresses.described(name, self.num_experts, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
         aligned = ALIGNED if self.scaled or self.quantizes() else 1
@@ -219,6 +229,64 @@ class ExpertsGemm(FusedGemm):
         m, n, k, experts = (sizes[name] for name in ("m", "n", "k", "experts"))
         return cls.sizes_of({"a": (m, k, 1), "b": (n, k, experts)}, cls.defaults())
 
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        if not self.given("b_ptrs"):
+            return super().sizes(descs)
+        return self.sizes_of({"a": descs["a"].shape, "b": (*self.b_shape, self.num_experts)}, vars(self))  # pyright: ignore
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"n": self.b_shape[0]} if self.b_shape and self.given("b_ptrs") else {}
+
+    # Weights behind addresses.
+
+    def kind(self, name: str) -> str:
+        return name_of(self.b_dtype) if name == "b" and self.given("b_ptrs") else super().kind(name)
+
+    def major(self, name: str) -> str:
+        return self.b_major if name == "b" and self.given("b_ptrs") else super().major(name)
+
+    def operand(self, name: str) -> Operand:
+        if name == "a" or not self.given("b_ptrs"):
+            return super().operand(name)
+        return replace(super().operand("a"), major="k" if self.b_major == "k" else "mn", pointers=True)
+
+    def weights(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """The values of each expert's weights, (n, k), on the CPU or in one tensor."""
+        vector = self.sf_vec_size
+        if tensors.get("b_ptrs") is None:
+            every = dequantize(tensors["b"], tensors.get("sfb"), vector)
+            return list(every.unbind(2))
+        n, k = self.b_shape or (0, 0)
+        found = addresses.matrices(tensors["b_ptrs"], n, k, self.b_dtype, self.b_major == "n")
+        factors: list[Any] = [None] * len(found)
+        if self.scaled:
+            factors = addresses.scales(tensors["sfb_ptrs"], n, k, vector, tensors["sfa"].dtype)
+        return [dequantize(x, scales, vector)[..., 0] for x, scales in zip(found, factors, strict=True)]
+
+    @classmethod
+    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A wrapper's arguments with what the constructor wants to know of weights behind addresses.
+
+        Raises:
+            ValueError: weights in both ways or in none, or addresses that are none.
+        """
+        where, b, given = f"{cls.folder()}_wrapper", arguments.get("b_tensor"), arguments.get("b_ptrs")
+        if (b is None) == (given is None):
+            got = "both" if b is not None else "neither"
+            raise ValueError(refusal(where, "b_tensor and b_ptrs", got, "one of them"))
+        if b is not None:
+            transposed = arguments.get("b_major") == "n" and Weights.is_experts_first(b)
+            return {**arguments, "b_tensor": b.transpose(1, 2).permute(1, 2, 0)} if transposed else arguments
+        a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
+        if n is None or b_dtype is None:
+            raise ValueError(refusal(where, "n and b_dtype", f"{n} and {b_dtype}", "both, for weights behind b_ptrs"))
+        experts = arguments["padded_offsets"].numel()
+        addresses.check(where, "b_ptrs", given, experts, a.device)
+        if arguments.get("sfa_tensor") is not None:
+            addresses.check(where, "sfb_ptrs", arguments["sfb_ptrs"], experts, a.device)
+        return {**arguments, "num_experts": experts, "b_shape": (n, cls.shape_of(a)[1])}
+
     # Support.
 
     def check_options(self) -> None:
@@ -229,17 +297,37 @@ class ExpertsGemm(FusedGemm):
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
-        if self.num_experts is not None or not self.given("b"):
-            raise self.unsupported("weights", "none, or num_experts, for addresses", "b, of all experts")
-        if self.b_dtype is not None:
-            raise self.error("b_dtype", self.b_dtype, "None, where b is a tensor")
+        self.check_weights()
         if self.given("scheduler_counter") and not (self.scaled and self.use_dynamic_sched):
             allowed = "None, but for use_dynamic_sched=True and operands with scale factors"
             raise self.error("scheduler_counter tensor", "a tensor", allowed)
 
+    def check_weights(self) -> None:
+        """Raises unless weights are a tensor or behind addresses."""
+        if self.given("b") == (self.num_experts is not None):
+            got = "both" if self.given("b") else "neither"
+            raise self.error("sample_b and num_experts", got, "one of them: a tensor, or weights behind addresses")
+        if self.given("b"):
+            for name in ("b_dtype", "b_shape"):
+                if getattr(self, name) is not None:
+                    raise self.error(name, getattr(self, name), "None, where b is a tensor")
+            return
+        if self.b_shape is None or self.b_dtype is None:
+            raise self.error("b_shape and b_dtype", f"{self.b_shape} and {self.b_dtype}", "both, with num_experts")
+        if self.kind("b") != self.kind("a"):
+            raise self.error("b_dtype", self.b_dtype, f"{self.kind('a')}, the type of a")
+        if self.kind("b") == FLOAT4 and self.b_major == "n":
+            raise self.error("b_major", "'n'", "'k', for packed elements")
+
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         self.check_groups(sizes)
+        if self.given("b_ptrs"):
+            extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.kind("b")]
+            if extent % step:
+                raise self.error(f"{self.b_major} of b", extent, f"multiples of {step}, 16 bytes")
+            if self.descs["a"].shape[1] != self.b_shape[1]:  # pyright: ignore
+                raise self.error("b_shape", self.b_shape, f"(n, {self.descs['a'].shape[1]}), as a")  # pyright: ignore
         rows, pairs = self.mma_tiler_mn[0], 2 if self.mma_tiler_mn[0] == 256 else 1
         if self.cluster_shape_mn[0] // pairs * rows not in (128, 256):
             raise self.error("cluster_shape_mn", self.cluster_shape_mn, "128 or 256 rows of a cluster")
@@ -278,14 +366,14 @@ class ExpertsGemm(FusedGemm):
     # What runs.
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        a, b = (dequantize(tensors[x], tensors.get(f"sf{x}"), self.sf_vec_size) for x in "ab")
+        a, weights = dequantize(tensors["a"], tensors.get("sfa"), self.sf_vec_size), self.weights(tensors)
         single = self.use_single_group_runtime_offsets
         ends = [a.shape[0]] if single else tensors["padded_offsets"].tolist()
         starts = [0, *ends[:-1]]
-        product = a.new_empty(ends[-1], b.shape[0], 1)
+        product = a.new_empty(ends[-1], weights[0].shape[0], 1)
         counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=a.device)
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            product[start:end, :, 0] = a[start:end, :, 0] @ b[:, :, expert].T
+            product[start:end, :, 0] = a[start:end, :, 0] @ weights[expert].T
         if not ends[-1]:
             return
         groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
@@ -359,13 +447,23 @@ class ExpertsGemm(FusedGemm):
         return allocate(cls, given, {**cls.defaults(), **options}, results)
 
     @classmethod
+    def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        if given["b"] is not None:
+            return super().shapes_of(given, options)
+        return {"a": cls.shape_of(given["a"]), "b": (*options["b_shape"], options["num_experts"])}
+
+    @classmethod
     def shape_of(cls, tensor: Any) -> tuple[int, ...]:
-        if tensor is None:
-            allowed = "a tensor of all experts; weights behind addresses are not supported"
-            raise ValueError(refusal(cls._title(), "b tensor", "None", allowed))
         if name_of(tensor.dtype) == FLOAT4:
             return TensorDesc.of(tensor, interpret_uint8_as_fp4x2=True).shape
         return tensor.shape
+
+
+GATES = {
+    "swiglu": epilogue.SWIGLU,
+    "geglu": epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset"),
+}
+"""What becomes of a pair of columns; the numbers of geglu are those of a call."""
 
 
 class GatedExperts(ExpertsGemm):
@@ -389,15 +487,9 @@ class GatedExperts(ExpertsGemm):
     glu_clamp_max: float = 7.0
     glu_clamp_min: float = -7.0
 
-    def gate(self) -> epilogue.Gate:
-        """What becomes of a pair."""
-        if self.act_func == "swiglu":
-            return epilogue.SWIGLU
-        return epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset")
-
     def operations(self) -> tuple[Any, ...]:
         stored = (self.store("c"),) if self.given("c") else ()
-        activation = (epilogue.Gated(self.gate(), gate_first=True), *self.multiplied_by("prob"))
+        activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
 
     @classmethod
@@ -413,7 +505,7 @@ class GatedExperts(ExpertsGemm):
         super().check_options()
         if self.act_func == "situglu":
             raise self.unsupported("act_func", "'situglu'", "'swiglu' or 'geglu'")
-        if self.act_func not in ("swiglu", "geglu"):
+        if self.act_func not in GATES:
             raise self.error("act_func", repr(self.act_func), "'swiglu' or 'geglu'")
 
     def check_own_rules(self, sizes: Sizes) -> None:

@@ -174,6 +174,21 @@ class FusedAPI(APIBase):
     def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
         """Objects as calls usually make them, for compiling ahead of time."""
 
+    @property
+    def constants(self) -> Mapping[str, Any]:
+        """Numbers that a kernel takes which are those of the constructor, by name."""
+        return {}
+
+    @classmethod
+    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A wrapper's arguments, in the form that the rest of this class knows."""
+        return arguments
+
+    @classmethod
+    def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes of ``sized_by``, in elements, of a wrapper's tensors by name."""
+        return {name: cls.shape_of(given[name]) for name in cls.sized_by}
+
     @classmethod
     def shape_of(cls, tensor: Any) -> tuple[int, ...]:
         """The shape of a tensor in elements."""

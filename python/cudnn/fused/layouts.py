@@ -142,13 +142,14 @@ class Weights(Matrix):
     """A matrix for each expert: (rows, columns, experts), or contiguous as (experts, rows, columns)."""
 
     def fits(self, tensor: Any) -> bool:
-        return super().fits(tensor) and not self._experts_first(tensor)
+        return super().fits(tensor) and not self.is_experts_first(tensor)
 
     def fitted(self, tensor: Any) -> Any:
-        return tensor.permute(1, 2, 0) if self._experts_first(tensor) else super().fitted(tensor)
+        return tensor.permute(1, 2, 0) if self.is_experts_first(tensor) else super().fitted(tensor)
 
     @staticmethod
-    def _experts_first(tensor: Any) -> bool:
+    def is_experts_first(tensor: Any) -> bool:
+        """Whether it is contiguous as (experts, rows, columns)."""
         stride = strides_of(tensor)
         return tensor.ndim == 3 and stride[2] == 1 and 1 not in stride[:2]
 
@@ -275,6 +276,29 @@ class Each(Contiguous):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, any stride"
+
+
+@dataclass(frozen=True)
+class FlatScales(Layout):
+    """The scale factors of an operand whose experts have parts of k: those of one expert after the other, each in atoms
+    of 128 x 4. (rows, factors), the sizes of a matrix, says how many there are.
+    """
+
+    rows: str
+    factors: str
+    rank = 1
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return (sizes[self.rows] * sizes[self.factors],)
+
+    def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+        return [(1,)]
+
+    def fitted(self, tensor: Any) -> Any:
+        return tensor.view(-1)
+
+    def __str__(self) -> str:
+        return f"({self.rows}, {self.factors}), contiguous, or with one dimension"
 
 
 class Rows(Contiguous):

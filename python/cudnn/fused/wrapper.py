@@ -30,6 +30,7 @@ class Arguments:
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
+    arguments = api.arranged(arguments)
     made = prepare(api, arguments)
     tensors = {**made.given, **made.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
@@ -83,7 +84,7 @@ def allocate(
 ) -> dict[str, Any]:
     """Tensors for results of these types and majors."""
     first = given[api.sized_by[0]]
-    sizes = api.sizes_of({name: api.shape_of(given[name]) for name in api.sized_by}, options)
+    sizes = api.sizes_of(api.shapes_of(given, options), options)
     allocated: dict[str, Any] = {}
     for name, (dtype, major) in results.items():
         spec = api.spec(name)

@@ -62,8 +62,7 @@ def expected(api: type[ExpertsGemm], given: dict[str, Any], found: dict[str, Any
     made: Any = api
     object_ = made(**api.samples({**given, **found}))
     exact = {
-        name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32)
-        for name, tensor in found.items()
+        name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32) for name, tensor in found.items()
     }
     tensors = {name: api.fitted(name, x) for name, x in {**given, **exact}.items()}
     object_.reference({**tensors, **{name: getattr(object_, name) for name in api.scalars}})

@@ -1,0 +1,203 @@
+"""What weight gradients of several experts share with other grouped GEMMs, and what they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+from cudnn.api_base import ceil_div
+from cudnn.errors import refusal
+from cudnn.fused import addresses
+from cudnn.fused.gemm import NARROW
+from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm
+from cudnn.fused.layouts import Contiguous, FlatScales, OneMatrix, Sizes, TensorSpec, Transposed, Weights
+from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.reference import evaluate
+from cudnn.gemm.scales import dequantize
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+from cudnn_kernels.schedule import GroupedK
+
+TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")
+OF_EXPERTS = Contiguous("experts", alignment=4)
+
+
+class WGradInputOrder(Enum):
+    """How the tokens of several experts lie: in one matrix, or each expert's in a matrix of its own."""
+
+    Tensor2D = "tensor2d"
+    TensorRagged = "tensor_ragged"
+
+
+class ExpertGradients(ExpertsGemm):
+    """Products over the tokens of each expert: its part of the operands' k."""
+
+    tensors = (
+        TensorSpec("a", OneMatrix("m", "k", "mk"), TYPES, about="hidden = m, tokens = k"),
+        TensorSpec("b", Transposed("n", "k", "nk"), TYPES, same="a"),
+        TensorSpec("sfa", FlatScales("atoms of m", "factors of k"), SCALES, optional=True),
+        TensorSpec("sfb", FlatScales("atoms of n", "factors of k"), SCALES, optional=True, same="sfa"),
+        TensorSpec("offsets", OF_EXPERTS, ("int32",), draw="ends", about="the token where each expert ends"),
+        TensorSpec("wgrad", Weights("m", "n", "mn", "experts"), FLOATS, optional=True, written=True),
+        TensorSpec("wgrad_ptrs", Contiguous("experts", alignment=8), ("int64",), optional=True, sampled=False),
+        TensorSpec("global_scale_a", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
+        TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
+    )
+    returns = ("wgrad",)
+    sized_by = ("a", "b", "offsets")
+    buffers = ("wgrad_tensor",)
+    example = (("m", "n", "k", "experts"), (128, 128, 192, 3))
+    usual_types = ("bf16", "fp16")
+    usual_shapes = ((4096, 4096, 8192, 8),)
+    shapes = ((4096, 4096, 16384, 8), (2048, 7168, 16384, 64))
+    steps = (8, 8, 64, 1)
+    tile_n = (64, 128, 192, 256)
+    hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")
+    result = ("wgrad", "")
+    addressed = ("wgrad_ptrs",)
+    tokens = "k"
+    inner = 0
+
+    accumulate_on_output: bool
+    input_order: Any
+    wgrad_shape: tuple[int, int] | None
+    wgrad_dtype: Any
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.schedule = GroupedK()
+
+    def operations(self) -> tuple[Any, ...]:
+        names = ("global_scale_a", "global_scale_b")
+        factors = [epilogue.MultiplyGroup(name) for name in names if self.given(name)]
+        if self.given("wgrad"):
+            store = replace(self.store("wgrad"), adds=bool(self.accumulate_on_output))
+        else:
+            kind = name_of(self.wgrad_dtype)
+            store = epilogue.StoreTile("wgrad_ptrs", kind, adds=bool(self.accumulate_on_output), pointers=True)
+        return (*factors, store)
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes by name: those of a (m, k), b (k, n) and offsets (experts,).
+
+        Raises:
+            ValueError: other dimensions, one of size 0 beside the tokens, or more than 1024 experts.
+        """
+        for name, rank, dims in (("a", 3, "(hidden, tokens)"), ("b", 3, "(tokens, hidden)"), ("offsets", 1, "(e,)")):
+            if len(shapes[name]) != rank:
+                raise ValueError(refusal(cls._title(), f"{name} tensor", f"the shape {tuple(shapes[name])}", dims))
+        (m, k, _), n, experts = shapes["a"], shapes["b"][0], shapes["offsets"][0]
+        if min(m, n, experts) < 1 or experts > MOST_EXPERTS:
+            got, allowed = f"{m} x {n}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
+            raise ValueError(refusal(cls._title(), "sizes", got, allowed))
+        factors = 4 * ceil_div(ceil_div(k, options.get("sf_vec_size", 16)), 4)
+        atoms = {f"atoms of {name}": 128 * ceil_div(size, 128) for name, size in (("m", m), ("n", n))}
+        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "factors of k": factors, **atoms}
+
+    @classmethod
+    def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
+        m, n, k, experts = (sizes[name] for name in ("m", "n", "k", "experts"))
+        return cls.sizes_of({"a": (m, k, 1), "b": (n, k, 1), "offsets": (experts,)}, cls.defaults())
+
+    @classmethod
+    def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Types, majors and all sizes but the number of tokens."""
+        kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
+        (m, _, _), n, experts = given["a"].shape, given["b"].shape[0], given["offsets"].shape
+        return (kinds, cls.majors_of(given), m, n, experts)
+
+    @classmethod
+    def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
+        return tensor.permute(2, 0, 1)
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {} if given["wgrad_ptrs"] is not None else {"wgrad": (cls.given_or(given["wgrad_dtype"]), "n")}
+
+    @classmethod
+    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
+        where, experts = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel()
+        wgrad, given = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
+        (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
+        if (given is not None) != (arguments["output_mode"] == "discrete"):
+            got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if given is None else 'given'}"
+            raise ValueError(refusal(where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None"))
+        dtype, device = cls.given_or(arguments["wgrad_dtype"]), arguments["a_tensor"].device
+        if given is not None:
+            addresses.check(where, "wgrad_ptrs", given, experts, device)
+            return {**arguments, "num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": dtype}
+        if wgrad is None and arguments["accumulate_on_output"]:
+            return {**arguments, "wgrad_tensor": torch.zeros(experts, m, n, dtype=dtype, device=device)}
+        return arguments
+
+    def check_options(self) -> None:
+        super().check_options()
+        orders = [order.value for order in WGradInputOrder]
+        if getattr(self.input_order, "value", self.input_order) not in orders:
+            raise self.error("input_order", repr(self.input_order), " or ".join(map(repr, orders)))
+
+    def check_weights(self) -> None:
+        if self.given("wgrad") == (self.num_experts is not None):
+            got = "both" if self.given("wgrad") else "neither"
+            raise self.error(
+                "sample_wgrad and num_experts", got, "one of them: a tensor, or gradients behind addresses"
+            )
+        if not self.given("wgrad") and (self.wgrad_shape is None or self.wgrad_dtype is None):
+            got = f"{self.wgrad_shape} and {self.wgrad_dtype}"
+            raise self.error("wgrad_shape and wgrad_dtype", got, "both, with num_experts")
+
+    def check_groups(self, sizes: Sizes) -> None:
+        if self.wgrad_shape is not None and tuple(self.wgrad_shape) != (sizes["m"], sizes["n"]):
+            raise self.error("wgrad_shape", self.wgrad_shape, f"({sizes['m']}, {sizes['n']}), of a and b")
+        if self.given("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:
+            raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))
+        if self.given("global_scale_a") != self.given("global_scale_b"):
+            raise self.error("global_scale_a and global_scale_b", "one of them", "both or none")
+        by_token = "k" in (self.major("a"), self.major("b"))
+        if getattr(self.input_order, "value", self.input_order) == "tensor_ragged" and by_token:
+            raise self.unsupported("input_order", "'tensor_ragged' with contiguous tokens", "'tensor2d'")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if self.given("wgrad") and self.major("wgrad") != "n":
+            raise self.error("wgrad tensor", "columns that are contiguous", "rows that are")
+
+    def run_empty(self, tensors: Sequence[Any]) -> None:
+        if self.accumulate_on_output:
+            return
+        if not self.given("wgrad"):
+            raise self.unsupported("tokens", 0, "at least one, where gradients are behind addresses")
+        tensors[self.names.index("wgrad")].zero_()
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        ends = tensors["offsets"].tolist()
+        a, b = (self.parts(tensors, name, ends) for name in "ab")
+        product = torch.stack([x @ y.T for x, y in zip(a, b, strict=True)], -1)
+        if not self.given("wgrad_ptrs"):
+            evaluate(self.operations(), product, tensors)
+            return
+        m, n, _ = product.shape
+        targets = addresses.matrices(tensors["wgrad_ptrs"], m, n, self.wgrad_dtype)
+        together = torch.cat(targets, -1)
+        evaluate(self.operations(), product, {**tensors, "wgrad_ptrs": together})
+        for expert, target in enumerate(targets):
+            target.copy_(together[..., expert : expert + 1])
+
+    def parts(self, tensors: Mapping[str, Any], name: str, ends: Sequence[int]) -> list[Any]:
+        """The values of an operand, of each expert."""
+        x, scales, vector = tensors[name], tensors.get(f"sf{name}"), self.sf_vec_size
+        atoms, first, found = ceil_div(x.shape[0], 128), 0, []
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            packed = 2 if name_of(x.dtype) == FLOAT4 else 1
+            part = x[:, start // packed : end // packed]
+            if scales is None or start == end:
+                found.append(dequantize(part)[..., 0])
+                continue
+            groups = ceil_div(ceil_div(end - start, vector), 4)
+            mine = scales[first : first + atoms * groups * 512].view(1, atoms, groups, 32, 4, 4)
+            found.append(dequantize(part, mine.permute(3, 4, 1, 5, 2, 0), vector)[..., 0])
+            first += atoms * groups * 512
+        return found
