@@ -283,7 +283,7 @@ class APIBase(ABC):
         check_tensor(self._title(), name, tensor)
         return TensorDesc.of(tensor, name, self._interpret_uint8_as_fp4x2)
 
-    def _not_compiled(self) -> RuntimeError:
+    def _not_compiled(self) -> Exception:
         return RuntimeError(f"{self._title()}: the kernel is not compiled. To fix it, call compile() before execute().")
 
     def _refuse(self, what: str, got: object, expected: object, cure: str = "") -> ValueError:

@@ -2,6 +2,7 @@
 
 An API is a folder of the package with an ``api.py``, or one below a folder of a family. Its name is the folder's, its
 public names are the ``__all__`` of its ``__init__.py``, which is read and not run: nothing is loaded before it is used.
+A folder that exports no wrapper of its own name, such as the parts of ``cudnn.NSA``, is not found here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _PARTS: Mapping[str, tuple[str, str]] = {
     "gemm_proj_rope_mxfp8_from_bf16": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Bf16InSm100"),
     "gemm_proj_rope_mxfp8_from_mxfp8": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Mxfp8InSm100"),
+    "nsa_selection": ("cudnn.native_sparse_attention", "SelectionAttention"),
+    "nsa_top_k": ("cudnn.native_sparse_attention", "TopKReduction"),
     "sdpa_forward": ("cudnn.sdpa", "SdpaForward"),
     "sdpa_backward": ("cudnn.sdpa", "SdpaBackward"),
 }
@@ -41,7 +44,9 @@ def _packages(roots: tuple[str, ...]) -> Mapping[str, str]:
     for root in map(Path, roots):
         for pattern in ("*/api.py", "*/*/api.py"):
             for path in root.glob(pattern):
-                found[path.parent.name] = ".".join(["cudnn", *path.parent.relative_to(root).parts])
+                package = ".".join(["cudnn", *path.parent.relative_to(root).parts])
+                if f"{path.parent.name}_wrapper" in _exported(roots, package):
+                    found[path.parent.name] = package
     return dict(sorted(found.items()))
 
 

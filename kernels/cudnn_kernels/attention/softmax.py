@@ -20,7 +20,7 @@ SLACK = 8.0
 class State:
     """Of each of a thread's rows, what is subtracted from scores and the sum of exponentials.
 
-    What is subtracted is at most ``SLACK`` less than the largest score so far.
+    What is subtracted is at most ``SLACK``, or the slack given, less than the largest score so far.
     ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values.
     """
 
@@ -35,10 +35,12 @@ def reset(state: State) -> None:
     state.sums.fill(0.0)
 
 
-def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Sequence[Float32]:
-    """Turns a block's scores into exponentials, in place. They are at most 2^8.
+def update(
+    state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK
+) -> Sequence[Float32]:  # fmt: skip
+    """Turns a block's scores into exponentials, in place. They are at most 2^slack.
 
-    What was added up before must be multiplied by the result, row by row.
+    What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact.
     """
     corrections = []
     for slot in range(rows.slots):
@@ -48,7 +50,7 @@ def update(state: State, scores: cute.Tensor, rows: RowLayout, width: int) -> Se
             chains[place % 2] = cute.arch.fmax(chains[place % 2], scores[i])
         before = state.maxima[slot]
         largest = cute.arch.fmax(before, rows.across(cute.arch.fmax(*chains), cute.arch.fmax))
-        largest = Float32(select_((largest - before) * state.scale > SLACK, largest, before))
+        largest = Float32(select_((largest - before) * state.scale > slack, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))
         correction = cute.math.exp2(before * state.scale - shift, fastmath=True)

@@ -61,6 +61,7 @@ class FusedAPI(APIBase):
     multiplied: ClassVar[Sequence[str]] = ()  # what the operator casts under autocast, as PyTorch's products do
     gradients: ClassVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = None  # of the operator: setup, backward
 
+    aliases: ClassVar[Mapping[str, str]] = {}  # parameters of ``execute`` that are not called after their tensors
     names: ClassVar[tuple[str, ...]]  # of the tensors, in the order of ``execute``
     parameters: ClassVar[Mapping[str, str]]  # those of ``execute``, by name of tensor
     run_time: ClassVar[tuple[str, ...]]  # the scalars that ``execute`` takes; others are the constructor's
@@ -85,9 +86,8 @@ class FusedAPI(APIBase):
         if "execute" in vars(cls):
             known = {spec.name for spec in cls.tensors}
             called = inspect.signature(cls.execute).parameters
-            cls.parameters = {
-                name.removesuffix("_tensor"): name for name in called if name.removesuffix("_tensor") in known
-            }
+            tensors = {cls.aliases.get(name, name.removesuffix("_tensor")): name for name in called}
+            cls.parameters = {name: parameter for name, parameter in tensors.items() if name in known}
             cls.names = tuple(cls.parameters)
             cls.run_time = tuple(name for name in cls.scalars if name in called)
             cls.objects = {}

@@ -58,6 +58,7 @@ from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgrad as GroupedGem
 from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgradSm100 as GroupedGemmWgradSm100
 from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper as grouped_gemm_wgrad_wrapper
 from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper_sm100 as grouped_gemm_wgrad_wrapper_sm100
+from cudnn.native_sparse_attention import NSA as NSA
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
 from cudnn.rmsnorm_rht_amax import best_num_threads as best_num_threads

@@ -21,6 +21,7 @@ class Heads(Layout):
     rows: str
     heads: str
     head: str
+    alignment: int = 16
     rank = 4
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
@@ -33,7 +34,7 @@ class Heads(Layout):
         return [(row, head, 1)] if sizes["packed"] else [(rows * row, head, row, 1)]
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        """The dense order, rows and heads possibly further apart by multiples of 16 bytes."""
+        """The dense order, rows and heads possibly further apart by multiples of the alignment."""
         inner, outer = (1, 0) if sizes["packed"] else (1, 2)
         order = [-1, inner, outer] if sizes["packed"] else [-1, inner, outer, 0]
         if stride[-1] != 1:
@@ -50,7 +51,7 @@ class Heads(Layout):
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         dense, _ = super().allowed(sizes, written)
         cure = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
-        return f"{dense}, or further apart by multiples of 16 bytes", cure
+        return f"{dense}, or further apart by multiples of {self.alignment} bytes", cure
 
     def fitted(self, tensor: Any) -> Any:
         return tensor

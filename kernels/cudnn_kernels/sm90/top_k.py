@@ -1,0 +1,290 @@
+"""The blocks of keys with the largest probabilities, for every row, on Hopper.
+
+A row of the product is a row of one head of Q. The heads that share a head of K follow each other, padded to a power of
+two, so that a warp's 16 rows of the accumulator are all heads of 16, 8, 4, 2 rows of Q, or of one. A warp adds up the
+probabilities of heads, in registers and by shuffles, and those of a block's keys, through shared memory. It keeps the
+best blocks of each row of Q in its lanes, sorted: few candidates ever beat the least of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr, select_
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from cudnn_kernels.attention import sequences, softmax
+from cudnn_kernels.attention.sequences import Sequence
+from cudnn_kernels.attention.sparse import TopKConfiguration
+from cudnn_kernels.epilogue.fragment import reduce_scatter
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.wgmma import WgmmaRows
+from cudnn_kernels.signature import bind
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
+
+WARP = 32
+WARP_ROWS = 16  # of an accumulator
+VECTOR = 8  # elements of 16 bits that a thread loads at once
+
+
+@dataclass
+class Best:
+    """The best blocks so far of each of a warp's rows of Q: lane i has the i-th best score and its block."""
+
+    scores: cute.Tensor
+    blocks: cute.Tensor
+
+
+class TopK:
+    """The kernel for one :class:`TopKConfiguration`."""
+
+    def __init__(self, configuration: TopKConfiguration) -> None:
+        c = self.c = configuration
+        self.dtype = DTYPES[c.dtype]
+        self.tile_m, self.tile_n = c.tile
+        self.padded = 1 << (c.group - 1).bit_length()  # heads of a row of Q, with those that there are not
+        self.queries = self.tile_m // self.padded
+        self.warp_queries = WARP_ROWS // self.padded
+        self.warps = self.tile_m // WARP_ROWS
+        self.share = c.block // c.stride  # keys of a block
+        self.blocks = self.tile_n // self.share  # of a step
+        self.rows = WgmmaRows(slots=2)
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        c = self.c
+        given = bind(c.slots(), arguments)
+        q, k, scores, indices = (
+            sequences.matrix(given[x], c.packed) for x in ("q", "k", "topk_scores", "topk_indices")
+        )  # fmt: skip
+        modes = [0, 1] if const_expr(c.packed) else [2, 1, 0]
+        lse = given["lse"]
+        layout = cute.select(lse.layout, mode=modes)
+        layout = cute.append(layout, cute.make_layout(1)) if const_expr(c.packed) else layout
+        lse = cute.make_tensor(lse.iterator, layout)
+        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
+        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        tiles = sequences.blocks_of(q.shape[0], batches, self.queries, c.packed)
+        heads = c.key_heads if const_expr(c.packed) else c.key_heads * q.shape[3]
+        atom, mK = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), k, cute.slice_(self.key_layout(1), (None, None, 0)),
+            (self.tile_n, c.head),
+        )  # fmt: skip
+        self.kernel(
+            atom, mK, q, lse, scores, indices, offsets_q, offsets_k, tiles, heads,
+            given["scale_softmax"] * softmax.LOG2_E,
+        ).launch(
+            grid=[tiles * heads, 1, 1], block=[self.warps * WARP + WARP, 1, 1], stream=given["stream"],
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def query_layout(self) -> Any:
+        """Q in shared memory."""
+        shape = (self.tile_m, self.tile_n, self.c.head)
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
+
+    def key_layout(self, stages: int) -> Any:
+        """The ring of K in shared memory."""
+        shape = (self.tile_m, self.tile_n, self.c.head)
+        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+
+    def mma(self) -> cute.TiledMma:
+        """Q K^T of a warpgroup."""
+        shape, k = (ROWS, self.tile_n, 16), OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, k, k)
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    @cute.kernel
+    def kernel(
+        self, atom: Any, mK: cute.Tensor, q: cute.Tensor, lse: cute.Tensor, scores: cute.Tensor, indices: cute.Tensor,
+        offsets_q: Any, offsets_k: Any, tiles: Int32, all_heads: Int32, scale: Float32,
+    ) -> None:  # fmt: skip
+        """The roles of the warps. The last rows come first: they have the most candidates."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP)
+        smem = SmemAllocator()
+        sQ, sK = (
+            smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+            for x in (self.query_layout(), self.key_layout(c.stages))
+        )
+        sQ = sQ[None, None, 0]
+        sums = smem.allocate_tensor(
+            Float32, cute.make_layout((self.tile_n, self.warp_queries, self.warps)), byte_alignment=16
+        )
+        full, empty = (smem.allocate_array(cutlass.Int64, c.stages) for _ in range(2))
+        if thread == 0:
+            for stage in cutlass.range_constexpr(c.stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, self.warps)
+        cute.arch.mbarrier_init_fence()
+        tile, head = tiles - 1 - index // all_heads, index % all_heads
+        batch, head = head // c.key_heads, head % c.key_heads
+        s = Sequence(batch, q.shape[0], mK.shape[0], Int32(0), Int32(0))
+        if const_expr(c.packed):
+            batch, tile = sequences.find_block(offsets_q, tile, self.queries)
+            s = sequences.packed(offsets_q, offsets_k, batch)
+        place = 0 if const_expr(c.packed) else s.batch
+        first = tile * self.queries
+        self.load_queries(q, sQ, s, first, head, place, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        steps = cute.ceil_div(self.candidates(s, cutlass.min(first + self.queries, s.queries) - 1), self.blocks)
+        steps = Int32(select_(first < s.queries, steps, Int32(0)))
+        if warp_index == self.warps:
+            gK = cute.domain_offset((s.first_key, 0), mK[None, None, head, place])
+            self.fetch(atom, gK, sK, full, empty, steps)
+        else:
+            self.choose(lse, scores, indices, sQ, sK, sums, full, empty, s, first, head, place, scale, steps, thread)
+
+    name(kernel, "cudnn_attention_top_k_sm90")
+
+    def candidates(self, s: Sequence, query: Any) -> Int32:
+        """One more than a row's last candidate: not the newest two blocks, and none without a key; 0 or less: none."""
+        return cutlass.min((query + 1) // self.c.block - 2, cute.ceil_div(s.keys, self.share))
+
+    @cute.jit
+    def load_queries(
+        self, q: cute.Tensor, sQ: cute.Tensor, s: Sequence, first: Int32, head: Int32, place: Any, thread: Int32
+    ) -> None:
+        """The rows of Q of all heads that share one of K; zeros where there are none."""
+        c = self.c
+        columns, threads = c.head // VECTOR, self.warps * WARP
+        if thread < threads:
+            for i in cutlass.range_constexpr(self.tile_m * columns // threads):
+                vector = thread + i * threads
+                row, column = vector // columns, vector % columns
+                query, member = first + row // self.padded, row % self.padded
+                values = cute.make_rmem_tensor(VECTOR, self.dtype)
+                values.fill(0.0)
+                if (query < s.queries) & (member < c.group):
+                    source = q[s.first_query + query, None, head * c.group + member, place]
+                    cute.autovec_copy(cute.local_tile(source, (VECTOR,), (column,)), values)
+                for x in cutlass.range_constexpr(VECTOR):
+                    sQ[row, column * VECTOR + x] = values[x]
+
+    @cute.jit
+    def fetch(self, atom: Any, gK: cute.Tensor, sK: cute.Tensor, full: Any, empty: Any, steps: Int32) -> None:
+        """One warp: fetches K. A step has whole blocks, which may be fewer keys than the tile."""
+        c = self.c
+        for step in cutlass.range(steps, unroll=1):
+            stage, phase = step % c.stages, step // c.stages % 2
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                bytes_ = self.tile_n * c.head * self.dtype.width // 8
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, bytes_)
+            keys = cute.domain_offset((step * self.blocks * self.share, 0), gK)
+            tKsK, tKgK = partition(atom, 0, 1, sK, cute.local_tile(keys, (self.tile_n, c.head), (0, 0)))
+            cute.copy(atom, tKgK, tKsK[None, stage], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def choose(
+        self, lse: cute.Tensor, scores: cute.Tensor, indices: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
+        sums: cute.Tensor, full: Any, empty: Any, s: Sequence, first: Int32, head: Int32, place: Any, scale: Float32,
+        steps: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """A warpgroup: its 64 rows of the product."""
+        c = self.c
+        group, member = thread // GROUP, thread % GROUP
+        warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
+        mine = sums[None, None, warp_index]
+        mma = self.mma()
+        part = mma.get_slice(member)
+        tSrQ = mma.make_fragment_A(part.partition_A(cute.local_tile(sQ, (ROWS, c.head), (group, 0))))
+        tSrK = mma.make_fragment_B(part.partition_B(sK))
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        shift = cute.make_rmem_tensor(2, Float32)
+        for slot in cutlass.range_constexpr(2):
+            row = group * ROWS + self.rows.row(member, slot)
+            query, index = first + row // self.padded, row % self.padded
+            shift[slot] = -Float32.inf
+            if (query < s.queries) & (index < c.group):
+                shift[slot] = lse[s.first_query + query, head * c.group + index, place]
+        best = Best(cute.make_rmem_tensor(self.warp_queries, Float32), cute.make_rmem_tensor(self.warp_queries, Int32))
+        best.scores.fill(-math.inf)
+        best.blocks.fill(-1)
+        query = first + warp_index * self.warp_queries
+        for step in cutlass.range(steps, unroll=1):
+            stage, phase = step % c.stages, step // c.stages % 2
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.multiply(mma, acc, tSrQ, tSrK, stage)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            self.add_heads(acc, shift, scale, mine, member)
+            cute.arch.sync_warp()
+            for slot in cutlass.range_constexpr(self.warp_queries):
+                self.compare(best, slot, mine, s, query + slot, step)
+            cute.arch.sync_warp()
+        for slot in cutlass.range_constexpr(self.warp_queries):
+            if (query + slot < s.queries) & (lane < c.count):
+                scores[s.first_query + query + slot, lane, head, place] = best.scores[slot]
+                indices[s.first_query + query + slot, lane, head, place] = best.blocks[slot]
+
+    def multiply(self, mma: Any, acc: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
+        """Q K^T of a step."""
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for block in range(self.c.head // 16):
+            cute.gemm(mma, acc, tSrQ[None, None, block], tSrK[None, None, block, stage], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    def add_heads(
+        self, acc: cute.Tensor, shift: cute.Tensor, scale: Float32, sums: cute.Tensor, thread: Int32
+    ) -> None:  # fmt: skip
+        """The probabilities of every key, summed over heads, to shared memory: (keys, rows of Q of the warp)."""
+        lane = thread % WARP
+        values = [
+            [cute.math.exp2(acc[i] * scale + shift[slot], fastmath=True) for i in self.rows.order(self.tile_n, slot)]
+            for slot in range(2)
+        ]
+        if self.padded == WARP_ROWS:
+            values = [[a + b for a, b in zip(*values, strict=True)]]
+        apart = min(self.padded, WARP_ROWS // 2)  # lanes / 4 that have heads of the same row of Q
+        for slot, found in enumerate(values):
+            kept, start = reduce_scatter(found, lambda a, b: a + b, 4, 4 * apart)
+            query = slot * (8 // apart) + lane // 4 // apart
+            for i, value in enumerate(kept):
+                sums[self.rows.column(thread, start + i), query] = value
+
+    @cute.jit
+    def compare(self, best: Best, slot: int, sums: cute.Tensor, s: Sequence, query: Int32, step: Int32) -> None:
+        """The blocks of a step, with the best of a row of Q so far."""
+        lane = cute.arch.lane_idx()
+        end = self.candidates(s, query)
+        for chunk in cutlass.range_constexpr(0, self.blocks, WARP):
+            block = chunk + lane
+            index, score = step * self.blocks + block, -Float32.inf
+            if (block < self.blocks) & (index > 0) & (index < end):
+                score = Float32(0.0)
+                for x in cutlass.range_constexpr(self.share):
+                    if index * self.share + x < s.keys:
+                        score += sums[block * self.share + x, slot]
+            least = cute.arch.shuffle_sync(best.scores[slot], self.c.count - 1)
+            better = cute.arch.vote_ballot_sync(score > least)
+            while better != 0:
+                source = cute.arch.popc((better & -better) - 1)  # the first lane, which has the lowest block
+                self.insert(best, slot, cute.arch.shuffle_sync(score, source), index - lane + source)
+                least = cute.arch.shuffle_sync(best.scores[slot], self.c.count - 1)
+                better = cute.arch.vote_ballot_sync((score > least) & (lane > source))
+
+    def insert(self, best: Best, slot: int, score: Float32, block: Int32) -> None:
+        """Puts a block behind those whose scores are at least its own."""
+        lane = cute.arch.lane_idx()
+        scores, blocks = best.scores[slot], best.blocks[slot]
+        before, block_before = (cute.arch.shuffle_sync_up(x, 1) for x in (scores, blocks))
+        stays = scores >= score
+        is_next = (lane == 0) | (before >= score)
+        best.scores[slot] = Float32(select_(stays, scores, Float32(select_(is_next, score, before))))
+        best.blocks[slot] = Int32(select_(stays, blocks, Int32(select_(is_next, block, block_before))))

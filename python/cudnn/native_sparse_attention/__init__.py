@@ -1,0 +1,16 @@
+"""Native sparse attention: ``cudnn.NSA``."""
+
+from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
+from cudnn.native_sparse_attention.top_k import TopKReduction, topk_reduction_wrapper
+
+
+class NSA:
+    """The parts of native sparse attention (J. Yuan et al., 2025), each a class and a wrapper."""
+
+    SelectionAttention = SelectionAttention
+    TopKReduction = TopKReduction
+    selection_attention_wrapper = staticmethod(selection_attention_wrapper)
+    topk_reduction_wrapper = staticmethod(topk_reduction_wrapper)
+
+
+__all__ = ["NSA"]

@@ -1,0 +1,125 @@
+"""What the parts of native sparse attention share: sequences, heads, options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cudnn.errors import refusal
+from cudnn.fused.call import KernelPlan, Plan, say
+from cudnn.fused.host import FusedAPI
+from cudnn.fused.layouts import Sizes
+from cudnn.lazy import torch
+from cudnn.sdpa.layouts import RowValues
+from cudnn_kernels.architecture import ARCHITECTURES
+
+GROUP = 16
+"""As many heads of Q may share one of K and V."""
+
+
+@dataclass(frozen=True)
+class AnyRowValues(RowValues):
+    """A value for every row of every head, (b, h, s) or packed (t, h), with any strides."""
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        return True
+
+
+class Sparse(FusedAPI):
+    """A part of native sparse attention, over sequences of one length, (b, h, s, d), or packed ones, (t, h, d)."""
+
+    sized_by = ("q", "k")
+    architectures = ("sm_90a",)
+    usual_types = ("bf16", "fp16")
+    head_sizes: ClassVar[Sequence[tuple[int, ...]]]
+    """Elements of a head, in Q and K and, where there is one, in V."""
+
+    scale_softmax: float
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        q = given["sample_q"]
+        if q.ndim not in (3, 4):
+            allowed = "(t, h, d) or (b, h, s, d)"
+            raise ValueError(refusal(self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed))
+        self.packed = q.ndim == 3
+        samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in given.items()}
+        super().__init__({**samples, "scale_softmax": given["scale_softmax"] or q.shape[-1] ** -0.5})
+
+    def taken(self, name: str, value: Any) -> Any:
+        """An argument as the kernel takes it: no offsets where sequences have one length, (t, h) for (t, h, 1)."""
+        if name.startswith("cum_seqlen") and value is not None and not self.packed:
+            say(self._title(), "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
+            return None
+        if name == "lse" and self.packed and value is not None and getattr(value, "ndim", 0) == 3:
+            return value.squeeze(-1)
+        return value
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        packed = options["packed"]
+        for name in ("q", "k"):
+            if len(shapes[name]) != (3 if packed else 4):
+                allowed = "(t, h, d), as q" if packed else "(b, h, s, d), as q"
+                got = f"the shape {tuple(shapes[name])}"
+                raise ValueError(refusal(cls._title(), f"{name} tensor", got, allowed))
+        (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
+        if packed:
+            first, hq, sq, hk, sk = [0], sq, hq, sk, hk
+        return {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d}
+
+    def check_rules(self, sizes: Sizes) -> None:
+        heads = (sizes["d"], sizes["dv"]) if "dv" in sizes else (sizes["d"],)
+        if heads not in self.head_sizes:
+            allowed = ", ".join(" and ".join(map(str, dict.fromkeys(sizes))) for sizes in self.head_sizes)
+            raise self.error("head size", heads if len(heads) > 1 else heads[0], allowed)
+        hq, hk = sizes["hq"], sizes["hk"]
+        if hk == 0 or hq % hk:
+            raise self.error("heads of q", hq, f"multiples of the {hk} heads of k")
+        if hq // hk > GROUP:
+            raise self.unsupported("heads of q", hq, f"at most {GROUP} for each of the {hk} heads of k")
+        if getattr(self, "acc_dtype") != torch.float32:  # noqa: B009
+            raise self.error("acc_dtype", getattr(self, "acc_dtype"), "torch.float32")  # noqa: B009
+        if self.scale_softmax <= 0:
+            raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
+
+    def planned(self, arch: str, configuration: Any) -> Plan:
+        """The plan for a kernel's configuration."""
+        return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        raise NotImplementedError
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        """All sizes of usual calls, from those of ``example``."""
+        raise NotImplementedError
+
+    @classmethod
+    def usual(cls, dtype: str, shape: tuple[int, ...], arch: str) -> Iterable[FusedAPI]:
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        for sizes in cls.usual_sizes(shape):
+            tensors = {
+                spec.name: torch.empty_strided(
+                    spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
+                    dtype=kind if len(spec.types) > 1 else getattr(torch, next(iter(spec.types))),
+                ).zero_()
+                for spec in cls.tensors
+                if sizes["packed"] or not spec.name.startswith("cum_seqlen")
+            }  # fmt: skip
+            arguments: dict[str, Any] = {**cls.samples(tensors), "arch": arch}
+            yield cls(**arguments)
+
+
+def cached(api: type[Sparse], samples: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The object that a wrapper uses for tensors like these: made and compiled once."""
+    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in samples.values())
+    key = (kinds, tuple(options.items()))
+    made = api.objects.get(key)
+    if made is None:
+        made = api(**api.samples(samples), **options)
+        made.check_support()
+        made.compile()
+        api.objects[key] = made
+    return made

@@ -1,0 +1,77 @@
+"""Native sparse attention in PyTorch, in float32: sequence by sequence, head of K by head of K."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from cudnn.lazy import torch
+
+
+def selection(tensors: Mapping[str, Any], scale: float, block_size: int) -> None:
+    """Writes O, L and M. The exponentials are rounded to the inputs' type. Rows without a key: 0, 0 and -inf."""
+    hk = tensors["k"].shape[1]
+    group = tensors["q"].shape[1] // hk
+    for first, last in pairwise(tensors["cum_seqlen_q"].tolist()):
+        rows, length = slice(first, last), last - first
+        if not length:
+            continue
+        for head in range(hk):
+            heads = slice(head * group, (head + 1) * group)
+            k, v = (tensors[name][rows, head].float() for name in "kv")
+            scores = scale * tensors["q"][rows, heads].float().transpose(0, 1) @ k.mT
+            times = _times_chosen(tensors, rows, head, length, block_size)
+            scores = scores.masked_fill(times == 0, -math.inf)
+            largest = scores.amax(-1, keepdim=True)
+            weights = times * (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
+            total = weights.sum(-1, keepdim=True)
+            products = weights.to(tensors["v"].dtype).float() @ v
+            found = torch.where(total == 0, 0, products / total)
+            tensors["o"][rows, heads] = found.transpose(0, 1).to(tensors["o"].dtype)
+            tensors["l"][rows, heads] = total.squeeze(-1).T
+            tensors["m"][rows, heads] = largest.squeeze(-1).T
+
+
+def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, length: int, block_size: int) -> Any:
+    """How often each row of a sequence has each key in its list: (rows, keys)."""
+    chosen, counts = tensors["block_indices"][rows, head].long(), tensors["block_counts"][rows, head]
+    blocks = -(-length // block_size)
+    listed = torch.arange(chosen.shape[1], device=chosen.device) < counts[:, None]
+    listed &= (chosen >= 0) & (chosen < blocks)
+    times = torch.zeros(length, blocks, device=chosen.device)
+    times.scatter_add_(1, chosen.clamp(0, blocks - 1), listed.float())
+    return times.repeat_interleave(block_size, 1)[:, :length]
+
+
+def top_k(tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool) -> None:
+    """Writes the scores and the blocks, the largest first. Where there are too few: -inf and -1."""
+    names = ("q", "lse", "topk_scores", "topk_indices")
+    if packed:
+        ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
+        parts = [
+            {**{n: tensors[n][slice(*q)].transpose(0, 1) for n in names}, "k": tensors["k"][slice(*k)].transpose(0, 1)}
+            for q, k in zip(pairwise(ends_q), pairwise(ends_k), strict=True)
+        ]
+    else:
+        parts = [{n: tensors[n][i] for n in (*names, "k")} for i in range(tensors["q"].shape[0])]
+    for x in parts:
+        _top_k_of_sequence(x, scale, block, block // stride, count)
+
+
+def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: int, count: int) -> None:
+    queries, (hk, keys, _) = x["q"].shape[1], x["k"].shape
+    blocks = -(-keys // share)
+    row = torch.arange(queries, device=x["q"].device)[:, None]
+    index = torch.arange(blocks, device=x["q"].device)
+    candidates = (index > 0) & (index < (row + 1) // block - 2)
+    for head, q in enumerate(x["q"].unflatten(0, (hk, -1))):
+        lse = x["lse"].unflatten(0, (hk, -1))[head]
+        p = torch.exp2(scale * math.log2(math.e) * (q.float() @ x["k"][head].float().T) + lse[..., None]).sum(0)
+        p = torch.nn.functional.pad(p, (0, blocks * share - keys)).unflatten(-1, (blocks, share)).sum(-1)
+        scores = p.masked_fill(~candidates, -math.inf)
+        scores = torch.nn.functional.pad(scores, (0, max(count - blocks, 0)), value=-math.inf)
+        scores, indices = scores.sort(dim=-1, descending=True, stable=True)
+        x["topk_scores"][head] = scores[:, :count]
+        x["topk_indices"][head] = indices.int().masked_fill(scores == -math.inf, -1)[:, :count]

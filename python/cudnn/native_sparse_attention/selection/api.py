@@ -1,0 +1,156 @@
+"""Selection attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.errors import refusal
+from cudnn.fused.call import Plan
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import Sparse, cached
+from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn_kernels.attention.sparse import SelectionConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+STAGES = {(64, 64): 4, (128, 128): 3, (192, 128): 2, (256, 256): 2}
+"""Buffers of a CTA by head sizes: two CTAs share a multiprocessor, but for heads of 256 elements."""
+BLOCKS = (16, 32, 64)
+
+
+class SelectionAttention(Sparse):
+    """Attention of each row to the keys of blocks that it chooses, for packed sequences.
+
+        s = scale_softmax * q k^T         in float32, over the keys of the row's blocks
+        m = max s                         l = sum exp(s - m)
+        o = sum exp(s - m) v / l          the exponentials are rounded to the type of v before the product
+
+    Row i of a head of k attends to the blocks ``block_indices[i, h, :block_counts[i, h]]`` of its sequence: block b has
+    the keys from ``b * block_size`` on, as far as the sequence goes. There is no causal mask beside. A block that is
+    listed twice counts twice; one outside the sequence has no keys. A row without any key gets o = 0, l = 0 and
+    m = -inf. Hopper (sm_90a) only so far.
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get. q and k have the same sequences:
+            cum_seqlen_k is None, or equal to cum_seqlen_q.
+        max_s_q, max_s_k: the same number; the kernel finds lengths by itself.
+        acc_dtype: torch.float32. block_size: 16, 32 or 64 keys.
+        scale_softmax: above 0. None or 0: 1 / sqrt(d).
+        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
+            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+    """
+
+    title = "selection attention"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        TensorSpec("l", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
+        TensorSpec("m", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
+        TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
+        TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
+        TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)), OFFSETS[1],
+    )  # fmt: skip
+    returns = ("o", "l", "m")
+    scalars = ("scale_softmax",)
+    sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
+    head_sizes = tuple(STAGES)
+    example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
+    usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
+
+    block_size: int
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_l: Tensor,
+        sample_m: Tensor, sample_block_indices: Tensor, sample_block_counts: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
+        max_s_q: int | None = 1024, max_s_k: int | None = 1024, acc_dtype: dtype = torch.float32, block_size: int = 64,
+        scale_softmax: float | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        if getattr(sample_q, "ndim", 3) == 4:
+            got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
+            cure = "pass q.transpose(1, 2).flatten(0, 1)"
+            raise NotImplementedError(refusal(self._title(), "q tensor", got, allowed, cure))
+        super().__init__(locals())
+        if max_s_q != max_s_k:
+            raise self.unsupported("max_s_q and max_s_k", (max_s_q, max_s_k), "the same number")
+        if sample_cum_seqlen_k is not None and sample_cum_seqlen_q is not None:
+            one, other = sample_cum_seqlen_q, sample_cum_seqlen_k
+            if one is not other and not torch.equal(one, other):
+                raise self.unsupported("cum_seqlen_k", "other values than cum_seqlen_q", "None, or the same values")
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, l_tensor: Tensor,
+        m_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``o_tensor``, ``l_tensor`` and ``m_tensor``. See :attr:`FusedAPI.run`.
+
+        ``cum_seqlen_k_tensor`` is not read.
+        """
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, l_tensor, m_tensor, block_indices_tensor,
+                   block_counts_tensor, cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
+        self.run(tensors, (scale_softmax or None,), current_stream, None)
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        more = {"dv": shapes["v"][-1], "chosen": shapes["block_indices"][-1], "ends": shapes["cum_seqlen_q"][0]}
+        found = super().sizes_of(shapes, options)
+        return {**found, **more, "sk": found["sq"]}
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        if self.block_size not in BLOCKS:
+            raise self.error("block_size", self.block_size, ", ".join(map(str, BLOCKS)))
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        heads = (sizes["d"], sizes["dv"])
+        configuration = SelectionConfiguration(
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, stages=STAGES[heads]
+        )
+        return self.planned(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        reference.selection(tensors, tensors["scale_softmax"], self.block_size)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d, dv, _ = shape
+        more = {"b": 1, "chosen": 16, "ends": 2}
+        return [{"packed": True, "hq": hq, "hk": hk, "sq": s, "sk": s, "d": d, "dv": dv, **more}]
+
+
+def selection_attention_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, block_size: int = 64,
+    scale_softmax: float | None = None, o_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
+    max_s_q: int | None = None, max_s_k: int | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
+
+    Arguments and errors as those of :class:`SelectionAttention`. l and m are (t, hq, 1). o has the type of q.
+    """
+    options = {
+        "max_s_q": max_s_q if max_s_q is not None else max_s_k, "max_s_k": max_s_k if max_s_k is not None else max_s_q,
+        "acc_dtype": acc_dtype, "block_size": block_size, "scale_softmax": scale_softmax,
+    }  # fmt: skip
+    rows = q_tensor.shape[:-1]
+    o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
+    sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o, "l": sums, "m": maxima,
+        "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,
+        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
+    }  # fmt: skip
+    operation = cached(SelectionAttention, tensors, options)
+    named = {f"{name}_tensor": tensor for name, tensor in tensors.items()}
+    operation.execute(**named, current_stream=stream)
+    return TupleDict(o_tensor=o, l_tensor=sums, m_tensor=maxima)
+
+
+_cache_of_SelectionAttentionObjects = SelectionAttention.objects  # noqa: N816

@@ -1,0 +1,179 @@
+"""Top-k reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan
+from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn.sdpa.layouts import Heads
+from cudnn_kernels.attention.sparse import TopKConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+TILES = {64: (128, 128), 128: (128, 128), 192: (128, 64), 256: (128, 64)}
+"""Rows of heads and keys of a CTA by head sizes."""
+MOST = 32  # blocks that a warp keeps
+
+
+class TopKReduction(Sparse):
+    """The blocks of keys that each row should attend to: those with the largest probabilities of compressed keys.
+
+        p[i, j] = sum over the heads of q that share one of k: exp2(scale_softmax * log2(e) * q[i] k[j]^T + lse[i])
+        score[i, b] = sum of p[i, j] over the n = selection_block_size / compress_stride keys of block b, from b * n on
+
+    ``lse`` is minus the log-sum-exp of compression attention, times log2(e). Candidates of row i are the blocks
+    ``0 < b < (i + 1) // selection_block_size - 2`` that have a key: the first block, and the newest, are always
+    attended to. ``topk_scores`` are the ``k_value`` largest scores, in descending order, of equal ones the lower block;
+    ``topk_indices`` are their blocks. Where there are fewer candidates: -inf and -1. All keys of a candidate lie before
+    the row, so ``is_causal`` changes nothing. Hopper (sm_90a) only so far.
+
+    | tensor                    | one length             | packed, with offsets | type                              |
+    |---------------------------|------------------------|----------------------|-----------------------------------|
+    | q                         | (b, hq, sq, d)         | (tq, hq, d)          | float16, bfloat16                 |
+    | k                         | (b, hk, sk, d)         | (tk, hk, d)          | that of q                         |
+    | lse                       | (b, hq, sq)            | (tq, hq[, 1])        | float32, with any strides         |
+    | topk_scores, topk_indices | (b, hk, sq, k)         | (tq, hk, k)          | float32, int32                    |
+    | cum_seqlen                | ignored, with a notice | (b + 1,)             | int32: 0, then where sequences end |
+
+    Tensors (b, h, s, d) are transposed (b, s, h, d) ones. Heads h * hq / hk ... of q share head h of k, as in all of
+    our attention. (Other implementations take every hk-th head.)
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
+        max_s_q, max_s_k: not needed. acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its tiles.
+        k_value: 1 to 32. selection_block_size: rows of a block, a multiple of compress_stride.
+        compress_stride: rows for each compressed key.
+        scale_softmax: above 0. None or 0: 1 / sqrt(d).
+        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
+            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+    """
+
+    title = "top-k reduction"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), TensorSpec("lse", AnyRowValues(), ("float32",)),
+        TensorSpec("topk_scores", Heads("sq", "hk", "count", 4), ("float32",), written=True),
+        TensorSpec("topk_indices", Heads("sq", "hk", "count", 4), ("int32",), written=True), *OFFSETS,
+    )  # fmt: skip
+    returns = ("topk_scores", "topk_indices")
+    scalars = ("scale_softmax",)
+    aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
+    head_sizes = tuple((d,) for d in TILES)
+    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
+    usual_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
+
+    k_value: int
+    selection_block_size: int
+    compress_stride: int
+    mma_tiler_mn: tuple[int, int]
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_lse: Tensor, sample_topk_scores: Tensor,
+        sample_topk_indices: Tensor, sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
+        acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
+        is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, lse_tensor: Tensor, topk_scores_tensor: Tensor,
+        topk_indices_tensor: Tensor, cumulative_s_q_tensor: Tensor | None = None,
+        cumulative_s_k_tensor: Tensor | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``topk_scores_tensor`` and ``topk_indices_tensor``. See :attr:`FusedAPI.run`.
+
+        Raises:
+            ValueError: also where it is not compiled yet.
+        """
+        ends = (cumulative_s_q_tensor, cumulative_s_k_tensor) if self.packed else (None, None)
+        lse = self.taken("lse", lse_tensor)
+        self.run((q_tensor, k_tensor, lse, topk_scores_tensor, topk_indices_tensor, *ends), (None,), current_stream,
+                 None)  # fmt: skip
+
+    def _not_compiled(self) -> Exception:
+        return ValueError(*super()._not_compiled().args)
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
+        return {**super().sizes(descs), "count": self.k_value, "ends": ends.shape[0] if ends else 0}
+
+    def check_options(self) -> None:
+        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
+        if self.packed and len(given) < 2:
+            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
+        if not 0 < self.k_value <= MOST:
+            raise self.error("k_value", self.k_value, f"1 to {MOST}")
+        block, stride = self.selection_block_size, self.compress_stride
+        if stride <= 0 or block <= 0 or block % stride:
+            allowed = "a block that is a multiple of the stride"
+            raise self.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        if tuple(self.mma_tiler_mn) != (128, 128):
+            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "(128, 128); the kernel chooses its tiles")
+        share, most = self.selection_block_size // self.compress_stride, TILES[sizes["d"]][1]
+        if share > most:
+            raise self.unsupported("selection_block_size / compress_stride", share, f"at most {most}")
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        configuration = TopKConfiguration(
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], self.k_value, self.selection_block_size,
+            self.compress_stride, self.packed, TILES[sizes["d"]],
+        )  # fmt: skip
+        return self.planned(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        blocks = self.selection_block_size, self.compress_stride
+        reference.top_k(tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d = shape
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "count": 16, "ends": 2}
+        return [{"packed": packed, **sizes} for packed in (False, True)]
+
+
+def topk_reduction_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, lse_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
+    acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
+    is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
+    current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``topk_scores_tensor, topk_indices_tensor``. Arguments and errors as those of :class:`TopKReduction`.
+    """
+    options = {
+        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "k_value": k_value,
+        "selection_block_size": selection_block_size, "compress_stride": compress_stride, "is_causal": is_causal,
+        "mma_tiler_mn": tuple(mma_tiler_mn), "scale_softmax": scale_softmax,
+    }  # fmt: skip
+    packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
+    rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
+    scores = torch.empty((*rows, heads, k_value), dtype=torch.float32, device=q_tensor.device)
+    indices = torch.empty_like(scores, dtype=torch.int32)
+    if not packed:
+        scores, indices = scores.transpose(1, 2), indices.transpose(1, 2)
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "lse": lse_tensor, "topk_scores": scores, "topk_indices": indices,
+        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
+    }  # fmt: skip
+    operation = cached(TopKReduction, tensors, options)
+    named = {parameter: tensors[name] for name, parameter in TopKReduction.parameters.items()}
+    operation.execute(**named, current_stream=current_stream)
+    return TupleDict(topk_scores_tensor=scores, topk_indices_tensor=indices)
+
+
+_cache_of_TopKReductionObjects = TopKReduction.objects  # noqa: N816

@@ -1,0 +1,226 @@
+"""cudnn.NSA: results against dense computations, layouts, and what is refused. Kernels are tested in test/kernels."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import NSA, registry
+from support.selection import brief
+
+ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
+
+
+def selection_call(heads: int = 4, d: int = 64, block: int = 16, chosen: int = 3) -> dict[str, Any]:
+    """Tensors of a call with two heads of K and different blocks for all rows."""
+    rows = int(ENDS[-1])
+    indices, counts = torch.zeros(rows, 2, chosen, dtype=torch.int32), torch.zeros(rows, 2, dtype=torch.int32)
+    for first, last in pairwise(ENDS.tolist()):
+        for row in range(first, last):
+            for head in range(2):
+                blocks = torch.randperm(-(-(last - first) // block))[: int(torch.randint(0, chosen + 1, ()))]
+                indices[row, head, : len(blocks)], counts[row, head] = blocks.int(), len(blocks)
+    return {
+        "q_tensor": torch.randn(rows, heads, d).half(), "k_tensor": torch.randn(rows, 2, d).half(),
+        "v_tensor": torch.randn(rows, 2, d).half(), "block_indices_tensor": indices, "block_counts_tensor": counts,
+        "cum_seqlen_q_tensor": ENDS, "cum_seqlen_k_tensor": ENDS, "block_size": block,
+    }  # fmt: skip
+
+
+def dense(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and the log-sum-exp by a mask over all pairs of rows and keys, in float64."""
+    q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
+    rows, heads, _ = q.shape
+    seen = torch.zeros(2, rows, rows, dtype=torch.bool)
+    for first, last in pairwise(call["cum_seqlen_q_tensor"].tolist()):
+        for row in range(first, last):
+            for head in range(2):
+                count = call["block_counts_tensor"][row, head]
+                for block in call["block_indices_tensor"][row, head, :count].tolist():
+                    start = first + block * call["block_size"]
+                    seen[head, row, start : min(start + call["block_size"], last)] = True
+    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(heads // 2, 1)) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~seen.repeat_interleave(heads // 2, 0), -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(heads // 2, 1)), scores.logsumexp(-1).T
+
+
+def test_selection_is_a_masked_softmax() -> None:
+    call = selection_call()
+    o, sums, maxima = NSA.selection_attention_wrapper(**call)
+    expected, lse = dense(call)
+    torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
+    assert sums.shape == maxima.shape == (50, 4, 1)
+    torch.testing.assert_close((maxima + sums.log())[..., 0].double(), lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_selection_by_the_kernel() -> None:
+    call = selection_call(chosen=2)
+    expected = NSA.selection_attention_wrapper(**call)
+    with cudnn.emulation("sm_90a", races=True):
+        found = NSA.selection_attention_wrapper(**call)
+    for name in ("o_tensor", "l_tensor", "m_tensor"):
+        torch.testing.assert_close(found[name], expected[name], atol=1e-3, rtol=1e-3)
+
+
+def test_what_a_list_may_say() -> None:
+    """A count beyond the list ends with it, blocks outside the sequence have no keys, one listed twice counts twice."""
+    call = selection_call(chosen=3)
+    call["block_indices_tensor"][:] = torch.tensor([1, -1, 1 << 27], dtype=torch.int32)
+    call["block_counts_tensor"][:] = 9
+    o, sums, _ = NSA.selection_attention_wrapper(**call)
+    call["block_counts_tensor"][:] = 1
+    once, sums_once, _ = NSA.selection_attention_wrapper(**call)
+    torch.testing.assert_close(o, once)
+    call["block_indices_tensor"][:] = 1
+    call["block_counts_tensor"][:] = 2
+    _, sums_twice, _ = NSA.selection_attention_wrapper(**call)
+    torch.testing.assert_close(sums, sums_once)
+    torch.testing.assert_close(sums_twice, 2 * sums_once)
+    call["block_counts_tensor"][:] = 0
+    o, sums, maxima = NSA.selection_attention_wrapper(**call)
+    assert not o.any()
+    assert not sums.any()
+    assert (maxima == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q_tensor": torch.zeros(1, 4, 50, 64).half()}, NotImplementedError, "q tensor"),
+        ({"max_s_q": 64, "max_s_k": 50}, NotImplementedError, "max_s_q and max_s_k"),
+        ({"cum_seqlen_k_tensor": ENDS + 1}, NotImplementedError, "cum_seqlen_k"),
+        ({"cum_seqlen_q_tensor": None}, ValueError, "cum_seqlen_q tensor"),
+        ({"block_size": 128}, ValueError, "block_size"),
+        ({"acc_dtype": torch.float16}, ValueError, "acc_dtype"),
+        ({"o_dtype": torch.float32}, ValueError, "o tensor dtype"),
+        ({"q_tensor": torch.zeros(50, 34, 64).half()}, NotImplementedError, "heads of q"),
+        ({"q_tensor": torch.zeros(50, 3, 64).half()}, ValueError, "heads of q"),
+        ({"block_counts_tensor": torch.zeros(50, 2)}, ValueError, "block_counts tensor dtype"),
+        ({"scale_softmax": -1.0}, ValueError, "scale_softmax"),
+        ({f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"}, ValueError, "head size"),
+    ],
+)
+def test_what_selection_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    NSA.SelectionAttention.objects.clear()
+    with pytest.raises(error, match=message):
+        NSA.selection_attention_wrapper(**{**selection_call(), **change})
+
+
+def top_k_call(queries: int = 150, heads: int = 4, block: int = 16, stride: int = 8) -> dict[str, Any]:
+    """Two sequences of one length, with the log-sum-exp of compression attention."""
+    keys = queries // stride
+    q, k = torch.randn(2, queries, heads, 64).half().transpose(1, 2), torch.randn(2, keys, 2, 64).half().transpose(1, 2)
+    scores = q.double() @ k.double().repeat_interleave(heads // 2, 1).mT / 8
+    hidden = (torch.arange(keys) + 1) * stride - 1 > torch.arange(queries)[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    return {
+        "q_tensor": q, "k_tensor": k, "lse_tensor": (-lse / math.log(2)).float(), "k_value": 3,
+        "selection_block_size": block, "compress_stride": stride, "probabilities": scores.softmax(-1).nan_to_num(0.0),
+    }  # fmt: skip
+
+
+def ranked(call: dict[str, Any], block: int = 16, stride: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of all blocks, from the probabilities of compression attention, and the candidates."""
+    p = call.pop("probabilities").unflatten(1, (2, -1)).sum(2)
+    blocks = p.shape[-1] * stride // block
+    scores = torch.stack([p[..., b * 2 : b * 2 + 2].sum(-1) for b in range(blocks)], -1)
+    row, index = torch.arange(p.shape[2])[:, None], torch.arange(blocks)
+    return scores.masked_fill((index == 0) | (index >= (row + 1) // block - 2), -math.inf), scores
+
+
+@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("packed", [False, True])
+def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
+    call = top_k_call()
+    candidates, scores = ranked(call)
+    expected, _ = candidates.topk(3)
+    if packed:
+        for name in ("q_tensor", "k_tensor"):
+            call[name] = call[name].transpose(1, 2).flatten(0, 1)
+        call["lse_tensor"] = call["lse_tensor"].transpose(1, 2).reshape(300, 4, 1)
+        call |= {"cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int()}
+        call |= {"cum_seqlen_k_tensor": torch.tensor([0, 18, 36]).int()}
+    if arch:
+        with cudnn.emulation(arch, races=True):
+            found, indices = NSA.topk_reduction_wrapper(**call)
+    else:
+        found, indices = NSA.topk_reduction_wrapper(**call)
+    if packed:
+        found, indices = (x.unflatten(0, (2, 150)).transpose(1, 2) for x in (found, indices))
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
+    assert torch.equal(indices == -1, expected == -math.inf)
+    own = scores.gather(-1, indices.clamp(min=0).long())
+    torch.testing.assert_close(own[indices >= 0], expected[indices >= 0], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k_value": 33}, ValueError, "k_value"),
+        ({"compress_stride": 6}, ValueError, "selection_block_size and compress_stride"),
+        ({"compress_stride": 1, "selection_block_size": 256}, NotImplementedError, "selection_block_size"),
+        ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
+        ({"q_tensor": torch.zeros(300, 4, 64).half(), "k_tensor": torch.zeros(36, 2, 64).half(),
+          "lse_tensor": torch.zeros(300, 4, 1), "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int()},
+         ValueError, "cum_seqlen_q alone"),
+    ],
+)  # fmt: skip
+def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    call = top_k_call()
+    del call["probabilities"]
+    with pytest.raises(error, match=message):
+        NSA.topk_reduction_wrapper(**{**call, **change})
+
+
+def test_top_k_before_compile() -> None:
+    call = top_k_call()
+    scores = torch.empty(2, 150, 2, 3).transpose(1, 2)
+    tensors = (call["q_tensor"], call["k_tensor"], call["lse_tensor"], scores, scores.int())
+    with pytest.raises(ValueError, match="not compiled"):
+        NSA.TopKReduction(*tensors, k_value=3).execute(*tensors)
+
+
+def test_there_is_no_kernel_for_blackwell_yet() -> None:
+    call = selection_call()
+    q, k, v = (call[f"{name}_tensor"] for name in "qkv")
+    row_values = torch.empty(50, 4)
+    samples = (q, k, v, q, row_values, row_values, call["block_indices_tensor"], call["block_counts_tensor"], ENDS)
+    with pytest.raises(RuntimeError, match="sm_90a"):
+        NSA.SelectionAttention(*samples, block_size=16, arch="sm_100a").check_support()
+
+
+@pytest.mark.parametrize("name", [name for name in registry.compiled() if name.startswith("nsa_")])
+def test_the_kernels_of_usual_calls_are_known(name: str) -> None:
+    """Those that ``cudnn cache warm`` compiles."""
+    usual = registry.usual(name)
+    for shape in usual.shapes:
+        made = list(usual.objects("bf16", shape, "sm_90a"))
+        assert made
+        for api in made:
+            assert api.check_support()
+            assert len(api.kernels()) == 1
+
+
+@pytest.mark.parametrize("name", ["SelectionAttention", "TopKReduction"])
+def test_wrappers_as_existing_programs_stub_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compilation for equal calls, and an ``execute`` that takes keywords only."""
+    api, compiled = getattr(NSA, name), []
+    monkeypatch.setattr(api, "check_support", lambda self: True)
+    monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(api, "execute", lambda self, **named: None)
+    call = selection_call() if name == "SelectionAttention" else top_k_call()
+    call.pop("probabilities", None)
+    wrapper = NSA.selection_attention_wrapper if name == "SelectionAttention" else NSA.topk_reduction_wrapper
+    api.objects.clear()
+    for _ in range(2):
+        wrapper(**call)
+    assert len(compiled) == len(api.objects) == 1
+    api.objects.clear()

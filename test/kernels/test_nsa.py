@@ -1,0 +1,193 @@
+"""Hopper's kernels of native sparse attention in the emulator, with races detected, against float64 loops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn_kernels import compiler, fakes
+from cudnn_kernels.attention.sparse import SelectionConfiguration, TopKConfiguration
+from cudnn_kernels.sm90.selection import Selection
+from cudnn_kernels.sm90.top_k import TopK
+from support.selection import brief
+
+ptx_emulator = pytest.importorskip("ptx_emulator")
+
+
+def run(kernel: type, configuration: Any, given: dict[str, Any]) -> None:
+    """Compiles a kernel and runs it in the emulator."""
+    with ptx_emulator.emulate("sm_90a", races=True):
+        compiled = compiler.compile_for("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+        compiled(*(given[slot.name] for slot in configuration.slots()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rows choose up to ``chosen`` blocks of their sequence. ``spare`` rows behind the last one belong to none."""
+
+    lengths: tuple[int, ...]
+    chosen: int
+    spare: int = 3
+
+
+def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any]:
+    """Random tensors, different lists of blocks for all rows, some twice in a list, and results of NaN."""
+    rows, dtype = sum(choice.lengths) + choice.spare, getattr(torch, c.dtype)
+    given: dict[str, Any] = {
+        "q": torch.randn(rows, c.heads, c.head).to(dtype), "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
+        "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype), "scale_softmax": 1.3 / math.sqrt(c.head), "stream": 0,
+        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
+        "l": torch.full((rows, c.heads), math.nan), "m": torch.full((rows, c.heads), math.nan),
+        "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
+    }  # fmt: skip
+    indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
+    counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)
+    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
+        blocks = -(-(last - first) // c.block)
+        for row in range(first, last):
+            for head in range(c.key_heads):
+                count = int(torch.randint(0, choice.chosen + 1, ()))
+                indices[row, head, :count] = torch.randint(0, blocks, (count,)).int()
+                counts[row, head] = count
+    last = int(given["cum_seqlen_q"][-1])
+    indices[last - 1, 0, :3] = torch.tensor([-1, 1 << 28, 0], dtype=torch.int32)  # two that there are not
+    counts[last - 1, 0] = choice.chosen + 5
+    for name in "qkv":
+        given[name][last:] = math.nan
+    return {**given, "block_indices": indices, "block_counts": counts}
+
+
+def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
+    """Every row by itself, over the keys that are in its blocks. Spare rows are left alone."""
+    assert given["o"][int(given["cum_seqlen_q"][-1]) :].isnan().all()
+    tolerance = 2 * torch.finfo(given["o"].dtype).eps
+    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
+        for row in range(first, last):
+            for head in range(c.key_heads):
+                count = int(given["block_counts"][row, head])
+                blocks = [b for b in given["block_indices"][row, head, :count].tolist() if b >= 0]
+                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, last - first))]
+                heads = slice(head * c.group, (head + 1) * c.group)
+                k, v = (given[x][first:last, head][keys].double() for x in "kv")
+                scores = given["scale_softmax"] * given["q"][row, heads].double() @ k.mT
+                largest = scores.amax(1) if keys else torch.full((c.group,), -math.inf, dtype=torch.double)
+                weights = (scores - largest[:, None]).exp()
+                total = weights.sum(1)
+                expected = weights @ v / total.clamp(min=1e-9)[:, None]
+                torch.testing.assert_close(given["l"][row, heads].double(), total, rtol=2e-5, atol=0)
+                torch.testing.assert_close(given["m"][row, heads].double(), largest, rtol=1e-5, atol=1e-6)
+                error = (given["o"][row, heads].double() - expected).norm()
+                assert error <= tolerance * expected.norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("c", "choice"),
+    brief(
+        [
+            (SelectionConfiguration("float16", 8, 2, 64, 64, 16), Choice((2, 0, 20), 7)),
+            (SelectionConfiguration("float16", 32, 2, 128, 128, 16), Choice((10, 0, 50), 40)),
+            (SelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, stages=3), Choice((100,), 4)),
+            (SelectionConfiguration("bfloat16", 6, 2, 64, 64, 32), Choice((100, 30), 40)),
+            (SelectionConfiguration("float16", 4, 1, 192, 128, 64), Choice((70,), 3)),
+            (SelectionConfiguration("bfloat16", 1, 1, 256, 256, 64), Choice((100,), 3)),
+        ],
+        0,
+    ),
+)
+def test_selection(c: SelectionConfiguration, choice: Choice) -> None:
+    given = selection_inputs(c, choice)
+    run(Selection, c, given)
+    assert_selected(given, c)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``lengths`` are (queries, compressed keys) of each sequence."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+
+def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
+    """Random tensors, every other block of a sequence like the second one, and results of NaN and 77."""
+    (queries, keys), dtype = zip(*ranking.lengths, strict=True), getattr(torch, c.dtype)
+    rows, batch = (sum(queries), sum(keys)), len(queries)
+
+    def made(rows: int, width: int, heads: int) -> torch.Tensor:
+        x = torch.randn(rows, heads, width)
+        return x if c.packed else x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+    k, share, first = made(rows[1], c.head, c.key_heads).to(dtype), c.block // c.stride, 0
+    for index, count in enumerate(keys):
+        part = k[first : first + count] if c.packed else k[index].transpose(0, 1)
+        for block in range(3, count // share, 2):
+            part[block * share : (block + 1) * share] = part[share : 2 * share]
+        first += count
+    lse = made(rows[0], 1, c.heads)[..., 0] - 8
+    scores = torch.full_like(made(rows[0], c.count, c.key_heads), math.nan)
+    return {
+        "q": made(rows[0], c.head, c.heads).to(dtype), "k": k, "lse": lse,
+        "topk_scores": scores, "topk_indices": torch.full_like(scores, 77, dtype=torch.int32),
+        "cum_seqlen_q": torch.tensor([0, *queries]).cumsum(0).int(), "scale_softmax": 1.3 / math.sqrt(c.head),
+        "cum_seqlen_k": torch.tensor([0, *keys]).cumsum(0).int(), "stream": 0,
+    }  # fmt: skip
+
+
+def assert_ranked(given: dict[str, Any], c: TopKConfiguration, ranking: Ranking) -> None:
+    """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise."""
+    share, found_any = c.block // c.stride, 0
+    for index, (queries, keys) in enumerate(ranking.lengths):
+        parts = {}
+        for name in ("q", "k", "lse", "topk_scores", "topk_indices"):
+            ends = given["cum_seqlen_k" if name == "k" else "cum_seqlen_q"].tolist()
+            x = given[name]
+            parts[name] = x[ends[index] : ends[index + 1]].transpose(0, 1) if c.packed else x[index]
+        for row in range(queries):
+            for head in range(c.key_heads):
+                heads = slice(head * c.group, (head + 1) * c.group)
+                logits = given["scale_softmax"] * parts["q"][heads, row].double() @ parts["k"][head].double().mT
+                p = (logits + math.log(2) * parts["lse"][heads, row].double()[:, None]).exp().sum(0)
+                blocks = range(1, min((row + 1) // c.block - 2, -(-keys // share)))
+                scores = {b: float(p[b * share : (b + 1) * share].sum()) for b in blocks}
+                best = sorted(scores.values(), reverse=True)[: c.count]
+                missing = c.count - len(best)
+                expected = torch.tensor(best + [-math.inf] * missing)
+                found, chosen = parts["topk_scores"][head, row], parts["topk_indices"][head, row].tolist()
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+                assert chosen[len(best) :] == [-1] * missing
+                assert len(set(chosen)) == len(best) + (missing > 0)
+                own = torch.tensor([scores[b] for b in chosen[: len(best)]])
+                torch.testing.assert_close(found[: len(best)], own, rtol=1e-4, atol=0)
+                equal = [b for b in blocks if b % 2 and b < keys // share]
+                listed = [b for b in chosen if b in equal]
+                assert listed == equal[: len(listed)]
+                found_any += len(best)
+    assert found_any
+
+
+RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
+
+
+@pytest.mark.parametrize(
+    ("c", "ranking"),
+    brief(
+        [
+            (RANK, Ranking(((10, 1), (0, 0), (150, 17)))),
+            (replace(RANK, heads=12, head=128, packed=False, count=2, block=4, stride=4),
+             Ranking(((150, 140), (150, 140)))),
+            (replace(RANK, heads=3, key_heads=1, head=64, block=12, stride=4), Ranking(((500, 125),))),
+            (replace(RANK, heads=1, key_heads=1, head=256, count=32, block=2, stride=1, tile=(128, 64)),
+             Ranking(((200, 190),))),
+            (replace(RANK, heads=4, key_heads=2, head=192, dtype="bfloat16", tile=(128, 64)), Ranking(((200, 25),))),
+        ],
+        0,
+    ),
+)  # fmt: skip
+def test_top_k(c: TopKConfiguration, ranking: Ranking) -> None:
+    given = top_k_inputs(c, ranking)
+    run(TopK, c, given)
+    assert_ranked(given, c, ranking)
