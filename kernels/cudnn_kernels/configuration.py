@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cudnn_kernels.epilogue import needs_of, slots_of
+from cudnn_kernels.epilogue import needs_of, regions_of, slots_of
 from cudnn_kernels.formats import FP4, FP8, row_bytes
 from cudnn_kernels.problem import GemmProblem, Operand
 from cudnn_kernels.signature import (
@@ -101,7 +101,13 @@ class GemmConfiguration:
     def slots(self, **sources: Operand) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
-        return (*self.operand_slots(**sources), *rest, MULTIPROCESSORS, Stream())
+        workspace = (Workspace(self.regions),) if self.regions else ()
+        return (*self.operand_slots(**sources), *rest, *workspace, MULTIPROCESSORS, Stream())
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The parts of the workspace that the epilogue writes."""
+        return regions_of(self.epilogue, self.schedule.groups, self.schedule.d)
 
 
 def configured(
@@ -199,8 +205,9 @@ class PreparedGemmConfiguration:
         """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
         steps, sizes = self.steps, self.gemm.operand_sizes
         found = self.gemm.slots(**{name: step.source for name, step in steps.items()})
+        rest = [slot for slot in found if not isinstance(slot, Workspace)]
         regions = tuple(PreparedOperand(name, step.result, *sizes[name]) for name, step in steps.items())
-        return (*found[:-2], Workspace(regions), *found[-2:])
+        return (*rest[:-2], Workspace((*regions, *self.gemm.regions)), *rest[-2:])
 
 
 OPERANDS = frozenset(

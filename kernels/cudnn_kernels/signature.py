@@ -113,6 +113,19 @@ def bind(slots: Sequence[Slot], arguments: Sequence[Any]) -> dict[str, Any]:
     return {slot.name: argument for slot, argument in zip(slots, arguments, strict=True)}
 
 
+def sizes_of(slots: Sequence[Slot], arguments: Mapping[str, Any], integer: Any = int) -> dict[str, Any]:
+    """Sizes by name, from the arguments by name; those of packed elements are of elements."""
+    found: dict[str, Any] = {}
+    for slot in slots:
+        if isinstance(slot, Tensor):
+            for name, size, stride in zip(slot.shape, arguments[slot.name].shape, slot.strides, strict=True):
+                if isinstance(name, str):
+                    found.setdefault(name, integer(size * (slot.packed if stride == 1 else 1)))
+        elif isinstance(slot, Scalar) and slot.dtype == "int32":
+            found.setdefault(slot.name, integer(arguments[slot.name]))
+    return found
+
+
 def workspace_size(slots: Sequence[Slot], sizes: Sizes) -> int:
     """Bytes of the workspace for a call's sizes, 0 without one."""
     return sum(slot.places(sizes)[1] for slot in slots if isinstance(slot, Workspace))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile  # noqa: E402
+from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile, SumColumn  # noqa: E402
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
@@ -275,6 +275,24 @@ def test_other_pointers_in_a_later_call() -> None:
             gemm.call(kernel, c, given, 4)
             assert torch.equal(d, gemm.product(c, {**made, "b": b}, ends))
             given["b_ptrs"].copy_(given["b_ptrs"].flip(0))
+
+
+@pytest.mark.parametrize(("arch", "types", "choice"), [GROUPED[1], GROUPED[3]])
+def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> None:
+    """Over the rows of each, in the same order every time; 0 for an expert that has none."""
+    c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
+    c, ends = replace(c, epilogue=(SumColumn("s"), *c.epilogue)), ENDS["any"]
+    made, kernel = gemm.operands(c, 1336, 136, 96, 1, len(ends)), gemm.compiled(arch, c)
+    expected = torch.stack([part.sum((0, 2)) for part in gemm.product(c, made, ends).tensor_split([*ends])[:-1]])
+    given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(1336, 136, 1, "float32")}
+    results = []
+    for scheduler in ("lowest-pc", "random"):
+        sums = torch.full((len(ends), 136), torch.nan)
+        with ptx_emulator.emulate(arch, races=True, multiprocessors=4, scheduler=scheduler):
+            gemm.call(kernel, c, {**given, "s": sums}, 4)
+        results.append(sums)
+    torch.testing.assert_close(results[0], expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(*results)
 
 
 def check_k(

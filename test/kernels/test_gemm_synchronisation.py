@@ -113,6 +113,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "wider, one CTA": {WAIT: (3, TAIL)},
     "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
     "block-scaled": {WAIT: (4, TAIL)},
+    "k of experts": {WAIT: (5, TAIL)},
     "dynamic": {WAIT: (5, TAIL), "fence.proxy.async.shared::cta": (4, ANSWER), "bar.warp.sync": (4, ANSWER), **CLUSTER},
 }
 

@@ -19,7 +19,7 @@ from cudnn_kernels.epilogue import reference
 from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows
-from cudnn_kernels.signature import signature
+from cudnn_kernels.signature import Workspace, signature, sizes_of, workspace_size
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 ARCHES = (HOPPER, BLACKWELL)
@@ -193,6 +193,8 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
             made[o.tensor] = x.copy_(torch.randn(x.shape))
         elif isinstance(o, declared.MultiplyColumn):
             made[o.tensor] = torch.randn(batch, 1, m).permute(2, 1, 0)
+        elif isinstance(o, declared.SumColumn):
+            made[o.tensor] = torch.full((batch, n), torch.nan, dtype=getattr(torch, o.dtype))
         elif isinstance(o, declared.SumRow):
             made[o.tensor] = torch.zeros(batch, 1, m).permute(2, 1, 0)
         elif isinstance(o, declared.MultiplyGroup):
@@ -225,8 +227,11 @@ def rotation(o: declared.Rotate, m: int) -> dict[str, torch.Tensor]:
 
 def call(kernel: Callable[..., None], c: Any, tensors: Mapping[str, Any], multiprocessors: int) -> None:
     """Calls a kernel on the emulator with arguments by name."""
+    slots = signature(c)
     given = {**tensors, "multiprocessors": multiprocessors, "stream": 0}
-    kernel(*(given[slot.name] for slot in signature(c)))
+    size = workspace_size(slots, sizes_of(slots, given)) if any(isinstance(slot, Workspace) for slot in slots) else 0
+    given["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)
+    kernel(*(given[slot.name] for slot in slots))
 
 
 def run(

@@ -17,10 +17,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cudnn_kernels.formats import bits
-from cudnn_kernels.signature import Scalar, Tensor, addresses, block_scales, column, matrix, vector
+from cudnn_kernels.signature import Region, Scalar, Sizes, Tensor, addresses, block_scales, column, matrix, vector
 
 Widths = Mapping[str, Fraction]
 """Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
@@ -78,6 +78,21 @@ class Declaration:
         """Its arguments of the kernel."""
         return ()
 
+    def regions(self, place: Place) -> tuple[Region, ...]:
+        """The parts of the workspace that it writes."""
+        return ()
+
+
+def places_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> list[Place]:
+    """Where each declaration stands."""
+    return [Place("n" if width == 1 else "columns", groups, batch=batch) for width in widths_of(epilogue)[0]]
+
+
+def regions_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Region, ...]:
+    """The parts of the workspace that all declarations write."""
+    places = places_of(epilogue, groups, batch)
+    return tuple(region for o, place in zip(epilogue, places, strict=True) for region in o.regions(place))
+
 
 def widths_of(epilogue: Sequence[Declaration]) -> tuple[list[Fraction], Fraction]:
     """The ``width`` of each declaration, and that of ``x`` after all."""
@@ -91,8 +106,8 @@ def widths_of(epilogue: Sequence[Declaration]) -> tuple[list[Fraction], Fraction
 def slots_of(epilogue: Sequence[Declaration], groups: str, batch: str = "l") -> tuple[Tensor | Scalar, ...]:
     """The arguments of all declarations. Those of the same name are one, declared alike."""
     found: dict[str, Tensor | Scalar] = {}
-    for declaration, width in zip(epilogue, widths_of(epilogue)[0], strict=True):
-        for slot in declaration.slots(Place("n" if width == 1 else "columns", groups, batch=batch)):
+    for declaration, place in zip(epilogue, places_of(epilogue, groups, batch), strict=True):
+        for slot in declaration.slots(place):
             found.setdefault(slot.name, slot)
     return tuple(found.values())
 
@@ -477,6 +492,44 @@ class SumRow(Declaration):
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch),)
+
+
+@dataclass(frozen=True)
+class BlockSums(Region):
+    """float32 sums of every column over 64 rows of a group: (blocks of all groups, columns)."""
+
+    name: str
+    place: Place
+    ROWS: ClassVar[int] = 64
+
+    def bytes(self, sizes: Sizes) -> Any:
+        """Groups that share the rows have one block more than whole ones, at most, each."""
+        blocks = (sizes[self.place.rows] + self.ROWS - 1) // self.ROWS
+        groups = sizes[self.place.groups]
+        count = blocks * groups if self.place.groups == self.place.batch else blocks + groups
+        return count * sizes[self.place.columns] * 4
+
+
+@dataclass(frozen=True)
+class SumColumn(Declaration):
+    """s[i, n] = the sum of a value over the rows of expert i, or of batch i; ``s`` of the shape (experts, n), of any
+    float type, n contiguous. Sums of 64 rows are put into the workspace, and added up in their order by a second
+    kernel.
+    """
+
+    tensor: str
+    dtype: str = "float32"
+    value: str = "x"
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
+
+    def slots(self, place: Place) -> tuple[Tensor, ...]:
+        size = bits(self.dtype) // 8
+        return (Tensor(self.tensor, self.dtype, (place.groups, place.columns), (None, 1), align=size),)
+
+    def regions(self, place: Place) -> tuple[Region, ...]:
+        return (BlockSums(f"{self.tensor} sums", place),)
 
 
 @dataclass(frozen=True)

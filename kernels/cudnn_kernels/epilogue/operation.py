@@ -33,6 +33,7 @@ class Plan:
     tiled_copy: Callable[[Any, int], Any]  # (atom, width): between a fragment of so many columns and shared memory
     fragment: Callable[[Any, int], Any]  # (type, width): registers
     clips_rows: bool = False  # whether tiles end where experts do, in the middle of the tensor
+    offsets: str = ""  # the argument that says where groups of rows end
     apart: int = 0  # columns from the beginning of a part's first piece to that of its second; 0: it is one piece
 
     @property
@@ -121,6 +122,9 @@ class Operation:
     def end(self, tile: Tile) -> None:
         """After all parts."""
 
+    def follow(self, arguments: Mapping[str, Any]) -> None:
+        """On the host: launches what follows the kernel."""
+
     def piece(self, tile: Tile, part: int, which: int = 0) -> Int32:
         """The place of a part's piece in the tensor, which counts pieces from left to right."""
         return tile.column * (self.plan.parts * self.plan.pieces) + self.plan.piece(part, which)
@@ -165,6 +169,11 @@ class Epilogue:
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: each operation's parameters."""
         return tuple(operation.prepare(arguments) for operation in self.operations)
+
+    def follow(self, arguments: Mapping[str, Any]) -> None:
+        """On the host: launches what follows the kernel."""
+        for operation in self.operations:
+            operation.follow(arguments)
 
     def bytes(self) -> int:
         """Shared memory of all operations."""

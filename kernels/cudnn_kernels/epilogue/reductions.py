@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, const_expr
 
-from cudnn_kernels.epilogue import BLOCK
+from cudnn_kernels.epilogue import BLOCK, BlockSums
 from cudnn_kernels.epilogue.arithmetic import maximum
-from cudnn_kernels.epilogue.fragment import Fragment, Some, accumulate, accumulate_few, indices
-from cudnn_kernels.epilogue.operation import Operation, Tile
+from cudnn_kernels.epilogue.fragment import (
+    WARP,
+    Fragment,
+    Some,
+    accumulate,
+    accumulate_few,
+    indices,
+    reduce_scatter,
+)
+from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.naming import name
+from cudnn_kernels.schedule.tiles import expert_range
 
 
 class Amax(Operation):
@@ -73,6 +85,99 @@ class SumRow(Operation):
         for slot, mine in enumerate(self.sums):
             total = layout.across(functools.reduce(operator.add, mine), operator.add)
             add_to_row(sums, self.row(tile, slot), tile, total, tile.thread % layout.neighbours == 0)
+
+
+class SumColumn(Operation):
+    """Warps add up their rows, shared memory takes the sums; a thread for each column adds up those of 64 rows."""
+
+    reduces = True
+
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        layout = plan.layout
+        self.stack = sum(layout.row(0, slot) < BlockSums.ROWS for slot in range(layout.slots))  # slots of a block
+        self.warp_rows = self.stack * WARP // layout.neighbours  # of a block, in one warp
+
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        return self.blocks(arguments), Int32(arguments[self.o.tensor].shape[1]), self.stride(arguments)
+
+    def blocks(self, arguments: Mapping[str, Any]) -> cute.Pointer:
+        """The sums of blocks."""
+        return cute.recast_ptr(arguments[f"{self.o.tensor} sums"], dtype=Float32)
+
+    def stride(self, arguments: Mapping[str, Any]) -> Int32:
+        """How much a group's number adds to a block's: its rows do the rest, where groups share them."""
+        return Int32(1) if self.plan.offsets else Int32(cute.ceil_div(arguments["m"], BlockSums.ROWS))
+
+    def bytes(self) -> int:
+        return self.plan.groups * self.plan.rows // self.warp_rows * self.width * 4 + 16
+
+    def enter(self, parameters: Sequence[Any], smem: Any) -> None:
+        super().enter(parameters, smem)
+        layout = cute.make_layout((self.width, self.plan.rows // self.warp_rows, self.plan.groups))
+        self.sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, layout = values[self.o.value], self.plan.layout
+        sums = self.sums[None, None, tile.group]
+        orders = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
+        for slot in range(0, layout.slots, self.stack):
+            columns = zip(*orders[slot : slot + self.stack], strict=True)
+            totals = [functools.reduce(operator.add, [x.values[i] for i in column]) for column in columns]
+            mine, first = reduce_scatter(totals, operator.add, layout.neighbours, WARP)
+            for i, value in enumerate(mine):
+                column = layout.column(tile.thread, first + i)
+                sums[column, layout.row(tile.thread, slot) // self.warp_rows] = value
+        tile.barrier()
+        for start in range(0, self.width, self.plan.threads):
+            self.write(tile, part, tile.thread + start, sums)
+
+    @cute.jit
+    def write(self, tile: Tile, part: int, column: Int32, sums: cute.Tensor) -> None:
+        """One thread: the sums of a column of the part, if it has so many."""
+        blocks, columns, stride = self.parameters
+        place = self.column(tile, part, column)
+        if column < self.width and place < columns:
+            for block in cutlass.range_constexpr(self.plan.rows // BlockSums.ROWS):
+                row = tile.row + block * BlockSums.ROWS
+                if row < tile.end:
+                    warps = BlockSums.ROWS // self.warp_rows
+                    total = sums[column, block * warps]
+                    for warp in cutlass.range_constexpr(1, warps):
+                        total += sums[column, block * warps + warp]
+                    number = row // BlockSums.ROWS + tile.expert * stride
+                    cute.arch.store(blocks + (Int64(number) * columns + place), total)
+
+    def follow(self, arguments: Mapping[str, Any]) -> None:
+        target, threads = arguments[self.o.tensor], 256
+        offsets = arguments[self.plan.offsets] if self.plan.offsets else None
+        given = (self.blocks(arguments), target, offsets, Int32(arguments["m"]), self.stride(arguments))
+        self.add_blocks(*given).launch(
+            grid=[cute.ceil_div(target.shape[1], threads), target.shape[0], 1],
+            block=[threads, 1, 1],
+            stream=arguments["stream"],
+        )
+
+    @cute.kernel
+    def add_blocks(
+        self, blocks: cute.Pointer, target: cute.Tensor, offsets: cute.Tensor | None, m: Int32, stride: Int32
+    ) -> None:
+        """A thread for each column: the blocks of its group, in their order."""
+        thread, _, _ = cute.arch.thread_idx()
+        width, _, _ = cute.arch.block_dim()
+        part, group, _ = cute.arch.block_idx()
+        column, columns = part * width + thread, target.shape[1]
+        start, end = Int32(0), m
+        if const_expr(offsets is not None):
+            start, end, _ = expert_range(offsets, group)
+        if column < columns:
+            first = start // BlockSums.ROWS + group * stride
+            total = Float32(0.0)
+            for i in cutlass.range((end - start + BlockSums.ROWS - 1) // BlockSums.ROWS, unroll=4):
+                total += cute.arch.load(blocks + (Int64(first + i) * columns + column), Float32)
+            target[group, column] = total.to(target.element_type)
+
+    name(add_blocks, "cudnn_sum_columns")
 
 
 @cute.jit

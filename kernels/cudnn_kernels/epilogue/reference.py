@@ -201,6 +201,14 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
     arguments[o.tensor].add_(values[o.value].sum(1, keepdim=True))
 
 
+def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
+    x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
+    if groups is None:
+        target.copy_(x.sum(0).t())
+    else:
+        target.copy_(x.new_zeros(target.shape).index_add_(0, groups, x[:, :, 0]))
+
+
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
     values["x"] = quantize(o, values["x"], o.vector, arguments[o.tensor], arguments)
 
@@ -293,6 +301,7 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.SquaredReluBackward: squared_relu_backward,
     declared.Amax: amax,
     declared.SumRow: sum_row,
+    declared.SumColumn: sum_column,
     declared.QuantizeRows: quantize_rows,
     declared.QuantizeColumns: quantize_columns,
 }

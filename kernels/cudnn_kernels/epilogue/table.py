@@ -25,6 +25,7 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.StoreTile: tiles.StoreTile,
     declared.Amax: reductions.Amax,
     declared.SumRow: reductions.SumRow,
+    declared.SumColumn: reductions.SumColumn,
     declared.QuantizeRows: quantize.QuantizeRows,
     declared.QuantizeColumns: quantize.QuantizeColumns,
 }

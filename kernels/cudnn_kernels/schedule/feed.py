@@ -103,9 +103,8 @@ class Feed:
     def read(self, stage: Int32, phase: Int32) -> Cursor:
         """The tile in a buffer, with its place."""
         cute.arch.mbarrier_wait(self.ring.full + stage, phase)
-        # All lanes read the same; the compiler, told so, keeps what depends on it in uniform registers.
+        # All lanes read the same, and have read it when these shuffles are done.
         told = [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(len(self.told))]
-        cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.ring.empty + stage)
         return stage, phase, self.tile(told)

@@ -63,6 +63,7 @@ class Tiles(ABC):
 
     clips_k = False  # whether k tiles end where experts do
     clips_rows = False  # whether tiles of rows do
+    row_offsets = ""  # the argument that says where groups of rows end
 
     def __init__(self, declaration: Any, rows: int, columns: int) -> None:
         self.o, self.rows, self.columns = declaration, rows, columns
@@ -132,6 +133,7 @@ class GroupedRowsTiles(Tiles):
     def __init__(self, declaration: Any, rows: int, columns: int) -> None:
         super().__init__(declaration, rows, columns)
         self.clips_rows = declaration.aligned % rows != 0
+        self.row_offsets = declaration.offsets
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return (m + offsets.shape[0]) * n

@@ -37,6 +37,7 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
+from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
@@ -89,10 +90,12 @@ class Gemm:
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
-        self.launch(bind(self.c.slots(), arguments))
+        slots = self.c.slots()
+        named = bind(slots, arguments)
+        self.launch({**named, **divided(slots, named, self.c.regions)})
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name."""
+        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
         c = self.c
         cm, cn = c.cluster
         mma, whole = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
@@ -101,7 +104,8 @@ class Gemm:
         for operand in operands:
             views[operand.name] = operand.view(arguments.get(operand.name), views)
         scheduled = self.tiles.prepare(views["a"], views["b"], arguments)
-        parameters = self.epilogue.prepare({**arguments, "m": views["a"].shape[0], "n": views["b"].shape[0]})
+        arguments = {**arguments, "m": views["a"].shape[0], "n": views["b"].shape[0]}
+        parameters = self.epilogue.prepare(arguments)
         clusters = self.tiles.limit(scheduled)
         if const_expr(not c.dynamic):
             clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
@@ -115,6 +119,7 @@ class Gemm:
             stream=arguments["stream"],
             min_blocks_per_mp=1,
         )
+        self.epilogue.follow(arguments)
 
     def tiled_mma(self, group: Any = None) -> cute.TiledMma:
         """The product of a tile with one instruction's depth of k; of a CTA's part, by a group of one."""
@@ -160,6 +165,7 @@ class Gemm:
             tiled_copy=tiled_copy,
             fragment=lambda dtype, width: cute.make_rmem_tensor(((1, width), 1, 1), dtype),
             clips_rows=self.tiles.clips_rows,
+            offsets=self.tiles.row_offsets,
         )
 
     @cute.kernel

@@ -34,6 +34,7 @@ from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, meet, release
 from cudnn_kernels.pipeline.copy import Operand, address, clipped, descriptor, ending, fetch, granule, matrices
+from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.feed import Feed
@@ -69,10 +70,12 @@ class Gemm:
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
-        self.launch(bind(self.c.slots(), arguments))
+        slots = self.c.slots()
+        named = bind(slots, arguments)
+        self.launch({**named, **divided(slots, named, self.c.regions)})
 
     def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name."""
+        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
         a, b, pointers = arguments["a"], arguments.get("b"), None
         if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
             pointers = arguments["b_ptrs"]
@@ -98,6 +101,7 @@ class Gemm:
             stream=arguments["stream"],
             min_blocks_per_mp=1,
         )
+        self.epilogue.follow(arguments)
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
         """A's and B's rings in shared memory."""
@@ -128,6 +132,7 @@ class Gemm:
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
             clips_rows=self.tiles.clips_rows,
+            offsets=self.tiles.row_offsets,
         )
 
     def stages(self) -> int:

@@ -11,6 +11,7 @@ from cutlass import Int32, Int64, const_expr
 from cudnn_kernels.configuration import ROW, PreparedOperand
 from cudnn_kernels.configuration import PreparedGemmConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.signature import START, Workspace, bind
 from cudnn_kernels.sm90.gemm import Gemm
 from cudnn_kernels.sm90.operand import PrepareOperand
@@ -33,8 +34,8 @@ class PreparedGemm:
         (workspace,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
         regions = {region.name: region for region in workspace.regions}
         sizes = self.sizes(named)
-        places, _ = workspace.places(sizes)
-        ready = dict(named)
+        places, _ = Workspace(workspace.regions[: len(self.c.steps)]).places(sizes)
+        ready = {**named, **divided(self.c.slots(), named, self.c.gemm.regions)}
         for name, step in self.c.steps.items():
             target = self.target(regions[name], sizes, named[workspace.name], places[name])
             given = {other: named[other] for other in ("multiprocessors", "stream")}
