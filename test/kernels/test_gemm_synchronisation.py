@@ -116,6 +116,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "k of experts": {WAIT: (5, TAIL)},
     "dynamic": {WAIT: (5, TAIL), "fence.proxy.async.shared::cta": (4, ANSWER), "bar.warp.sync": (4, ANSWER), **CLUSTER},
 }
+EQUIVALENT["weights behind pointers"] = EQUIVALENT["dynamic"]
 
 
 def names(*brief: str) -> list[Any]:
