@@ -40,6 +40,17 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32, "bias": F32}},
     {"name": "grouped_gemm_srelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "major": "mn",
      "inputs": {"norm_const": F32, "prob": BF16}, "d_dtype": E4M3},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "inputs": {"c": BF16, "beta": F32, "prob": F32, "dprob": F32}},
+    {"name": "grouped_gemm_dglu", "kind": "nvfp4", "ends": (256, 512), "n": 96,
+     "inputs": {"c": F32, "beta": BF16, "prob": F32}, "act_func": "dgeglu", "glu_clamp_max": 4.0, "geglu_alpha": 1.2},
+    {"name": "grouped_gemm_dglu", "kind": "mxfp8", "ends": (256, 768), "n": 64, "major": "mn", "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "c": BF16, "beta": BF16, "dprob": F32}, "discrete_col_sfd": True},
+    {"name": "grouped_gemm_dswiglu", "kind": "mxfp4", "ends": (256, 256, 512), "n": 64,
+     "inputs": {"c": F16, "prob": F32, "beta": F32}},
+    {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}},
+    {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32}, "semantics": "1.23"},
+    {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 
@@ -108,11 +119,12 @@ def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch
     compile_ = api.compile
     monkeypatch.setattr(api, "compile", lambda self: compiled.append(self) or compile_(self))
     api.objects.clear()
-    more = {"prob": F32}
+    d = registry.find(name).result[0]
+    more = {"prob": F32, "c": BF16} if d == "d_row" else {"prob": F32}
     for ends, size in (((0, 0), 128), ((10, 60), 128), ((0, 300), 128), ((64, 64), 256), ((0, 0), 128)):
         p = grouped.problem(name, ends=ends, n=size, inputs=more)
         grouped.run(p, "reference")
-        assert p.results["d_tensor"].shape[0] == ends[-1]
+        assert p.results[f"{d}_tensor"].shape[0] == ends[-1]
     assert (len(compiled), len(api.objects)) == (1, 1)
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_DYNAMIC_MNKL", "0")
     for size in (128, 256):

@@ -198,6 +198,10 @@ ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Rotate(192, 64, interleaved=True, inverse=True, begin=192), StoreTile("d", "float32")), 70, 768, {"part": 32}),
     ((Rotate(256, 256, interleaved=True, end=512), StoreTile("d", "bfloat16")), 40, 768, {"tile": (128, 192, 64)}),
     ((Rotate(80, 16, "float16", interleaved=True), StoreTile("d", "bfloat16")), 140, 320, {}),
+    ((LoadTile("c", "float16"), SquaredReluBackward(of_saved=True), SumRow("dprob", "prob_gradient"),
+      MultiplyColumn(value="activation"),
+      QuantizeColumns("s", E4M3, E8M0, source="activation"), StoreTile("e", E4M3, value="columns"),
+      StoreTile("d", "bfloat16")), 160, 136, {}),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Operands and formats are those of ``support.gemms``; nothing here computes with 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,8 +130,8 @@ def run(p: Problem, where: str) -> None:
     """Calls the wrapper: PyTorch on CPU tensors, the kernel in the emulator, or the kernel on the GPU."""
     wrapper, parameters = registry.wrapper(p.name), registry.find(p.name).parameters
     arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
-    if "sfa" in parameters:
-        arguments |= {parameters[key]: p.given.get(key) for key in ("sfa", "sfb")}
+    required = [q.name for q in inspect.signature(wrapper).parameters.values() if q.default is q.empty]
+    arguments = {**dict.fromkeys(required), **arguments}
     with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
         p.results = wrapper(**arguments, **p.options)
 
@@ -152,19 +153,25 @@ def check(p: Problem, slack: float = 3e-5) -> None:
         gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack)
         return
     norm = float(p.given["norm_const"])
-    d, d_col = (flat(found[key])[: p.rows, :, None] for key in ("d", "d_col"))
+    d = flat(found["d"])[: p.rows, :, None]
     check_quantized(d, found["sfd_row"][:, :, : p.rows // 128], values[..., None], norm, 4 * slack)
-    columns, by_expert = d_col.transpose(0, 1), values[..., None].transpose(0, 1)
+    check_columns(p, found["d_col"], found["sfd_col"], values, 4 * slack)
+
+
+def check_columns(p: Problem, found: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, slack: float) -> None:
+    """Values quantised by 32 tokens of a column."""
+    norm = float(p.given["norm_const"])
+    columns, by_expert = flat(found)[: p.rows, :, None].transpose(0, 1), values[..., None].transpose(0, 1)
     if not p.options.get("discrete_col_sfd"):
-        check_quantized(columns, found["sfd_col"][..., : p.rows // 128, :], by_expert, norm, 4 * slack)
+        check_quantized(columns, scales[..., : p.rows // 128, :], by_expert, norm, slack)
         return
-    memory, start, atoms = found["sfd_col"].permute(5, 2, 4, 0, 1, 3).reshape(-1), 0, -(-values.shape[1] // 128)
+    memory, start, atoms = scales.permute(5, 2, 4, 0, 1, 3).reshape(-1), 0, -(-values.shape[1] // 128)
     for end in p.ends:
         shape = (1, atoms, (end - start) // 128, 32, 4, 4)
         first = start // 128 * atoms * 512
         own = memory[first : first + (end - start) * atoms * 4].view(shape).permute(3, 4, 1, 5, 2, 0)
         if end > start:
-            check_quantized(columns[:, start:end], own, by_expert[:, start:end], norm, 4 * slack)
+            check_quantized(columns[:, start:end], own, by_expert[:, start:end], norm, slack)
         start = end
 
 
@@ -211,11 +218,53 @@ def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     return c.clamp(min=0) ** 2 * p.value("prob")
 
 
+def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    """alpha is squared for dswiglu and, now, for dgeglu; beta is for dswiglu and for operands without scale factors."""
+    swiglu, older = p.options.get("act_func", "dswiglu") == "dswiglu", p.options.get("semantics") == "1.23"
+    alpha = p.value("alpha")[p.experts]
+    x = x / alpha if older and not swiglu else x * alpha
+    c = flat(p.given["c"])[: p.rows].double()
+    if p.given.get("beta") is not None and (swiglu or (p.given["sfa"] is None and not older)):
+        c = c * p.value("beta")[p.experts]
+    columns = torch.arange(x.shape[1], device=x.device)
+    gate = columns // 32 * 64 + columns % 32
+    g, u = c[:, gate].requires_grad_(), c[:, gate + 32].requires_grad_()
+    top, bottom, offset, slope = (None, None, 0.0, 1.0) if swiglu else (
+        *(p.options.get(key, value) for key, value in (("glu_clamp_max", 7.0), ("glu_clamp_min", -7.0),
+                                                       ("linear_offset", 1.0), ("geglu_alpha", 1.702))),)  # fmt: skip
+    g_, u_ = (g, u) if swiglu else (g.clamp(max=top), u.clamp(bottom, top))
+    y = (u_ + offset) * g_ * torch.sigmoid(slope * g_)
+    by_gate, by_other = torch.autograd.grad(y, (g, u), x)
+    d = torch.empty(p.rows, c.shape[1], dtype=torch.float64, device=x.device)
+    d[:, gate], d[:, gate + 32] = by_gate, by_other
+    if p.results["dprob_tensor"] is not None:
+        gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (x * y.detach()).sum(1), 10 * slack)
+    return d * p.value("prob")
+
+
+def dsrelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    c, prob = flat(p.given["c"])[: p.rows].double(), p.value("prob")
+    older = p.options.get("semantics") == "1.23"
+    r, other = (x.clamp(min=0), c) if older else (c.clamp(min=0), x)
+    gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (r * r * other).sum(1), 10 * slack)
+    assert (p.results["d_srelu_tensor"] is None) == older
+    if not older:
+        again, norm = r * r * prob, p.given.get("norm_const")
+        if norm is None:
+            gemms.assert_rounded(flat(p.results["d_srelu_tensor"])[: p.rows], again, slack)
+        else:
+            check_columns(p, p.results["d_srelu_tensor"], p.results["sfd_col_d_srelu_tensor"], again, slack)
+    return 2 * r * other * prob
+
+
 FORMULAS = {
     "grouped_gemm": grouped,
     "grouped_gemm_quant": quant,
     "grouped_gemm_glu": glu,
     "grouped_gemm_swiglu": glu,
     "grouped_gemm_srelu": srelu,
+    "grouped_gemm_dglu": dglu,
+    "grouped_gemm_dswiglu": dglu,
+    "grouped_gemm_dsrelu": dsrelu,
 }
 """What d is before rounding, for each API; other results are checked on the way."""

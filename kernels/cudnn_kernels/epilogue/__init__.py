@@ -445,12 +445,18 @@ class SquaredRelu(Declaration):
 
 @dataclass(frozen=True)
 class SquaredReluBackward(Declaration):
-    """x = 2 relu(x) c, and the value ``prob_gradient`` = relu(x)^2 c, for a value ``c``."""
+    """x = 2 relu(x) c, and the value ``prob_gradient`` = relu(x)^2 c, for a value ``c``.
+
+    ``of_saved``: relu is that of c instead, x = 2 x relu(c), ``prob_gradient`` = x relu(c)^2 and, one more value,
+    ``activation`` = relu(c)^2.
+    """
 
     gradient: str = "c"
+    of_saved: bool = False
 
     def makes(self, widths: Widths) -> Widths:
-        return {"prob_gradient": widths["x"]}
+        names = ("prob_gradient", "activation") if self.of_saved else ("prob_gradient",)
+        return dict.fromkeys(names, widths["x"])
 
 
 @dataclass(frozen=True)
@@ -564,7 +570,8 @@ class QuantizeRows(Declaration):
 
 @dataclass(frozen=True)
 class QuantizeColumns(Declaration):
-    """As :class:`QuantizeRows` for every 32 rows of a column, into the value ``columns``; x stays.
+    """As :class:`QuantizeRows` for every 32 rows of a column of x, or of another value, into the value ``columns``; x
+    stays.
 
     The last rows may be fewer. The factors' atoms have columns for rows and groups of 32 rows for columns:
     (32, 4, ceil(n / 128), 4, ceil(m / 128), l); without ``atoms`` the factors are bytes (n, ceil(m / 32), l).
@@ -579,6 +586,7 @@ class QuantizeColumns(Declaration):
     norm_const: str = "norm_const"
     by_expert: bool = False
     atoms: bool = True
+    source: str = "x"
     registers: ClassVar[bool] = True
 
     @property
@@ -586,7 +594,10 @@ class QuantizeColumns(Declaration):
         return 128 if self.by_expert else 32
 
     def makes(self, widths: Widths) -> Widths:
-        return {self.value: widths["x"]}
+        return {self.value: widths[self.source]}
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.source]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return quantizer_slots(self, place.columns, f"{place.rows} / 32", place.batch)

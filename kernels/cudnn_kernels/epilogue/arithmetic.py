@@ -216,17 +216,21 @@ class SquaredRelu(Operation):
 
 
 class SquaredReluBackward(Operation):
-    """Both results from one product: relu(x) c."""
+    """Both results from one product: relu(x) c, or x relu(c)."""
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, c = values["x"].values, values[self.o.gradient].values
         gradient = self.plan.fragment(Float32, self.width)
         for i in range(cute.size(x)):
-            y = relu(x[i])
-            product = y * c[i]
+            y, other = (relu(c[i]), x[i]) if self.o.of_saved else (relu(x[i]), c[i])
+            product = y * other
             gradient[i] = y * product
             x[i] = product + product
+            if self.o.of_saved:
+                c[i] = y * y
         values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
+        if self.o.of_saved:
+            values["activation"] = values.pop(self.o.gradient)
 
 
 def multiply(x: Fragment, width: int, some: Some, factor: Any) -> None:

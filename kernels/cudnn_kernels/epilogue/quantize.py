@@ -104,7 +104,7 @@ class QuantizeColumns(_Quantizer):
         )  # fmt: skip
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, layout = values["x"], self.plan.layout
+        x, layout = values[self.o.source], self.plan.layout
         maxima, factors = (buffer[None, None, tile.group] for buffer in (self.maxima, self.factors))
         positions = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
         for slot in range(0, layout.slots, self.stack):

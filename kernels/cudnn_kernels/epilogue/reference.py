@@ -179,8 +179,11 @@ def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) 
 
 
 def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, arguments: Arguments) -> None:
-    y = values["x"].relu()
-    product = y * values[o.gradient]
+    rectified, other = (values[o.gradient], values["x"]) if o.of_saved else (values["x"], values[o.gradient])
+    y = rectified.relu()
+    if o.of_saved:
+        values["activation"] = y * y
+    product = y * other
     values["prob_gradient"] = y * product
     values["x"] = product + product
 
@@ -214,7 +217,7 @@ def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
-    x, scales, groups = values["x"].transpose(0, 1), arguments[o.tensor], values[GROUPS]
+    x, scales, groups = values[o.source].transpose(0, 1), arguments[o.tensor], values[GROUPS]
     if not o.by_expert or groups is None:
         values[o.value] = quantize(o, x, 32, scales, arguments).transpose(0, 1)
         return

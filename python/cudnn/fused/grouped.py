@@ -43,6 +43,9 @@ RESULT_TYPES = (*FLOATS, *FLOAT8)
 MOST_EXPERTS = 1024
 ALIGNED = 256  # rows: experts of block-scaled operands begin at multiples
 PROB = TensorSpec("prob", TokenColumn("m"), FLOATS, optional=True, draw="uniform", about="None: 1")
+DPROB = TensorSpec(
+    "dprob", TokenColumn("m"), ("float32",), optional=True, fill=0.0, written=True, about="is added to"
+)
 BIAS = TensorSpec("bias", Columns("n", "experts"), FLOATS, optional=True)
 
 COUNTER = TensorSpec(
@@ -75,11 +78,11 @@ def output(name: str, columns: str, optional: bool = False, about: str = "") -> 
     return TensorSpec(name, layout, RESULT_TYPES, optional, written=True, about=about)
 
 
-def quantized(d: str, columns: str) -> tuple[TensorSpec, ...]:
+def quantized(d: str, columns: str, roles: int = 1) -> tuple[TensorSpec, ...]:
     """The result ``d``, and what there is beside it: by columns, scale factors, the constant that they are chosen by,
-    largest magnitudes.
+    largest magnitudes, of each of the roles that columns have.
     """
-    largest = Contiguous("experts", alignment=4)
+    largest = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         output(d, columns),
@@ -124,6 +127,7 @@ class ExpertsGemm(FusedGemm):
     result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
     addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
+    roles: ClassVar[int] = 1  # of the result's columns, in turn
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
 
     m_aligned: int = ALIGNED
@@ -173,7 +177,7 @@ class ExpertsGemm(FusedGemm):
 
     def result_epilogue(self, name: str) -> tuple[Any, ...]:
         """The end of every epilogue: largest magnitudes, quantisers, stores."""
-        operations: list[Any] = [epilogue.Amax("amax", by_expert=True)] if self.given("amax") else []
+        operations: list[Any] = [epilogue.Amax("amax", by_expert=True, roles=self.roles)] if self.given("amax") else []
         if self.quantizes():
             kind = self.kind(name)
             operations += [
@@ -203,6 +207,11 @@ class ExpertsGemm(FusedGemm):
         if name_of(dtype) in NARROW:
             found["amax"] = (torch.float32, "")
         return found
+
+    @classmethod
+    def follows_older(cls, given: Mapping[str, Any]) -> bool:
+        """Whether a wrapper's arguments, or the environment, ask for the older semantics."""
+        return (given.get("semantics") or settings.SEMANTICS.get()) == "1.23"
 
     # Sizes.
 
@@ -420,7 +429,7 @@ class ExpertsGemm(FusedGemm):
         types = {"a": element.element, "b": element.element, "sfa": element.scale, "sfb": element.scale}
         found = {}
         for spec in cls.tensors:
-            wanted = types.get(spec.name, spec.name == "prob" or not spec.optional)
+            wanted = types.get(spec.name, spec.name in ("prob", "beta") or not spec.optional)
             if wanted and not spec.written:
                 layout, dtype = spec.layout, getattr(torch, types.get(spec.name, spec.types[0]))
                 major = layout.majors[cls.inner] if isinstance(layout, Matrix) else ""
@@ -511,6 +520,89 @@ class GatedExperts(ExpertsGemm):
     def check_own_rules(self, sizes: Sizes) -> None:
         if sizes["n"] % 64:
             raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
+
+
+class GatedExpertsBackward(ExpertsGemm):
+    """A grouped GEMM and the backward pass of a gated activation: the gradients of gates and others, 32 columns each in
+    turn, as the saved ``c`` has them.
+    """
+
+    tensors = (
+        *operands(),
+        TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
+        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, draw="uniform", about="factors of c"),
+        *quantized("d_row", "columns", roles=2),
+        PROB,
+        DPROB,
+    )
+    scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+    result = ("d_row", "sfd_row")
+    buffers = ("dprob_tensor",)
+    roles = 2
+
+    act_func: str = "dswiglu"
+    epilogue_op: str | None = None
+    linear_offset: float | None = 1.0
+    geglu_alpha: float = 1.702
+    glu_clamp_max: float = 7.0
+    glu_clamp_min: float = -7.0
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        offset = given.get("linear_offset")
+        super().__init__({**given, "linear_offset": 1.0 if offset is None else offset})
+
+    @classmethod
+    def result_columns(cls, n: int) -> int:
+        return 2 * n
+
+    def operations(self) -> tuple[Any, ...]:
+        swiglu = self.act_func == "dswiglu"
+        newer = self.semantics != "1.23"
+        product = self.scaled_product(power=2) if swiglu or newer else ()
+        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2)
+        betas = self.given("beta") and (swiglu or (newer and not self.scaled))
+        factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
+        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
+        backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
+        return (*product, saved, *factors, backward, *sums, *self.multiplied_by("prob"), *self.result_epilogue("d_row"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        eight = given["sfa"] is not None and name_of(given["a"].dtype) in FLOAT8  # allow no other result
+        d_dtype = cls.given_or(given["d_dtype"], torch.float8_e4m3fn if eight else None)
+        if given["sfa"] is None:
+            return {"d_row": (d_dtype, "n")}
+        narrow = eight and name_of(d_dtype) in FLOAT8
+        return {"d_col": (d_dtype, "n"), **cls.quantized_results(given, "d_row", d_dtype, narrow)}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.act_func == "dsituglu":
+            raise self.unsupported("act_func", "'dsituglu'", "'dswiglu' or 'dgeglu'")
+        operators = (None, "none", "identity", "relu", "srelu")
+        for name, allowed in (("act_func", ("dswiglu", "dgeglu")), ("epilogue_op", operators)):
+            if getattr(self, name) not in allowed:
+                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if sizes["n"] % 32:
+            raise self.error("columns of the product", sizes["n"], "multiples of 32")
+        if self.scaled and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
+            raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
+
+    def quantizes(self) -> bool:
+        return super().quantizes() and self.kind("d_row") in FLOAT8
+
+    def _check_quantized(self) -> None:
+        names = ("sfd_row", "sfd_col", "norm_const")
+        if self.kind("d_row") in FLOAT8:
+            if self.scaled and self.kind("a") in FLOAT8 and not self.quantizes():
+                wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
+                raise self.error(wanted, "None", "tensors")
+            super()._check_quantized()
+        for name in names:
+            if self.given(name) and not self.quantizes():
+                self._logger.warning("%s is not used: the result has the type %s", name, self.kind("d_row"))
 
 
 def _first(tensor: Any, layout: Layout, rows: int) -> Any:

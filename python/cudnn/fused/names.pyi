@@ -36,6 +36,22 @@ from cudnn.grouped_gemm.grouped_gemm import GroupedGemm as GroupedGemm
 from cudnn.grouped_gemm.grouped_gemm import GroupedGemmSm100 as GroupedGemmSm100
 from cudnn.grouped_gemm.grouped_gemm import grouped_gemm_wrapper as grouped_gemm_wrapper
 from cudnn.grouped_gemm.grouped_gemm import grouped_gemm_wrapper_sm100 as grouped_gemm_wrapper_sm100
+from cudnn.grouped_gemm.grouped_gemm_dglu import GroupedGemmDglu as GroupedGemmDglu
+from cudnn.grouped_gemm.grouped_gemm_dglu import GroupedGemmDgluSm100 as GroupedGemmDgluSm100
+from cudnn.grouped_gemm.grouped_gemm_dglu import grouped_gemm_dglu_wrapper as grouped_gemm_dglu_wrapper
+from cudnn.grouped_gemm.grouped_gemm_dglu import grouped_gemm_dglu_wrapper_sm100 as grouped_gemm_dglu_wrapper_sm100
+from cudnn.grouped_gemm.grouped_gemm_dsrelu import GroupedGemmDsrelu as GroupedGemmDsrelu
+from cudnn.grouped_gemm.grouped_gemm_dsrelu import GroupedGemmDsreluSm100 as GroupedGemmDsreluSm100
+from cudnn.grouped_gemm.grouped_gemm_dsrelu import grouped_gemm_dsrelu_wrapper as grouped_gemm_dsrelu_wrapper
+from cudnn.grouped_gemm.grouped_gemm_dsrelu import (
+    grouped_gemm_dsrelu_wrapper_sm100 as grouped_gemm_dsrelu_wrapper_sm100,
+)
+from cudnn.grouped_gemm.grouped_gemm_dswiglu import GroupedGemmDswiglu as GroupedGemmDswiglu
+from cudnn.grouped_gemm.grouped_gemm_dswiglu import GroupedGemmDswigluSm100 as GroupedGemmDswigluSm100
+from cudnn.grouped_gemm.grouped_gemm_dswiglu import grouped_gemm_dswiglu_wrapper as grouped_gemm_dswiglu_wrapper
+from cudnn.grouped_gemm.grouped_gemm_dswiglu import (
+    grouped_gemm_dswiglu_wrapper_sm100 as grouped_gemm_dswiglu_wrapper_sm100,
+)
 from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGlu as GroupedGemmGlu
 from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGluSm100 as GroupedGemmGluSm100
 from cudnn.grouped_gemm.grouped_gemm_glu import grouped_gemm_glu_wrapper as grouped_gemm_glu_wrapper

@@ -137,6 +137,84 @@ def grouped_gemm(
 ) -> tuple[Tensor, Tensor]:
     """Grouped GEMM: d, c; what there is not has no elements. See :class:`cudnn.GroupedGemm`."""
 
+def grouped_gemm_dglu(
+    a: Tensor,
+    c: Tensor,
+    sfa: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    prob: Tensor | None,
+    b: Tensor | None = None,
+    sfb: Tensor | None = None,
+    generate_dbias: bool = False,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    norm_const: Tensor | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    act_func: str = "dswiglu",
+    linear_offset: float | None = None,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    situ_beta1: float = 4.0,
+    situ_beta2: float = 25.0,
+    epilogue_op: str | None = None,
+    use_single_group_runtime_offsets: bool = False,
+    round_dgrad_to_input_dtype: bool = False,
+    activation: Tensor | None = None,
+    deterministic: bool = False,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmDglu`."""
+
+def grouped_gemm_dsrelu(
+    a: Tensor,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    sfa: Tensor | None = None,
+    sfb: Tensor | None = None,
+    padded_offsets: Tensor | None = None,
+    alpha: Tensor | None = None,
+    prob: Tensor | None = None,
+    generate_dbias: bool = False,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    norm_const: Tensor | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    deterministic: bool | None = None,
+    tanh_clamp_scale: float | None = None,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + dsReLU: d_row, d_col, d_srelu, dprob, dbias, amax, sfd_row, sfd_col, sfd_col_d_srelu; what there
+    is not has no elements. See :class:`cudnn.GroupedGemmDsrelu`."""
+
+def grouped_gemm_dswiglu(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    sfa: Tensor | None,
+    sfb: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    beta: Tensor | None,
+    prob: Tensor | None,
+    norm_const: Tensor | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    epilogue_op: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + dSwiGLU: d_row, d_col, dprob, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmDswiglu`."""
+
 def grouped_gemm_glu(
     a: Tensor,
     sfa: Tensor | None,

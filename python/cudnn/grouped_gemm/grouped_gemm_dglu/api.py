@@ -1,0 +1,146 @@
+"""Grouped GEMM + dGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.grouped import GatedExpertsBackward
+from cudnn.fused.layouts import Contiguous, TensorSpec
+from cudnn.fused.positional import older_order
+from cudnn.fused.wrapper import call
+from cudnn.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class GroupedGemmDglu(GatedExpertsBackward):
+    """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a gated activation.
+
+        x     = alpha[e]^2 * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
+        d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantised
+        dprob = dprob + sum over n of x * y
+        amax  = max(amax, max |d_row|) of each expert, of gates and of others, before rounding
+
+    y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu of beta[e] * c; dgeglu of c, times beta[e]
+    for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta. The sums of
+    dprob are added up in no fixed order. With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are
+    quantised, as those of :class:`cudnn.GroupedGemmQuant`.
+
+    Args:
+        sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
+        act_func: ``"dswiglu"`` or ``"dgeglu"``. linear_offset (None: 1.0), geglu_alpha, glu_clamp_max, glu_clamp_min:
+            of dgeglu.
+        epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
+        sample_dbias, round_dgrad_to_input_dtype, sample_activation, _deterministic: not supported.
+        others: as those of :class:`cudnn.GroupedGemmGlu`.
+    """
+
+    title = "Grouped GEMM + dGLU"
+    tensors = (
+        *GatedExpertsBackward.tensors,
+        TensorSpec("dbias", Contiguous("experts", "columns", alignment=4), ("bfloat16",), optional=True, written=True),
+        TensorSpec("activation", Contiguous("m", "n"), ("bfloat16",), optional=True, written=True),
+    )
+    returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
+
+    @older_order(
+        "self sample_a sample_c sample_d_row sample_d_col sample_sfa sample_padded_offsets sample_alpha sample_beta "
+        "sample_prob sample_dprob sample_b sample_sfb sample_dbias num_experts b_shape b_dtype sample_sfd_row "
+        "sample_sfd_col sample_amax sample_norm_const acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 "
+        "m_aligned discrete_col_sfd act_func b_major epilogue_op use_dynamic_sched"
+    )
+    def __init__(
+        self, sample_a: Tensor, sample_c: Tensor, sample_d_row: Tensor, sample_d_col: Tensor | None,
+        sample_sfa: Tensor | None, sample_padded_offsets: Tensor, sample_alpha: Tensor, sample_beta: Tensor,
+        sample_prob: Tensor | None, sample_dprob: Tensor | None, sample_b: Tensor | None = None,
+        sample_sfb: Tensor | None = None, sample_dbias: Tensor | None = None, num_experts: int | None = None,
+        b_shape: tuple[int, int] | None = None, b_dtype: dtype | None = None, sample_sfd_row: Tensor | None = None,
+        sample_sfd_col: Tensor | None = None, sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None, vector_f32: bool = False,
+        m_aligned: int = 256, discrete_col_sfd: bool = False, act_func: str = "dswiglu", b_major: str = "k",
+        epilogue_op: str | None = None, use_dynamic_sched: bool = False,
+        use_single_group_runtime_offsets: bool = False, linear_offset: float | None = None,
+        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, situ_beta1: float = 4.0,
+        situ_beta2: float = 25.0, round_dgrad_to_input_dtype: bool = False, sample_activation: Tensor | None = None,
+        _deterministic: bool = False, *, semantics: str | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, c_tensor: Tensor, d_row_tensor: Tensor, d_col_tensor: Tensor | None,
+        sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor, beta_tensor: Tensor,
+        prob_tensor: Tensor | None, dprob_tensor: Tensor | None, b_tensor: Tensor | None = None,
+        sfb_tensor: Tensor | None = None, dbias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
+        sfb_ptrs: Tensor | None = None, sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
+        activation_tensor: Tensor | None = None, *, workspace: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, beta_tensor,
+             prob_tensor, dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, b_ptrs, sfb_ptrs, sfd_row_tensor,
+             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor), (None,) * 4, current_stream,
+            workspace,
+        )  # fmt: skip
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        dbias = {"dbias": (torch.bfloat16, "")} if given["generate_dbias"] else {}
+        return {**super().results(given), **dbias}
+
+    def check_options(self) -> None:
+        super().check_options()
+        for name in ("round_dgrad_to_input_dtype", "_deterministic"):
+            if getattr(self, name):
+                raise self.unsupported(name, True, "False")
+        for name in ("dbias", "activation"):
+            if self.given(name):
+                raise self.unsupported(f"{name} tensor", "a tensor", "None")
+
+
+class GroupedGemmDgluSm100(GroupedGemmDglu):
+    """:class:`GroupedGemmDglu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+@older_order(
+    "a_tensor c_tensor sfa_tensor padded_offsets alpha_tensor beta_tensor prob_tensor dprob_tensor b_tensor sfb_tensor "
+    "generate_dbias b_ptrs sfb_ptrs n b_dtype b_major norm_const_tensor acc_dtype d_dtype cd_major mma_tiler_mn "
+    "cluster_shape_mn sf_vec_size vector_f32 m_aligned discrete_col_sfd act_func epilogue_op use_dynamic_sched "
+    "current_stream"
+)
+def grouped_gemm_dglu_wrapper(
+    a_tensor: Tensor, c_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor,
+    beta_tensor: Tensor, prob_tensor: Tensor | None, dprob_tensor: Tensor | None = None,
+    b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, generate_dbias: bool = False,
+    b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None, n: int | None = None,
+    b_dtype: dtype | None = None, b_major: str = "k",
+    norm_const_tensor: Tensor | None = None, acc_dtype: dtype | None = None, d_dtype: dtype | None = None,
+    cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None, vector_f32: bool = False, m_aligned: int = 256,
+    discrete_col_sfd: bool = False, act_func: str = "dswiglu", linear_offset: float | None = None,
+    geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, situ_beta1: float = 4.0,
+    situ_beta2: float = 25.0, epilogue_op: str | None = None, use_dynamic_sched: bool = False,
+    use_single_group_runtime_offsets: bool = False, current_stream: Any = None,
+    round_dgrad_to_input_dtype: bool = False, activation_tensor: Tensor | None = None, deterministic: bool = False,
+    *, semantics: str | None = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
+    ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
+    others: d_col; amax for a d of 16 bits; factors for operands of 8 bits, which need ``norm_const_tensor``.
+    ``generate_dbias``, ``activation_tensor`` and ``deterministic`` are not supported. Other arguments and errors as
+    those of :class:`GroupedGemmDglu`.
+    """
+    _deterministic = deterministic
+    return call(GroupedGemmDgluSm100, locals())
+
+
+grouped_gemm_dglu_wrapper_sm100 = grouped_gemm_dglu_wrapper
+_cache_of_GroupedGemmDgluObjects = _cache_of_GroupedGemmDgluSm100Objects = GroupedGemmDglu.objects  # noqa: N816

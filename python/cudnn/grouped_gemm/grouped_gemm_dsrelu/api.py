@@ -1,0 +1,192 @@
+"""Grouped GEMM + dsReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, operands, quantized
+from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.positional import older_order
+from cudnn.fused.wrapper import call
+from cudnn.gemm.formats import FLOAT8, SCALES, name_of
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+SUMS = Contiguous("m", "n", alignment=4)
+
+
+class GroupedGemmDsrelu(ExpertsGemm):
+    """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.
+
+        x       = alpha[e] * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
+        d_row   = 2 x relu(c) * prob[m]                          the gradient of c; rounded or quantised
+        dprob   = dprob + sum over n of x relu(c)^2
+        d_srelu = relu(c)^2 * prob[m]                            what the forward pass made of c
+        amax    = max(amax, max |d_row|) of each expert          before d_row is rounded
+
+    With ``semantics="1.23"``: ``d_row = 2 relu(x) c * prob[m]``, ``dprob`` adds ``relu(x)^2 c``, and there is no
+    ``d_srelu``. The sums of dprob are added up in no fixed order. With ``sfd_row``, ``sfd_col`` and ``norm_const``,
+    ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`, and ``d_srelu`` by 32 tokens of
+    a column, with ``sfd_col_d_srelu``.
+
+    Args:
+        sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
+        use_dsrelu_reuse: a hint of other kernels.
+        sample_dbias, sample_dprob_workspace, sample_dbias_workspace, deterministic, tanh_clamp_scale: not supported.
+        others: as those of :class:`cudnn.GroupedGemmQuant`.
+    """
+
+    title = "Grouped GEMM + dsReLU"
+    tensors = (
+        *operands(),
+        TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
+        *quantized("d_row", "n"),
+        TensorSpec("d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same="d_row", written=True),
+        TensorSpec(
+            "sfd_col_d_srelu", BlockScales("n", "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
+        ),
+        PROB,
+        DPROB,
+        TensorSpec("dbias", Contiguous("experts", "n", alignment=4), ("bfloat16",), optional=True, written=True),
+        TensorSpec("dprob_workspace", SUMS, ("float32",), optional=True),
+        TensorSpec("dbias_workspace", SUMS, ("bfloat16",), optional=True),
+    )
+    returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
+    result = ("d_row", "sfd_row")
+    buffers = ("dprob_tensor",)
+    hints = (*ExpertsGemm.hints, "use_dsrelu_reuse")
+
+    deterministic: bool
+    tanh_clamp_scale: float | None
+
+    @older_order(
+        "self sample_a sample_b sample_c sample_d_row sample_d_col sample_sfa sample_sfb sample_padded_offsets "
+        "sample_alpha sample_prob sample_dprob sample_dbias num_experts b_shape b_dtype sample_sfd_row sample_sfd_col "
+        "sample_amax sample_norm_const acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 m_aligned "
+        "discrete_col_sfd b_major use_dynamic_sched"
+    )
+    def __init__(
+        self, sample_a: Tensor, sample_b: Tensor | None = None, sample_c: Tensor | None = None,
+        sample_d_row: Tensor | None = None, sample_d_col: Tensor | None = None, sample_d_srelu: Tensor | None = None,
+        sample_sfa: Tensor | None = None, sample_sfb: Tensor | None = None,
+        sample_padded_offsets: Tensor | None = None, sample_alpha: Tensor | None = None,
+        sample_prob: Tensor | None = None, sample_dprob: Tensor | None = None, sample_dbias: Tensor | None = None,
+        sample_dprob_workspace: Tensor | None = None, sample_dbias_workspace: Tensor | None = None,
+        num_experts: int | None = None, b_shape: tuple[int, int] | None = None, b_dtype: dtype | None = None,
+        sample_sfd_row: Tensor | None = None, sample_sfd_col: Tensor | None = None,
+        sample_sfd_col_d_srelu: Tensor | None = None, sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+        b_major: str = "k", use_dynamic_sched: bool = False, use_dsrelu_reuse: bool = False,
+        deterministic: bool = False, tanh_clamp_scale: float | None = None, *, semantics: str | None = None,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, c_tensor: Tensor, d_row_tensor: Tensor, d_col_tensor: Tensor | None,
+        sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor, prob_tensor: Tensor,
+        dprob_tensor: Tensor | None, b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
+        dbias_tensor: Tensor | None = None, dprob_workspace_tensor: Tensor | None = None,
+        dbias_workspace_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None,
+        sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
+        d_srelu_tensor: Tensor | None = None, sfd_col_d_srelu_tensor: Tensor | None = None,
+        amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
+        workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, prob_tensor,
+             dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, dprob_workspace_tensor, dbias_workspace_tensor, b_ptrs,
+             sfb_ptrs, sfd_row_tensor, sfd_col_tensor, d_srelu_tensor, sfd_col_d_srelu_tensor, amax_tensor,
+             norm_const_tensor), (), current_stream, workspace_tensor,
+        )  # fmt: skip
+
+    def operations(self) -> tuple[Any, ...]:
+        backward = epilogue.SquaredReluBackward("c", of_saved=self.semantics != "1.23")
+        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
+        rest = (*self.recomputed(), *self.multiplied_by("prob"), *self.result_epilogue("d_row"))
+        return (*self.scaled_product(), self.load("c"), backward, *sums, *rest)
+
+    def recomputed(self) -> tuple[Any, ...]:
+        """What the forward pass made of c, stored."""
+        if not self.given("d_srelu"):
+            return ()
+        weighted = epilogue.MultiplyColumn("prob", self.kind("prob"), "activation")
+        if not self.given("sfd_col_d_srelu"):
+            return (weighted, self.store("d_srelu", "activation"))
+        kinds = (self.kind("d_srelu"), self.kind("sfd_col_d_srelu"))
+        columns = epilogue.QuantizeColumns(
+            "sfd_col_d_srelu", *kinds, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
+        )
+        return (weighted, columns, self.store("d_srelu", "activation columns"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype = cls.given_or(given["d_dtype"])
+        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
+        found = {**cls.quantized_results(given, "d_row", d_dtype, narrow), "dprob": (torch.float32, "")}
+        if not cls.follows_older(given):
+            found["d_srelu"] = (d_dtype, "n")
+            found |= {"sfd_col_d_srelu": found["sfd_col"]} if narrow else {}
+        return found | ({"dbias": (torch.bfloat16, "")} if given["generate_dbias"] else {})
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.deterministic:
+            raise self.unsupported("deterministic", True, "False")
+        if self.tanh_clamp_scale is not None:
+            raise self.unsupported("tanh_clamp_scale", self.tanh_clamp_scale, "None")
+        for name in ("dbias", "dprob_workspace", "dbias_workspace"):
+            if self.given(name):
+                raise self.unsupported(f"{name} tensor", "a tensor", "None")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if not self.given("prob"):
+            raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
+        if self.given("d_srelu") and self.semantics == "1.23":
+            raise self.error("d_srelu tensor", "a tensor", "None, with the semantics 1.23")
+        quantised = self.given("d_srelu") and self.quantizes()
+        if self.given("sfd_col_d_srelu") != quantised:
+            got = "a tensor" if self.given("sfd_col_d_srelu") else "None"
+            raise self.error("sfd_col_d_srelu tensor", got, "a tensor with d_srelu and sfd_col, else None")
+
+
+class GroupedGemmDsreluSm100(GroupedGemmDsrelu):
+    """:class:`GroupedGemmDsrelu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def grouped_gemm_dsrelu_wrapper(
+    a_tensor: Tensor, b_tensor: Tensor | None = None, c_tensor: Tensor | None = None,
+    sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, padded_offsets: Tensor | None = None,
+    alpha_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, dprob_tensor: Tensor | None = None,
+    generate_dbias: bool = False, b_ptrs: Tensor | None = None, sfb_ptrs: Tensor | None = None, n: int | None = None,
+    b_dtype: dtype | None = None, b_major: str = "k", norm_const_tensor: Tensor | None = None,
+    acc_dtype: dtype | None = None, d_dtype: dtype | None = None, cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+    use_dynamic_sched: bool = False, use_dsrelu_reuse: bool = False, deterministic: bool | None = None,
+    tanh_clamp_scale: float | None = None, current_stream: Any = None, *, semantics: str | None = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``d_row_tensor, d_col_tensor, d_srelu_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor,
+    sfd_col_tensor, sfd_col_d_srelu_tensor``: the factors, and d_col, for 8-bit operands and an 8-bit d, which need
+    ``norm_const_tensor``; amax for a d of 16 bits. ``dprob_tensor`` is added to and returned, where it is given.
+    ``deterministic=None``: what ``torch.use_deterministic_algorithms`` said. Other arguments and errors as those of
+    :class:`GroupedGemmDsrelu`.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return call(GroupedGemmDsreluSm100, locals())
+
+
+grouped_gemm_dsrelu_wrapper_sm100 = grouped_gemm_dsrelu_wrapper
+_cache_of_GroupedGemmDsreluObjects = _cache_of_GroupedGemmDsreluSm100Objects = GroupedGemmDsrelu.objects  # noqa: N816
