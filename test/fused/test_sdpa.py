@@ -60,6 +60,24 @@ def test_packed_sequences_are_those_of_one_length() -> None:
         torch.testing.assert_close(by_head[:, a:b], single_lse[0])
 
 
+def test_softcap_and_sinks() -> None:
+    """Against a formula in float64. A sink is a key whose score is its logit and whose value is 0."""
+    q, k, v = (matrix(2, 40, heads) for heads in (4, 2, 2))
+    o, lse, sink = torch.empty_like(q), torch.empty(2, 4, 40), torch.tensor([-torch.inf, -2.0, 1.0, 30.0])
+    attention = SdpaForward(q, k, v, o, lse, scale_softmax=0.1, softcap=2.0, sample_sink=sink)
+    attention.compile()
+    attention.execute(q, k, v, o, lse, sink_tensor=sink)
+    keys, values = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    scores = 2 * (0.05 * q.double() @ keys.mT).tanh()
+    scores = torch.cat((scores, sink[:, None, None].expand(2, 4, 40, 1)), -1)
+    torch.testing.assert_close(o.double(), scores.softmax(-1)[..., :-1] @ values, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1))
+    with pytest.raises(ValueError, match="sink"):
+        attention.execute(q, k, v, o, lse)
+    with pytest.raises(ValueError, match="softcap"):
+        SdpaForward(q, k, v, o, lse, softcap=-1.0).check_support()
+
+
 @pytest.mark.parametrize("as_batch", brief([False, True], 1))
 def test_the_kernels_run_from_the_wrappers(as_batch: bool) -> None:
     ends = offsets(0, 30, 70)

@@ -39,11 +39,15 @@ class Problem:
     left: int | None = None
     dtype: torch.dtype = torch.bfloat16
     nan: tuple[int, ...] = ()
+    softcap: float = 0.0
+    sink: bool = False
 
     def configured(self, configuration: Any) -> Any:
         """A configuration for this problem."""
         dtype = str(self.dtype).removeprefix("torch.")
         ends = {"right": self.right is not None, "left": self.left is not None}
+        if isinstance(configuration, ForwardConfiguration):
+            configuration = replace(configuration, softcap=self.softcap > 0, sink=self.sink)
         return replace(configuration, dtype=dtype, packed=self.packed, **ends)
 
 
@@ -52,6 +56,8 @@ def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) 
     q, k, v = (tensors[name].double().clone().requires_grad_() for name in "qkv")
     share = q.shape[0] // k.shape[0]
     scores = scale * q @ k.repeat_interleave(share, 0).mT
+    if problem.softcap:
+        scores = problem.softcap * (scores / problem.softcap).tanh()
     rows, keys = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
     hidden = torch.zeros(scores.shape[1:], dtype=torch.bool)
     if problem.right is not None:
@@ -60,6 +66,8 @@ def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) 
         hidden |= keys < rows - problem.left
     scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.logsumexp(-1)
+    if problem.sink:
+        lse = torch.logaddexp(lse, tensors["sink"].double()[:, None])
     weights = (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
     o = weights @ v.repeat_interleave(share, 0)
     o.backward(tensors["do"].double())
@@ -82,6 +90,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     }  # fmt: skip
     for name, like in (("o", "do"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
         found[name] = torch.full_like(found[like], math.nan)
+    found["sink"] = torch.linspace(-1, 9, hq)
     found["lse"] = torch.full((sq, hq) if problem.packed else (batch, hq, sq), math.nan)
     for i, name in enumerate(("cum_seqlen_q", "cum_seqlen_k")):
         ends = torch.tensor([0, *(lengths[i] for lengths in problem.lengths)]).cumsum(0)
@@ -89,13 +98,13 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     for index in problem.nan:
         for name in ("q", "do", "k", "v"):
             sequence(found, problem, index)[name].fill_(math.nan)
-    numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "stream": 0}
+    numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap, "stream": 0}
     return {**found, **numbers, "right": problem.right or 0, "left": problem.left or 0}
 
 
 def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
     """The tensors of one sequence, (h, s, d), and LSE, (h, s)."""
-    found = {}
+    found = {"sink": given["sink"]}
     for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):
         if problem.packed:
             ends = given["cum_seqlen_k" if name in ("k", "v", "dk", "dv") else "cum_seqlen_q"]
@@ -130,7 +139,7 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
 
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
-PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4))
+PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,10 @@ PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4))
                 replace(FORWARD, cluster=2),
                 Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,)),
             ),
-            (replace(FORWARD, head=192, head_v=128, tile=(128, 128)), Problem(((70, 300), (70, 300)))),
+            (
+                replace(FORWARD, head=192, head_v=128, tile=(128, 128)),
+                Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True),
+            ),
         ],
         0,
         2,
@@ -175,6 +187,9 @@ def test_backward() -> None:
     ("kernel", "configuration", "waits"),
     [
         (AttentionForward, replace(FORWARD, right=True), 10),
+        pytest.param(
+            AttentionForward, replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full
+        ),
         (AttentionBackward, replace(BACKWARD, right=True), 6),
     ],
 )

@@ -43,6 +43,7 @@ class ForwardConfiguration:
 
     ``tile`` is (query rows, keys) of a CTA. ``right`` and ``left``: the window ends on that side; a causal mask is a
     right end. CTAs of a ``cluster`` have neighbouring query rows of a head and share the loads of K and V.
+    ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every head has a logit without a value.
     """
 
     dtype: str
@@ -54,6 +55,8 @@ class ForwardConfiguration:
     left: bool = False
     cluster: int = 1
     stages: int = 2
+    softcap: bool = False
+    sink: bool = False
 
     kernel = "attention_forward:AttentionForward"
 
@@ -64,7 +67,9 @@ class ForwardConfiguration:
             *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
             *matrices(self.packed, self.dtype, "sq", "hq", {"o": self.head_v}),
             row_values(self.packed, "lse"), *offsets(self.packed),
-            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW, Stream(),
+            *[vector("sink", "float32", "hq")] * self.sink,
+            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
+            *[Scalar("softcap", "float32")] * self.softcap, Stream(),
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, select_
+from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 
@@ -33,6 +33,26 @@ def reset(state: State) -> None:
     """Before a row's first block."""
     state.maxima.fill(-math.inf)
     state.sums.fill(0.0)
+
+
+def reset_to_sink(state: State, sink: Float32, rows: RowLayout, thread: Int32) -> None:
+    """The same where a row's sum begins with a logit that no value belongs to."""
+    for slot in range(rows.slots):
+        state.maxima[slot] = sink * LOG2_E / state.scale
+        state.sums[slot] = Float32(select_(thread % rows.neighbours == 0, Float32(1.0), Float32(0.0)))
+
+
+@dataclass
+class Cap:
+    """Scores s become cap * tanh(s / cap). ``factor`` is 2 log2(e) / cap, times the scale of the scores."""
+
+    factor: Float32
+
+    def apply(self, scores: cute.Tensor, width: int) -> None:
+        """Replaces scores by tanh(s / cap). Unlike tanh.approx, which errs by 2^-11, as exact as the exponentials."""
+        for i in range(width // 2):
+            powers = cute.math.exp2(scores[i] * self.factor, fastmath=True)
+            scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + powers)
 
 
 def update(

@@ -99,10 +99,13 @@ class AttentionForward:
         atom_o, mO = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), rows_o, self.output_tile(), (ROWS, c.head_v)
         )
+        scale, factor = given["scale_softmax"] * softmax.LOG2_E, None
+        if const_expr(c.softcap):
+            factor, scale = 2 * scale / given["softcap"], given["softcap"] * softmax.LOG2_E
         self.kernel(
-            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, lse, offsets_q, offsets_k, tiles, heads, q.shape[2],
-            k.shape[2], q.shape[0], k.shape[0], Int32(together), given["scale_softmax"] * softmax.LOG2_E,
-            given["scale_output"], given["right"], given["left"],
+            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, lse, offsets_q, offsets_k, given.get("sink"), tiles, heads,
+            q.shape[2], k.shape[2], q.shape[0], k.shape[0], Int32(together), scale, factor, given["scale_output"],
+            given["right"], given["left"],
         ).launch(
             grid=[c.cluster, tiles * heads, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
             stream=given["stream"], min_blocks_per_mp=1,
@@ -142,9 +145,9 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
-        atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any,
-        tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32,
-        scale: Float32, scale_output: Float32, right: Int32, left: Int32,
+        atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any, sink: Any, tiles: Int32,
+        all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32, scale: Float32,
+        cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         c = self.c
@@ -184,7 +187,7 @@ class AttentionForward:
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(
-                atom_o, mO, lse, sQ, sK, sV, sO, rings, problem, scale, scale_output, rank, group - 1,
+                atom_o, mO, lse, sink, sQ, sK, sV, sO, rings, problem, scale, cap_factor, scale_output, rank, group - 1,
                 thread - GROUP * group,
             )  # fmt: skip
         if const_expr(c.cluster > 1):
@@ -278,9 +281,9 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self, atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
-        sV: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, scale: Float32, scale_output: Float32, rank: Int32,
-        group: Int32, thread: Int32,
+        self, atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, sink: Any, sQ: cute.Tensor, sK: cute.Tensor,
+        sV: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, scale: Float32, cap_factor: Any,
+        scale_output: Float32, rank: Int32, group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """A warpgroup: its rows."""
         c = self.c
@@ -294,23 +297,27 @@ class AttentionForward:
         acc = cute.make_rmem_tensor(product_mma.partition_shape_C((ROWS, c.head_v)), Float32)
         words = cute.make_rmem_tensor(self.tile_n // 4, Int32)  # P, two values a word
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
-        softmax.reset(state)
+        cap = softmax.Cap(cap_factor) if const_expr(c.softcap) else None
+        if const_expr(c.sink):
+            softmax.reset_to_sink(state, sink[p.head], self.score_rows, thread)
+        else:
+            softmax.reset(state)
         acc.fill(0.0)
         begin, whole_begin, whole_end, end = self.blocks(p, rank)
         row = p.row + group * ROWS
         if self.exists(p, rank):
             cute.arch.mbarrier_wait(rings.q_full, 0)
             if end > begin:
-                self.first(scores, tSrQ, tSrK, words, rings, state, p, row, thread, end)
+                self.first(scores, tSrQ, tSrK, words, rings, state, cap, p, row, thread, end)
                 start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
                 for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
-                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, True)
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, cap, p, row, thread, n, end, True)
                 middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(c.left) else begin
                 for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
-                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, False)
+                    self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, cap, p, row, thread, n, end, False)
                 if const_expr(c.left):
                     for n in cutlass.range(middle - 1, begin - 1, -1, unroll=1):
-                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, p, row, thread, n, end, True)
+                        self.step(scores, acc, tSrQ, tSrK, words, tOrV, rings, state, cap, p, row, thread, n, end, True)
                 self.last(acc, words, tOrV, rings, end - 1 - begin)
             ends = [softmax.finish(state, self.score_rows, slot) for slot in range(2)]
             self.correct(acc, [factor * scale_output for factor, _ in ends])
@@ -345,7 +352,7 @@ class AttentionForward:
 
     def first(
         self, scores: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor, rings: Rings,
-        state: softmax.State, p: Problem, row: Int32, thread: Int32, end: Int32,
+        state: softmax.State, cap: Any, p: Problem, row: Int32, thread: Int32, end: Int32,
     ) -> None:  # fmt: skip
         """The scores of the first block."""
         stage = 0
@@ -353,14 +360,16 @@ class AttentionForward:
         self.multiply_scores(scores, tSrQ, tSrK, stage)
         warpgroup.wait_group(0)
         self.release(rings.k_empty + stage)
+        if const_expr(cap is not None):
+            cap.apply(scores, self.tile_n)
         self.hide(scores, p, row, thread, end - 1)
         softmax.update(state, scores, self.score_rows, self.tile_n)
         self.round(scores, words)
 
     def step(
         self, scores: cute.Tensor, acc: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor,
-        tOrV: Any, rings: Rings, state: softmax.State, p: Problem, row: Int32, thread: Int32, n: Int32, end: Int32,
-        masked: bool,
+        tOrV: Any, rings: Rings, state: softmax.State, cap: Any, p: Problem, row: Int32, thread: Int32, n: Int32,
+        end: Int32, masked: bool,
     ) -> None:  # fmt: skip
         """Block n's scores, while the products of block n + 1 run."""
         count = end - 1 - n  # of blocks before
@@ -372,6 +381,8 @@ class AttentionForward:
         self.multiply_values(acc, words, tOrV, value_stage)
         warpgroup.wait_group(1)
         self.release(rings.k_empty + stage)
+        if const_expr(cap is not None):
+            cap.apply(scores, self.tile_n)
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
         corrections = softmax.update(state, scores, self.score_rows, self.tile_n)

@@ -165,7 +165,7 @@ class Attention(FusedAPI):
                     dtype=torch.float32 if spec.types == ("float32",) else kind,
                 )
                 for spec in cls.tensors
-                if spec not in OFFSETS
+                if not spec.optional
             }  # fmt: skip
             if packed:
                 tensors |= {spec.name: s * torch.arange(b + 1, dtype=torch.int32) for spec in OFFSETS}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan
-from cudnn.fused.layouts import Sizes
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
@@ -28,7 +29,10 @@ class SdpaForward(Attention):
         o   = scale_output * softmax(s) v    the exponentials are rounded to the type of v before the product
         lse = ln sum exp(s)                  natural, over the keys of a row
 
-    A row that sees no key gets o = 0 and lse = -inf. Hopper (sm_90a) only so far.
+    With ``softcap``, s becomes softcap * tanh(s / softcap) before the mask. With a ``sink``, every row's softmax has
+    one more logit, its head's, without a value: exp(sink) joins the denominator and lse.
+
+    A row that sees no key gets o = 0 and lse = -inf, or the sink. Hopper (sm_90a) only so far.
 
     | tensor     | one length                      | packed, with offsets      | type                              |
     |------------|---------------------------------|---------------------------|-----------------------------------|
@@ -36,6 +40,7 @@ class SdpaForward(Attention):
     | k, v       | (b, hk, sk, d), (b, hk, sk, dv) | (tk, hk, d), (tk, hk, dv) | that of q                         |
     | lse        | (b, hq, sq)                     | (tq, hq)                  | float32                           |
     | cum_seqlen | none                            | (b + 1,)                  | int32: 0, then where sequences end |
+    | sink       | (hq,), or none                  | (hq,), or none            | float32                           |
 
     Matrices (b, h, s, d) are transposed (b, s, h, d) ones. Packed row values lie head by head in memory, whatever the
     strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq is a multiple of hk. A compiled object
@@ -50,13 +55,16 @@ class SdpaForward(Attention):
         scale_softmax: None or 0: 1 / sqrt(d).
         arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
             tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        softcap: 0 for none. sample_sink: a tensor like the logits of the sinks, if there are any.
     """
 
+    softcap: float
     title = "attention, forward"
     tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
-               row_values(written=True), *OFFSETS)  # fmt: skip
+               row_values(written=True), *OFFSETS,
+               TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True))  # fmt: skip
     returns = ("o", "lse")
-    scalars = ("scale_softmax", "scale_output", "right", "left")
+    scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
     head_sizes = tuple(TILES)
     usual_shapes = tuple((1, 1, 128, *heads) for heads in TILES)
 
@@ -66,7 +74,7 @@ class SdpaForward(Attention):
         max_s_q: int | None = None, max_s_k: int | None = None, qk_acc_dtype: dtype = torch.float32,
         pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False,
         window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
-        arch: str | None = None,
+        arch: str | None = None, softcap: float = 0.0, sample_sink: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -74,21 +82,28 @@ class SdpaForward(Attention):
         self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
         cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
         scale_softmax: float | None = None, scale_output: float | None = None, current_stream: Any = None,
+        sink_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
-        tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-        self.run(tensors, (scale_softmax or None, scale_output, None, None), current_stream, None)
+        tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
+        self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        if not 0 <= self.softcap < math.inf:
+            raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
         cluster = 2 if heads == (256, 256) and not ends["right"] else 1  # it shares what L2 must deliver
         kind = name_of(self.dtype("q"))
-        return self.planned(arch, ForwardConfiguration(kind, *heads, TILES[heads], cluster=cluster, **ends))
+        options = {"softcap": self.softcap > 0, "sink": self.given("sink")}
+        return self.planned(arch, ForwardConfiguration(kind, *heads, TILES[heads], cluster=cluster, **ends, **options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        numbers = tensors["scale_softmax"], tensors["scale_output"]
+        numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap
         reference.forward(tensors, self.window, *numbers, self.packed)
 
 

@@ -49,17 +49,24 @@ def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, An
         yield {**parts, "lse": lse[:, q]}
 
 
-def forward(tensors: Mapping[str, Any], window: Window, scale: float, scale_output: float, packed: bool) -> None:
-    """Writes O and LSE. P is rounded to the inputs' type. Rows that see nothing: 0 and -inf."""
+def forward(
+    tensors: Mapping[str, Any], window: Window, scale: float, scale_output: float, softcap: float, packed: bool
+) -> None:
+    """Writes O and LSE. P is rounded to the inputs' type. Rows that see nothing: 0 and -inf, or the sink."""
+    sink = tensors.get("sink")
     for x in sequences(tensors, packed):
         share = x["q"].shape[0] // max(x["k"].shape[0], 1)
         k, v = (x[name].float().repeat_interleave(share, 0) for name in "kv")
         hidden = window.hidden(x["q"].shape[1], k.shape[1], k.device)
-        scores = (scale * x["q"].float() @ k.mT).masked_fill(hidden, -math.inf)
-        largest = scores.amax(-1, keepdim=True) if k.shape[1] else scores.new_full((*scores.shape[:2], 1), -math.inf)
+        scores = scale * x["q"].float() @ k.mT
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        first = (sink if sink is not None else scores.new_tensor(-math.inf)).reshape(-1, 1, 1)
+        scores = torch.cat((first.expand(*scores.shape[:2], 1), scores.masked_fill(hidden, -math.inf)), -1)
+        largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
         total = weights.sum(-1, keepdim=True)
-        products = weights.to(x["v"].dtype).float() @ v
+        products = weights[..., 1:].to(x["v"].dtype).float() @ v
         x["o"].copy_(torch.where(total == 0, 0, scale_output * products / total))
         x["lse"].copy_((largest + total.log()).squeeze(-1))
 
