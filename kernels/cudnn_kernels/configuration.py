@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from cudnn_kernels.epilogue import needs_of, regions_of, slots_of
 from cudnn_kernels.formats import FP4, FP8, row_bytes
-from cudnn_kernels.problem import GemmProblem, Operand
+from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.signature import (
     MULTIPROCESSORS,
     Region,
@@ -21,6 +21,7 @@ from cudnn_kernels.signature import (
     block_scales,
     flat_scales,
     matrix,
+    sum_scales,
     vector,
 )
 
@@ -40,6 +41,9 @@ def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: 
     scale = operand.scale
     if scale is not None and splits_k:
         found.append(flat_scales(f"sf{name}", scale.dtype))
+    elif scale is not None and scale.of_sums:
+        height = rows if scale.rows == 1 else f"{rows} / {scale.rows}"
+        found.append(sum_scales(f"sf{name}", height, f"k / {scale.vector}", batch))
     elif scale is not None:
         found.append(block_scales(f"sf{name}", scale.dtype, rows, f"k / {scale.vector}", batch))
     return tuple(found)
@@ -50,9 +54,9 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers; 0: the tensor
-    cores add up all of it. ``part`` accumulator columns pass through the epilogue at a time; ``staged`` buffers hold
-    them. ``dynamic``: whoever is done takes the next tile.
+    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers, times the
+    factors of sums where operands have such; 0: the tensor cores add up all of it. ``part`` accumulator columns pass
+    through the epilogue at a time; ``staged`` buffers hold them. ``dynamic``: whoever is done takes the next tile.
 
     Raises:
         ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows.
@@ -73,7 +77,7 @@ class GemmConfiguration:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        rows = {"scale factors": 128 if self.a.scale else 1, "the epilogue": needs_of(self.epilogue).rows}
+        rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
         for name, needed in rows.items():
             if self.schedule.aligned % needed:
                 allowed = f"multiples of {needed}, by {name}"
@@ -83,6 +87,16 @@ class GemmConfiguration:
     def gemm(self) -> GemmConfiguration:
         """The GEMM itself."""
         return self
+
+    @property
+    def tensor_core_scale(self) -> BlockScale | None:
+        """A's factors, and B's are alike, where the tensor cores multiply by them."""
+        return None if self.a.scale is None or self.a.scale.of_sums else self.a.scale
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether both operands have factors that the sums of a k tile are multiplied by."""
+        return self.a.scale is not None and self.a.scale.of_sums
 
     @property
     def operand_sizes(self) -> dict[str, tuple[str, str]]:
@@ -201,10 +215,15 @@ class PreparedGemmConfiguration:
         """The operands that are prepared, by name."""
         return {name: step for name, step in (("a", self.a), ("b", self.b)) if step is not None}
 
+    def _before(self, name: str) -> Operand:
+        """An operand before it is prepared, with the factors of sums that it keeps."""
+        source, kept = self.steps[name].source, getattr(self.gemm, name).scale
+        return replace(source, scale=kept) if kept else source
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
         steps, sizes = self.steps, self.gemm.operand_sizes
-        found = self.gemm.slots(**{name: step.source for name, step in steps.items()})
+        found = self.gemm.slots(**{name: self._before(name) for name in steps})
         rest = [slot for slot in found if not isinstance(slot, Workspace)]
         regions = tuple(PreparedOperand(name, step.result, *sizes[name]) for name, step in steps.items())
         return (*rest[:-2], Workspace((*regions, *self.gemm.regions)), *rest[-2:])

@@ -16,6 +16,13 @@ class BlockScale:
     vector: int
     rows: int = 1
 
+    @property
+    def of_sums(self) -> bool:
+        """Whether sums of ``vector`` products are multiplied by the factors, in float32; else the tensor cores multiply
+        the operands by them, or the operands are dequantised.
+        """
+        return self.dtype == "float32"
+
 
 @dataclass(frozen=True)
 class Operand:

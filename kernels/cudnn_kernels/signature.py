@@ -152,6 +152,11 @@ def addresses(name: str, count: str) -> Tensor:
     return Tensor(name, "int64", (count,), (1,), align=8)
 
 
+def sum_scales(name: str, rows: str, blocks: str, batch: str) -> Tensor:
+    """float32 scale factors (rows, blocks, l), with any strides."""
+    return Tensor(name, "float32", (rows, blocks, batch), (None, None, None), align=4)
+
+
 def vector(name: str, dtype: str, *shape: str) -> Tensor:
     """A tensor whose first dimension has the stride 1, aligned to its elements."""
     size = FORMATS[dtype].bits // 8 if dtype in FORMATS else 4

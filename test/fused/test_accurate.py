@@ -55,22 +55,23 @@ def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "dtype", "majors"),
+    ("where", "name", "dtype", "majors", "scale"),
     in_turn(
         [
-            ("gemm_amax", E4M3, "kkn"),
-            ("gemm_dsrelu", E5M2, "knn"),
-            ("gemm_swiglu", E5M2, "mnn"),
-            ("gemm_srelu", E4M3, "mkm"),
+            ("gemm_amax", E4M3, "kkn", None),
+            ("gemm_dsrelu", E5M2, "knn", None),
+            ("gemm_swiglu", E5M2, "mnn", None),
+            ("gemm_srelu", E4M3, "mkm", None),
+            ("gemm_amax", E4M3, "kkn", F32),
         ],
         3,
         places=WHERE,
     ),
     ids=str,
 )
-def test_accurate_results(where: str, name: str, dtype: Any, majors: str) -> None:
+def test_accurate_results(where: str, name: str, dtype: Any, majors: str, scale: Any) -> None:
     """As near as those of operands of 16 bits; without, the error is up to 50 times as large."""
-    given = {"dtype": dtype, "majors": majors, "l": 2, "amax": True}
+    given = {"dtype": dtype, "majors": majors, "l": 2, "amax": True, "scale": scale}
     problem = case(name, 80, 192, 144, **given, device="cuda" if where == "gpu" else "cpu")
     report = execute(problem, where, accurate=True)
     check(problem, slack=2e-5)

@@ -165,7 +165,20 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
         {"dtype": E5M2, "scale": E8M0, "vector": 16}, {}, {}, ValueError,
         "scale factors: got float8_e8m0fnu for 16 elements; allowed: float8_e8m0fnu for 32, of float8_e5m2",
     ),
-    ({}, {}, {"sf_vec_size": 8}, ValueError, "sf_vec_size: got 8; allowed: 16 or 32"),
+    ({"dtype": E4M3, "scale": F32}, {}, {"sf_vec_size": 32}, ValueError, "sf_vec_size: got 32; allowed: 128, for"),
+    (
+        {"dtype": E4M3, "scale": F32}, {"sfb": meta(3, 1, 1, dtype=F32)}, {}, ValueError,
+        r"sfb tensor shape mismatch: expected \(2, 1, 1\), got \(3, 1, 1\)",
+    ),
+    (
+        {"dtype": BF16}, {"sfa": meta(128, 1, 1, dtype=F32), "sfb": meta(2, 1, 1, dtype=F32)}, {"sf_vec_size": 128},
+        ValueError, "a tensor dtype, with scale factors: got bfloat16",
+    ),
+    (
+        {"dtype": E4M3}, {"sfa": meta(128, 1, 1, dtype=E8M0), "sfb": meta(2, 1, 1, dtype=E8M0)}, {"sf_vec_size": 128},
+        ValueError, "scale factors: got float8_e8m0fnu for 128 elements of float8_e4m3fn; allowed: float32 for 128",
+    ),
+    ({}, {}, {"sf_vec_size": 8}, ValueError, "sf_vec_size: got 8; allowed: 16, 32 or 128"),
     ({}, {}, {"acc_dtype": torch.bfloat16}, ValueError, "acc_dtype: got torch.bfloat16; allowed: torch.float32"),
     ({}, {}, {"mma_tiler_mn": (64, 128)}, ValueError, r"mma_tiler_mn: got \(64, 128\); allowed: 128 or 256 rows"),
     ({}, {}, {"mma_tiler_mn": (128, 48)}, ValueError, r"mma_tiler_mn: got \(128, 48\); allowed: .* columns"),
@@ -238,6 +251,12 @@ def test_scale_factors_that_are_not_needed_stay_and_are_mentioned(name: str, cap
         assert f"{key} is not used: the result has the type bfloat16" in caplog.messages
 
 
+def test_gated_results_are_not_quantised_by_128(arch: str) -> None:
+    problem = case("gemm_swiglu", out=E4M3, vector=128, device="meta")
+    with pytest.raises(NotImplementedError, match="sfc tensor: got float32 for 128 elements; allowed: float8_e8m0fnu"):
+        supported(problem, arch)
+
+
 KINDS = [
     {"dtype": F16, "majors": "mnm", "l": 3},
     {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
@@ -245,6 +264,7 @@ KINDS = [
     {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
     {"dtype": FP4, "scale": E4M3, "vector": 16},
     {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
+    {"dtype": E4M3, "scale": F32, "rows": 1},
 ]
 
 
@@ -279,6 +299,8 @@ def test_workspace(family: Family) -> None:
         ({"dtype": E4M3, "majors": "mkn"}, 128 * 128),
         ({"dtype": F32, "majors": "mnn"}, (128 + 256) * 128 * 4),
         ({"dtype": E4M3, "scale": E8M0, "majors": "mnn"}, (128 + 256) * 128 * 2),
+        ({"dtype": E4M3, "scale": F32}, 0),
+        ({"dtype": E4M3, "scale": F32, "majors": "mkn"}, 128 * 128),
         ({"dtype": FP4, "scale": E8M0, "l": 2}, (128 + 256) * 128 * 2 * 2),
         ({"dtype": F32, "majors": "mkn", "m": 4, "k": 5 * 4}, 512),  # 4 rows of 80 bytes
     ):

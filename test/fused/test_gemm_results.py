@@ -57,6 +57,8 @@ BLOCK_SCALED = [
     {"dtype": FP4, "scale": E4M3, "vector": 16},
     {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
     {"dtype": E5M2, "scale": E8M0, "majors": "mkn"},
+    {"dtype": E4M3, "scale": F32, "k": 144, "l": 2},
+    {"dtype": E5M2, "scale": F32, "majors": "mnm", "rows": 1},
 ]
 
 SMALL = {"m": 72, "n": 128, "k": 64}
@@ -76,6 +78,12 @@ EDGES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_dsrelu", {"l": 2, "amax": True}),
     ("gemm_dsrelu", {"dtype": E5M2, "scale": E8M0, "out": E4M3, "amax": True}),
     ("gemm_dsrelu", {"dtype": F16, "majors": "nnm", "side": F32, "out": F32}),
+    ("gemm_swiglu", {"dtype": E4M3, "scale": F32, "k": 144, "side": F32}),
+    ("gemm_srelu", {"dtype": E4M3, "scale": F32, "out": E4M3, "n": 208, "k": 144}),
+    ("gemm_amax", {"dtype": E4M3, "scale": F32, "k": 272, "n": 200, "out": F32}),
+    ("gemm_srelu", {"dtype": E5M2, "scale": F32, "rows": 1, "l": 2}),
+    ("gemm_dsrelu", {"dtype": E4M3, "scale": F32, "majors": "mkn", "m": 80, "k": 160}),
+    ("gemm_dsrelu", {"out": E4M3, "vector": 128, "amax": True}),
 ]
 
 
@@ -95,12 +103,13 @@ GATES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "given"), [*in_turn(EDGES, places=WHERE), *in_turn(GATES, 2, places=WHERE)], ids=str
+    ("where", "name", "given"), [*in_turn(EDGES, 17, places=WHERE), *in_turn(GATES, 2, places=WHERE)], ids=str
 )
 def test_partial_tiles(where: str, name: str, given: dict[str, Any]) -> None:
     report = run(where, name, {**SMALL, **given})
     if where == "sm_90a":
-        prepared = 2 if "scale" in given else sum(m != "k" for m in given.get("majors", "kk")[:2])
+        of_sums = given.get("scale", F32) == F32
+        prepared = sum(m != "k" for m in given.get("majors", "kk")[:2]) if of_sums else 2
         assert len(report.launches) == 1 + (0 if given.get("dtype", BF16) in (BF16, F16) else prepared)
     elif where == "sm_100a":
         assert len(report.launches) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +23,7 @@ from cudnn.gemm import (
     unpack_scales,
 )
 from support import gemms
-from support.gemms import E4M3, E5M2, E8M0, FP4
+from support.gemms import E4M3, E5M2, E8M0, F32, FP4
 
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 20), st.integers(1, 3))
 
@@ -170,6 +172,26 @@ def test_quantize_rows(dtype: torch.dtype, limit: float, scale: torch.dtype, vec
     assert coarse or bool(((back - x.double()).abs() <= bound + 1e-30).all())
     assert not dequantize(q, factors, vector)[1, :vector].any()
     assert not gemms.in_atoms(codes).ne(factors.view(torch.uint8)).any()  # padding is 0
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rows", [1, 128])
+def test_float32_factors_of_128(rows: int, power_of_two: bool) -> None:
+    """Of rows or of blocks, the last ones partial; where ``torch._scaled_mm`` looks for them."""
+    m, n, l = 200, 400, 2  # noqa: E741
+    x = torch.randn(m, n, l)
+    x[:128, :128] = 0
+    q, factors = quantize_rows(x, E4M3, F32, 128, rows=rows, power_of_two=power_of_two)
+    assert factors.shape == (-(-m // rows), 4, l)
+    assert factors[..., 0].stride() == ((1, m) if rows == 1 else (4, 1))
+    for i, j in [(0, 0), (0, 1), (factors.shape[0] - 1, 3)]:
+        block = x[i * rows : (i + 1) * rows, j * 128 : (j + 1) * 128, 1].double()
+        exact = float(block.abs().max()) / 448
+        wanted = 2.0 ** math.ceil(math.log2(exact)) if power_of_two and exact else exact
+        assert float(factors[i, j, 1]) == pytest.approx(wanted, rel=0 if power_of_two else 1e-6)
+    back = dequantize(q, factors, 128)
+    step = (factors * 32).repeat_interleave(rows, 0)[:m].repeat_interleave(128, 1)[:, :n]  # of e4m3 at 448
+    assert bool(((back - x).abs() <= 0.5001 * step).all())
 
 
 def test_dequantize_is_the_inverse_of_the_formats() -> None:

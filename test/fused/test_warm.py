@@ -52,9 +52,11 @@ def test_every_fused_api_is_known() -> None:
     assert {kernel.arch for kernel in both} == set(ARCHITECTURES)
 
 
-def _operand(dtype: str, rows: int, k: int) -> tuple[Any, Any, dict[str, int]]:
+def _operand(dtype: str, rows: int, k: int, block: int = 1) -> tuple[Any, Any, dict[str, int]]:
     """Elements, scale factors, and what a call must be told of them."""
     x = torch.zeros(1, rows, k, dtype=torch.bfloat16).permute(1, 2, 0)
+    if dtype == "fp8_128":
+        return *quantize_rows(x, torch.float8_e4m3fn, torch.float32, 128, rows=block), {"sf_vec_size": 128}
     if dtype == "mxfp8":
         return *quantize_rows(x, torch.float8_e4m3fn, torch.float8_e8m0fnu, 32), {"sf_vec_size": 32}
     if dtype == "nvfp4":
@@ -67,7 +69,7 @@ def _call(name: str, dtype: str, out: Any) -> None:
     """A wrapper on CPU tensors; its results are of the type ``out``, or of those that it takes for itself."""
     m, n, k = 256, 4096, 256
     a, sfa, options = _operand(dtype, m, k)
-    b, sfb, _ = _operand(dtype, n, k)
+    b, sfb, _ = _operand(dtype, n, k, 128)
     prob = torch.zeros(1, m, 1).permute(1, 2, 0)
     c, ab12 = (torch.zeros(1, m, width, dtype=out or torch.bfloat16).permute(1, 2, 0) for width in (n, 2 * n))
     given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": sfa, "sfb_tensor": sfb, "prob_tensor": prob, "c_tensor": c}
@@ -79,15 +81,15 @@ def _call(name: str, dtype: str, out: Any) -> None:
     wrapper(name)(**taken, **options, **types)
 
 
-TYPES = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+TYPES = ("bf16", "fp16", "fp8", "fp8_128", "mxfp8", "nvfp4")
 DEFAULTS = {
     "gemm_amax": TYPES,
     "gemm_geglu": TYPES,
     "gemm_rope": TYPES,
-    "gemm_swiglu": ("bf16", "fp16", "fp8", "nvfp4"),  # ab12 of float32 is refused for mxfp8
-    "gemm_srelu": ("bf16", "fp8", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
-    "gemm_dsrelu": ("bf16", "fp8", "mxfp8", "nvfp4"),
-    "gemm_dswiglu": ("bf16", "fp8", "mxfp8", "nvfp4"),
+    "gemm_swiglu": ("bf16", "fp16", "fp8", "fp8_128", "nvfp4"),  # ab12 of float32 is refused for mxfp8
+    "gemm_srelu": ("bf16", "fp8", "fp8_128", "mxfp8", "nvfp4"),  # bfloat16, which is not usual from float16
+    "gemm_dsrelu": ("bf16", "fp8", "fp8_128", "mxfp8", "nvfp4"),
+    "gemm_dswiglu": ("bf16", "fp8", "fp8_128", "mxfp8", "nvfp4"),
 }
 """Operands of calls that leave the types of results to the wrapper."""
 CALLS = [(name, dtype, True) for name in GEMMS for dtype in TYPES]
@@ -148,7 +150,7 @@ def test_shapes_choose_among_kernels() -> None:
     ("given", "words"),
     [
         (["--api", "gemm"], "got 'gemm'; allowed: gemm_amax, gemm_dsrelu"),
-        (["--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, mxfp8, nvfp4"),
+        (["--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, fp8_128, mxfp8, nvfp4"),
         (["--shape", "128x128"], "gemm_amax: shape: got 128x128; allowed: m x n x k. To fix it, choose the APIs"),
         (["--shape", "128xn"], "got '128xn'; allowed: sizes such as"),
         (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),

@@ -37,7 +37,9 @@ SCALED: list[Types] = [
     (PACKED, PACKED, E8M0, 16),
     (PACKED, PACKED, E4M3, 16),
 ]
-TYPES = {HOPPER: PLAIN, BLACKWELL: PLAIN + SCALED}
+SUMS: list[Types] = [(a, b, "float32", 128) for a, b in ((E4M3, E4M3), (E5M2, E4M3))]
+"""Factors of rows of A and of blocks of B, by which the sums of 128 products are multiplied."""
+TYPES = {HOPPER: PLAIN + SUMS, BLACKWELL: PLAIN + SCALED + SUMS}
 
 
 def majors(arch: str, types: Types) -> list[str]:
@@ -60,7 +62,7 @@ def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **opt
     return report.launches[0]
 
 
-BRIEF = (PLAIN[0], PLAIN[2], PLAIN[4], SCALED[1], SCALED[-1])
+BRIEF = (PLAIN[0], PLAIN[2], PLAIN[4], SCALED[1], SCALED[-1], SUMS[0])
 TYPED = [  # without --full, all majors of one type
     pytest.param(
         arch,
@@ -94,9 +96,9 @@ def shapes(arch: str, types: Types) -> Iterator[tuple[tuple[int, int], tuple[int
     """Tiles and clusters: 256 rows on Blackwell are those of a pair."""
     for tile, cluster in itertools.product(TILES[arch], CLUSTERS[arch]):
         if arch == HOPPER:
-            if bits(types[0]) == 8 and tile[0] * tile[1] > 128 * 192:
-                continue  # two sets of accumulators need too many registers
-        elif cluster[0] % (tile[0] // 128) or (types[2] and tile[1] % 128):
+            if types in SUMS and tile[0] == 64:
+                continue  # factors are those of a shared tile
+        elif cluster[0] % (tile[0] // 128) or (types in SCALED and tile[1] % 128) or (types in SUMS and tile[1] > 128):
             continue
         yield tile, cluster
 
@@ -145,11 +147,14 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
             *((HOPPER, PLAIN[0], tile) for tile in ((64, 256), (128, 192), (128, 256), (256, 128))),
             *((BLACKWELL, PLAIN[0], tile) for tile in ((128, 192), (256, 64), (256, 256))),
             *((BLACKWELL, types, tile) for types in SCALED[::6] for tile in ((128, 256), (256, 256))),
+            *((HOPPER, SUMS[0], tile) for tile in ((128, 256), (128, 192), (128, 64), (256, 128))),
+            *((BLACKWELL, SUMS[0], tile) for tile in ((128, 64), (256, 128))),
         ],
         0,
         3,
         4,
         10,
+        11,
     ),
 )
 def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
@@ -157,13 +162,14 @@ def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
     check(arch, types, 264, 264, 5376 // bits(types[0]), **options(arch, tile, (2, 1) if pair else (1, 1)))
 
 
-DYNAMIC: list[tuple[Types, tuple[int, int], tuple[int, int]]] = [
+DYNAMIC: list[Any] = [
     (PLAIN[0], (128, 64), (1, 1)),
     (PLAIN[0], (128, 64), (2, 2)),
     (PLAIN[3], (256, 64), (2, 1)),
     (PLAIN[0], (256, 64), (4, 2)),
     (SCALED[0], (128, 128), (1, 1)),
     (SCALED[-1], (256, 128), (2, 2)),
+    (SUMS[0], (256, 128), (2, 1)),
 ]
 
 
@@ -319,6 +325,39 @@ def check_k(
     with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
         gemm.call(kernel, c, {**made, "offsets": offsets, **given, "d": given.get("d_ptrs", given["d"])}, 4)
     assert torch.equal(torch.stack(given["d copies"], 2) if store.pointers else given["d"], expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHES)
+def test_rows_of_experts_with_factors_of_sums(arch: str) -> None:
+    """Factors of rows are those of all experts, blocks of B are each expert's."""
+    check_rows(arch, SUMS[0], ENDS["any"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "blocks"),
+    [
+        (HOPPER, (1, 1)),
+        pytest.param(BLACKWELL, (1, 1), marks=pytest.mark.full),
+        pytest.param(HOPPER, (128, 1), marks=pytest.mark.full),
+    ],
+)
+def test_factors_of_rows_of_b(arch: str, blocks: tuple[int, int]) -> None:
+    """As weight gradients have them; and operands that have changed places."""
+    check(arch, SUMS[0], 150, 212, 272, 2, tile=(128, 128), blocks=blocks)
+
+
+@pytest.mark.parametrize("arch", [HOPPER, pytest.param(BLACKWELL, marks=pytest.mark.full)])
+def test_factors_may_lie_in_any_order(arch: str) -> None:
+    """Row after row, as existing code for training holds them, or column after column."""
+    c = configured(arch, SUMS[0], tile=(128, 128))
+    made = gemm.operands(c, 136, 264, 400, 2)
+    expected, d = gemm.product(c, made), gemm.matrix(136, 264, 2, "float32")
+    made["sfa"], made["sfb"] = made["sfa"].contiguous(), made["sfb"].permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    kernel = gemm.compiled(arch, c)
+    with ptx_emulator.emulate(arch, races=True, multiprocessors=4):
+        gemm.call(kernel, c, {**made, "d": d}, 4)
+    assert torch.equal(d, expected)
 
 
 @pytest.mark.parametrize(("arch", "types", "choice"), GROUPED)

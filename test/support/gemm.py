@@ -30,15 +30,18 @@ FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2,
 
 def configuration(
     epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", *, majors: str = "kk", scale: str = "", vector: int = 0,
-    **options: Any,
+    blocks: tuple[int, int] = (1, 128), **options: Any,
 ) -> GemmConfiguration:  # fmt: skip
-    """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk"."""
+    """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk".
+
+    ``blocks``: rows of A, and of B, that share a factor of sums.
+    """
     defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
     given = {**defaults, **options}
     given["tile"] = (*given["tile"], 1024 // bits_of(a))[:3]
-    factors = BlockScale(scale, vector) if scale else None
-    operands = [Operand(dtype, "k" if major == "k" else "mn", factors)
-                for dtype, major in zip((a, b or a), majors, strict=True)]  # fmt: skip
+    operands = [Operand(dtype, "k" if major == "k" else "mn",
+                        BlockScale(scale, vector, rows if scale == "float32" else 1) if scale else None)
+                for dtype, major, rows in zip((a, b or a), majors, blocks, strict=True)]  # fmt: skip
     return GemmConfiguration(*operands, epilogue=tuple(epilogue), **given)
 
 
@@ -97,8 +100,19 @@ def scales(rows: int, groups: int, batch: int, dtype: str) -> torch.Tensor:
     return atoms.view(getattr(torch, dtype)).permute(3, 4, 1, 5, 2, 0)
 
 
-def factors(rows: int, k: int, batch: int, dtype: str, vector: int) -> torch.Tensor:
-    """Factors of an operand: 1/2, 1 or 2, or 1 to 3; those of no row and no group as well."""
+def factors(rows: int, k: int, batch: int, dtype: str, vector: int, block: int = 1) -> torch.Tensor:
+    """Factors of an operand: 1/2, 1 or 2, or 1 to 3; those of no row and no group as well.
+
+    float32 factors of single rows lie column after column, those of ``block`` rows each row after row, further apart.
+    """
+    if dtype == "float32":
+        height, groups = -(-rows // block), -(-k // vector)
+        values = torch.exp2(torch.randint(-1, 2, (batch, groups, height)).float())
+        if block == 1:
+            return values.permute(2, 1, 0)
+        wide = torch.full((batch, height, -(-groups // 4) * 4), torch.nan)
+        wide[..., :groups] = values.transpose(1, 2)
+        return wide.permute(1, 2, 0)[:, :groups]
     x = scales(rows, -(-k // vector), batch, dtype)
     first = 126 if dtype == E8M0 else 0
     codes = first + torch.randint(0, 3, x.shape, dtype=torch.uint8)
@@ -136,12 +150,15 @@ def decoded(x: torch.Tensor, factors: torch.Tensor | None = None, vector: int = 
         values = FP4_VALUES[torch.stack([x & 15, x >> 4], 2).flatten(1, 2).int()].double()
     if factors is None:
         return values
+    rows, k, _ = values.shape
+    if factors.dtype == torch.float32:
+        block = 1 if factors.shape[0] == rows else 128
+        return values * factors.double().repeat_interleave(block, 0)[:rows].repeat_interleave(vector, 1)[:, :k]
     by_row = factors.view(torch.uint8).permute(2, 1, 0, 4, 3, 5).flatten(0, 2).flatten(1, 2)
     if factors.dtype == torch.float8_e8m0fnu:
         sizes = torch.exp2(by_row.double() - 127)
     else:
         sizes = by_row.contiguous().view(factors.dtype).double()
-    rows, k, _ = values.shape
     return values * sizes[:rows].repeat_interleave(vector, 1)[:, :k]
 
 
@@ -151,7 +168,7 @@ def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: 
     for name, x, rows, count in (("a", c.a, m, batch), ("b", c.b, n, experts or batch)):
         made[name] = operand(rows, k, count, x.dtype, x.major)
         if x.scale:
-            made[f"sf{name}"] = factors(rows, k, count, x.scale.dtype, x.scale.vector)
+            made[f"sf{name}"] = factors(rows, k, count, x.scale.dtype, x.scale.vector, x.scale.rows)
     return made
 
 
@@ -209,7 +226,12 @@ def arguments(epilogue: Sequence[Any], m: int, n: int, batch: int) -> dict[str, 
             experts, roles = [batch] if o.by_expert else [], [o.roles] if o.roles > 1 else []
             made[o.tensor] = torch.full(experts + roles or [1], -torch.inf)
         elif isinstance(o, declared.QuantizeRows):
-            made |= {o.tensor: scales(m, -(-n // o.vector), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
+            groups = -(-n // o.vector)
+            if o.scale_dtype == "float32":
+                made[o.tensor] = matrix(m, groups, batch, "float32", column_major=True)
+            else:
+                made[o.tensor] = scales(m, groups, batch, o.scale_dtype)
+            made[o.norm_const] = torch.tensor([0.01])
         elif isinstance(o, declared.QuantizeColumns):
             made |= {o.tensor: scales(n, -(-m // 32), batch, o.scale_dtype), o.norm_const: torch.tensor([0.01])}
     return made

@@ -70,10 +70,16 @@ def fp4_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(
-    mn: int, k: int, l: int = 1, dtype: Any = FP4, scale: Any = E8M0, vector: int = 16, major: str = "k", device: str = "cpu"  # noqa: E741, E501
+    mn: int, k: int, l: int = 1, dtype: Any = FP4, scale: Any = E8M0, vector: int = 16, major: str = "k",  # noqa: E741
+    device: str = "cpu", rows: int = 1,
 ) -> Operand:  # fmt: skip
-    """Block-scaled, every scale factor another power of two or e4m3 number."""
+    """Block-scaled, every scale factor another power of two or e4m3 number, or float32, which ``rows`` share."""
     blocks = -(-k // vector)
+    if scale == F32:
+        factors = torch.rand(-(-mn // rows), blocks, l, device=device) * 3 + 0.05
+        tensor = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
+        each = factors.double().repeat_interleave(rows, 0)[:mn].repeat_interleave(vector, 1)[:, :k]
+        return Operand(tensor, strided(factors, "mn" if rows == 1 else "k"), tensor.double() * each)
     if scale == E8M0:
         codes = torch.randint(125, 130, (mn, blocks, l), device=device).to(torch.uint8)
         factors = e8m0_values(codes)

@@ -75,21 +75,29 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield f"rope {E4M3}", (Scale(), Rotate(128, 128, positions="p"), *results(E4M3, "c"))
     yield "rope interleaved", (Scale(), Rotate(128, 128, interleaved=True), StoreTile("c", "bfloat16"))
     yield "rope 64", (Scale(), Rotate(128, 64, "bfloat16", end=96 * 128), StoreTile("c", "bfloat16"))
+    for name, operations in (
+        ("srelu", (StoreTile("c", "bfloat16"), SquaredRelu())),
+        ("dsrelu", (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"))),
+    ):
+        end = (Amax(), QuantizeRows("sf", E4M3, "float32", 128), StoreTile("d", E4M3))
+        yield f"{name} bfloat16 {E4M3} of 128", (Scale(), *operations, MultiplyColumn(), *end)
     yield "swiglu float32 bfloat16", (Scale(), StoreTile("ab12", "float32"), Gated(), *results("bfloat16", "c"))
 
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 FP4 = "float4_e2m1fn_x2"
+SUMS = (Operand(E4M3, scale=BlockScale("float32", 128)), Operand(E4M3, scale=BlockScale("float32", 128, 128)))
 OPERANDS = {  # of Blackwell
-    "bfloat16": Operand("bfloat16"),
-    "float32": Operand("float32"),
-    "fp8": Operand(E4M3),
-    "MXFP8": Operand(E4M3, scale=BlockScale("float8_e8m0fnu", 32)),
-    "MXFP4": Operand(FP4, scale=BlockScale("float8_e8m0fnu", 32)),
-    "NVFP4": Operand(FP4, scale=BlockScale(E4M3, 16)),
+    "bfloat16": (Operand("bfloat16"),) * 2,
+    "float32": (Operand("float32"),) * 2,
+    "fp8": (Operand(E4M3),) * 2,
+    "fp8_128": SUMS,
+    "MXFP8": (Operand(E4M3, scale=BlockScale("float8_e8m0fnu", 32)),) * 2,
+    "MXFP4": (Operand(FP4, scale=BlockScale("float8_e8m0fnu", 32)),) * 2,
+    "NVFP4": (Operand(FP4, scale=BlockScale(E4M3, 16)),) * 2,
 }
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2))
-USUAL_OPERANDS, USUAL_TILES = ("bfloat16", "MXFP8", "NVFP4"), ((128, 128), (256, 256))
+USUAL_OPERANDS, USUAL_TILES = ("bfloat16", "fp8_128", "MXFP8", "NVFP4"), ((128, 128), (256, 256))
 SHAPED = "swiglu bfloat16 bfloat16"  # in all tiles and clusters
 
 
@@ -98,11 +106,18 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
 
     On Blackwell: every epilogue with the usual operands and tiles, and one with all operands, tiles and clusters.
     """
-    for (name, epilogue), a, n in itertools.product(epilogues(), ("bfloat16", E4M3, "float32"), (128, 1024, 8192)):
-        yield HOPPER, f"{a}: {name}, {n} columns", GemmProblem(Operand(a), Operand(a), epilogue, Dense(), n, 4096)
+    kinds = {**{a: (Operand(a),) * 2 for a in ("bfloat16", E4M3, "float32")}, "fp8_128": SUMS}
+    for (name, epilogue), a, n in itertools.product(epilogues(), kinds, (128, 1024, 8192)):
+        yield HOPPER, f"{a}: {name}, {n} columns", GemmProblem(*kinds[a], epilogue, Dense(), n, 4096)
+    rows = (SUMS[0], SUMS[0])
+    yield (
+        HOPPER,
+        "fp8_128, rows of B: store bfloat16",
+        GemmProblem(*rows, (StoreTile("c", "bfloat16"),), Dense(), 1024, 4096),
+    )
     for name, epilogue in epilogues():
         for kind, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
-            if OPERANDS[kind].scale and tile[1] % 128:
+            if OPERANDS[kind][0].scale and tile[1] % 128:
                 continue
             first = (tile[0] // 128, 1)
             for cluster in CLUSTERS:
@@ -110,7 +125,7 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
                     continue
                 usual = cluster == first and tile in USUAL_TILES and kind in USUAL_OPERANDS
                 if usual or (name == SHAPED and (kind in ("bfloat16", "NVFP4") or cluster == first)):
-                    problem = GemmProblem(*[OPERANDS[kind]] * 2, epilogue, Dense(), 4096, 4096, tile, cluster)
+                    problem = GemmProblem(*OPERANDS[kind], epilogue, Dense(), 4096, 4096, tile, cluster)
                     shape = f"{tile[0]} x {tile[1]}, cluster {cluster[0]} x {cluster[1]}"
                     yield BLACKWELL, f"{kind}: {name}, {shape}", problem
 
@@ -158,8 +173,9 @@ def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) ->
         "registers": entry["registers"] == 168 if arch == HOPPER else entry["registers"] <= 255,
     }
     if arch == BLACKWELL:
-        one = configuration.a.scale is not None and configuration.tile[1] == 256
-        bounds |= {"columns": entry["columns"] <= 512, "accumulators": entry["accumulators"] == (1 if one else 2)}
+        one = configuration.tensor_core_scale is not None and configuration.tile[1] == 256
+        count = 3 if configuration.scales_sums else 1 if one else 2
+        bounds |= {"columns": entry["columns"] <= 512, "accumulators": entry["accumulators"] == count}
     return [name for name, kept in bounds.items() if not kept]
 
 

@@ -20,7 +20,18 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from cudnn_kernels.formats import bits
-from cudnn_kernels.signature import Region, Scalar, Sizes, Tensor, addresses, block_scales, column, matrix, vector
+from cudnn_kernels.signature import (
+    Region,
+    Scalar,
+    Sizes,
+    Tensor,
+    addresses,
+    block_scales,
+    column,
+    matrix,
+    sum_scales,
+    vector,
+)
 
 Widths = Mapping[str, Fraction]
 """Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
@@ -549,7 +560,7 @@ class QuantizeRows(Declaration):
     e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
     (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
     norm_const is a float32 tensor (1,), positive; 1 where it has no name. Without ``atoms``, the factors are bytes
-    (m, n / vector, l) of any strides.
+    (m, n / vector, l) of any strides. float32's are not rounded and lie as a matrix too, (m, ceil(n / vector), l).
     """
 
     tensor: str
@@ -605,6 +616,9 @@ class QuantizeColumns(Declaration):
 
 def quantizer_slots(o: QuantizeRows | QuantizeColumns, rows: str, blocks: str, batch: str) -> tuple[Tensor, ...]:
     """The factors of a quantiser, and its constant where it has one."""
-    plain = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
-    factors = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch) if o.atoms else plain
+    factors = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
+    if o.scale_dtype == "float32":
+        factors = sum_scales(o.tensor, rows, blocks, batch)
+    elif o.atoms:
+        factors = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch)
     return (factors, *([Tensor(o.norm_const, "float32", (1,), (1,), align=4)] if o.norm_const else []))

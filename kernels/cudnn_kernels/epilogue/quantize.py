@@ -31,19 +31,19 @@ class _Quantizer(Operation):
     def begin(self, tile: Tile) -> None:
         self.norm = self.parameters[1][0] if self.o.norm_const else 1.0
 
-    def factor(self, largest: Float32) -> tuple[Int32, Float32]:
-        """The factor's bits for a largest magnitude, and what to multiply values by."""
+    def factor(self, largest: Float32) -> tuple[Any, Float32]:
+        """What is written of the factor for a largest magnitude, its bits or itself, and what to multiply values by."""
         factor = largest * (1 / FORMATS[self.o.dtype].block_limit) * self.norm
         code, reciprocal = FACTORS[self.o.scale_dtype](factor)
         return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
 
-    def write(self, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any = True) -> None:
-        """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
+    def write(self, row: Int32, group: Int32, batch: Int32, code: Any, wanted: Any = True) -> None:
+        """Writes the factor of a row and a group of its values, if it is wanted and its place exists."""
         scales = self.parameters[0]
-        if self.o.atoms:
+        if self.o.atoms and self.o.scale_dtype != "float32":
             write_factor(scales, row, group, batch, code, wanted)
         else:
-            write_byte(scales, (row, group, batch), code, wanted)
+            write_plain(scales, (row, group, batch), code, wanted)
 
 
 class QuantizeRows(_Quantizer):
@@ -182,7 +182,17 @@ def e4m3(factor: Float32) -> tuple[Int32, Float32]:
     return Int32(pair), Float32(select_(rounded == 0.0, Float32(0.0), inverse))
 
 
-FACTORS: dict[str, Callable[[Float32], tuple[Int32, Float32]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
+def number(factor: Float32) -> tuple[Float32, Float32]:
+    """The factor itself, and inverted: correctly rounded, and 0 for 0."""
+    inverse = cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[factor])
+    return factor, Float32(select_(factor == 0.0, Float32(0.0), inverse))
+
+
+FACTORS: dict[str, Callable[[Float32], tuple[Any, Float32]]] = {
+    "float8_e8m0fnu": e8m0,
+    "float8_e4m3fn": e4m3,
+    "float32": number,
+}
 
 
 @cute.jit
@@ -198,10 +208,10 @@ def write_expert_factor(scales: cute.Tensor, column: Int32, group: Int32, tile: 
 
 
 @cute.jit
-def write_byte(scales: cute.Tensor, place: tuple[Int32, Int32, Int32], code: Int32, wanted: Any) -> None:
+def write_plain(scales: cute.Tensor, place: tuple[Int32, Int32, Int32], code: Any, wanted: Any) -> None:
     """Writes the factor of a row and a group of its values, if it is wanted and there is a place for it."""
     if wanted and place[0] < scales.shape[0] and place[1] < scales.shape[1]:
-        scales[place] = Uint8(code)
+        scales[place] = scales.element_type(code)
 
 
 @cute.jit

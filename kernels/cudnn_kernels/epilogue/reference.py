@@ -239,7 +239,7 @@ Quantizer = declared.QuantizeRows | declared.QuantizeColumns
 def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Arguments) -> Any:
     """Writes the factors of a tensor (r, k, l), for every ``vector`` values along k; returns the values in their units.
 
-    The rest of the factors' last atoms is filled with 0.
+    The rest of the factors' last atoms is filled with 0; float32 factors are a matrix.
     """
     norm = arguments[o.norm_const] if o.norm_const else x.new_ones(1)
     rows, columns, batch = x.shape
@@ -249,7 +249,7 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
     padded = padded.unflatten(1, (groups, vector))
     factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
     codes, reciprocal = FACTORS[o.scale_dtype](factor, scales)
-    if o.atoms:
+    if o.atoms and o.scale_dtype != "float32":
         _, _, row_atoms, _, group_atoms, _ = scales.shape
         atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
         atoms[:rows, :groups] = codes
@@ -275,7 +275,16 @@ def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
     return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
 
 
-FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {"float8_e8m0fnu": e8m0, "float8_e4m3fn": e4m3}
+def number(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """The factors themselves, and their reciprocals; 0 for 0."""
+    return factor, factor.reciprocal().masked_fill(factor == 0, 0.0)
+
+
+FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "float8_e8m0fnu": e8m0,
+    "float8_e4m3fn": e4m3,
+    "float32": number,
+}
 
 
 def e2m1(x: Any) -> Any:

@@ -5,6 +5,10 @@ tcgen05.mma, whose accumulator is in tensor memory, and four take the accumulato
 room for two accumulators, so that the next tile's products run during the epilogue. With a tile of 256 rows, two CTAs
 work on it as a pair: each has half of the rows, and half of B, in its shared memory, the first one issues for both.
 
+Where operands have factors of sums, each k tile has an accumulator of its own: the four warps take it out, multiply it
+by the factors, which one more warp brings to shared memory, and add it up in registers. The row of sums goes back to
+tensor memory, where the epilogue takes its parts as those of any accumulator: beside a row it would lack registers.
+
 No Blackwell was at hand: correct in the emulator, never timed.
 """
 
@@ -30,6 +34,7 @@ from cutlass.pipeline import (
 )
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
@@ -37,6 +42,7 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
+from cudnn_kernels.pipeline.factors import Factors, Side
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.schedule.tiles import tiles_of
@@ -46,6 +52,8 @@ from cudnn_kernels.sm100.operands import ROWS, Place, tile_operands
 
 MMA_WARP, LOAD_WARP, FEED_WARP = 4, 5, 6
 TENSOR_MEMORY = 512  # columns
+SUMS = 3  # accumulators, where each k tile has one; one more is for what they add up to
+CHUNK = 32  # columns of sums that are added up at a time
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,13 @@ class Gemm:
         c = self.c = configuration
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
-        self.accumulators = min(2, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
         self.tiles = tiles_of(c.schedule, ROWS * c.cluster[0], c.tile[1] * c.cluster[1])
+        self.sides = self.factor_sides()
+        most = SUMS if self.sides else 2
+        self.accumulators = min(most, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
         self.broadcast = c.dynamic or c.schedule.searches
-        self.warps = FEED_WARP + 1 if self.broadcast else FEED_WARP
+        self.factor_warp = FEED_WARP + 1 if self.broadcast else FEED_WARP
+        self.warps = self.factor_warp + 1 if self.sides else self.factor_warp
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
@@ -109,10 +120,11 @@ class Gemm:
         clusters = self.tiles.limit(scheduled)
         if const_expr(not c.dynamic):
             clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
+        factors = tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else ()
         made = [operand.descriptor(views[operand.name]) for operand in operands]
         atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
         pointers = [arguments.get(f"{operand.name}_ptrs") for operand in operands]
-        self.kernel(mma, whole, atoms, tensors, pointers, scheduled, parameters).launch(
+        self.kernel(mma, whole, atoms, tensors, pointers, factors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[32 * self.warps, 1, 1],
             cluster=[cm, cn, 1],
@@ -128,11 +140,9 @@ class Gemm:
         majors = [OperandMajorMode.K if x.major == "k" else OperandMajorMode.MN for x in (c.a, c.b)]
         rows = c.tile[0] if group is None else ROWS
         group = group or self.group
-        if c.a.scale is not None:
-            scale = DTYPES[c.a.scale.dtype]
-            return sm100.make_blockscaled_trivial_tiled_mma(
-                a, b, *majors, scale, c.a.scale.vector, group, (rows, c.tile[1])
-            )
+        if c.tensor_core_scale:
+            scale, vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
+            return sm100.make_blockscaled_trivial_tiled_mma(a, b, *majors, scale, vector, group, (rows, c.tile[1]))
         return sm100.make_trivial_tiled_mma(a, b, *majors, Float32, group, (rows, c.tile[1]))
 
     def stage_bytes(self) -> int:
@@ -141,12 +151,25 @@ class Gemm:
 
     def factor_columns(self) -> int:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
+        c, scale = self.c, self.c.tensor_core_scale
+        return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // scale.vector if scale else 0
+
+    def factor_sides(self) -> tuple[Side, ...]:
+        """The factors of sums, of A and of B, where the operands have such.
+
+        Raises:
+            ValueError: a k tile is not what has a factor, or ends where experts do.
+        """
         c = self.c
-        return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // c.a.scale.vector if c.a.scale else 0
+        if not c.scales_sums:
+            return ()
+        if c.a.scale.vector != c.tile[2] or self.tiles.clips_k:
+            raise ValueError(f"{c}: factors of sums need k tiles of {c.a.scale.vector}")
+        return tuple(Side(x.scale, extent) for x, extent in ((c.a, ROWS), (c.b, c.tile[1])))
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(self.epilogue.bytes(), self.stage_bytes())
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides), self.stage_bytes())
 
     def plan(self) -> Plan:
         """What the epilogue must know."""
@@ -176,6 +199,7 @@ class Gemm:
         atoms: list,
         tensors: list,
         pointers: list,
+        factors: Any,
         scheduled: Any,
         parameters: Any,
     ) -> None:
@@ -196,9 +220,13 @@ class Gemm:
         holder = smem.allocate_array(Int32, 1)
         self.epilogue.enter(parameters, smem)
         readers = 1 + ROWS // 32 + (place[0] == 0)  # warps of this CTA that load, finish and, first of a pair, multiply
-        self.feed = Feed(self.tiles, scheduled, readers, smem, self.c.dynamic, cluster)
+        self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides), smem, self.c.dynamic, cluster)
+        if const_expr(self.sides):
+            self.factor_ring = Factors(self.sides, factors, self.feed, 1, ROWS // 32, smem)
         if thread == 0:
             self.feed.ready()
+            if const_expr(self.sides):
+                self.factor_ring.ready()
             self.epilogue.ready()
             for i in cutlass.range_constexpr(len(atoms)):
                 cpasync.prefetch_descriptor(atoms[i])
@@ -230,6 +258,9 @@ class Gemm:
         if const_expr(self.broadcast):
             if warp == FEED_WARP:
                 self.feed.serve()
+        if const_expr(self.sides):
+            if warp == self.factor_warp:
+                self.factor_ring.serve(self.begins, self.c.tile[2], (0, 1))
         if warp == LOAD_WARP:
             self.load(copied, atoms, tensors, pointers, shared, operands.make_producer(), rank)
         if warp <= MMA_WARP:
@@ -237,7 +268,8 @@ class Gemm:
             memory.wait_for_alloc()
             pointer = memory.retrieve_ptr(Float32)
             shape = mma.partition_shape_C(self.c.tile[:2])
-            acc = cute.make_tensor(pointer, mma.make_fragment_C(cute.append(shape, self.accumulators)).layout)
+            count = self.accumulators + bool(self.sides)
+            acc = cute.make_tensor(pointer, mma.make_fragment_C(cute.append(shape, count)).layout)
             if warp == MMA_WARP:
                 if place[0] == 0:
                     self.multiply(mma, acc, shared, operands.make_consumer(), accumulated.make_producer())
@@ -250,6 +282,11 @@ class Gemm:
             cute.arch.cluster_wait()
 
     name(kernel, "cudnn_gemm_sm100")
+
+    def begins(self, work: Any) -> tuple[Int32, Int32]:
+        """This CTA's first row and column of a cluster's tile."""
+        bm, bn, _ = cute.arch.block_idx()
+        return work.row + bm * ROWS, (work.column * self.c.cluster[1] + bn) * self.c.tile[1]
 
     @cute.jit
     def load(
@@ -305,32 +342,45 @@ class Gemm:
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            free = accumulators.acquire_and_advance()
-            target = acc[None, None, None, free.index]
-            mma.set(tcgen05.Field.ACCUMULATE, False)
-            for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
-                full = ring.wait_and_advance()
-                for i in cutlass.range_constexpr(len(copies)):
-                    copy, source, place = copies[i]
-                    cute.copy(copy, source[None, None, None, None, full.index], place)
-                for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                    if const_expr(c.a.scale is not None):
-                        mma.set(tcgen05.Field.SFA, factors[0][None, None, block].iterator)
-                        mma.set(tcgen05.Field.SFB, factors[1][None, None, block].iterator)
-                    which = (None, None, block, full.index)
-                    cute.gemm(mma, target, tCrA[which], tCrB[which], target)
-                    mma.set(tcgen05.Field.ACCUMULATE, True)
-                full.release()
-            free.commit()
+            if const_expr(self.sides):
+                for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
+                    empty = accumulators.acquire_and_advance()
+                    mma.set(tcgen05.Field.ACCUMULATE, False)
+                    filled = ring.wait_and_advance()
+                    sums = acc[None, None, None, empty.index]
+                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                        which = (None, None, block, filled.index)
+                        cute.gemm(mma, sums, tCrA[which], tCrB[which], sums)
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    filled.release()
+                    empty.commit()
+            else:
+                free = accumulators.acquire_and_advance()
+                target = acc[None, None, None, free.index]
+                mma.set(tcgen05.Field.ACCUMULATE, False)
+                for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
+                    full = ring.wait_and_advance()
+                    for i in cutlass.range_constexpr(len(copies)):
+                        copy, source, place = copies[i]
+                        cute.copy(copy, source[None, None, None, None, full.index], place)
+                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                        if const_expr(c.tensor_core_scale is not None):
+                            mma.set(tcgen05.Field.SFA, factors[0][None, None, block].iterator)
+                            mma.set(tcgen05.Field.SFB, factors[1][None, None, block].iterator)
+                        which = (None, None, block, full.index)
+                        cute.gemm(mma, target, tCrA[which], tCrB[which], target)
+                        mma.set(tcgen05.Field.ACCUMULATE, True)
+                    full.release()
+                free.commit()
             cursor = self.feed.next(cursor)
         accumulators.tail()
 
     def factors(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list) -> tuple[list[cute.Tensor], list[Any]]:
         """The factors' place in tensor memory, behind the accumulators, and the copies that bring them there."""
         c = self.c
-        if c.a.scale is None:
+        if c.tensor_core_scale is None:
             return [], []
-        element, vector = DTYPES[c.a.scale.dtype], c.a.scale.vector
+        element, vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
         places, copies = [], []
         pointer = acc.iterator + self.accumulators * c.tile[1]
         makers = (blockscaled.make_tmem_layout_sfa, blockscaled.make_tmem_layout_sfb)
@@ -352,11 +402,11 @@ class Gemm:
         c, plan = self.c, self.epilogue.plan
         bm, bn, _ = cute.arch.block_idx()
         width = const_expr(plan.width // plan.pieces)
-        atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(width)), Float32)
-        pieces = cute.zipped_divide(acc, ((ROWS, width),))  # ((rows, columns), (piece, 1, 1, accumulator))
-        copy = tcgen05.make_tmem_copy(atom, pieces[None, (0, 0, 0, 0)])
-        source = copy.get_slice(thread).partition_S(pieces)
-        count = Int32(0)
+        copy, source = self.pieces(acc, tcgen05.Ld32x32bOp, width, thread)
+        if const_expr(self.sides):
+            sum_copy, sum_source = self.pieces(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
+            sum_back, sum_target = self.pieces(acc, tcgen05.St32x32bOp, CHUNK, thread)
+        count, position = Int32(0), Int32(0)
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
@@ -374,16 +424,40 @@ class Gemm:
                 barrier=lambda: barriers.wait(Barrier.GROUP, ROWS),
             )
             self.epilogue.begin(tile)
-            full = accumulators.wait_and_advance()
+            if const_expr(self.sides):
+                sums = plan.fragment(Float32, c.tile[1])
+                sums.fill(0.0)
+                for k in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
+                    self.factor_ring.wait(position + k)
+                    factors = self.sum_factors(position + k, thread)
+                    ready = accumulators.wait_and_advance()
+                    for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
+                        taken = plan.fragment(Float32, CHUNK)
+                        self.take(sum_copy, sum_source, [chunk], ready.index, taken)
+                        if const_expr(chunk == c.tile[1] // CHUNK - 1):
+                            ready.release()
+                        for i in cutlass.range_constexpr(CHUNK):
+                            column = const_expr(chunk * CHUNK + i)
+                            sums[column] = fma(taken[i], factors(column), sums[column])
+                    self.factor_ring.release(position + k)
+                position += work.k_tiles(c.tile[2])
+                for chunk in cutlass.range_constexpr(c.tile[1] // CHUNK):
+                    first = cute.make_tensor(sums.iterator + chunk * CHUNK, cute.make_layout(((CHUNK, 1), 1)))
+                    cute.copy(sum_back, first, sum_target[None, None, ((0, chunk), 0, 0, self.accumulators)])
+                cute.arch.fence_view_async_tmem_store()
+            else:
+                full = accumulators.wait_and_advance()
             for part in cutlass.range_constexpr(plan.parts):
                 values = plan.fragment(Float32, plan.width)
-                if const_expr(self.tiles.clips_k):
+                if const_expr(self.sides):
+                    self.take(copy, source, self.places(part), self.accumulators, values)
+                elif const_expr(self.tiles.clips_k):
                     values.fill(0.0)  # without products, nobody wrote to the accumulator
                     if work.k < work.k_end:
-                        self.take(copy, source, part, full.index, values)
+                        self.take(copy, source, self.places(part), full.index, values)
                 else:
-                    self.take(copy, source, part, full.index, values)
-                if const_expr(part == plan.parts - 1):
+                    self.take(copy, source, self.places(part), full.index, values)
+                if const_expr(part == plan.parts - 1 and not self.sides):
                     full.release()
                 fragment = Fragment(values, plan.width, plan.layout)
                 self.epilogue.clear(tile, plan.piece(part) * width, fragment)
@@ -393,11 +467,32 @@ class Gemm:
             cursor = self.feed.next(cursor)
         self.epilogue.drain(thread)
 
-    def take(self, copy: Any, source: cute.Tensor, part: int, accumulator: Int32, values: cute.Tensor) -> None:
-        """A part of the accumulator, from tensor memory."""
+    def pieces(self, acc: cute.Tensor, operation: Any, width: int, thread: Int32) -> tuple[Any, cute.Tensor]:
+        """The copy of so many columns of a thread's row from or to tensor memory, and all accumulators so."""
+        atom = cute.make_copy_atom(operation(tcgen05.Repetition(width)), Float32)
+        pieces = cute.zipped_divide(acc, ((ROWS, width),))  # ((rows, columns), (piece, 1, 1, accumulator))
+        copy = tcgen05.make_tmem_copy(atom, pieces[None, (0, 0, 0, 0)])
+        mine = copy.get_slice(thread)
+        return copy, mine.partition_S(pieces) if operation is tcgen05.Ld32x32bOp else mine.partition_D(pieces)
+
+    def places(self, part: int) -> list[int]:
+        """The pieces of a part, by number in the tile."""
         plan = self.epilogue.plan
-        count = cute.size(values) // plan.pieces
-        for which in range(plan.pieces):
-            flat = cute.make_tensor(values.iterator + which * count, cute.make_layout(((count, 1), 1)))
-            cute.copy(copy, source[None, None, ((0, plan.piece(part, which)), 0, 0, accumulator)], flat)
+        return [plan.piece(part, which) for which in range(plan.pieces)]
+
+    def take(self, copy: Any, source: cute.Tensor, places: list[int], accumulator: Any, values: cute.Tensor) -> None:
+        """Pieces of an accumulator, from tensor memory."""
+        count = cute.size(values) // len(places)
+        for i, place in enumerate(places):
+            flat = cute.make_tensor(values.iterator + i * count, cute.make_layout(((count, 1), 1)))
+            cute.copy(copy, source[None, None, ((0, place), 0, 0, accumulator)], flat)
         cute.arch.fence_view_async_tmem_load()
+
+    def sum_factors(self, position: Int32, thread: Int32) -> Any:
+        """What a row's sums of a k tile are multiplied by: a function of the column."""
+        granule = self.sides[1].granule
+        row = self.factor_ring.row(position, thread)
+        if granule == 1:  # too many to be kept
+            return lambda column: row * self.factor_ring.column(position, column)
+        products = [row * self.factor_ring.column(position, start) for start in range(0, self.c.tile[1], granule)]
+        return lambda column: products[column // granule]

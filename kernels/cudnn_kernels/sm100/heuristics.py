@@ -18,16 +18,20 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     Two accumulators of 256 columns fill tensor memory: factors leave room for one, so products would wait for the
     epilogue. With 128 columns they need not, but A is read twice as often, which clusters of two pairs make up for.
     Columns of a tile are rounded up to what the epilogue takes at a time and, where there are factors, to whole atoms.
-    An epilogue that stages 32 bits twice, or more, gets 128 at most: more would spill registers. So do block-scaled
-    experts that have parts of k, for one copy brings factors of 128 rows.
+    An epilogue that stages 32 bits twice, or more, gets 128 at most, as one through which more than 64 pass together:
+    more would spill registers. So do block-scaled experts that have parts of k, for one copy brings factors of 128
+    rows, and operands with factors of sums, of which a thread adds up a row in registers.
     """
-    needs, scaled = needs_of(problem.epilogue), problem.a.scale is not None
+    needs, scale = needs_of(problem.epilogue), problem.a.scale
+    scaled, of_sums = scale is not None and not scale.of_sums, scale is not None and scale.of_sums
     m, n = problem.tile or (256, 128 if scaled else 256)
     cluster = (m // 128, 2 if scaled and not problem.tile else 1)
     step = ATOM if scaled else math.lcm(PART, needs.columns)
     narrow = needs.staged == (32, 32) or needs.bits > 96 or (scaled and problem.schedule.splits_k)
+    narrow |= of_sums or not needs.takes(2 * PART)
     n = min(-(-n // step) * step, 128 if narrow else 256)
-    # Of more than 64 values, before or after the epilogue widens them, a thread's registers do not hold a row.
-    part = next(width for width in (64, PART) if n % width == 0 and width * needs.width <= 64)
+    # Of more than 64 values, before or after the epilogue widens them, a thread's registers hardly hold a row.
+    widths = [width for width in (64, PART) if width * needs.width <= 64]
+    part = next(width for width in (*widths, needs.columns) if n % width == 0 and needs.takes(width))
     several = n // part > (1 if needs.width <= 1 else 4)  # of four wide parts, two buffers each cost spilled registers
     return configured(problem, (m, n), problem.cluster or cluster, part=part, staged=2 if several else 1)

@@ -227,8 +227,8 @@ class _Factors(TileOperand):
 
     @property
     def vector(self) -> int:
-        assert self.c.a.scale is not None
-        return self.c.a.scale.vector
+        assert self.c.tensor_core_scale is not None
+        return self.c.tensor_core_scale.vector
 
 
 class FactorsA(_Factors):
@@ -283,7 +283,8 @@ def tile_operands(
         OperandA(c, DTYPES[c.a.dtype], mma, clips_k),
         OperandB(c, DTYPES[c.b.dtype], mma, clips_k),
     ]
-    if c.a.scale is not None and c.b.scale is not None:
-        found.append(FactorsA(c, DTYPES[c.a.scale.dtype], whole if clips_k else mma, mma, clips_k))
-        found.append(FactorsB(c, DTYPES[c.b.scale.dtype], whole, mma, clips_k))
+    if c.tensor_core_scale:
+        element = DTYPES[c.tensor_core_scale.dtype]
+        found.append(FactorsA(c, element, whole if clips_k else mma, mma, clips_k))
+        found.append(FactorsB(c, element, whole, mma, clips_k))
     return found

@@ -9,7 +9,8 @@ Cooperative: both warpgroups share a tile, each has half of its rows. Ping-pong:
 turns in multiplying, so that one's epilogue is hidden behind the other's products.
 
 e4m3 and e5m2 products are accumulated by the tensor cores with fewer bits than float32 has, so each ``k`` tile's sum
-is added to float32 registers.
+is added to float32 registers. Where operands have factors of sums, it is multiplied by them then, which further warps
+of the first warpgroup bring to shared memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
@@ -34,6 +36,7 @@ from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, meet, release
 from cudnn_kernels.pipeline.copy import Operand, address, clipped, descriptor, ending, fetch, granule, matrices
+from cudnn_kernels.pipeline.factors import Factors, Side
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
@@ -46,7 +49,9 @@ GROUP = 128  # threads of a warpgroup
 WARPS = GROUP // 32
 CONSUMERS = 2  # warpgroups that multiply
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-LOAD_WARP, FEED_WARP = 0, 1  # of the first warpgroup
+FACTOR_REGISTERS = 40, 232  # the same where a warp copies factors
+LOAD_WARP, FEED_WARP, FACTOR_WARPS = 0, 1, (2, 3)  # of the first warpgroup
+SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as registers allow
 
 
 class Gemm:
@@ -62,6 +67,8 @@ class Gemm:
             granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b)
         )
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
+        self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
+        self.sides = self.factor_sides()
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
         )
@@ -92,6 +99,7 @@ class Gemm:
             *descriptor(a, (self.tile_m, self.tile_k), a_layout, cn),
             *descriptor(b, (self.tile_n, self.tile_k), b_layout, cm),
             pointers,
+            tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else (),
             scheduled,
             parameters,
         ).launch(
@@ -102,6 +110,19 @@ class Gemm:
             min_blocks_per_mp=1,
         )
         self.epilogue.follow(arguments)
+
+    def factor_sides(self) -> tuple[Side, ...]:
+        """The factors of sums, of A and of B, where the operands have such.
+
+        Raises:
+            ValueError: k tiles that are no share of what has a factor, or that end where experts do.
+        """
+        c = self.c
+        if not c.scales_sums:
+            return ()
+        if c.a.scale.vector != self.tile_k * c.promote or c.pingpong or self.tiles.clips_k:
+            raise ValueError(f"{c}: factors of sums need promoted sums of {c.a.scale.vector}, of a shared tile")
+        return tuple(Side(x.scale, tile) for x, tile in ((c.a, self.tile_m), (c.b, self.tile_n)))
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
         """A's and B's rings in shared memory."""
@@ -115,9 +136,9 @@ class Gemm:
         majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in (self.c.a.major, self.c.b.major)]
         return cute.make_tiled_mma(cute.make_mma_atom(mma_operation(self.a_type, self.b_type, width, *majors)))
 
-    def fragment(self, dtype: Any, width: int) -> cute.Tensor:
-        """Registers for ``width`` columns of a warpgroup's rows, in the accumulator's order."""
-        return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((self.group_rows, width)), dtype)
+    def fragment(self, dtype: Any, width: int, rows: int = 0) -> cute.Tensor:
+        """Registers for ``width`` columns of a warpgroup's rows, or of so many, in the accumulator's order."""
+        return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.group_rows, width)), dtype)
 
     def plan(self) -> Plan:
         """What the epilogue must know."""
@@ -137,7 +158,7 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(self.epilogue.bytes(), self.stage_bytes())
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides), self.stage_bytes())
 
     def stage_bytes(self) -> int:
         """Bytes of a tile of A and a tile of B."""
@@ -151,6 +172,7 @@ class Gemm:
         atom_b: cute.CopyAtom,
         mB: cute.Tensor,
         pointers: cute.Tensor | None,
+        factors: Any,
         scheduled: Any,
         parameters: Any,
     ) -> None:
@@ -166,10 +188,14 @@ class Gemm:
         sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
         ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
-        self.feed = Feed(self.tiles, scheduled, 1 + CONSUMERS * WARPS, smem)
+        self.feed = Feed(self.tiles, scheduled, 1 + len(self.sides) + CONSUMERS * WARPS, smem)
+        if const_expr(self.sides):
+            self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
             initialise(ring, 1, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
             self.feed.ready()
+            if const_expr(self.sides):
+                self.factor_ring.ready()
             self.epilogue.ready()
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
@@ -177,7 +203,7 @@ class Gemm:
         meet(self.cluster)
 
         if group == 0:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(FACTOR_REGISTERS[0] if self.sides else PRODUCER_REGISTERS)
             if warp == LOAD_WARP:
                 cm, cn = self.c.cluster
                 a = Operand(atom_a, mA, sA, (self.tile_m, self.tile_k), cn)
@@ -186,8 +212,12 @@ class Gemm:
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
                     self.feed.serve()
+            if const_expr(self.sides):
+                for side in cutlass.range_constexpr(len(self.sides)):
+                    if warp == FACTOR_WARPS[side]:
+                        self.factor_ring.serve(self.begins, self.tile_k, (side,))
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(FACTOR_REGISTERS[1] if self.sides else CONSUMER_REGISTERS)
             self.consume(sA, sB, ring, group - 1, thread - GROUP * group)
         if const_expr(self.cluster.size > 1):
             meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
@@ -197,7 +227,6 @@ class Gemm:
     @cute.jit
     def produce(self, a: Operand, b: Operand, ring: Ring) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA."""
-        _, cn = self.c.cluster
         place_m, place_n = self.cluster.place()
         row_mask, column_mask = self.cluster.row_mask(), self.cluster.column_mask()
         stage, phase = Int32(0), Int32(1)
@@ -206,8 +235,7 @@ class Gemm:
             work = self.feed.work(cursor)
             last_a, last_b, _ = self.tiles.last(work.group)
             last_b = address(b.pointers, last_b)
-            row = work.row + place_m * self.tile_m
-            column = (work.column * cn + place_n) * self.tile_n
+            row, column = self.begins(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
                 expect(ring, stage, phase, self.stage_bytes())
                 full = ring.full + stage
@@ -218,6 +246,12 @@ class Gemm:
                 fetch(b, (column, k_b), end_b, stage, full, place_m, column_mask)
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
+
+    def begins(self, work: Any) -> tuple[Int32, Int32]:
+        """This CTA's first row and column of a cluster's tile."""
+        place_m, place_n = self.cluster.place()
+        column = work.column * self.c.cluster[1] + place_n
+        return work.row + place_m * self.tile_m, column * self.tile_n
 
     def along_k(self, side: int, first: Int32, end: Int32, last: Any) -> tuple[Any, Any]:
         """Where a k tile begins in A or B, and the last index: of a view that ends where the range does, or not."""
@@ -266,7 +300,10 @@ class Gemm:
             if const_expr(c.pingpong):
                 cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
-            self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+            if const_expr(c.promote):
+                self.promote(sA, sB, acc, ring, position, k_tiles, share, thread)
+            else:
+                self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
             position += k_tiles
             if const_expr(c.pingpong):
                 if self.feed.more(cursor):
@@ -312,49 +349,121 @@ class Gemm:
         position: Int32,
         k_tiles: Int32,
     ) -> None:
-        """The products of a tile. One k tile's are in flight while the next one's are issued.
-
-        With ``promote``, the sum of so many k tiles is added to float32 registers; meanwhile the other warpgroup
-        multiplies.
-        """
-        promote = const_expr(self.c.promote)
+        """The products of a tile. One k tile's are in flight while the next one's are issued."""
         stage, phase = position % ring.stages, position // ring.stages % 2
         last = stage
-        sums = acc
-        if const_expr(promote):
-            acc.fill(0.0)
-            sums = self.fragment(Float32, self.tile_n)
         if const_expr(self.tiles.clips_k):
             if k_tiles == 0:
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
-            if const_expr(promote):
-                mma.set(warpgroup.Field.ACCUMULATE, k % promote != 0)
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
+                cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            if const_expr(promote):
-                warpgroup.wait_group(0)
-                release(self.cluster, ring.empty + stage)
-                if k % promote == promote - 1 or k == k_tiles - 1:
-                    acc.store(acc.load() + sums.load())
-            else:
-                warpgroup.wait_group(1)
-                if k > 0:
-                    release(self.cluster, ring.empty + last)
-                last = stage
-            stage, phase = advanced(ring, stage, phase)
-        if const_expr(not promote):
-            warpgroup.wait_group(0)
-            if const_expr(self.tiles.clips_k):
-                if k_tiles > 0:
-                    release(self.cluster, ring.empty + last)
-            else:
+            warpgroup.wait_group(1)
+            if k > 0:
                 release(self.cluster, ring.empty + last)
+            last = stage
+            stage, phase = advanced(ring, stage, phase)
+        warpgroup.wait_group(0)
+        if const_expr(self.tiles.clips_k):
+            if k_tiles > 0:
+                release(self.cluster, ring.empty + last)
+        else:
+            release(self.cluster, ring.empty + last)
+
+    @cute.jit
+    def promote(
+        self,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        acc: cute.Tensor,
+        ring: Ring,
+        position: Int32,
+        k_tiles: Int32,
+        share: Any,
+        thread: Int32,
+    ) -> None:
+        """The products of a tile, in portions; every ``promote`` k tiles, their sum is added to float32 registers.
+
+        Meanwhile the other warpgroup multiplies.
+        """
+        promote = const_expr(self.c.promote)
+        mma = self.tiled_mma(self.summed)
+        part = mma.get_slice(thread)
+        portions = self.portions(share)
+        operands = [self.operands(mma, part, sA, sB, portion) for portion in portions]
+        sums = self.fragment(Float32, self.summed, 64)
+        stage, phase = position % ring.stages, position // ring.stages % 2
+        acc.fill(0.0)
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            for i in cutlass.range_constexpr(len(portions)):
+                tCrA, tCrB = operands[i]
+                mma.set(warpgroup.Field.ACCUMULATE, k % promote != 0)
+                warpgroup.fence()
+                for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+                factors = self.portion_factors(i, portions[i], position + k, thread)
+                warpgroup.wait_group(0)
+                if const_expr(i == len(portions) - 1):
+                    release(self.cluster, ring.empty + stage)
+                if k % promote == promote - 1 or k == k_tiles - 1:
+                    self.add(i, acc, sums, factors)
+            if const_expr(self.sides):
+                self.factor_ring.release(position + k)
+            stage, phase = advanced(ring, stage, phase)
+
+    def portions(self, share: Any) -> list[tuple[Any, int]]:
+        """Of a warpgroup's share of a tile, in the accumulators' order: 64 rows and columns, by number in the CTA."""
+        rows = self.group_rows // 64
+        return [(share * rows + row, column) for row in range(rows) for column in range(self.tile_n // self.summed)]
+
+    def operands(
+        self, mma: Any, part: Any, sA: cute.Tensor, sB: cute.Tensor, portion: tuple[Any, int]
+    ) -> tuple[Any, Any]:
+        """A's rows and B's columns of a portion, in shared memory."""
+        a = cute.local_tile(sA, (64, self.tile_k), (portion[0], 0, None))
+        b = cute.local_tile(sB, (self.summed, self.tile_k), (portion[1], 0, None))
+        return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
+
+    def portion_factors(self, i: int, portion: tuple[Any, int], position: Int32, thread: Int32) -> Any:
+        """What the sums of a portion are multiplied by: a function of the row slot and the column in the portion."""
+        if not self.sides:
+            return None
+        if i == 0:
+            self.factor_ring.wait(position)
+        layout, first, granule = self.epilogue.plan.layout, portion[1] * self.summed, self.sides[1].granule
+        rows = [self.factor_ring.row(position, portion[0] * 64 + layout.row(thread, slot)) for slot in range(2)]
+        if granule == 1:  # too many to be read while the products are in flight
+            columns = {}
+
+            def product(slot: int, place: int) -> Float32:
+                if place not in columns:
+                    columns[place] = self.factor_ring.column(position, first + layout.column(thread, place))
+                return rows[slot] * columns[place]
+
+            return product
+        products = [
+            [row * self.factor_ring.column(position, first + column) for column in range(0, self.summed, granule)]
+            for row in rows
+        ]
+        return lambda slot, place: products[slot][place // layout.run * layout.run * layout.neighbours // granule]
+
+    def add(self, i: int, acc: cute.Tensor, sums: cute.Tensor, factors: Any) -> None:
+        """Adds a portion's sums, times their factors, to its accumulators."""
+        for slot in range(2):
+            for place, index in enumerate(self.epilogue.plan.layout.order(self.summed, slot)):
+                target = i * (self.summed // 2) + index
+                if factors is None:
+                    acc[target] = acc[target] + sums[index]
+                else:
+                    acc[target] = fma(sums[index], factors(slot, place), acc[target])
 
     def finish(self, acc: cute.Tensor, tile: Tile) -> None:
         """The epilogue of a tile, part by part."""

@@ -10,6 +10,7 @@ from typing import Any
 from cudnn import launch
 from cudnn.bench import HOST, Benchmark, Candidate, Options, Problem
 from cudnn.bench.operands import BITS, Operands, batched, blank, normal, operands
+from cudnn.gemm.formats import SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
 
 DIMENSIONS = {"M": 1, "N": 64, "K": 64}
@@ -120,6 +121,8 @@ def candidates(fused: Fused, options: Options, m: int, n: int, k: int) -> list[C
         candidate(fused.cublas, lambda: compiled(fused, matmul, extras, o.out), {**activated, **kept}),
         candidate(fused.name, lambda: fused.prepare(o, extras, True), {**activated, **kept}, ours=True),
     ]
+    if options.dtype == "fp8_128":
+        found.insert(1, candidate("torch._scaled_mm, blocks", lambda: cublas_blocks(o), product))
     if options.dtype == "fp8":  # fewer bits in the accumulator than float32's, so errors of some per cent
         found.insert(1, candidate("cuBLAS, fast accumulation", lambda: cublas(o, fast=True), product, bound=8 * limit))
     for name, prepare in fused.peers.items():
@@ -156,6 +159,12 @@ def cublas(o: Operands, fast: bool = False) -> Callable[[], dict[str, Any]]:
     return lambda: {"z": torch.matmul(a, b, out=z)}
 
 
+def cublas_blocks(o: Operands) -> Callable[[], dict[str, Any]]:
+    """The product of operands with factors of sums, as they are."""
+    a, b, sfa, sfb = (x[..., 0] for x in (o.a.tensor, o.b.tensor, o.a.scale, o.b.scale * o.alpha))
+    return lambda: {"z": torch._scaled_mm(a, b.t(), sfa, sfb.t(), out_dtype=o.out)}
+
+
 def compiled(
     fused: Fused, matmul: Callable[[], dict[str, Any]], extras: Extras, out: Any
 ) -> Callable[[], dict[str, Any]]:
@@ -171,24 +180,33 @@ def compiled(
 
 
 def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
-    """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need)."""
+    """Our kernel in the peers' type, with no epilogue but the store (and the factor that 8-bit products need).
+
+    Operands with factors of sums are multiplied as they are.
+    """
     from cudnn_kernels.architecture import ARCHITECTURES
     from cudnn_kernels.epilogue import Scale, StoreTile
-    from cudnn_kernels.problem import GemmProblem, Operand
+    from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
+    from cudnn_kernels.signature import signature
 
-    a, b = o.a.plain, o.peer_b
-    kind, out = (str(dtype).removeprefix("torch.") for dtype in (a.dtype, o.out))
-    factor = () if o.peer_alpha == 1.0 else (o.peer_alpha,)
+    of_sums = o.vector == SUM_VECTOR
+    a, b = (o.a.tensor, o.b.tensor) if of_sums else (batched(o.a.plain), batched(o.peer_b))
+    alpha = o.alpha if of_sums else o.peer_alpha
+    kind, out = (name_of(dtype) for dtype in (a.dtype, o.out))
+    factor = () if alpha == 1.0 else (alpha,)
     epilogue = (*(Scale() for _ in factor), StoreTile("z", out))
-    problem = GemmProblem(Operand(kind), Operand(kind), epilogue, Dense(), n, k)
+    scales = [BlockScale(SUM_SCALES, SUM_VECTOR, rows) if of_sums else None for rows in (1, SUM_VECTOR)]
+    problem = GemmProblem(*(Operand(kind, "k", scale) for scale in scales), epilogue, Dense(), n, k)
     configuration = ARCHITECTURES["sm_90a"].configure(problem)
     device = torch.cuda.current_device()
     arch = launch.device_architecture(device)
     run = launch.kernel(launch.pick(_KERNELS, arch, "cudnn bench"), configuration, arch)
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     z = blank(m, n, o.out)
-    arguments = (batched(a), batched(b), *factor, batched(z), multiprocessors, launch.raw_stream(None, device))
+    given = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
+    given |= {"multiprocessors": multiprocessors, "stream": launch.raw_stream(None, device)}
+    arguments = [given[slot.name] for slot in signature(configuration)]
 
     def call() -> dict[str, Any]:
         run(*arguments)

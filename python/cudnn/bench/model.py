@@ -138,10 +138,12 @@ def epilogues(name: str, dtype: str) -> dict[str, tuple[Any, ...]]:
     """What a benchmark's candidates of ours do to the accumulator, by the names that it gives them.
 
     Raises:
-        ValueError: no fused GEMM.
+        ValueError: no fused GEMM, or operands that the model has no rates for.
     """
     from cudnn.bench import declared as benchmarks
 
+    if dtype not in TYPES:
+        raise ValueError(refusal("epilogues", "dtype", repr(dtype), ", ".join(TYPES)))
     alone = (*((Scale(),) if dtype == "fp8" else ()), StoreTile("z", TYPES[dtype].out))
     return {ALONE: alone, **benchmarks.epilogues(declared(name), dtype)}
 

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn.gemm import dequantize, quantize_rows
 from cudnn.lazy import torch
 
 DEVICE = "cuda"
-BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "mxfp8": 8.25, "nvfp4": 4.5}
+BITS = {"bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "fp8_128": 8.125, "mxfp8": 8.25, "nvfp4": 4.5}
 """Of an element, with its share of a scale factor."""
-VECTORS = {"mxfp8": 32, "nvfp4": 16}
+VECTORS = {"fp8_128": 128, "mxfp8": 32, "nvfp4": 16}
 """Elements along K that share a scale factor."""
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -20,9 +21,11 @@ _E4M3_LARGEST, _FP4_LARGEST = 448.0, 6.0
 
 @dataclass(frozen=True)
 class Operand:
-    """``tensor`` (mn, k, 1) and ``scale``, the factors in 128 x 4 atoms or None; ``plain`` (mn, k) has the same values.
+    """``tensor`` (mn, k, 1) and ``scale``, the factors as the APIs take them or None; ``plain`` (mn, k) has the same
+    values.
 
-    ``plain`` is bfloat16 for block-scaled types, of which it holds every value exactly; else it is the tensor.
+    ``plain`` is bfloat16 for block-scaled types, of which it holds every value exactly, since float32 factors are
+    powers of two here; else it is the tensor.
     """
 
     tensor: Any
@@ -70,15 +73,19 @@ def minus_infinity() -> Any:
 def operands(dtype: str, m: int, n: int, k: int, scaled: bool = True) -> Operands:
     """Standard normal A and B; with ``scaled``, alpha gives the product a variance near 1."""
     alpha = 2.0 ** -round(math.log2(k) / 2) if scaled else 1.0
-    a, b = (operand(dtype, normal(rows, k)) for rows in (m, n))
+    a, b = (operand(dtype, normal(rows, k), block) for rows, block in ((m, 1), (n, 128)))
     out = torch.float16 if dtype == "fp16" else torch.bfloat16
     if dtype == "fp8":
         return Operands(a, b, alpha, b.plain, alpha, out, None)
     return Operands(a, b, alpha, b.plain * alpha, 1.0, out, VECTORS.get(dtype))
 
 
-def operand(dtype: str, x: Any) -> Operand:
-    """Rounds a float32 matrix (mn, k)."""
+def operand(dtype: str, x: Any, rows: int = 1) -> Operand:
+    """Rounds a float32 matrix (mn, k); ``rows`` share a float32 factor."""
+    if dtype == "fp8_128":
+        chosen = {"rows": rows, "power_of_two": True}
+        tensor, scale = quantize_rows(batched(x), torch.float8_e4m3fn, torch.float32, VECTORS[dtype], **chosen)
+        return Operand(tensor, scale, dequantize(tensor, scale, VECTORS[dtype])[..., 0].bfloat16())
     if dtype in VECTORS:
         return _block_scaled(dtype, x, VECTORS[dtype])
     plain = x.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}[dtype])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
@@ -12,8 +13,9 @@ from cudnn.fused.gemm import ONE, OPERAND_TYPES, FusedGemm, OperandType
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec
 from cudnn.fused.wrapper import allocate
-from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES
+from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES, SUM_SCALES, SUM_VECTOR
 from cudnn.lazy import torch
+from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
 
 
@@ -23,8 +25,8 @@ def operands(scales: tuple[str, ...] = SCALES) -> tuple[TensorSpec, ...]:
     return (
         TensorSpec("a", Matrix("m", "k", "mk"), types, about="four-bit elements with sfa only"),
         TensorSpec("b", Matrix("n", "k", "nk"), types, same="a"),
-        TensorSpec("sfa", BlockScales("m", "k"), scales, optional=True),
-        TensorSpec("sfb", BlockScales("n", "k"), scales, optional=True, same="sfa"),
+        TensorSpec("sfa", BlockScales("m", "k"), (*scales, SUM_SCALES), optional=True),
+        TensorSpec("sfb", BlockScales("n", "k", shared="sfb_rows"), (*scales, SUM_SCALES), optional=True, same="sfa"),
     )
 
 
@@ -41,7 +43,13 @@ def quantizer(name: str, columns: str) -> tuple[TensorSpec, ...]:
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         TensorSpec(
-            name, BlockScales("m", columns), SCALES, optional=True, same="sfa", written=True, about="with 8 bits"
+            name,
+            BlockScales("m", columns),
+            (*SCALES, SUM_SCALES),
+            optional=True,
+            same="sfa",
+            written=True,
+            about="with 8 bits",
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
     )
@@ -52,9 +60,26 @@ class DenseGemm(FusedGemm):
 
     schedule: ClassVar[Any] = Dense()
     example = (("m", "n", "k"), (128, 128, 64))
+    usual_types = ("bf16", "fp16", "fp8", "fp8_128", "mxfp8", "nvfp4")
     usual_shapes = ((4096, 128, 4096), (4096, 4096, 4096), (8192, 28672, 4096))
+    vectors = (16, 32, SUM_VECTOR)
 
     alpha: float = 1.0
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        self.sfb_rows = self.rows_of_block(given.get("sample_b"), given.get("sample_sfb"))
+
+    @staticmethod
+    def rows_of_block(b: Any, sfb: Any) -> int:
+        """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
+        return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
+
+    def _operand(self, name: str) -> Operand:
+        operand = super()._operand(name)
+        if name != "b" or operand.scale is None or not operand.scale.of_sums:
+            return operand
+        return replace(operand, scale=replace(operand.scale, rows=self.sfb_rows))
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
@@ -71,7 +96,8 @@ class DenseGemm(FusedGemm):
         (m, k, batch), n = shapes["a"], shapes["b"][0]
         if min(n, k, batch) < 1:
             raise ValueError(refusal(cls._title(), "sizes", f"n={n}, k={k}, l={batch}", "at least 1"))
-        return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, "vector": options["sf_vec_size"]}
+        scaled = {"vector": options["sf_vec_size"], "sfb_rows": options.get("sfb_rows", SUM_VECTOR)}
+        return {"m": m, "n": n, "k": k, "l": batch, "columns": n // cls.pairs, **scaled}
 
     # The wrapper, and what it usually makes.
 
@@ -91,7 +117,7 @@ class DenseGemm(FusedGemm):
         options = {"sf_vec_size": kind.vector} if kind.scale else {}
         chosen = [narrow, {**narrow, **absent}, {p.name: p.default for p in types}]
         for choice in [each for i, each in enumerate(chosen) if each not in chosen[:i]]:
-            results = cls.results({**missing, **given, **majors, **choice})
+            results = cls.results({**missing, **given, **majors, **choice, "sf_vec_size": kind.vector})
             allocated = allocate(cls, given, {**cls.defaults(), **options}, results)
             made_by: Any = cls
             made = made_by(**cls.samples({**given, **allocated}), **options, arch=arch)
@@ -113,7 +139,7 @@ class DenseGemm(FusedGemm):
         matrices = [(layout, tensor) for layout, tensor in layouts if isinstance(layout, Matrix)]
         majors = tuple(layout.major(tensor.shape, tensor.stride()) for layout, tensor in matrices)
         fixed = () if settings.GEMM_DYNAMIC_MNKL.get() else (given["a"].shape[1:], given["b"].shape)
-        return kinds + majors + fixed
+        return (*kinds, *majors, *fixed, cls.rows_of_block(given.get("b"), given.get("sfb")))
 
 
 def blank(
@@ -129,7 +155,8 @@ def blank(
     sizes = api.sizes_of({"a": (m, k, batch), "b": (n, k, batch)}, {**api.defaults(), "sf_vec_size": kind.vector})
     result, scales = api.result
     out, side = out or kind.out, side or kind.out
-    types = {"a": kind.element, "b": kind.element, "sfa": kind.scale, "sfb": kind.scale, result: out, scales: SCALES[0]}
+    types = {"a": kind.element, "b": kind.element, "sfa": kind.scale, "sfb": kind.scale, result: out}
+    types[scales] = SUM_SCALES if kind.vector == SUM_VECTOR else SCALES[0]
     absent = {*without, *(() if kind.scale else ("sfa", "sfb")), *(() if out in FLOAT8 else (scales, "norm_const"))}
     if not (kind.element in (FLOAT4, "uint8") and out == kind.out):
         absent |= {spec.name for spec in api.tensors if spec.name == "amax" and spec.optional}

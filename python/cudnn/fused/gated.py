@@ -9,7 +9,7 @@ from typing import Any
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT4, FLOAT8, name_of
+from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -57,7 +57,7 @@ class GatedGemm(DenseGemm):
         if given["ab12_dtype"] is not None:
             found["ab12"] = (given["ab12_dtype"], major)
         if name_of(c_dtype) in FLOAT8:
-            found["sfc"] = (scale_type(given["sfa"]), "")
+            found["sfc"] = (scale_type(given), "")
         if name_of(given["a"].dtype) == FLOAT4 and c_dtype == torch.bfloat16:
             found["amax"] = (torch.float32, "")
         return found
@@ -97,11 +97,12 @@ class GatedGemm(DenseGemm):
     def _check_scaled(self, a: str, ab12: str, c: str, sizes: Sizes) -> None:
         if (ab12, c) == ("float32", "float32"):
             raise self.unsupported("c tensor dtype", c, "float16, bfloat16, with ab12 of float32")
-        if a in FLOAT8 and ab12 in ("float32", *FLOAT8):
+        of_sums = self.kind("sfa") == SUM_SCALES
+        if a in FLOAT8 and ab12 in (("float32", *FLOAT8) if not of_sums else FLOAT8):
             raise self.error("ab12 tensor dtype", ab12, f"float16, bfloat16, for operands of {a}")
         if self.scaled and c in FLOAT8:
             raise self.error("c tensor dtype", c, "float32, float16, bfloat16, for operands with scale factors")
-        if not self.scaled:
+        if not self.scaled or of_sums:
             return
         rows, columns = self.mma_tiler_mn
         if a == FLOAT4:

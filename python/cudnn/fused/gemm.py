@@ -13,7 +13,7 @@ from cudnn.errors import refusal
 from cudnn.fused.call import Plan
 from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
-from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.plans import GemmPlan
 from cudnn.gemm.reference import evaluate, product
 from cudnn.lazy import torch
@@ -40,15 +40,18 @@ OPERAND_TYPES: Mapping[str, OperandType] = {
     "bf16": OperandType("bfloat16"),
     "fp16": OperandType("float16", "float16"),
     "fp8": OperandType("float8_e4m3fn"),
+    "fp8_128": OperandType("float8_e4m3fn", scale="float32", vector=128),
     "mxfp8": OperandType("float8_e4m3fn", scale="float8_e8m0fnu", vector=32),
     "nvfp4": OperandType(FLOAT4, scale="float8_e4m3fn", vector=16),
 }
 """What programs, benchmarks and compilation ahead of time call them."""
 
 
-def scale_type(scales: Any) -> Any:
-    """The type of a result's scale factors, from those of A, where there are some."""
-    return torch.float8_e8m0fnu if scales is None else scales.dtype
+def scale_type(given: Mapping[str, Any]) -> Any:
+    """The type of a result's scale factors: of those of A where there are some, else by how many elements share one."""
+    if given["sfa"] is not None:
+        return given["sfa"].dtype
+    return torch.float32 if given["sf_vec_size"] == SUM_VECTOR else torch.float8_e8m0fnu
 
 
 class FusedGemm(FusedAPI):
@@ -67,6 +70,7 @@ class FusedGemm(FusedAPI):
     sized_by = multiplied = ("a", "b")
     multiples = ("columns",)
     packs = True
+    vectors: ClassVar[Sequence[int]] = (16, 32)  # elements that may share a scale factor
     usual_types = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
     hints = ("acc_dtype", "mma_tiler_mn", "cluster_shape_mn", "vector_f32", "ab12_stages")
 
@@ -145,8 +149,11 @@ class FusedGemm(FusedAPI):
     # Support.
 
     def check_options(self) -> None:
-        if self.sf_vec_size not in (16, 32):
-            raise self.error("sf_vec_size", self.sf_vec_size, "16 or 32")
+        if self.sf_vec_size not in self.vectors:
+            *rest, last = map(str, self.vectors)
+            raise self.error("sf_vec_size", self.sf_vec_size, f"{', '.join(rest)} or {last}")
+        if self.kind("sfa") == SUM_SCALES and self.sf_vec_size != SUM_VECTOR:
+            raise self.error("sf_vec_size", self.sf_vec_size, f"{SUM_VECTOR}, for scale factors of {SUM_SCALES}")
 
     def check_rules(self, sizes: Sizes) -> None:
         if self.acc_dtype != torch.float32:
@@ -186,6 +193,11 @@ class FusedGemm(FusedAPI):
             return
         if kind not in BLOCK_SCALED:
             raise self.error("a tensor dtype, with scale factors", kind, ", ".join([FLOAT4, *FLOAT8]))
+        if scales == SUM_SCALES or vector == SUM_VECTOR:
+            if kind not in FLOAT8 or (scales, vector) != (SUM_SCALES, SUM_VECTOR):
+                got, allowed = f"{scales} for {vector} elements of {kind}", f"{SUM_SCALES} for {SUM_VECTOR} of 8 bits"
+                raise self.error("scale factors", got, allowed)
+            return
         if (scales, vector) == (SCALES[1], 32):
             raise self.error("sf_vec_size", vector, f"16, for scale factors of {scales}")
         if kind in FLOAT8 and (scales, vector) != (SCALES[0], 32):
@@ -205,10 +217,13 @@ class FusedGemm(FusedAPI):
             raise self.error(
                 f"{scales} and norm_const tensors", "None", f"tensors, required for {self.kind(result)} {result}"
             )
-        if (self.kind(scales), self.sf_vec_size) != (SCALES[0], 32):
-            raise self.error(
-                f"{scales} tensor", f"{self.kind(scales)} for {self.sf_vec_size} elements", f"{SCALES[0]} for 32"
-            )
+        form = (self.kind(scales), self.sf_vec_size)
+        if form not in ((SCALES[0], 32), (SUM_SCALES, SUM_VECTOR)):
+            allowed = f"{SCALES[0]} for 32, {SUM_SCALES} for {SUM_VECTOR}"
+            raise self.error(f"{scales} tensor", "{} for {} elements".format(*form), allowed)
+        if form[1] == SUM_VECTOR and epilogue.needs_of(self.operations()).width != 1:
+            allowed = f"{SCALES[0]} for 32: those of {SUM_VECTOR} columns are not there for gated results"
+            raise self.unsupported(f"{scales} tensor", "{} for {} elements".format(*form), allowed)
 
     def _check_tiles(self) -> None:
         """The instruction's tile and the cluster. On Hopper both are hints that nothing depends on."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn.api_base import TensorDesc, same_stride, unpad
-from cudnn.gemm.formats import FLOAT4, name_of
-from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride
+from cudnn.gemm.formats import FLOAT4, SUM_VECTOR, name_of
+from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride, sum_scale_shape, sum_scale_stride
 from cudnn.lazy import torch
 
 Sizes = Mapping[str, int]
@@ -159,19 +159,38 @@ class Weights(Matrix):
 
 @dataclass(frozen=True)
 class BlockScales(Layout):
-    """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4; ``vector`` elements share one."""
+    """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4; ``vector`` elements share one.
+
+    Where 128 elements do, they are a matrix, and ``shared`` names how many rows share one too.
+    """
 
     rows: str
     columns: str
     batch: str = "l"
     vector: int | None = None  # None: the size of that name
+    shared: str = ""
     rank = 6
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        return scale_shape(sizes[self.rows], sizes[self.columns], sizes[self.batch], self.vector or sizes["vector"])
+        rows, columns, batch = sizes[self.rows], sizes[self.columns], sizes[self.batch]
+        vector = self.vector or sizes["vector"]
+        if vector == SUM_VECTOR:
+            return sum_scale_shape(rows, columns, batch, self._block(sizes))
+        return scale_shape(rows, columns, batch, vector)
+
+    def _block(self, sizes: Sizes) -> int:
+        return sizes[self.shared] if self.shared else 1
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
-        return [scale_stride(self.shape(sizes))]
+        shape = self.shape(sizes)
+        if len(shape) == 3:
+            return [sum_scale_stride(shape, self._block(sizes)), (shape[1], 1, shape[0] * shape[1])]
+        return [scale_stride(shape)]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        if len(shape) == 3 and not written:
+            return min(stride) >= 0
+        return super().accepts(shape, stride, sizes, bits, written)
 
     def fits(self, tensor: Any) -> bool:
         return super().fits(tensor) and not self._as_it_lies(tensor)
@@ -186,6 +205,8 @@ class BlockScales(Layout):
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         vector = self.vector or sizes["vector"]
+        if vector == SUM_VECTOR:
+            return super().allocate(sizes, major, dtype, device)
         return empty_scales(sizes[self.rows], sizes[self.columns], sizes[self.batch], vector, dtype, device)
 
     def __str__(self) -> str:

@@ -12,6 +12,8 @@ FLOAT4, FLOAT8 = FP4, FP8
 PLAIN = ("float16", "bfloat16", "float32", *FLOAT8)
 BLOCK_SCALED = (FLOAT4, "uint8", *FLOAT8)  # uint8 holds packed pairs of four-bit elements
 SCALES = ("float8_e8m0fnu", "float8_e4m3fn")
+SUM_SCALES, SUM_VECTOR = "float32", 128
+"""Factors that sums of so many products are multiplied by, in float32."""
 
 BITS: Mapping[str, int] = {name: x.bits for name, x in FORMATS.items()}
 

@@ -7,6 +7,9 @@ atoms of 128 rows x 4 blocks, 512 bytes: a tensor of the shape (32, 4, ceil(mn /
 
 and whose memory is that of a contiguous (l, ceil(mn / 128), ceil(blocks / 4), 32, 4, 4). Factors beyond the last row or
 block pad the atoms.
+
+Where 128 elements share one, factors are float32 and lie as a matrix: (mn, blocks, l), or (ceil(mn / 128), blocks, l)
+where 128 rows share one too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.api_base import ceil_div
-from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, name_of
+from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of
 from cudnn.lazy import torch
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
@@ -39,6 +42,21 @@ def empty_scales(mn: int, k: int, l: int, vector: int, dtype: Any, device: Any =
     shape = scale_shape(mn, k, l, vector)
     memory = torch.zeros([shape[5], shape[2], shape[4], 32, 4, 4], dtype=torch.uint8, device=device)
     return memory.view(dtype).permute(_ORDER)
+
+
+def sum_scale_shape(mn: int, k: int, l: int, rows: int = 1) -> tuple[int, int, int]:  # noqa: E741
+    """The shape of the float32 factors of an operand (mn, k, l), one for ``rows`` rows and 128 elements along k."""
+    return (ceil_div(mn, rows), ceil_div(k, SUM_VECTOR), l)
+
+
+def sum_scale_stride(shape: tuple[int, int, int], rows: int = 1) -> tuple[int, int, int]:
+    """The strides that ``torch._scaled_mm`` takes too: columns of factors of rows, or rows of factors of blocks, which
+    then begin at multiples of four.
+    """
+    if rows == 1:
+        return (1, shape[0], shape[0] * shape[1])
+    pitch = ceil_div(shape[1], 4) * 4
+    return (pitch, 1, pitch * shape[0])
 
 
 def pack_scales(scales: Any) -> Any:
@@ -109,6 +127,13 @@ def round_scales(scales: Any, dtype: Any) -> Any:
     return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
+def above(scales: Any) -> Any:
+    """The next powers of two above float32 numbers, not negative; such are their own. NaN and infinity stay."""
+    bits = scales.contiguous().view(torch.int32)
+    up = (bits + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    return torch.where(scales.isfinite(), up, scales)
+
+
 def scale_values(scales: Any) -> Any:
     """Scale factors as float32; bytes, ``torch.int8``, are e8m0."""
     if name_of(scales.dtype) != "float8_e8m0fnu":
@@ -117,28 +142,43 @@ def scale_values(scales: Any) -> Any:
     return torch.where(byte == 255, float("nan"), torch.exp2(byte.double() - 127)).float()
 
 
-def quantize_rows(x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const: Any = 1.0) -> tuple[Any, Any]:
+def quantize_rows(
+    x: Any, dtype: Any, scale_dtype: Any, vector: int, norm_const: Any = 1.0, rows: int = 1, power_of_two: bool = False
+) -> tuple[Any, Any]:
     """Quantises (m, n, l) with a scale factor for every ``vector`` elements along n: the elements and their factors.
+
+    float32 factors are for 128 elements along n and for ``rows``, 1 or 128; ``power_of_two`` rounds them up to one.
 
         s = max |x| * (1 / limit) * norm_const,  rounded as by :func:`round_scales`
         q = x * min(norm_const / s, largest float32),  0 where s is 0,  rounded to ``dtype``, saturating
 
     all in float32; limit is 448 for e4m3, 128 for e5m2, 6 for e2m1. ``norm_const``: a float or a tensor of one element.
-    The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the factors are in atoms.
+    The elements are N-major, packed in pairs for ``torch.float4_e2m1fn_x2``; the factors are in atoms, those of float32
+    a matrix.
     """
     x = x.float()
-    n = x.shape[1]
+    m, n, _ = x.shape
     blocks = torch.nn.functional.pad(x.permute(2, 0, 1), (0, -n % vector)).unflatten(2, (-1, vector))
     norm = torch.as_tensor(norm_const, dtype=torch.float32, device=x.device).reshape(())
     reciprocal = torch.tensor(1 / QUANTIZED_LIMIT[name_of(dtype)], dtype=torch.float32, device=x.device)
-    scales = round_scales(blocks.abs().amax(-1) * reciprocal * norm, scale_dtype)
+    largest = blocks.abs().amax(-1)
+    if rows > 1:
+        largest = torch.nn.functional.pad(largest, (0, 0, 0, -m % rows)).unflatten(1, (-1, rows)).amax(2)
+    scales = round_scales(largest * reciprocal * norm, scale_dtype)
+    if power_of_two:
+        scales = above(scales)
     decoded = scale_values(scales)
     factor = torch.where(decoded == 0, 0.0, (norm / decoded).clamp(max=_LARGEST_FLOAT32))
+    factor = factor.repeat_interleave(rows, 1)[:, :m]
     scaled = (blocks * factor.unsqueeze(-1)).flatten(2)[..., :n]
     if name_of(dtype) == FLOAT4:
         elements = pack_float4(scaled.permute(1, 2, 0)).view(dtype)
     else:
         elements = _row_major(round_to(scaled, dtype))
+    if scale_dtype == torch.float32:
+        shape = sum_scale_shape(m, n, x.shape[2], rows)
+        matrix = torch.empty_strided(shape, sum_scale_stride(shape, rows), dtype=torch.float32, device=x.device)
+        return elements, matrix.copy_(scales.permute(1, 2, 0))
     return elements, pack_scales(scales.permute(1, 2, 0).contiguous())
 
 
@@ -148,5 +188,8 @@ def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:
     if scales is None:
         return values
     mn, k, _ = values.shape
+    if scales.dtype == torch.float32:
+        rows = 1 if scales.shape[0] == mn else SUM_VECTOR
+        return values * scales.repeat_interleave(rows, 0)[:mn].repeat_interleave(vector, 1)[:, :k]
     blocks = scale_values(unpack_scales(scales, mn, ceil_div(k, vector)))
     return values * blocks.repeat_interleave(vector, dim=1)[:, :k]

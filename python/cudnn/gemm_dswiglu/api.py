@@ -108,7 +108,7 @@ class GemmDswiglu(DenseGemm):
         if given["prob"] is not None:
             found["dprob"] = (torch.float32, "")
         if name_of(found["d_ab12"][0]) in FLOAT8:
-            found["sfd"] = (scale_type(given["sfa"]), "")
+            found["sfd"] = (scale_type(given), "")
         elif name_of(given["a"].dtype) == FLOAT4:
             found["amax"] = (torch.float32, "")
         return found

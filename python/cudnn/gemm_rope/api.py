@@ -9,7 +9,7 @@ from cudnn.fused.dense import DenseGemm, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
-from cudnn.gemm.formats import FLOAT8, name_of
+from cudnn.gemm.formats import FLOAT8, SUM_VECTOR, name_of
 from cudnn.gemm_rope import gradients
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -101,7 +101,7 @@ class GemmRope(DenseGemm):
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         c_dtype = given["c_dtype"] or (given["a"].dtype if name_of(given["a"].dtype) in NARROW else torch.bfloat16)
-        scales = {"sfc": (scale_type(given["sfa"]), "")} if name_of(c_dtype) in FLOAT8 else {}
+        scales = {"sfc": (scale_type(given), "")} if name_of(c_dtype) in FLOAT8 else {}
         return {"c": (c_dtype, given["c_major"]), **scales}
 
     def check_options(self) -> None:
@@ -120,9 +120,9 @@ class GemmRope(DenseGemm):
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")
         if not self.given("positions") and sizes["positions"] != sizes["m"]:
             raise self.error("rows of cos and sin", sizes["positions"], f"{sizes['m']}, those of a", "pass positions")
-        wide = self.scaled or self.accurate or self.interleaved or self.kind("a") not in FLOAT8
-        if self.rotary_size == 256 and not wide:
-            raise self.unsupported("rotary_size", 256, "up to 128, for 8 bits neither interleaved nor accurate")
+        wide = self.sf_vec_size != SUM_VECTOR and (self.scaled or self.accurate or self.kind("a") not in FLOAT8)
+        if self.rotary_size == 256 and not (wide or self.interleaved):
+            raise self.unsupported("rotary_size", 256, "up to 128, for 8 bits or sf_vec_size=128 and no interleaving")
 
 
 class GemmRopeSm100(GemmRope):

@@ -41,7 +41,7 @@ class SquaredReluGemm(DenseGemm):
         """What the wrappers allocate for d: sfd with 8 bits, amax with four-bit operands."""
         found = {"d": (given["d_dtype"], major)}
         if name_of(given["d_dtype"]) in FLOAT8:
-            found["sfd"] = (scale_type(given["sfa"]), "")
+            found["sfd"] = (scale_type(given), "")
         elif name_of(given["a"].dtype) == FLOAT4:
             found["amax"] = (torch.float32, "")
         return found
@@ -73,7 +73,7 @@ class GemmSrelu(SquaredReluGemm):
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 128 for
             operands with scale factors, at most 128 if c and d are float32; on sm_90a the library chooses tiles by
             itself.
-        sf_vec_size: elements along k, or along n for sfd, that share a scale factor: 16 or 32.
+        sf_vec_size: elements along k, or along n for sfd, that share a scale factor: 16, 32 or 128.
         vector_f32: a hint of other architectures.
         arch, accurate: as for :class:`cudnn.GemmSwiglu`.
     """

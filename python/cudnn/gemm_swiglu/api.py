@@ -33,7 +33,7 @@ class GemmSwiglu(GatedGemm):
         acc_dtype: float32, or float16 where the result would bear it; the sums in registers are float32 then too.
         mma_tiler_mn, cluster_shape_mn: checked. sm_100a follows them, columns rounded up to multiples of 64, or of 128
             for operands with scale factors; on sm_90a the library chooses tiles by itself.
-        sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16 or 32.
+        sf_vec_size: elements along k, or along n for sfc, that share a scale factor: 16, 32 or 128.
         vector_f32, ab12_stages: hints of other architectures.
         arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile for a chip that is not here; default: that of the
             tensors' device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``,

@@ -110,6 +110,8 @@ def _candidates(api: str) -> Iterator[Variant]:
         yield _variant(api, tiling, dtype, out=E4M3, scale=E8M0, vector=32)
     for majors, out, tiling in itertools.product(_MAJORS, (F32, BF16), (_ONE, _PAIRS)):
         yield _variant(api, tiling, E4M3, majors=majors, out=out, scale=E8M0, vector=32)
+    for (dtype, majors), out, tiling in itertools.product(((E4M3, "kkn"), (E5M2, "mnm")), (F32, BF16), (_ONE, _PAIRS)):
+        yield _variant(api, tiling, dtype, majors=majors, out=out, scale=F32, vector=128)
     for dtype, majors, tiling in itertools.product((BF16, F32, E4M3), _MAJORS, (_ONE, _PAIRS)):
         yield _variant(api, tiling, dtype, majors=majors, side=F32 if majors[2] == "m" else BF16)
     for dtype, out, cluster in itertools.product((BF16, F16, F32, E4M3, E5M2), (F32, BF16), [(1, 1), (2, 1)]):

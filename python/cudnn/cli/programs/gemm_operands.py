@@ -10,7 +10,8 @@ from cudnn.api_base import ceil_div
 from cudnn.cli.programs import Comparison, compare
 from cudnn.cli.programs.gemm_matrix import BF16, BYTES, E4M3, E5M2, F16, F32, FP4, Variant
 from cudnn.gemm import dequantize, pack_scales, scale_values, unpack_float4, unpack_scales
-from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, name_of
+from cudnn.gemm.formats import LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of
+from cudnn.gemm.scales import sum_scale_shape, sum_scale_stride
 from cudnn.lazy import torch
 
 NORM_CONST = 0.01
@@ -44,10 +45,13 @@ def plain(api: str, shape: tuple[int, ...]) -> Variant:
 def operands(v: Variant, device: str) -> Operands:
     """Random ones, the same on every device."""
     m, n, k, batch = v.shape
-    (a, sfa, x), (b, sfb, y) = (_operand(v, mn, k, batch, major) for mn, major in zip((m, n), v.majors, strict=False))
+    (a, sfa, x), (b, sfb, y) = (
+        _operand(v, mn, k, batch, major, rows)
+        for mn, major, rows in zip((m, n), v.majors, (1, SUM_VECTOR), strict=False)
+    )
     product = torch.einsum("mkl,nkl->mnl", x.double(), y.double())
     moved = (None if tensor is None else tensor.to(device) for tensor in (a, b, sfa, sfb, product))
-    return Operands(*moved, slack=2e-5 if v.scale else _SUMMED.get(v.dtype, 2e-5))
+    return Operands(*moved, slack=2e-5 if v.scale not in ("", F32) else _SUMMED.get(v.dtype, 2e-5))
 
 
 def matrix(rows: int, columns: int, batch: int, dtype: str, row_major: bool, device: str = "cpu") -> Any:
@@ -85,11 +89,16 @@ def judge_quantised(
     ]
 
 
-def _operand(v: Variant, mn: int, k: int, batch: int, major: str) -> tuple[Any, Any, Any]:
-    """The tensor, its scale factors, its values."""
+def _operand(v: Variant, mn: int, k: int, batch: int, major: str, rows: int) -> tuple[Any, Any, Any]:
+    """The tensor, its scale factors, its values. ``rows`` share a factor of sums."""
     if not v.scale:
         tensor = matrix(mn, k, batch, v.dtype, major == "k")
         return tensor, None, tensor
+    if v.scale == F32:
+        shape = sum_scale_shape(mn, k, batch, rows)
+        scales = torch.empty_strided(shape, sum_scale_stride(shape, rows)).uniform_(0.5, 2.0)
+        tensor = matrix(mn, k, batch, v.dtype, major == "k")
+        return tensor, scales, dequantize(tensor, scales, v.vector)
     exponents = torch.randint(-2, 3, (mn, ceil_div(k, v.vector), batch)).float()
     factors = torch.exp2(exponents) * (1 if v.scale != E4M3 else 1 + torch.randint(0, 8, exponents.shape) / 8)
     scales = pack_scales(factors.to(getattr(torch, v.scale)))

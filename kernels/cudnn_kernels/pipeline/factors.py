@@ -1,0 +1,124 @@
+"""float32 factors of the sums of k tiles, on their way to the warps that multiply by them, in a ring of their own.
+
+One or two warps copy each k tile's factors of the CTA's rows and columns to shared memory, asynchronously and whatever
+their strides, some k tiles ahead. Where ``rows`` rows share a factor, a tile need not begin with such a block: its
+factors are those of granules, the largest common parts of tile and block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
+from cudnn_kernels.problem import BlockScale
+from cudnn_kernels.schedule.feed import Feed
+
+STAGES = 4  # a power of two: a k tile's number tells buffer and phase
+WARP = 32
+ALIGNMENT = 16
+
+
+class Side:
+    """The factors of ``extent`` rows of A, or of B, for one k tile."""
+
+    def __init__(self, scale: BlockScale, extent: int) -> None:
+        self.rows, self.vector = scale.rows, scale.vector
+        self.granule = math.gcd(extent, scale.rows)
+        self.count = extent // self.granule
+
+
+class Factors:
+    """Both sides' factors for the tiles of a ``feed``: ``fillers`` warps of the CTA serve, ``readers`` read."""
+
+    def __init__(
+        self, sides: tuple[Side, ...], tensors: tuple[Any, ...], feed: Feed, fillers: int, readers: int, smem: Any
+    ) -> None:
+        self.sides, self.tensors, self.feed, self.fillers, self.readers = sides, tensors, feed, fillers, readers
+        self.ring = Ring.allocate(smem, STAGES)
+        self.buffers = [
+            smem.allocate_tensor(Float32, cute.make_layout((side.count, STAGES)), byte_alignment=ALIGNMENT)
+            for side in self.sides
+        ]
+
+    @staticmethod
+    def bytes(sides: tuple[Side, ...]) -> int:
+        """Shared memory of both sides' buffers; none without sides."""
+        return sum(4 * side.count * STAGES + ALIGNMENT for side in sides)
+
+    def ready(self) -> None:
+        """One thread, before all meet."""
+        initialise(self.ring, WARP * self.fillers, self.readers)
+
+    @cute.jit
+    def serve(
+        self,
+        begins: cutlass.Constexpr[Callable[[Any], Any]],
+        depth: cutlass.Constexpr[int],
+        sides: cutlass.Constexpr[tuple[int, ...]],
+    ) -> None:
+        """One warp: the factors of A, 0, or B, 1, of all tiles.
+
+        ``begins`` tells a tile's first row and column; k tiles are ``depth`` deep.
+        """
+        stage, phase = Int32(0), Int32(1)
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
+            first, last = begins(work), self.feed.tiles.last(work.group)
+            for k in cutlass.range(work.k_tiles(depth), unroll=1):
+                cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
+                for i in cutlass.range_constexpr(len(sides)):
+                    side = const_expr(sides[i])
+                    self.copy(side, first[side], work.k + k * depth, last[side], stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
+                stage, phase = advanced(self.ring, stage, phase)
+            cursor = self.feed.next(cursor)
+
+    def copy(self, i: int, first: Int32, k: Int32, last: Any, stage: Int32) -> None:
+        """Starts the copies of one side's factors, some for each lane."""
+        for start in range(0, self.sides[i].count, WARP):
+            self.copy_one(i, start + cute.arch.lane_idx(), first, k, last, stage)
+
+    @cute.jit
+    def copy_one(
+        self, i: cutlass.Constexpr[int], index: Int32, first: Int32, k: Int32, last: Int32, stage: Int32
+    ) -> None:
+        """Starts the copy of a factor; of rows beyond the last one, it is that one's."""
+        side, tensor, buffer = self.sides[i], self.tensors[i], self.buffers[i]
+        if index < side.count:
+            row = cutlass.min((first + index * side.granule) // side.rows, tensor.shape[0] - 1)
+            source = tensor.iterator + cute.crd2idx((row, k // side.vector, last), tensor.layout)
+            target = buffer.iterator + cute.crd2idx((index, stage), buffer.layout)
+            one = cute.make_layout(1)
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+            cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
+
+    def place(self, position: Int32) -> Int32:
+        """The buffer of the k tile with a number, counted over all tiles."""
+        return position & (STAGES - 1)
+
+    def wait(self, position: Int32) -> None:
+        """Waits for the factors of that k tile."""
+        cute.arch.mbarrier_wait(self.ring.full + self.place(position), position // STAGES & 1)
+
+    @cute.jit
+    def release(self, position: Int32) -> None:
+        """A warp is done with them."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.ring.empty + self.place(position))
+
+    def row(self, position: Int32, row: Any) -> Float32:
+        """The factor of a row of the CTA's tile."""
+        return self.buffers[0][row // self.sides[0].granule, self.place(position)]
+
+    def column(self, position: Int32, column: Any) -> Float32:
+        """The factor of a column of the CTA's tile."""
+        return self.buffers[1][column // self.sides[1].granule, self.place(position)]
