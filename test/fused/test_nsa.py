@@ -224,3 +224,90 @@ def test_wrappers_as_existing_programs_stub_them(name: str, monkeypatch: pytest.
         wrapper(**call)
     assert len(compiled) == len(api.objects) == 1
     api.objects.clear()
+
+
+def compression_call(queries: int, keys: int, d: int = 64) -> dict[str, Any]:
+    """Two sequences of one length, two heads of Q for one of K."""
+    names = {"q_tensor": (queries, 2), "k_tensor": (keys, 1), "v_tensor": (keys, 1)}
+    return {n: torch.randn(2, rows, heads, d).half().transpose(1, 2) for n, (rows, heads) in names.items()}
+
+
+def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """O and the log-sum-exp in float64."""
+    q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
+    scores = scale * q @ k.expand(-1, 2, -1, -1).mT
+    ratio = q.shape[2] // k.shape[2]
+    for row in range(q.shape[2]):
+        scores[..., row, (row + 1) // ratio :] = -math.inf
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """(b, h, s, d) as packed sequences (t, h, d)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "d", "packed", "arch"),
+    brief(
+        [
+            (100, 24, 64, False, ""), (100, 24, 64, True, ""), (100, 24, 64, True, "sm_90a"),
+            (70, 70, 128, False, "sm_90a"), (400, 200, 32, False, "sm_90a"), (300, 280, 64, True, "sm_90a"),
+        ],
+        0, 1, 2,
+    ),
+)  # fmt: skip
+def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
+    call = compression_call(queries, keys, d)
+    o, lse = compressed(call, 0.125 * 1.5)
+    options = {"scale_softmax": 0.125, "scale_q": 1.5, "scale_v": 2.0, "inv_scale_o": 0.25, "enable_lse": True}
+    if packed:
+        call = {name: flat(x) for name, x in call.items()}
+        o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
+        for name, rows in (("q", queries), ("k", keys)):
+            options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows  # int64
+    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+        found, found_lse = NSA.compression_attention_wrapper(**call, **options)
+    torch.testing.assert_close(found.double(), 0.5 * o, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+def test_compression_without_the_log_sum_exp_and_with_other_factors(arch: str) -> None:
+    call = compression_call(40, 10)
+    tensors = (*call.values(), torch.empty_like(call["q_tensor"]))
+    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+        attention = NSA.CompressionAttention(*tensors)
+        with pytest.raises(ValueError, match="not compiled"):
+            attention.execute(*tensors)
+        attention.compile()
+        attention.execute(*tensors, scale_k=2.0, inv_scale_o=4.0)
+    torch.testing.assert_close(tensors[-1].double(), 4 * compressed(call, 0.25)[0], atol=1e-2, rtol=2e-3)
+
+
+def test_packed_values_of_rows_may_have_any_strides() -> None:
+    call = {name: flat(x) for name, x in compression_call(40, 10).items()}
+    ends = [torch.arange(3, dtype=torch.int32) * rows for rows in (40, 10)]
+    results = []
+    for lse in (torch.empty(80, 2), torch.empty(2, 80, 1).transpose(0, 1)):
+        tensors = (*call.values(), torch.empty_like(call["q_tensor"]), lse)
+        attention = NSA.CompressionAttention(*tensors, *ends)
+        attention.compile()
+        attention.execute(*tensors, *ends)
+        results.append(lse.reshape(80, 2))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"scale_q": 0.0}, ValueError, "scale_q"),
+        ({"qk_acc_dtype": torch.float16}, ValueError, "qk_acc_dtype"),
+        ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
+        ({"q_tensor": torch.zeros(2, 40, 2, 64).half().transpose(1, 2).float()}, ValueError, "q tensor dtype"),
+        ({f"{name}_tensor": torch.zeros(2, 1, 40, 48).half() for name in "qkv"}, ValueError, "head size"),
+    ],
+)  # fmt: skip
+def test_what_compression_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NSA.compression_attention_wrapper(**{**compression_call(40, 10), **change})

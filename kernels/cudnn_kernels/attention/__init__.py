@@ -22,10 +22,10 @@ def matrices(packed: bool, dtype: str, size: str, heads: str, names: dict[str, i
         yield Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1))
 
 
-def offsets(packed: bool) -> tuple[Tensor, ...]:
+def offsets(packed: bool, dtype: str = "int32") -> tuple[Tensor, ...]:
     """Where sequences begin, and the last one's end: (b + 1,)."""
     names = ("cum_seqlen_q", "cum_seqlen_k") if packed else ()
-    return tuple(vector(name, "int32", "ends") for name in names)
+    return tuple(vector(name, dtype, "ends") for name in names)
 
 
 def row_values(packed: bool, name: str) -> Tensor:
@@ -44,6 +44,10 @@ class ForwardConfiguration:
     ``tile`` is (query rows, keys) of a CTA. ``right`` and ``left``: the window ends on that side; a causal mask is a
     right end. CTAs of a ``cluster`` have neighbouring query rows of a head and share the loads of K and V.
     ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every head has a logit without a value.
+
+    ``compressed``: the right end is that of compressed keys, one for every so many rows, of which a row sees those that
+    are complete. ``lse`` says where that of packed sequences is: "by head", whatever its strides say, or "by strides";
+    "" is none. ``ends`` is the type of offsets.
     """
 
     dtype: str
@@ -57,6 +61,9 @@ class ForwardConfiguration:
     stages: int = 2
     softcap: bool = False
     sink: bool = False
+    compressed: bool = False
+    lse: str = "by head"
+    ends: str = "int32"
 
     kernel = "attention_forward:AttentionForward"
 
@@ -66,7 +73,7 @@ class ForwardConfiguration:
             *matrices(self.packed, self.dtype, "sq", "hq", {"q": self.head}),
             *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
             *matrices(self.packed, self.dtype, "sq", "hq", {"o": self.head_v}),
-            row_values(self.packed, "lse"), *offsets(self.packed),
+            *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, Stream(),

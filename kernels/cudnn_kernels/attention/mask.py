@@ -45,3 +45,13 @@ class Mask:
         whole_end = cutlass.min(cutlass.max(self.end(first), Int32(0)) // size, end)
         whole_begin = cutlass.max(cute.ceil_div(self.begin(last), size), begin)
         return begin, whole_begin, whole_end, end
+
+
+@dataclass
+class CompressedMask(Mask):
+    """Keys that stand for ``ratio`` rows each: row q sees those whose rows end with it or before it."""
+
+    ratio: Int32
+
+    def end(self, row: Any) -> Int32:
+        return cutlass.min(self.keys, (row + 1) // self.ratio)

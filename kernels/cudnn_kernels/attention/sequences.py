@@ -41,7 +41,7 @@ def find_block(offsets: cute.Tensor, block: Int32, size: int) -> tuple[Int32, In
 
 def first_block(offsets: cute.Tensor, sequence: Any, size: int) -> Int32:
     """The first block of a packed sequence."""
-    return offsets[sequence] // size + sequence
+    return Int32(offsets[sequence]) // size + sequence
 
 
 @cute.jit
@@ -70,8 +70,8 @@ def find_row(offsets: cute.Tensor, row: Int32) -> Int32:
 
 def packed(offsets_q: cute.Tensor, offsets_k: cute.Tensor, batch: Int32) -> Sequence:
     """One of several sequences that follow each other."""
-    first_query, first_key = offsets_q[batch], offsets_k[batch]
-    queries, keys = offsets_q[batch + 1] - first_query, offsets_k[batch + 1] - first_key
+    first_query, first_key = Int32(offsets_q[batch]), Int32(offsets_k[batch])
+    queries, keys = Int32(offsets_q[batch + 1]) - first_query, Int32(offsets_k[batch + 1]) - first_key
     return Sequence(batch, queries, keys, first_query, first_key)
 
 
@@ -108,11 +108,15 @@ def copied_rows(tensor: cute.Tensor, head: Int32, batch: Int32, first: Int32, le
     return cute.domain_offset((FAR - length, 0), tensor[None, None, head, first + length, FAR])
 
 
-def rows(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
+def rows(tensor: cute.Tensor, is_packed: bool, by_head: bool = True) -> cute.Tensor:
     """(b, h, s), or (t, h), as kernels take it: (s, h, b).
 
-    Of packed sequences, every head's values follow each other, whatever the strides say: so existing programs have it.
+    ``by_head``: of packed sequences, every head's values follow each other, whatever the strides say: so existing
+    programs have it.
     """
+    if is_packed and not by_head:
+        layout = cute.append(tensor.layout, cute.make_layout(1))
+        return cute.make_tensor(tensor.iterator, layout)
     if is_packed:
         return cute.make_tensor(tensor.iterator, cute.make_layout((*tensor.shape, 1)))
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
-from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.mask import CompressedMask, Mask
 from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -75,7 +75,7 @@ class AttentionForward:
         c = self.c
         given = bind(c.slots(), arguments)
         q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
-        lse = sequences.rows(given["lse"], c.packed)
+        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
         offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
         tiles = sequences.blocks_of(q.shape[0], batches, self.tile_m * c.cluster, c.packed)
@@ -145,7 +145,7 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
-        atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, offsets_q: Any, offsets_k: Any, sink: Any, tiles: Int32,
+        atom_o: Any, mO: cute.Tensor, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, tiles: Int32,
         all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32, scale: Float32,
         cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
@@ -224,6 +224,9 @@ class AttentionForward:
             s.queries, s.keys, s.keys - s.queries,
             right if const_expr(c.right) else None, left if const_expr(c.left) else None,
         )  # fmt: skip
+        if const_expr(c.compressed):
+            ratio = cutlass.max(s.queries // cutlass.max(s.keys, 1), 1)
+            mask = CompressedMask(s.queries, s.keys, Int32(0), None, None, ratio)
         row = (tile * c.cluster + rank) * self.tile_m
         return Problem(row, head, head // (heads // key_heads), s.batch, s.first_query, s.first_key, mask)
 
@@ -281,7 +284,7 @@ class AttentionForward:
 
     @cute.jit
     def consume(
-        self, atom_o: Any, mO: cute.Tensor, lse: cute.Tensor, sink: Any, sQ: cute.Tensor, sK: cute.Tensor,
+        self, atom_o: Any, mO: cute.Tensor, lse: Any, sink: Any, sQ: cute.Tensor, sK: cute.Tensor,
         sV: cute.Tensor, sO: cute.Tensor, rings: Rings, p: Problem, scale: Float32, cap_factor: Any,
         scale_output: Float32, rank: Int32, group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
@@ -445,13 +448,13 @@ class AttentionForward:
     @cute.jit
     def store(
         self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor,
-        lse: cute.Tensor, sO: cute.Tensor, p: Problem, group: Int32, thread: Int32,
+        lse: Any, sO: cute.Tensor, p: Problem, group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """O and LSE of a warpgroup's rows."""
         c = self.c
         batch = 0 if const_expr(c.packed) else p.batch
         row = p.row + group * ROWS
-        for slot in cutlass.range_constexpr(2):
+        for slot in cutlass.range_constexpr(2 if c.lse else 0):
             mine = row + self.score_rows.row(thread, slot)
             if thread % 4 == 0:
                 if mine < p.mask.queries:

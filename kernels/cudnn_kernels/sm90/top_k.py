@@ -66,11 +66,7 @@ class TopK:
         q, k, scores, indices = (
             sequences.matrix(given[x], c.packed) for x in ("q", "k", "topk_scores", "topk_indices")
         )  # fmt: skip
-        modes = [0, 1] if const_expr(c.packed) else [2, 1, 0]
-        lse = given["lse"]
-        layout = cute.select(lse.layout, mode=modes)
-        layout = cute.append(layout, cute.make_layout(1)) if const_expr(c.packed) else layout
-        lse = cute.make_tensor(lse.iterator, layout)
+        lse = sequences.rows(given["lse"], c.packed, by_head=False)
         offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
         tiles = sequences.blocks_of(q.shape[0], batches, self.queries, c.packed)

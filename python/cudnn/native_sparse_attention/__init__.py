@@ -1,5 +1,6 @@
 """Native sparse attention: ``cudnn.NSA``."""
 
+from cudnn.native_sparse_attention.compression import CompressionAttention, compression_attention_wrapper
 from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
 from cudnn.native_sparse_attention.top_k import TopKReduction, topk_reduction_wrapper
 
@@ -7,8 +8,10 @@ from cudnn.native_sparse_attention.top_k import TopKReduction, topk_reduction_wr
 class NSA:
     """The parts of native sparse attention (J. Yuan et al., 2025), each a class and a wrapper."""
 
+    CompressionAttention = CompressionAttention
     SelectionAttention = SelectionAttention
     TopKReduction = TopKReduction
+    compression_attention_wrapper = staticmethod(compression_attention_wrapper)
     selection_attention_wrapper = staticmethod(selection_attention_wrapper)
     topk_reduction_wrapper = staticmethod(topk_reduction_wrapper)
 

@@ -32,6 +32,7 @@ class Sparse(FusedAPI):
     sized_by = ("q", "k")
     architectures = ("sm_90a",)
     usual_types = ("bf16", "fp16")
+    most_heads: ClassVar[int] = GROUP  # of q that share one of k
     head_sizes: ClassVar[Sequence[tuple[int, ...]]]
     """Elements of a head, in Q and K and, where there is one, in V."""
 
@@ -47,11 +48,11 @@ class Sparse(FusedAPI):
         super().__init__({**samples, "scale_softmax": given["scale_softmax"] or q.shape[-1] ** -0.5})
 
     def taken(self, name: str, value: Any) -> Any:
-        """An argument as the kernel takes it: no offsets where sequences have one length, (t, h) for (t, h, 1)."""
+        """An argument as the kernel takes it: no offsets where sequences have one length, no last dimension of 1."""
         if name.startswith("cum_seqlen") and value is not None and not self.packed:
             say(self._title(), "the offsets are ignored: tensors (b, h, s, d) have sequences of one length")
             return None
-        if name == "lse" and self.packed and value is not None and getattr(value, "ndim", 0) == 3:
+        if name == "lse" and value is not None and getattr(value, "ndim", 0) == (3 if self.packed else 4):
             return value.squeeze(-1)
         return value
 
@@ -76,12 +77,22 @@ class Sparse(FusedAPI):
         hq, hk = sizes["hq"], sizes["hk"]
         if hk == 0 or hq % hk:
             raise self.error("heads of q", hq, f"multiples of the {hk} heads of k")
-        if hq // hk > GROUP:
-            raise self.unsupported("heads of q", hq, f"at most {GROUP} for each of the {hk} heads of k")
-        if getattr(self, "acc_dtype") != torch.float32:  # noqa: B009
-            raise self.error("acc_dtype", getattr(self, "acc_dtype"), "torch.float32")  # noqa: B009
+        if hq // hk > self.most_heads:
+            raise self.unsupported("heads of q", hq, f"at most {self.most_heads} for each of the {hk} heads of k")
+        for name in ("acc_dtype", "qk_acc_dtype", "pv_acc_dtype"):
+            if getattr(self, name, torch.float32) != torch.float32:
+                raise self.error(name, getattr(self, name), "torch.float32")
+        tiler = tuple(getattr(self, "mma_tiler_mn", (128, 128)))
+        if tiler != (128, 128):
+            raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
         if self.scale_softmax <= 0:
             raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
+
+    def check_offsets(self) -> None:
+        """Raises unless packed sequences have both offsets."""
+        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
+        if self.packed and len(given) < 2:
+            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
 
     def planned(self, arch: str, configuration: Any) -> Plan:
         """The plan for a kernel's configuration."""
@@ -103,7 +114,7 @@ class Sparse(FusedAPI):
             tensors = {
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
-                    dtype=kind if len(spec.types) > 1 else getattr(torch, next(iter(spec.types))),
+                    dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
                 ).zero_()
                 for spec in cls.tensors
                 if sizes["packed"] or not spec.name.startswith("cum_seqlen")

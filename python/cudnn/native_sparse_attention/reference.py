@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from cudnn.lazy import torch
+from cudnn.sdpa.layouts import by_head
+from cudnn.sdpa.reference import Window, forward
 
 
 def selection(tensors: Mapping[str, Any], scale: float, block_size: int) -> None:
@@ -75,3 +77,22 @@ def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: in
         scores, indices = scores.sort(dim=-1, descending=True, stable=True)
         x["topk_scores"][head] = scores[:, :count]
         x["topk_indices"][head] = indices.int().masked_fill(scores == -math.inf, -1)[:, :count]
+
+
+class Complete(Window):
+    """The compressed keys that a row sees: those that stand for no later row."""
+
+    def hidden(self, queries: int, keys: int, device: Any) -> Any:
+        """True for keys that a row does not see: (queries, keys)."""
+        ratio = max(queries // max(keys, 1), 1)
+        row, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+        return key >= (row + 1) // ratio
+
+
+def compression(tensors: Mapping[str, Any], scale: float, scale_output: float, packed: bool) -> None:
+    """Writes O and, where there is one, LSE. Rows that see nothing: 0 and -inf."""
+    q, lse = tensors["q"], tensors["lse"]
+    own = torch.empty(q.shape[:2] if packed else q.shape[:3], device=q.device)
+    forward({**tensors, "lse": own}, Complete(None, None), scale, scale_output, 0.0, packed)
+    if lse is not None:
+        lse.copy_(by_head(own, True).T if packed else own)

@@ -73,7 +73,6 @@ class TopKReduction(Sparse):
     k_value: int
     selection_block_size: int
     compress_stride: int
-    mma_tiler_mn: tuple[int, int]
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_lse: Tensor, sample_topk_scores: Tensor,
@@ -108,9 +107,7 @@ class TopKReduction(Sparse):
         return {**super().sizes(descs), "count": self.k_value, "ends": ends.shape[0] if ends else 0}
 
     def check_options(self) -> None:
-        given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
-        if self.packed and len(given) < 2:
-            raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
+        self.check_offsets()
         if not 0 < self.k_value <= MOST:
             raise self.error("k_value", self.k_value, f"1 to {MOST}")
         block, stride = self.selection_block_size, self.compress_stride
@@ -120,8 +117,6 @@ class TopKReduction(Sparse):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        if tuple(self.mma_tiler_mn) != (128, 128):
-            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "(128, 128); the kernel chooses its tiles")
         share, most = self.selection_block_size // self.compress_stride, TILES[sizes["d"]][1]
         if share > most:
             raise self.unsupported("selection_block_size / compress_stride", share, f"at most {most}")

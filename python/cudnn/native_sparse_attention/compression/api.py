@@ -1,0 +1,180 @@
+"""Compression attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan
+from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn_kernels.attention import ForwardConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+TILES = {(32, 32): (192, 128), (64, 64): (192, 128), (128, 128): (128, 128)}
+"""Query rows and keys of a CTA by head sizes."""
+_SCALES = ("scale_q", "scale_k", "scale_v", "inv_scale_o", "scale_softmax")
+
+
+class CompressionAttention(Sparse):
+    """Attention to compressed keys, each of which stands for r = sq // sk rows, forward.
+
+        s   = scale_q * scale_k * scale_softmax * q k^T     in float32, over the keys j <= (i + 1) // r - 1 of row i
+        o   = scale_v * inv_scale_o * softmax(s) v          the exponentials are rounded to the type of v before
+        lse = ln sum exp(s)
+
+    r is that of each sequence, and at least 1. A row that sees no key gets o = 0 and lse = -inf. Hopper (sm_90a) only
+    so far, and there is no kernel for 8-bit types.
+
+    | tensor     | one length             | packed, with offsets | type                                                |
+    |------------|------------------------|----------------------|-----------------------------------------------------|
+    | q, o       | (b, hq, sq, d)         | (tq, hq, d)          | float16, bfloat16                                   |
+    | k, v       | (b, hk, sk, d)         | (tk, hk, d)          | that of q                                           |
+    | lse        | (b, hq, sq[, 1])       | (tq, hq[, 1])        | float32, with any strides; may be None              |
+    | cum_seqlen | ignored, with a notice | (b + 1,)             | int32 or int64: 0, then where sequences end         |
+
+    Tensors (b, h, s, d) are transposed (b, s, h, d) ones. d is 32, 64 or 128. A compiled object serves all other sizes.
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
+        qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its tiles.
+        is_persistent: changes nothing.
+        scale_q, scale_k, scale_v, inv_scale_o: factors as above. scale_softmax: None or 0: 1 / sqrt(d).
+        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
+            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+    """
+
+    title = "compression attention"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        TensorSpec("lse", AnyRowValues(), ("float32",), optional=True, written=True),
+        *(replace(spec, types=("int32", "int64")) for spec in OFFSETS),
+    )  # fmt: skip
+    returns = ("o", "lse")
+    scalars = ("scale_softmax", "scale_output", "right", "left")
+    integers = ("right", "left")
+    most_heads = 1 << 30
+    head_sizes = tuple(TILES)
+    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
+    usual_shapes = tuple((256, 16, 1, d) for d, _ in TILES)
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor,
+        sample_lse: Tensor | None = None, sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None, qk_acc_dtype: dtype = torch.float32,
+        pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_persistent: bool = False,
+        scale_q: float = 1.0, scale_k: float = 1.0, scale_v: float = 1.0, inv_scale_o: float = 1.0,
+        scale_softmax: float | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        given = dict(locals())
+        self.scales = {name: given[name] for name in _SCALES}
+        self.scales["scale_softmax"] = scale_softmax or sample_q.shape[-1] ** -0.5
+        for name, value in self.scales.items():
+            self._check_number(name, value)
+        scale, scale_output = self.products()
+        if scale <= 0:
+            raise self.error("scale_q * scale_k * scale_softmax", scale, "numbers above 0")
+        super().__init__({**given, "scale_softmax": scale, "scale_output": scale_output, "right": 0, "left": 0})
+
+    def products(self, **given: float | None) -> tuple[float, float]:
+        """What scores and results are multiplied by, with some factors in place of the constructor's."""
+        x = {**self.scales, **{name: value for name, value in given.items() if value is not None}}
+        return x["scale_q"] * x["scale_k"] * x["scale_softmax"], x["scale_v"] * x["inv_scale_o"]
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor,
+        lse_tensor: Tensor | None = None, cum_seqlen_q_tensor: Tensor | None = None,
+        cum_seqlen_k_tensor: Tensor | None = None, current_stream: Any = None, scale_q: float | None = None,
+        scale_k: float | None = None, scale_v: float | None = None, inv_scale_o: float | None = None,
+        scale_softmax: float | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got.
+
+        Raises:
+            ValueError: also where it is not compiled yet.
+        """
+        scales = (None, None)
+        if (scale_q, scale_k, scale_v, inv_scale_o, scale_softmax) != (None,) * 5:
+            scales = self.products(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, inv_scale_o=inv_scale_o,
+                                   scale_softmax=scale_softmax or None)  # fmt: skip
+        ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), *ends)
+        self.run(tensors, (*scales, None, None), current_stream, None)
+
+    def _not_compiled(self) -> Exception:
+        return ValueError(*super()._not_compiled().args)
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
+        found = super().sizes(descs)
+        return {**found, "dv": v.shape[-1] if v is not None else found["d"], "ends": ends.shape[0] if ends else 0}
+
+    def check_options(self) -> None:
+        self.check_offsets()
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        kinds = {name: self.dtype(name) for name in ("cum_seqlen_q", "cum_seqlen_k")}
+        if len(set(kinds.values())) > 1:
+            raise self.error("cum_seqlen_q and cum_seqlen_k", tuple(kinds.values()), "one type for both")
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        heads = (sizes["d"], sizes["dv"])
+        ends = self.dtype("cum_seqlen_q")
+        configuration = ForwardConfiguration(
+            name_of(self.dtype("q")), *heads, TILES[heads], packed=self.packed, right=True, compressed=True,
+            lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
+        )  # fmt: skip
+        return self.planned(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        reference.compression(tensors, tensors["scale_softmax"], tensors["scale_output"], self.packed)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d = shape
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "dv": d, "ends": 2}
+        return [{"packed": packed, **sizes} for packed in (False, True)]
+
+
+def compression_attention_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor | None = None,
+    cum_seqlen_k_tensor: Tensor | None = None, enable_lse: bool = False, o_dtype: dtype | None = None,
+    qk_acc_dtype: dtype = torch.float32, pv_acc_dtype: dtype = torch.float32,
+    mma_tiler_mn: tuple[int, int] = (128, 128), is_persistent: bool = False, scale_q: float = 1.0,
+    scale_k: float = 1.0, scale_v: float = 1.0, inv_scale_o: float = 1.0, scale_softmax: float | None = None,
+    stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
+
+    ``lse_tensor`` is None unless ``enable_lse``; of packed sequences it is (t, hq, 1), one head after the other in
+    memory. Arguments and errors as those of :class:`CompressionAttention`. o has the type of q.
+    """
+    options = {
+        "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype, "mma_tiler_mn": tuple(mma_tiler_mn),
+        "is_persistent": is_persistent, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v,
+        "inv_scale_o": inv_scale_o, "scale_softmax": scale_softmax,
+    }  # fmt: skip
+    o, lse = torch.empty_like(q_tensor, dtype=o_dtype or q_tensor.dtype), None
+    if enable_lse:
+        shape = q_tensor.shape[:-1] if q_tensor.ndim == 4 else (1, q_tensor.shape[1], q_tensor.shape[0])
+        lse = torch.empty(shape, dtype=torch.float32, device=q_tensor.device)
+        lse = lse if q_tensor.ndim == 4 else lse.permute(2, 1, 0)
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o, "lse": lse, "cum_seqlen_q": cum_seqlen_q_tensor,
+        "cum_seqlen_k": cum_seqlen_k_tensor,
+    }  # fmt: skip
+    operation = cached(CompressionAttention, tensors, options)
+    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
+    return TupleDict(o_tensor=o, lse_tensor=lse)
+
+
+_cache_of_CompressionAttentionObjects = CompressionAttention.objects  # noqa: N816
