@@ -75,8 +75,8 @@ class DenseGemm(FusedGemm):
         """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
         return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
 
-    def _operand(self, name: str) -> Operand:
-        operand = super()._operand(name)
+    def operand(self, name: str) -> Operand:
+        operand = super().operand(name)
         if name != "b" or operand.scale is None or not operand.scale.of_sums:
             return operand
         return replace(operand, scale=replace(operand.scale, rows=self.sfb_rows))
