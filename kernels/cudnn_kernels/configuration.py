@@ -57,9 +57,11 @@ class GemmConfiguration:
     multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers, times the
     factors of sums where operands have such; 0: the tensor cores add up all of it. ``part`` accumulator columns pass
     through the epilogue at a time; ``staged`` buffers hold them. ``dynamic``: whoever is done takes the next tile.
+    ``halves`` as of the problem.
 
     Raises:
-        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows.
+        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
+            halves that the CTAs of a cluster cannot share.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -75,8 +77,11 @@ class GemmConfiguration:
     part: int = 64
     staged: int = 1
     dynamic: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
+        if self.halves and self.tile[1] not in (64, 128, 256):
+            raise ValueError(f"tile: got {self.tile[1]} columns; allowed: 64, 128, 256, of halves of B")
         rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
         for name, needed in rows.items():
             if self.schedule.aligned % needed:
@@ -130,7 +135,7 @@ def configured(
     """The configuration of a problem with a tile (m, n), a cluster and what else is ``chosen``."""
     shape = (*tile, K_BYTES * 8 // problem.a.bits)
     same = (problem.a, problem.b, problem.epilogue, problem.schedule)
-    return GemmConfiguration(*same, tile=shape, cluster=cluster, **chosen)
+    return GemmConfiguration(*same, tile=shape, cluster=cluster, halves=problem.halves, **chosen)
 
 
 @dataclass(frozen=True)

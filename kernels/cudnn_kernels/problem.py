@@ -53,7 +53,9 @@ class GemmProblem:
     """D = epilogue(A B^T) for A (m, k, l) and B (n, k, l).
 
     ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
-    caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits.
+    caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits. ``halves``: blocks of
+    32 columns of the product come in turn from the two halves of B's rows, of which B has a multiple of 64; B is
+    K-major and has no scale factors then.
     """
 
     a: Operand
@@ -65,3 +67,4 @@ class GemmProblem:
     tile: tuple[int, int] | None = None
     cluster: tuple[int, int] | None = None
     accurate: bool = False
+    halves: bool = False

@@ -525,10 +525,11 @@ SIGNATURES = {
 
 def test_signatures(family: Family) -> None:
     """Names and order of the arguments, as cuDNN's own; what this library adds comes last."""
+    layout = ["glu_layout", "glu_order"] if family.name == "gemm_swiglu" else []
     for function, names, added in zip(
         (family.cls, family.cls.execute, family.wrapper),
         SIGNATURES[family.name],
-        (["arch", "accurate"], ["workspace_tensor"], ["accurate"]),
+        (["arch", "accurate", *layout], ["workspace_tensor"], ["accurate", *layout]),
         strict=True,
     ):
         found = [name for name in inspect.signature(function).parameters if name != "self"]

@@ -98,12 +98,19 @@ def run(where: str, name: str, given: dict[str, Any]) -> Any:
 GATES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_dswiglu", {"amax": True, "n": 96}),
     ("gemm_dswiglu", {"dtype": E4M3, "scale": E8M0, "majors": "mkm", "m": 80, "out": F32, "amax": True}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "n": 320}),
+    ("gemm_dswiglu", {"glu_layout": "concatenated", "glu_order": "gate_up", "n": 96, "amax": True}),
     ("gemm_dswiglu", {"l": 2, "n": 160, "out": E4M3}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "glu_order": "gate_up", "dtype": E4M3, "side": F32, "majors": "kkm",
+                     "m": 80, "l": 2}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "dtype": F32, "out": E4M3, "side": F16, "n": 192}),
+    ("gemm_swiglu", {"glu_order": "gate_up"}),
+    ("gemm_dswiglu", {"glu_layout": "concatenated", "majors": "mnm", "side": F16, "out": F32, "l": 2}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "given"), [*in_turn(EDGES, 17, places=WHERE), *in_turn(GATES, 2, places=WHERE)], ids=str
+    ("where", "name", "given"), [*in_turn(EDGES, 17, places=WHERE), *in_turn(GATES, 4, places=WHERE)], ids=str
 )
 def test_partial_tiles(where: str, name: str, given: dict[str, Any]) -> None:
     report = run(where, name, {**SMALL, **given})

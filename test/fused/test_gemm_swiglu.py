@@ -18,11 +18,12 @@ def operation(problem: Any, **more: Any) -> GemmSwiglu:
     return GemmSwiglu(**problem.samples(), **{"arch": "sm_90a", **options(problem), **more})
 
 
-def test_the_gradient_of_the_activation() -> None:
+@pytest.mark.parametrize("order", [(False, False), (False, True), (True, False), (True, True)])
+def test_the_gradient_of_the_activation(order: tuple[bool, bool]) -> None:
     z = torch.randn(5, 192, 2, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(5, 96, 2, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(gemms.swiglu(z), z, gradient)
-    torch.testing.assert_close(swiglu_backward(z.detach(), gradient), expected)
+    (expected,) = torch.autograd.grad(gemms.swiglu(z, *order), z, gradient)
+    torch.testing.assert_close(swiglu_backward(z.detach(), gradient, *order), expected)
 
 
 def test_ab12_need_not_be_stored() -> None:
@@ -84,6 +85,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"dtype": FP4, "scale": E8M0, "amax": False}, {}, ValueError, "amax tensor: got None; allowed: a tensor, for"),
     ({"dtype": FP4, "scale": E8M0, "m": 100}, {}, ValueError, "m: got 100; allowed: multiples of 128, the tile, with"),
     ({"dtype": E4M3, "scale": E8M0, "n": 192}, {}, ValueError, "n: got 192; allowed: multiples of 128, the tile"),
+    ({}, {"glu_layout": "halves"}, ValueError, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
+    ({}, {"glu_order": "gate"}, ValueError, "glu_order: got 'gate'; allowed: 'up_gate' or 'gate_up'"),
+    ({"majors": "knn"}, {"glu_layout": "concatenated"}, NotImplementedError,
+     "b tensor major: got n; allowed: k, for glu_layout='concatenated'. To fix it, interleave the weights once"),
+    ({"dtype": FP4, "scale": E8M0}, {"glu_layout": "concatenated"}, NotImplementedError,
+     "sfa and sfb tensors: got scale factors; allowed: None, for glu_layout='concatenated'. To fix it, interleave"),
 ]  # fmt: skip
 
 
@@ -92,6 +99,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
         operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"n": 80}, "columns of the product: got 80; allowed: multiples of 32, the blocks of ab12"),
+        ({"out": E4M3, "glu_layout": "concatenated"}, "d_ab12 tensor dtype: got .*, for glu_layout='concatenated'"),
+        ({"out": E4M3, "dtype": FP4, "scale": E8M0}, "d_ab12 tensor dtype: got .*, for operands of float4"),
+        ({"glu_order": "up"}, "glu_order: got 'up'; allowed: 'up_gate' or 'gate_up'"),
+    ],
+)
+def test_what_the_backward_pass_refuses(given: dict[str, Any], words: str) -> None:
+    problem = case("gemm_dswiglu", device="meta", **given)
+    with pytest.raises(ValueError, match=f"GemmDswiglu: {words}"):
+        problem.family.cls(**problem.samples(), **options(problem), arch="sm_90a").check_support()
 
 
 def test_ab12_and_c_have_one_major() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn import registry
 from support import gemms
 from support.gemm_families import (
     ARCHITECTURES,
@@ -342,6 +343,37 @@ def test_interleaved_weights(l: int) -> None:  # noqa: E741
     c = cudnn.gemm_swiglu_wrapper(x, w if l else w.unsqueeze(-1), ab12_dtype=None, c_dtype=None)["c_tensor"]
     z = [torch.einsum("mkl,nkl->mnl", x.float(), part.float().reshape(96, 64, -1)) for part in (gate, up)]
     torch.testing.assert_close(c.float(), z[1] * torch.nn.functional.silu(z[0]), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["gemm_swiglu", "gemm_geglu"])
+@pytest.mark.parametrize("order", ["up_gate", "gate_up"])
+def test_halves_of_weights(name: str, order: str) -> None:
+    """Taken as they are, or interleaved once: the same results, ab12 in the order of the weights."""
+    x, halves = gemms.plain(40, 64, 2).tensor, gemms.plain(192, 64, 2).tensor
+    wrapper, given = registry.wrapper(name), {"ab12_dtype": F32, "c_dtype": BF16}
+    found = wrapper(x, halves, **given, glu_layout="concatenated", glu_order=order)
+    woven = cudnn.interleave_glu_weights(halves, order=order)
+    expected = wrapper(x, woven, **given)
+    assert torch.equal(found["c_tensor"], expected["c_tensor"])
+    pairs = expected["ab12_tensor"].unflatten(1, (-1, 2, 32)).unbind(2)
+    apart = torch.cat([each.flatten(1, 2) for each in (pairs if order == "up_gate" else pairs[::-1])], 1)
+    assert torch.equal(found["ab12_tensor"], apart)
+    kept = cudnn.interleave_glu_weights(halves, order=order, gate_first=order == "gate_up")
+    same = wrapper(x, kept, **given, glu_order=order)
+    assert torch.equal(same["c_tensor"], expected["c_tensor"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "words"),
+    [
+        ((96, 8), "up_gate", r"weights: got the shape \(96, 8\); allowed: .* inner a multiple of 32"),
+        ((64,), "up_gate", "weights: got the shape"),
+        ((64, 8), "gate", "order: got 'gate'; allowed: 'up_gate' or 'gate_up'"),
+    ],
+)
+def test_halves_that_cannot_be_interleaved(shape: tuple[int, ...], order: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"interleave_glu_weights: {words}"):
+        cudnn.interleave_glu_weights(torch.ones(shape), order=order)
 
 
 def test_interleaved_four_bit_weights() -> None:

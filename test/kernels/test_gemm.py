@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-from cudnn_kernels.epilogue import Amax, LoadTile, SquaredReluBackward, StoreTile, SumColumn  # noqa: E402
+from cudnn_kernels.epilogue import (  # noqa: E402
+    Amax,
+    LoadTile,
+    SquaredReluBackward,
+    StoreTile,
+    SumColumn,
+    reference,
+)
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
 from support import gemm  # noqa: E402
@@ -160,6 +167,29 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
 def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
     pair = arch == BLACKWELL and tile[0] == 256
     check(arch, types, 264, 264, 5376 // bits(types[0]), **options(arch, tile, (2, 1) if pair else (1, 1)))
+
+
+HALVES: list[tuple[str, Types, dict[str, Any]]] = [
+    (HOPPER, PLAIN[0], {"tile": (128, 128), "cluster": (2, 1), "pingpong": True}),
+    (BLACKWELL, PLAIN[0], {"tile": (256, 256), "cluster": (2, 1)}),
+    (HOPPER, PLAIN[0], {"tile": (128, 256), "cluster": (2, 2)}),
+    (HOPPER, PLAIN[3], {"tile": (128, 128), "cluster": (2, 1)}),
+    (HOPPER, PLAIN[2], {"tile": (128, 128), "cluster": (4, 1)}),
+    (BLACKWELL, PLAIN[0], {"tile": (128, 64), "cluster": (4, 1)}),
+    (BLACKWELL, PLAIN[3], {"tile": (256, 64), "cluster": (2, 2)}),
+    (BLACKWELL, PLAIN[2], {"tile": (256, 128), "cluster": (4, 1)}),
+    (BLACKWELL, PLAIN[0], {"tile": (256, 256), "cluster": (4, 2), "dynamic": True}),
+]
+
+
+@pytest.mark.parametrize(("arch", "types", "choice"), brief(HALVES, 0))
+def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
+    """Blocks of 32 columns come in turn from the halves of B's rows, which CTAs of a cluster may fetch together."""
+    c = replace(configured(arch, types, **choice), halves=True)
+    given, expected, _ = gemm.run(arch, c, 264, 448, 136 if types == PLAIN[0] else 208, 2)
+    assert torch.equal(given["d"], reference.woven(expected["d"]))
+    with pytest.raises(ValueError, match="tile: got 192 columns; allowed: 64, 128, 256, of halves of B"):
+        replace(c, tile=(128, 192, 64))
 
 
 DYNAMIC: list[Any] = [

@@ -79,6 +79,12 @@ class Case:
     b: Operand
     tensors: dict[str, Any]
     vector: int
+    layout: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[bool, bool]:
+        """Whether up and gate are halves, and whether gate is first."""
+        return self.layout.get("glu_layout") == "concatenated", self.layout.get("glu_order") == "gate_up"
 
     def samples(self) -> dict[str, Any]:
         return {f"sample_{name}": tensor for name, tensor in self.tensors.items()}
@@ -119,10 +125,12 @@ def case(
     amax: bool | None = None,
     device: str = "cpu",
     rows: int = 128,
+    **layout: str,
 ) -> Case:
     """A problem: ``out`` is the result's type, ``side`` that of ab12 or c, None for no ab12; ``majors``: a, b, out.
 
     ``rows`` of B share a float32 factor. The c of dSwiGLU is there for results of 32 bits.
+    ``layout``: glu_layout and glu_order.
     """
     family = BY_NAME[name]
     vector = vector or (128 if scale == F32 else 32 if scale == E8M0 or out in (E4M3, E5M2) else 16)
@@ -168,12 +176,12 @@ def case(
         tensors["norm_const"] = torch.tensor([0.01], device=memory) if quantized else None
     if device == "meta":
         tensors = {key: None if tensor is None else without_data(tensor) for key, tensor in tensors.items()}
-    return Case(family, a, b, tensors, vector)
+    return Case(family, a, b, tensors, vector, layout)
 
 
 def options(problem: Case) -> dict[str, Any]:
     """Options that the problem needs: a tile that divides it, the number of elements that share a factor."""
-    chosen: dict[str, Any] = {"sf_vec_size": problem.vector}
+    chosen: dict[str, Any] = {"sf_vec_size": problem.vector, **problem.layout}
     if problem.family.name not in ("gemm_amax", "gemm_swiglu"):
         chosen["mma_tiler_mn"] = (128, 128)
     return chosen
@@ -217,7 +225,7 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
     if name == "gemm_swiglu":
         if tensors["ab12"] is not None:
             gemms.assert_rounded(tensors["ab12"], z, slack)
-        values = gemms.swiglu(z)
+        values = gemms.swiglu(z, *problem.order)
     elif name == "gemm_srelu":
         gemms.assert_rounded(tensors["c"], z, slack)
         values = gemms.srelu(z, tensors["prob"])
@@ -225,7 +233,7 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
         values, dprob = gemms.dsrelu(z, tensors["c"], tensors["prob"])
         gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
     elif name == "gemm_dswiglu":
-        values, dprob, c = gemms.dswiglu(z, tensors["ab12"], tensors["prob"])
+        values, dprob, c = gemms.dswiglu(z, tensors["ab12"], tensors["prob"], *problem.order)
         gemms.assert_rounded(tensors["dprob"], dprob, 10 * slack)
         if tensors["c"] is not None:
             gemms.assert_rounded(tensors["c"], c, 1e-6)
@@ -233,7 +241,9 @@ def check(problem: Case, alpha: float = 1.0, slack: float = 1e-5) -> None:
         values = z
     slack *= 4 if name != "gemm_amax" else 1  # products of sums
     if tensors["amax"] is not None:
-        blocks = values.abs().unflatten(1, (-1, 2, 32)) if name == "gemm_dswiglu" else values.abs().unsqueeze(2)
+        blocks = values.abs().unsqueeze(2)
+        if name == "gemm_dswiglu":
+            blocks = values.abs().unflatten(1, (-1, 2, values.shape[1] // 2 if problem.order[0] else 32))
         torch.testing.assert_close(
             tensors["amax"].double().flatten(), blocks.transpose(0, 2).flatten(1).amax(1), rtol=4 * slack, atol=0
         )

@@ -101,12 +101,17 @@ def matmul(a: Operand, b: Operand) -> torch.Tensor:
     return torch.stack([a.values[..., i] @ b.values[..., i].T for i in range(a.values.shape[2])], dim=2)
 
 
-def swiglu(z: torch.Tensor) -> torch.Tensor:
-    """(m, n, l) to (m, n / 2, l), in float64: column p * 32 + i comes of columns p * 64 + i (up) and + 32 (gate)."""
+def swiglu(z: torch.Tensor, halves: bool = False, gate_first: bool = False) -> torch.Tensor:
+    """(m, n, l) to (m, n / 2, l), in float64: column p * 32 + i comes of columns p * 64 + i (up) and + 32 (gate).
+
+    Of halves, column i comes of columns i and n / 2 + i.
+    """
     columns = torch.arange(z.shape[1] // 2, device=z.device)
-    up = columns // 32 * 64 + columns % 32
-    gate = z[:, up + 32]
-    return z[:, up] * gate / (1 + torch.exp(-gate))
+    first, distance = (columns, len(columns)) if halves else (columns // 32 * 64 + columns % 32, 32)
+    up, gate = z[:, first], z[:, first + distance]
+    if gate_first:
+        up, gate = gate, up
+    return up * gate / (1 + torch.exp(-gate))
 
 
 def srelu(z: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
@@ -119,10 +124,10 @@ def dsrelu(z: torch.Tensor, c: torch.Tensor, prob: torch.Tensor) -> tuple[torch.
     return 2 * positive * c.double() * prob.double(), (positive * positive * c.double()).sum(1, keepdim=True)
 
 
-def dswiglu(z: torch.Tensor, ab12: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def dswiglu(z: torch.Tensor, ab12: torch.Tensor, prob: torch.Tensor, *order: bool) -> tuple[torch.Tensor, ...]:
     """d_ab12, dprob and c, by autograd: z is the gradient of c."""
     saved, factor = ab12.double().requires_grad_(), prob.double().requires_grad_()
-    c = swiglu(saved) * factor
+    c = swiglu(saved, *order) * factor
     c.backward(z)
     assert saved.grad is not None
     assert factor.grad is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -32,6 +32,9 @@ from cudnn_kernels.signature import (
     sum_scales,
     vector,
 )
+
+BLOCK = 32
+"""Columns of one role, where gates and other columns take turns."""
 
 Widths = Mapping[str, Fraction]
 """Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
@@ -201,11 +204,19 @@ class MultiplyGroup(Declaration):
 
 @dataclass(frozen=True)
 class _Tile(Declaration):
-    """A tensor (m, n, l) whose tiles pass through shared memory."""
+    """A tensor (m, n, l) whose tiles pass through shared memory.
+
+    Where its columns are ``halves``, blocks of 32 columns of the value lie in the first and the second half in turn.
+    """
 
     tensor: str
     dtype: str
     major: str = "n"
+    halves: bool = field(default=False, kw_only=True)
+
+    @property
+    def step(self) -> int:
+        return 2 * BLOCK if self.halves else 1
 
     @property
     def staged(self) -> int:
@@ -308,9 +319,6 @@ class Gate:
 
 
 SWIGLU, GEGLU, REGLU = Gate(), Gate("swish", 1.702, 7.0, -7.0, 1.0), Gate("relu")
-
-BLOCK = 32
-"""Columns of one role, where gates and other columns take turns."""
 
 
 @dataclass(frozen=True)

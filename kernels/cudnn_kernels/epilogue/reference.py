@@ -38,11 +38,13 @@ def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Argumen
 
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
-    values[o.value] = arguments[o.tensor].float()
+    x = arguments[o.tensor].float()
+    values[o.value] = woven(x) if o.halves else x
 
 
 def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
     x, target = values[o.value], arguments[o.tensor]
+    x = unwoven(x) if o.halves else x
     if o.dtype == FP4:
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
@@ -50,6 +52,16 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
         limit = FORMATS[o.dtype].largest
         rounded = (x if limit is None else x.clamp(-limit, limit)).to(target.dtype)
         target.copy_(target.float() + rounded.float() if o.adds else rounded)
+
+
+def woven(x: Any) -> Any:
+    """(m, n, l) in blocks of 32 columns that come in turn from the first and the second half of them."""
+    return x.unflatten(1, (2, -1, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
+
+
+def unwoven(x: Any) -> Any:
+    """The same back."""
+    return x.unflatten(1, (-1, 2, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Uint8
+from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
+from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.fragment import Fragment, Some, indices
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
@@ -28,12 +29,16 @@ class _StagedTile(Operation):
         super().__init__(declaration, plan, width)
         packed = FORMATS[declaration.dtype].packed
         self.packed = packed > 1
-        self.shape = (plan.rows, width // plan.pieces // packed)  # of a piece, in elements of the tensor
+        self.pieces = width // BLOCK if declaration.halves else plan.pieces
+        self.shape = (plan.rows, width // self.pieces // packed)  # of a piece, in elements of the tensor
         self.element = Uint8 if self.packed else DTYPES[declaration.dtype]
         if self.packed and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
         if plan.clips_rows and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
+        if declaration.halves and (plan.clips_rows or plan.pieces > 1 or self.packed):
+            allowed = "a dense product, parts in one piece, types of 8 bits and more"
+            raise ValueError(f"{declaration.tensor}: got halves; allowed: none but of {allowed}")
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         one = cute.slice_(self.layout(), (None, None, 0))
@@ -42,9 +47,14 @@ class _StagedTile(Operation):
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
         """The tensor as the copy engine sees it: where experts end in tiles, so that its boxes end there too.
 
-        What is beyond is loaded as zeros, so that another expert's values are in no reduction, and is not stored.
+        What is beyond is loaded as zeros, so that another expert's values are in no reduction, and is not stored. Where
+        the columns are halves, the number of a half is part of the last index.
         """
         tensor = arguments[self.o.tensor]
+        if self.o.halves:
+            (m, n, batch), (row, column, far) = tensor.shape, tensor.stride
+            layout = cute.make_layout((m, n // 2, (2, batch)), stride=(row, column, (Int64(n // 2) * column, far)))
+            return cute.make_tensor(tensor.iterator, layout)
         return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
 
     def bytes(self) -> int:
@@ -57,12 +67,12 @@ class _StagedTile(Operation):
 
     def part_bytes(self) -> int:
         """Bytes of a part of the group's rows."""
-        return self.shape[0] * self.shape[1] * self.plan.pieces * self.element.width // 8
+        return self.shape[0] * self.shape[1] * self.pieces * self.element.width // 8
 
     def layout(self) -> Any:
         """The layout of all groups' buffers, piece by piece."""
         order = LayoutEnum.ROW_MAJOR if self.o.major == "n" else LayoutEnum.COL_MAJOR
-        count = self.plan.groups * self.plan.stages * self.plan.pieces
+        count = self.plan.groups * self.plan.stages * self.pieces
         return sm90.make_smem_layout_epi(self.element, order, self.shape, count)
 
     def stage(self, tile: Tile, part: int) -> Any:
@@ -71,10 +81,9 @@ class _StagedTile(Operation):
 
     def buffer(self, tile: Tile, part: int) -> cute.Tensor:
         """The group's buffer for a part, whose columns are those of its pieces."""
-        pieces = self.plan.pieces
-        if pieces == 1:
+        if self.pieces == 1:
             return self.buffers[None, None, self.stage(tile, part)]
-        both = cute.local_tile(self.buffers, (*self.shape, pieces), (0, 0, self.stage(tile, part)))
+        both = cute.local_tile(self.buffers, (*self.shape, self.pieces), (0, 0, self.stage(tile, part)))
         return cute.group_modes(both, 1, 3)
 
     def ends(self, tile: Tile, part: int) -> list[tuple[cute.Tensor, cute.Tensor]]:
@@ -84,9 +93,13 @@ class _StagedTile(Operation):
         moved = cute.domain_offset((row, 0, 0), tensor)
         whole = cute.make_layout(1)
         found = []
-        for which in range(self.plan.pieces):
-            gD = cute.local_tile(moved, self.shape, (0, self.piece(tile, part, which), last))
-            sD = self.buffers[None, None, self.stage(tile, part) * self.plan.pieces + which]
+        for which in range(self.pieces):
+            place = (0, self.piece(tile, part, which), last)
+            if self.o.halves:
+                pairs = (tile.column * self.plan.parts + part) * (self.pieces // 2)
+                place = (0, pairs + which // 2, (which % 2, last))
+            gD = cute.local_tile(moved, self.shape, place)
+            sD = self.buffers[None, None, self.stage(tile, part) * self.pieces + which]
             two = (cute.group_modes(x, 0, 2) for x in (sD, gD))
             found.append(cpasync.tma_partition(atom, 0, whole, *two))
         return found

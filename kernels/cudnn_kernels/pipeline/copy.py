@@ -23,7 +23,7 @@ class Operand:
     atom: Any
     tensor: cute.Tensor
     ring: cute.Tensor
-    shape: tuple[int, int]
+    shape: tuple[Any, int]
     share: int
     pointers: cute.Tensor | None = None
 
@@ -42,7 +42,24 @@ def fetch(o: Operand, start: tuple[Any, Any], last: Any, stage: Int32, full: Any
     cute.copy(o.atom, source, target[None, stage], tma_bar_ptr=full, mcast_mask=mask)
 
 
-def descriptor(tensor: cute.Tensor, shape: tuple[int, int], layout: Any, share: int = 1) -> tuple[Any, Any]:
+def woven(tensor: cute.Tensor, block: int) -> cute.Tensor:
+    """A view of (rows, columns, l) in which blocks of so many rows come in turn from the first and the second half.
+
+    The rows are a mode (block, 2, half of the blocks): a box of whole pairs takes as many from one half as from the
+    other.
+    """
+    rows, far = tensor.shape[0], tensor.stride[0]
+    shape = ((block, 2, rows // (2 * block)), *tensor.shape[1:])
+    stride = ((far, Int64(rows // 2) * far, block * far), *tensor.stride[1:])
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+def woven_rows(count: int, block: int) -> tuple[int, int, int]:
+    """The shape of so many rows of such a view."""
+    return (block, 2, count // (2 * block))
+
+
+def descriptor(tensor: cute.Tensor, shape: tuple[Any, int], layout: Any, share: int = 1) -> tuple[Any, Any]:
     """The copy engine's atom and view of a tensor, for boxes of a shape that ``share`` CTAs fetch together.
 
     It rounds float32 to tf32, to nearest; wgmma would truncate.

@@ -114,8 +114,9 @@ class Gemm:
         operands = tile_operands(c, mma, whole, self.tiles.clips_k)
         for operand in operands:
             views[operand.name] = operand.view(arguments.get(operand.name), views)
-        scheduled = self.tiles.prepare(views["a"], views["b"], arguments)
-        arguments = {**arguments, "m": views["a"].shape[0], "n": views["b"].shape[0]}
+        a, b = views["a"], (arguments if const_expr(c.halves) else views)["b"]
+        scheduled = self.tiles.prepare(a, b, arguments)
+        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         parameters = self.epilogue.prepare(arguments)
         clusters = self.tiles.limit(scheduled)
         if const_expr(not c.dynamic):

@@ -14,8 +14,9 @@ from cutlass import Float32, Int32, TFloat32, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
+from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import PIECE, clipped, ending, everywhere, granule, matrices
+from cudnn_kernels.pipeline.copy import PIECE, clipped, ending, everywhere, granule, matrices, woven, woven_rows
 from cudnn_kernels.schedule.tiles import Extent, Work
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
@@ -68,13 +69,17 @@ class TileOperand(ABC):
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
         """The argument as the tensor cores know it, or any at an address; ``arguments`` has the operands before it."""
 
+    def tiler(self) -> tuple[Any, ...]:
+        """The tile (m, n, k), as modes of the view."""
+        return self.c.tile
+
     def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
         """A tile of the copy engine's view, of the last index ``last``."""
         depth, k = self.c.tile[2], place.k
         if self.clips:
             k, last = clipped(k, place.work.k_end, depth, granule(self.element, self.operand.major == "k"))
         moved = cute.domain_offset((place.start[self.side], k, 0), tensor)
-        return cute.local_tile(moved, (self.c.tile[self.side], depth), (0, 0, last))
+        return cute.local_tile(moved, (self.tiler()[self.side], depth), (0, 0, last))
 
     @property
     def operand(self) -> Any:
@@ -161,6 +166,14 @@ class OperandB(_Values):
 
     name, shared_along = "b", COLUMN
 
+    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+        viewed = super().view(tensor, arguments)
+        return woven(viewed, BLOCK) if self.c.halves else viewed
+
+    def tiler(self) -> tuple[Any, ...]:
+        m, n, k = self.c.tile
+        return (m, woven_rows(n, BLOCK) if self.c.halves else n, k)
+
     def layout(self, stages: int) -> Any:
         return sm100.make_smem_layout_b(self.mma, self.c.tile, self.element, stages)
 
@@ -168,7 +181,7 @@ class OperandB(_Values):
         op = sm100.cluster_shape_to_tma_atom_B(self.c.cluster, self.mma.thr_id)
         shape = self.cluster().shape
         return cute.nvgpu.make_tiled_tma_atom_B(
-            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
+            op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=self.rounded()
         )
 
     def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:

@@ -27,6 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
@@ -35,7 +36,18 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, meet, release
-from cudnn_kernels.pipeline.copy import Operand, address, clipped, descriptor, ending, fetch, granule, matrices
+from cudnn_kernels.pipeline.copy import (
+    Operand,
+    address,
+    clipped,
+    descriptor,
+    ending,
+    fetch,
+    granule,
+    matrices,
+    woven,
+    woven_rows,
+)
 from cudnn_kernels.pipeline.factors import Factors, Side
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
@@ -95,9 +107,11 @@ class Gemm:
         a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
         if const_expr(self.tiles.clips_k):
             a, b = ending(a, 1, self.tile_k), ending(b, 1, self.tile_k)
+        if const_expr(self.c.halves):
+            b = woven(b, BLOCK)
         self.kernel(
             *descriptor(a, (self.tile_m, self.tile_k), a_layout, cn),
-            *descriptor(b, (self.tile_n, self.tile_k), b_layout, cm),
+            *descriptor(b, (self.rows_of_b(), self.tile_k), b_layout, cm),
             pointers,
             tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else (),
             scheduled,
@@ -123,6 +137,10 @@ class Gemm:
         if c.a.scale.vector != self.tile_k * c.promote or c.pingpong or self.tiles.clips_k:
             raise ValueError(f"{c}: factors of sums need promoted sums of {c.a.scale.vector}, of a shared tile")
         return tuple(Side(x.scale, tile) for x, tile in ((c.a, self.tile_m), (c.b, self.tile_n)))
+
+    def rows_of_b(self) -> Any:
+        """The shape of the rows of B in a tile."""
+        return woven_rows(self.tile_n, BLOCK) if self.c.halves else self.tile_n
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
         """A's and B's rings in shared memory."""
@@ -207,7 +225,7 @@ class Gemm:
             if warp == LOAD_WARP:
                 cm, cn = self.c.cluster
                 a = Operand(atom_a, mA, sA, (self.tile_m, self.tile_k), cn)
-                b = Operand(atom_b, mB, sB, (self.tile_n, self.tile_k), cm, pointers)
+                b = Operand(atom_b, mB, sB, (self.rows_of_b(), self.tile_k), cm, pointers)
                 self.produce(a, b, ring)
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:

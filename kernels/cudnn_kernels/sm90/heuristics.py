@@ -60,21 +60,25 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     more, or registers would be spilled. Clusters of two CTAs share B.
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
-    each warpgroup if what it stages leaves room for the operands, else one for both.
+    each warpgroup if what it stages leaves room for the operands, else one for both. The CTAs of a cluster fetch equal
+    shares of B's halves, which tiles of 192 columns have not.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
     choice: dict[str, Any] = {"tile": (128, 128), "part": part}
     wide = 192 if (bits == 8) != bool(scale) else 256
+    many = problem.n >= MANY_COLUMNS and not problem.halves
     if needs.width > 1:
         alone = bits == 16 and needs.bits <= ALONE and not needs.registers and not scale
         choice |= {"part": 32, "pingpong": alone}
-    elif problem.n > 128 and part == 64 and ((bits != 8 and not scale) or wide % needs.columns == 0):
+    elif problem.n > 128 and part == 64 and not (problem.halves and wide == 192) and (
+        (bits != 8 and not scale) or wide % needs.columns == 0
+    ):
         if scale:
             choice = {"tile": (128, wide), "part": part}
         elif bits == 8:
             choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
-        elif bits == 16 and problem.n >= MANY_COLUMNS and len(needs.staged) == 1 and not needs.registers:
+        elif bits == 16 and many and len(needs.staged) == 1 and not needs.registers:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}

@@ -13,9 +13,38 @@ from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
+LAYOUTS = ("interleaved", "concatenated")
+ORDERS = ("up_gate", "gate_up")
 
-class GatedGemm(DenseGemm):
-    """A GEMM and a gated activation of its columns: of every 64, the first 32 are up, the others gate."""
+
+class GluLayout(DenseGemm):
+    """Where up and gate lie among 2 n columns, or rows of weights.
+
+    ``glu_layout``: blocks of 32 that take turns, or halves. ``glu_order``: which of the two comes first.
+    """
+
+    glu_layout: str = LAYOUTS[0]
+    glu_order: str = ORDERS[0]
+
+    @property
+    def halves(self) -> bool:
+        """Whether up and gate are halves."""
+        return self.glu_layout == "concatenated"
+
+    @property
+    def gate_first(self) -> bool:
+        """Whether gate comes before up."""
+        return self.glu_order == "gate_up"
+
+    def check_options(self) -> None:
+        super().check_options()
+        for name, allowed in (("glu_layout", LAYOUTS), ("glu_order", ORDERS)):
+            if getattr(self, name) not in allowed:
+                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
+
+
+class GatedGemm(GluLayout):
+    """A GEMM and a gated activation of its columns: of every 64, the first 32 are up, the others gate, by default."""
 
     tensors = (
         *operands(),
@@ -42,8 +71,12 @@ class GatedGemm(DenseGemm):
         """What becomes of a pair."""
 
     def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("ab12"),) if self.given("ab12") else ()
-        return (epilogue.Scale("alpha"), *stored, epilogue.Gated(self.gate()), *self.result_epilogue("c"))
+        stored = (self.store("ab12", halves=self.halves),) if self.given("ab12") else ()
+        gated = epilogue.Gated(self.gate(), self.gate_first)
+        return (epilogue.Scale("alpha"), *stored, gated, *self.result_epilogue("c"))
+
+    def weaves(self) -> bool:
+        return self.halves
 
     @staticmethod
     def narrow(dtype: Any) -> Any:
@@ -81,10 +114,21 @@ class GatedGemm(DenseGemm):
             raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
         if self.given("ab12") and self.major("ab12") != self.major("c"):
             raise self._refuse("c tensor major", self.major("c"), f"{self.major('ab12')}, that of ab12")
+        if self.halves:
+            self._check_halves()
         if self._plain:
             self._check_plain(ab12, c)
         else:
             self._check_scaled(a, ab12, c, sizes)
+
+    def _check_halves(self) -> None:
+        """The copy engine moves 16 bytes at least: rows along k, not the 4 bytes of the factors of 32 rows."""
+        cure = "interleave the weights once, by cudnn.interleave_glu_weights"
+        if self.scaled:
+            allowed = "None, for glu_layout='concatenated'"
+            raise self.unsupported("sfa and sfb tensors", "scale factors", allowed, f"{cure}, before quantising them")
+        if self.major("b") != "k":
+            raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", cure)
 
     def _check_plain(self, ab12: str, c: str) -> None:
         if ab12 in FLOAT8:

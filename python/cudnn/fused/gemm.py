@@ -18,6 +18,7 @@ from cudnn.gemm.plans import GemmPlan
 from cudnn.gemm.reference import evaluate, product
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.epilogue.reference import woven
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 
 NARROW = ("float16", "bfloat16")
@@ -115,9 +116,9 @@ class FusedGemm(FusedAPI):
             operations.append(epilogue.QuantizeRows(scales, self.kind(name), self.kind(scales), self.sf_vec_size))
         return (*operations, self.store(name))
 
-    def store(self, name: str, value: str = "x") -> Any:
-        """The store of a value into a tensor."""
-        return epilogue.StoreTile(name, self.kind(name), self.major(name), value)
+    def store(self, name: str, value: str = "x", halves: bool = False) -> Any:
+        """The store of a value into a tensor, whose columns may be halves that take turns in the value."""
+        return epilogue.StoreTile(name, self.kind(name), self.major(name), value, halves=halves)
 
     def load(self, name: str) -> Any:
         """A tensor as the value ``c``."""
@@ -250,12 +251,17 @@ class FusedGemm(FusedAPI):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         problem = GemmProblem(
             self.operand("a"), self.operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
-            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate),
+            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate), self.weaves(),
         )  # fmt: skip
         return GemmPlan(arch, problem)
 
+    def weaves(self) -> bool:
+        """Whether blocks of 32 columns of the product come in turn from the two halves of B's rows."""
+        return False
+
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        evaluate(self.operations(), product(tensors, self.sf_vec_size), tensors)
+        accumulator = product(tensors, self.sf_vec_size)
+        evaluate(self.operations(), woven(accumulator) if self.weaves() else accumulator, tensors)
 
     @classmethod
     def shape_of(cls, tensor: Any) -> tuple[int, ...]:

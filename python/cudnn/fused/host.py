@@ -274,9 +274,9 @@ class FusedAPI(APIBase):
         """What is raised for a value that is not allowed."""
         return ValueError(refusal(self._title(), what, got, allowed, cure))
 
-    def unsupported(self, what: str, got: object, allowed: str) -> NotImplementedError:
+    def unsupported(self, what: str, got: object, allowed: str, cure: str = "") -> NotImplementedError:
         """What is raised for a combination that no kernel covers."""
-        return NotImplementedError(refusal(self._title(), what, got, allowed))
+        return NotImplementedError(refusal(self._title(), what, got, allowed, cure))
 
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
         if tensor is None:

@@ -32,6 +32,7 @@ from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
 from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
 from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
 from cudnn.gemm_swiglu import interleave_gate_up as interleave_gate_up
+from cudnn.gemm_swiglu import interleave_glu_weights as interleave_glu_weights
 from cudnn.grouped_gemm.grouped_gemm import GroupedGemm as GroupedGemm
 from cudnn.grouped_gemm.grouped_gemm import GroupedGemmSm100 as GroupedGemmSm100
 from cudnn.grouped_gemm.grouped_gemm import grouped_gemm_wrapper as grouped_gemm_wrapper

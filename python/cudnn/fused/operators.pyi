@@ -44,6 +44,8 @@ def gemm_dswiglu(
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """GEMM + dSwiGLU: d_ab12, c, dprob, amax, sfd; what there is not has no elements. See
     :class:`cudnn.GemmDswiglu`."""
@@ -64,6 +66,8 @@ def gemm_geglu(
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
     accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + GeGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmGeglu`."""
 
@@ -118,6 +122,8 @@ def gemm_swiglu(
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
+    glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + SwiGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmSwiglu`."""
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
+from cudnn.fused.dense import amax, operands, quantizer
+from cudnn.fused.gated import GluLayout
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Column, Contiguous, Matrix, Sizes, TensorSpec
 from cudnn.fused.wrapper import call
@@ -22,23 +23,22 @@ if TYPE_CHECKING:
 WIDE = Matrix("m", "columns", "mn")
 
 
-class GemmDswiglu(DenseGemm):
+class GemmDswiglu(GluLayout):
     """A GEMM, and the backward pass of the SwiGLU that :class:`cudnn.GemmSwiglu` computed.
 
         dc     = alpha * (a * sfa) (b * sfb)^T                   (m, n), accumulated in float32
-        d_up   = dc * gate * sigmoid(gate) * prob[m]             of every 64 columns of ab12 and of d_ab12, (m, 2 n),
-        d_gate = dc * up * s * (1 + gate * (1 - s)) * prob[m]    the first 32 are up, the others gate; s = sigmoid(gate)
+        d_up   = dc * gate * s * prob[m]                         s = sigmoid(gate); ab12 and d_ab12, (m, 2 n), have up
+        d_gate = dc * up * s * (1 + gate * (1 - s)) * prob[m]    and gate in the places that glu_layout says
         c      = up * gate * sigmoid(gate) * prob[m]             once more, where it is wanted
         dprob  = dprob + sum over n of dc * up * gate * sigmoid(gate)
-        amax   = max(amax, [max |d_up|, max |d_gate|])           before d_ab12 is rounded
+        amax   = max(amax, [max |d_up|, max |d_gate|])           in glu_order, before d_ab12 is rounded
 
     Without prob, its factors are 1. The sums of dprob are added up in no fixed order, so that their last bits vary; all
     else repeats bit by bit. float32 operands are multiplied in TF32. A compiled object serves tensors of all sizes.
 
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
-        alpha: where ``execute`` is given none.
-        others: as those of :class:`cudnn.GemmSwiglu`, for clusters of at most 4 x 4.
+        others: as those of :class:`cudnn.GemmSwiglu`, for clusters of at most 4 x 4; alpha where ``execute`` gets none.
     """
 
     title = "GEMM + dSwiGLU"
@@ -65,7 +65,7 @@ class GemmDswiglu(DenseGemm):
         sample_sfd: Tensor | None = None, sample_norm_const: Tensor | None = None, alpha: float = 1.0,
         acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
         cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, arch: str | None = None,
-        accurate: bool = False,
+        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -83,19 +83,19 @@ class GemmDswiglu(DenseGemm):
         )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
-        saved = epilogue.LoadTile("ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2)
+        saved = epilogue.LoadTile("ab12", self.kind("ab12"), self.major("ab12"), "ab12", times=2, halves=self.halves)
+        back = epilogue.GatedBackward(epilogue.SWIGLU, self.gate_first, "ab12")
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         values = ("x", "activation") if self.given("c") else ("x",)
         factors = [epilogue.MultiplyColumn("prob", value=value) for value in values if self.given("prob")]
         stored = (self.store("c", "activation"),) if self.given("c") else ()
-        ends = (replace(o, roles=2) if isinstance(o, epilogue.Amax) else o for o in self.result_epilogue("d_ab12"))
-        backward = (saved, epilogue.GatedBackward(epilogue.SWIGLU, saved="ab12"))
-        return (epilogue.Scale("alpha"), *backward, *sums, *factors, *stored, *ends)
+        changes = {epilogue.Amax: {"roles": 2}, epilogue.StoreTile: {"halves": self.halves}}
+        ends = (replace(o, **changes.get(type(o), {})) for o in self.result_epilogue("d_ab12"))
+        return (epilogue.Scale("alpha"), saved, back, *sums, *factors, *stored, *ends)
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
-        sizes = super().sizes_of(shapes, options)
-        return {**sizes, "columns": 2 * sizes["n"]}
+        return {**(sizes := super().sizes_of(shapes, options)), "columns": 2 * sizes["n"]}
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -119,9 +119,9 @@ class GemmDswiglu(DenseGemm):
         for name in ("d_ab12", "c"):
             if self.given(name) and self.major(name) != self.major("ab12"):
                 raise self._refuse(f"{name} tensor major", self.major(name), f"{self.major('ab12')}, that of ab12")
-        a, d = self.kind("a"), self.kind("d_ab12")
-        if a == FLOAT4 and d in FLOAT8:
-            raise self.error("d_ab12 tensor dtype", d, f"float16, bfloat16, float32, for operands of {a}")
+        if self.kind("d_ab12") in FLOAT8 and (self.kind("a") == FLOAT4 or self.halves):
+            where = "glu_layout='concatenated'" if self.halves else f"operands of {FLOAT4}"
+            raise self.error("d_ab12 tensor dtype", self.kind("d_ab12"), f"float16, bfloat16, float32, for {where}")
 
 
 class GemmDswigluSm100(GemmDswiglu):
@@ -133,15 +133,15 @@ def gemm_dswiglu_wrapper(
     d_ab12_dtype: dtype | None = None, c_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
     mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
-    sf_vec_size: int = 16, stream: Any = None, accurate: bool = False,
+    sf_vec_size: int = 16, stream: Any = None, accurate: bool = False, glu_layout: str = "interleaved",
+    glu_order: str = "up_gate",
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 
     Returns ``d_ab12_tensor, c_tensor, dprob_tensor, amax_tensor, sfd_tensor``: d_ab12 of ``d_ab12_dtype``, by default
     the type of ``ab12_tensor`` unless that has 8 bits, bfloat16 then; c where it has a ``c_dtype``; dprob, from 0, with
     ``prob_tensor``; amax with four-bit operands; sfd with a d_ab12 of 8 bits, which needs ``norm_const_tensor``. Other
-    arguments and errors as those of :class:`GemmDswiglu`. Nothing is recorded for autograd: the results have no
-    ``grad_fn``. ``cudnn.ops.gemm_dswiglu`` is the operator for ``torch.compile``.
+    arguments and errors as those of :class:`GemmDswiglu`. Nothing is recorded for autograd.
     """
     return call(GemmDswigluSm100, locals())
 

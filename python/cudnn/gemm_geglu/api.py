@@ -43,7 +43,7 @@ class GemmGeglu(GatedGemm):
         sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None, sample_sfc: Tensor | None = None,
         sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, linear_offset: float = 1.0,
         geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, arch: str | None = None,
-        accurate: bool = False,
+        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -76,7 +76,7 @@ def gemm_geglu_wrapper(
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
     sf_vec_size: int = 16, linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0, stream: Any = None,
-    accurate: bool = False,
+    accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -41,6 +41,9 @@ class GemmSwiglu(GatedGemm):
         accurate: for operands of 8 bits without scale factors on sm_90a: they are multiplied as bfloat16, since the
             tensor cores add up products of 8 bits with 13 bits, those of 16 bits with 25. Takes longer, and a
             workspace. For other operands and on sm_100a it changes nothing.
+        glu_layout: of b's rows and ab12's columns. ``"interleaved"``: up and gate in blocks of 32 that take turns;
+            ``"concatenated"``: in two halves, as most checkpoints have them, for a K-major b without scale factors.
+        glu_order: ``"up_gate"``, or ``"gate_up"`` where gate comes first.
     """
 
     title = "GEMM + SwiGLU"
@@ -54,7 +57,7 @@ class GemmSwiglu(GatedGemm):
         sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None, sample_sfc: Tensor | None = None,
         sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4,
         arch: str | None = None,
-        accurate: bool = False,
+        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -87,7 +90,7 @@ def gemm_swiglu_wrapper(
     mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
     sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4, stream: Any = None,
-    accurate: bool = False,
+    accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -11,6 +11,36 @@ from cudnn.lazy import torch
 PAIR = 32  # columns of up beside as many of gate
 
 
+def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: bool = False) -> Any:
+    """Weights whose rows are halves, as checkpoints have them, in alternating blocks of 32.
+
+    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms. Weights of 16 and
+    32 bits need not be interleaved: fused GEMMs take them as they are with ``glu_layout="concatenated"``.
+
+    Args:
+        weights: (2 inner, k) or (2 inner, k, l); inner a multiple of 32.
+        order: ``"up_gate"`` or ``"gate_up"``, that of the halves.
+        gate_first: that of the blocks, as for :func:`interleave_gate_up`.
+
+    Returns:
+        (2 inner, k) or (2 inner, k, l), K-major, new memory.
+
+    Raises:
+        ValueError: another order, number of rows or of dimensions.
+    """
+    where = "interleave_glu_weights"
+    if order not in ("up_gate", "gate_up"):
+        raise ValueError(refusal(where, "order", repr(order), "'up_gate' or 'gate_up'"))
+    if weights.ndim not in (2, 3) or weights.shape[0] % (2 * PAIR):
+        allowed = f"(2 inner, k) or (2 inner, k, l), inner a multiple of {PAIR}"
+        raise ValueError(refusal(where, "weights", f"the shape {tuple(weights.shape)}", allowed, "pad both halves"))
+    inner = weights.shape[0] // 2
+    up, gate = weights[:inner], weights[inner:]
+    if order == "gate_up":
+        up, gate = gate, up
+    return interleave_gate_up(gate, up, gate_first=gate_first)
+
+
 def interleave_gate_up(gate: Any, up: Any, *, gate_first: bool = False) -> Any:
     """The rows of two weight matrices in alternating blocks of 32, for ``b`` of a fused GEMM with SwiGLU.
 
