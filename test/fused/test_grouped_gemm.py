@@ -40,17 +40,18 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32, "bias": F32}},
     {"name": "grouped_gemm_srelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "major": "mn",
      "inputs": {"norm_const": F32, "prob": BF16}, "d_dtype": E4M3},
-    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "inputs": {"c": BF16, "beta": F32, "prob": F32, "dprob": F32}},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "inputs": {"c": BF16, "beta": F32, "prob": F32, "dprob": F32},
+     "generate_dbias": True},
     {"name": "grouped_gemm_dglu", "kind": "nvfp4", "ends": (256, 512), "n": 96,
      "inputs": {"c": F32, "beta": BF16, "prob": F32}, "act_func": "dgeglu", "glu_clamp_max": 4.0, "geglu_alpha": 1.2},
     {"name": "grouped_gemm_dglu", "kind": "mxfp8", "ends": (256, 768), "n": 64, "major": "mn", "d_dtype": E4M3,
      "inputs": {"norm_const": F32, "c": BF16, "beta": BF16, "dprob": F32}, "discrete_col_sfd": True},
     {"name": "grouped_gemm_dswiglu", "kind": "mxfp4", "ends": (256, 256, 512), "n": 64,
      "inputs": {"c": F16, "prob": F32, "beta": F32}},
-    {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}},
+    {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}, "generate_dbias": True},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32}, "semantics": "1.23"},
     {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
-     "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True},
+     "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True, "generate_dbias": True},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 

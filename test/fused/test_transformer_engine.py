@@ -180,7 +180,7 @@ def forward_and_backward(packed: bool) -> None:
     dprob = torch.zeros(TOKENS)
     down = cudnn.grouped_gemm_dglu_wrapper_sm100(
         **tokens(dy_rows, HIDDEN), **weights(w2_columns, FFN, HIDDEN, "n", packed), **common, c_tensor=up["c_tensor"],
-        beta_tensor=ones, prob_tensor=column(prob), dprob_tensor=column(dprob), generate_dbias=False,
+        beta_tensor=ones, prob_tensor=column(prob), dprob_tensor=column(dprob), generate_dbias=True,
         norm_const_tensor=torch.ones(1), d_dtype=E4M3, act_func="dswiglu", discrete_col_sfd=True, current_stream=None,
     )  # fmt: skip
     dh = product(dy_rows.values, w2_columns.values)
@@ -195,6 +195,9 @@ def forward_and_backward(packed: bool) -> None:
         assert_near(found, dz, 2**-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
     torch.testing.assert_close(dprob.double(), (dh * gate * s * other).sum(1), rtol=1e-4, atol=1e-3)
+    dbias = torch.zeros(EXPERTS, 2 * FFN, dtype=torch.float64).index_add_(0, OWNERS, dz)
+    assert down["dbias_tensor"].squeeze(-1).shape == dbias.shape
+    gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-4)
 
     # FC1's gradient.
     dx = torch.full((TOKENS, HIDDEN), torch.nan, dtype=BF16)

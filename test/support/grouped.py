@@ -149,6 +149,9 @@ def check(p: Problem, slack: float = 3e-5) -> None:
         blocks = values.abs().unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3))
         largest.scatter_reduce_(0, p.experts[:, None].expand(-1, roles), blocks, "amax")
         torch.testing.assert_close(found["amax"].flatten(1).double(), largest, rtol=16 * slack, atol=0)
+    if "dbias" in found:
+        sums = torch.zeros(len(p.ends), values.shape[1], dtype=torch.float64, device=x.device)
+        gemms.assert_rounded(found["dbias"].squeeze(-1), sums.index_add_(0, p.experts, values), 16 * slack)
     if "sfd_row" not in found:
         gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack)
         return

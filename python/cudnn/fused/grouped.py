@@ -175,6 +175,10 @@ class ExpertsGemm(FusedGemm):
         factors = self.multiplied_by(factor)
         return (epilogue.AddRow("bias", self.kind("bias"), *factors),)
 
+    def summed_columns(self) -> tuple[Any, ...]:
+        """The gradient of a bias, where it is asked for: each column's sum over the tokens of an expert."""
+        return (epilogue.SumColumn("dbias", self.kind("dbias")),) if self.given("dbias") else ()
+
     def result_epilogue(self, name: str) -> tuple[Any, ...]:
         """The end of every epilogue: largest magnitudes, quantisers, stores."""
         operations: list[Any] = [epilogue.Amax("amax", by_expert=True, roles=self.roles)] if self.given("amax") else []
@@ -522,6 +526,14 @@ class GatedExperts(ExpertsGemm):
             raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
 
 
+def bias_gradient(columns: str) -> TensorSpec:
+    """The sums of a result's columns over the tokens of each expert."""
+    return TensorSpec(
+        "dbias", Contiguous("experts", columns, alignment=4), ("bfloat16",), optional=True, fill=0.0, written=True,
+        padding=1, about="sums of columns",
+    )  # fmt: skip
+
+
 class GatedExpertsBackward(ExpertsGemm):
     """A grouped GEMM and the backward pass of a gated activation: the gradients of gates and others, 32 columns each in
     turn, as the saved ``c`` has them.
@@ -564,7 +576,8 @@ class GatedExpertsBackward(ExpertsGemm):
         factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
-        return (*product, saved, *factors, backward, *sums, *self.multiplied_by("prob"), *self.result_epilogue("d_row"))
+        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
+        return (*product, saved, *factors, backward, *sums, *weighted, *self.result_epilogue("d_row"))
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

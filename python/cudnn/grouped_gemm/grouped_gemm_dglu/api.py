@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import GatedExpertsBackward
+from cudnn.fused.grouped import GatedExpertsBackward, bias_gradient
 from cudnn.fused.layouts import Contiguous, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -23,6 +23,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         x     = alpha[e]^2 * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
         d_row = x * prob[m] * dy/dc                              the gradient of c, in its order; rounded or quantised
         dprob = dprob + sum over n of x * y
+        dbias = sum over the rows of each expert of d_row, before rounding
         amax  = max(amax, max |d_row|) of each expert, of gates and of others, before rounding
 
     y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu of beta[e] * c; dgeglu of c, times beta[e]
@@ -35,14 +36,15 @@ class GroupedGemmDglu(GatedExpertsBackward):
         act_func: ``"dswiglu"`` or ``"dgeglu"``. linear_offset (None: 1.0), geglu_alpha, glu_clamp_max, glu_clamp_min:
             of dgeglu.
         epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
-        sample_dbias, round_dgrad_to_input_dtype, sample_activation, _deterministic: not supported.
+        sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
+        round_dgrad_to_input_dtype, sample_activation, _deterministic: not supported.
         others: as those of :class:`cudnn.GroupedGemmGlu`.
     """
 
     title = "Grouped GEMM + dGLU"
     tensors = (
         *GatedExpertsBackward.tensors,
-        TensorSpec("dbias", Contiguous("experts", "columns", alignment=4), ("bfloat16",), optional=True, written=True),
+        bias_gradient("columns"),
         TensorSpec("activation", Contiguous("m", "n"), ("bfloat16",), optional=True, written=True),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
@@ -99,9 +101,8 @@ class GroupedGemmDglu(GatedExpertsBackward):
         for name in ("round_dgrad_to_input_dtype", "_deterministic"):
             if getattr(self, name):
                 raise self.unsupported(name, True, "False")
-        for name in ("dbias", "activation"):
-            if self.given(name):
-                raise self.unsupported(f"{name} tensor", "a tensor", "None")
+        if self.given("activation"):
+            raise self.unsupported("activation tensor", "a tensor", "None")
 
 
 class GroupedGemmDgluSm100(GroupedGemmDglu):
@@ -135,8 +136,8 @@ def grouped_gemm_dglu_wrapper(
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
     others: d_col; amax for a d of 16 bits; factors for operands of 8 bits, which need ``norm_const_tensor``.
-    ``generate_dbias``, ``activation_tensor`` and ``deterministic`` are not supported. Other arguments and errors as
-    those of :class:`GroupedGemmDglu`.
+    ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor`` and ``deterministic`` are not
+    supported. Other arguments and errors as those of :class:`GroupedGemmDglu`.
     """
     _deterministic = deterministic
     return call(GroupedGemmDgluSm100, locals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, operands, quantized
+from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, bias_gradient, operands, quantized
 from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -27,6 +27,7 @@ class GroupedGemmDsrelu(ExpertsGemm):
         x       = alpha[e] * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
         d_row   = 2 x relu(c) * prob[m]                          the gradient of c; rounded or quantised
         dprob   = dprob + sum over n of x relu(c)^2
+        dbias   = sum over the rows of each expert of d_row, before rounding
         d_srelu = relu(c)^2 * prob[m]                            what the forward pass made of c
         amax    = max(amax, max |d_row|) of each expert          before d_row is rounded
 
@@ -38,7 +39,8 @@ class GroupedGemmDsrelu(ExpertsGemm):
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
         use_dsrelu_reuse: a hint of other kernels.
-        sample_dbias, sample_dprob_workspace, sample_dbias_workspace, deterministic, tanh_clamp_scale: not supported.
+        sample_dbias: (experts, n), bfloat16, overwritten; added up in an order that does not vary.
+        sample_dprob_workspace, sample_dbias_workspace, deterministic, tanh_clamp_scale: not supported.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
@@ -53,7 +55,7 @@ class GroupedGemmDsrelu(ExpertsGemm):
         ),
         PROB,
         DPROB,
-        TensorSpec("dbias", Contiguous("experts", "n", alignment=4), ("bfloat16",), optional=True, written=True),
+        bias_gradient("n"),
         TensorSpec("dprob_workspace", SUMS, ("float32",), optional=True),
         TensorSpec("dbias_workspace", SUMS, ("bfloat16",), optional=True),
     )
@@ -112,7 +114,8 @@ class GroupedGemmDsrelu(ExpertsGemm):
     def operations(self) -> tuple[Any, ...]:
         backward = epilogue.SquaredReluBackward("c", of_saved=self.semantics != "1.23")
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
-        rest = (*self.recomputed(), *self.multiplied_by("prob"), *self.result_epilogue("d_row"))
+        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
+        rest = (*self.recomputed(), *weighted, *self.result_epilogue("d_row"))
         return (*self.scaled_product(), self.load("c"), backward, *sums, *rest)
 
     def recomputed(self) -> tuple[Any, ...]:
@@ -144,7 +147,7 @@ class GroupedGemmDsrelu(ExpertsGemm):
             raise self.unsupported("deterministic", True, "False")
         if self.tanh_clamp_scale is not None:
             raise self.unsupported("tanh_clamp_scale", self.tanh_clamp_scale, "None")
-        for name in ("dbias", "dprob_workspace", "dbias_workspace"):
+        for name in ("dprob_workspace", "dbias_workspace"):
             if self.given(name):
                 raise self.unsupported(f"{name} tensor", "a tensor", "None")
 
@@ -179,7 +182,8 @@ def grouped_gemm_dsrelu_wrapper(
 
     Returns ``d_row_tensor, d_col_tensor, d_srelu_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor,
     sfd_col_tensor, sfd_col_d_srelu_tensor``: the factors, and d_col, for 8-bit operands and an 8-bit d, which need
-    ``norm_const_tensor``; amax for a d of 16 bits. ``dprob_tensor`` is added to and returned, where it is given.
+    ``norm_const_tensor``; amax for a d of 16 bits; dbias with ``generate_dbias``. ``dprob_tensor`` is added to and
+    returned, where it is given.
     ``deterministic=None``: what ``torch.use_deterministic_algorithms`` said. Other arguments and errors as those of
     :class:`GroupedGemmDsrelu`.
     """
