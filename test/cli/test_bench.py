@@ -318,7 +318,7 @@ def test_swiglu_takes_up_first() -> None:
     z[0, 5], z[0, 32 + 5] = 3.0, 2.0  # up, gate
     z[0, 64 + 7], z[0, 96 + 7] = -1.0, 4.0
     _, after = declared.split(declared.operations(registry.find("gemm_swiglu"), OPERAND_TYPES["bf16"]))
-    c = declared.formula(after, {}, z, {}, torch.float32)["c"]
+    c = declared.formula(after, declared.widths(after), {}, z, {}, torch.float32)["c"]
     assert c.shape == (1, 64)
     assert c[0, 5] == pytest.approx(3 * 2 / (1 + math.exp(-2)))
     assert c[0, 32 + 7] == pytest.approx(-4 / (1 + math.exp(-4)))
