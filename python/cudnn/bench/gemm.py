@@ -196,8 +196,10 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
     kind, out = (name_of(dtype) for dtype in (a.dtype, o.out))
     factor = () if alpha == 1.0 else (alpha,)
     epilogue = (*(Scale() for _ in factor), StoreTile("z", out))
-    scales = [BlockScale(SUM_SCALES, SUM_VECTOR, rows) if of_sums else None for rows in (1, SUM_VECTOR)]
-    problem = GemmProblem(*(Operand(kind, "k", scale) for scale in scales), epilogue, Dense(), n, k)
+    operands = [
+        Operand(kind, "k", BlockScale(SUM_SCALES, SUM_VECTOR, rows) if of_sums else None) for rows in (1, SUM_VECTOR)
+    ]
+    problem = GemmProblem(operands[0], operands[1], epilogue, Dense(), n, k)
     configuration = ARCHITECTURES["sm_90a"].configure(problem)
     device = torch.cuda.current_device()
     arch = launch.device_architecture(device)

@@ -140,7 +140,7 @@ class Attention(FusedAPI):
             allowed = "given, for packed sequences" if self.packed else "None, for (b, h, s, d)"
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
 
-    def ends(self) -> dict[str, bool]:
+    def ends(self) -> dict[str, Any]:
         """Options of a configuration: on which sides the window ends."""
         return {"packed": self.packed, "right": self.window.right is not None, "left": self.window.left is not None}
 

@@ -99,8 +99,10 @@ class SdpaForward(Attention):
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
         cluster = 2 if heads == (256, 256) and not ends["right"] else 1  # it shares what L2 must deliver
         kind = name_of(self.dtype("q"))
-        options = {"softcap": self.softcap > 0, "sink": self.given("sink")}
-        return self.planned(arch, ForwardConfiguration(kind, *heads, TILES[heads], cluster=cluster, **ends, **options))
+        configuration = ForwardConfiguration(
+            kind, *heads, TILES[heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
+        )
+        return self.planned(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap
