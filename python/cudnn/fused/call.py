@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from cudnn import launch, settings
 from cudnn.fused.layouts import BlockScales, Matrix
 from cudnn.lazy import torch
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.signature import signature, workspace_size
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class KernelPlan:
     def workspace_size(self, sizes: Any) -> int:
         """Bytes of the workspace for a call's sizes."""
         return workspace_size(self.slots, sizes)
+
+
+def kernel_plan(arch: str, configuration: Any) -> KernelPlan:
+    """The plan of the one kernel that an architecture has for a configuration."""
+    return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
 
 
 class Call:
@@ -111,9 +117,8 @@ class Call:
             stream = self.current_stream(index) if stream is None else launch.raw_stream(stream, index)
             if self.prepares and workspace is None:
                 workspace = self._allocated(tensors, stream)
-            if self.views:
-                tensors = self._viewed(tensors)
-            self.kernel(*self.take((*tensors, *scalars, limit, stream, workspace, *self.constants)))
+            taken = self._viewed(tensors) if self.views else tensors
+            self.kernel(*self.take((*taken, *scalars, limit, stream, workspace, *self.constants)))
         except (TypeError, ValueError, AttributeError, RuntimeError):
             self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
             others = self.api.unfitting(dict(zip(self.api.names, tensors, strict=True)))

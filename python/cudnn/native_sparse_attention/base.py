@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cudnn.errors import refusal
-from cudnn.fused.call import KernelPlan, Plan, say
+from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import RowValues
-from cudnn_kernels.architecture import ARCHITECTURES
 
 GROUP = 16
 """As many heads of Q may share one of K and V."""
@@ -93,10 +92,6 @@ class Sparse(FusedAPI):
         given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
         if self.packed and len(given) < 2:
             raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
-
-    def planned(self, arch: str, configuration: Any) -> Plan:
-        """The plan for a kernel's configuration."""
-        return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

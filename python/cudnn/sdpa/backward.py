@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
@@ -77,7 +77,7 @@ class SdpaBackward(Attention):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         count = KEYS[sizes["d"], sizes["dv"]]
         kind = name_of(self.dtype("q"))
-        return self.planned(arch, BackwardConfiguration(kind, sizes["d"], count, **self.ends()))
+        return kernel_plan(arch, BackwardConfiguration(kind, sizes["d"], count, **self.ends()))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)

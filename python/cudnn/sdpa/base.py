@@ -7,13 +7,11 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from cudnn.errors import refusal
-from cudnn.fused.call import KernelPlan, Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import Heads, RowValues
 from cudnn.sdpa.reference import Window
-from cudnn_kernels.architecture import ARCHITECTURES
 
 TYPES = ("float16", "bfloat16")
 
@@ -143,10 +141,6 @@ class Attention(FusedAPI):
     def ends(self) -> dict[str, Any]:
         """Options of a configuration: on which sides the window ends."""
         return {"packed": self.packed, "right": self.window.right is not None, "left": self.window.left is not None}
-
-    def planned(self, arch: str, configuration: Any) -> Plan:
-        """The plan for a kernel's configuration."""
-        return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
@@ -102,7 +102,7 @@ class SdpaForward(Attention):
         configuration = ForwardConfiguration(
             kind, *heads, TILES[heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
         )
-        return self.planned(arch, configuration)
+        return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap

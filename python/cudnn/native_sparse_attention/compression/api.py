@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
@@ -133,7 +133,7 @@ class CompressionAttention(Sparse):
             name_of(self.dtype("q")), *heads, TILES[heads], packed=self.packed, right=True, compressed=True,
             lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
         )  # fmt: skip
-        return self.planned(arch, configuration)
+        return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression(tensors, tensors["scale_softmax"], tensors["scale_output"], self.packed)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
 from cudnn.errors import refusal
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
@@ -113,7 +113,7 @@ class SelectionAttention(Sparse):
         configuration = SelectionConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, stages=STAGES[heads]
         )
-        return self.planned(arch, configuration)
+        return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.selection(tensors, tensors["scale_softmax"], self.block_size)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
-from cudnn.fused.call import Plan
+from cudnn.fused.call import Plan, kernel_plan
 from cudnn.fused.layouts import Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
@@ -126,7 +126,7 @@ class TopKReduction(Sparse):
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], self.k_value, self.selection_block_size,
             self.compress_stride, self.packed, TILES[sizes["d"]],
         )  # fmt: skip
-        return self.planned(arch, configuration)
+        return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         blocks = self.selection_block_size, self.compress_stride
