@@ -14,15 +14,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
-from cudnn_kernels.attention.mask import CompressedMask, Mask
-from cudnn_kernels.attention.sequences import Sequence, turned
-from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.attention.forward import Forward, Problem, Sizes, partition, queries_of
+from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
@@ -31,7 +30,6 @@ GROUP = 128  # threads of a warpgroup
 ROWS = 64  # of a warpgroup
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
 GROUP_BARRIER = 1
-L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
 
 
 @dataclass
@@ -45,26 +43,11 @@ class Rings:
     v_empty: Any
 
 
-@dataclass
-class Problem:
-    """What a tile belongs to: its first row, its head, that of K and V, its batch, and where its sequence lies."""
-
-    row: Int32
-    head: Int32
-    key_head: Int32
-    batch: Int32
-    first_query: Int32
-    first_key: Int32
-    mask: Mask
-
-
-class AttentionForward:
+class AttentionForward(Forward):
     """The kernel for one :class:`ForwardConfiguration`."""
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
-        c = self.c = configuration
-        self.dtype = DTYPES[c.dtype]
-        self.tile_m, self.tile_n = c.tile
+        super().__init__(configuration)
         self.groups = self.tile_m // ROWS
         self.warps = 4 * self.groups
         self.score_rows = WgmmaRows(slots=2)
@@ -74,16 +57,8 @@ class AttentionForward:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
+        sizes, (scale, factor) = self.sizes(given), self.scales(given)
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
-        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
-        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        tiles = sequences.blocks_of(q.shape[0], batches, self.tile_m * c.cluster, c.packed)
-        heads = q.shape[2] if const_expr(c.packed) else q.shape[2] * q.shape[3]
-        head_bytes = k.shape[0] * ((c.head + c.head_v) * self.dtype.width // 8)
-        together = cutlass.max(L2_BYTES // cutlass.max(head_bytes, 1), 1) * (q.shape[2] // k.shape[2])
-        if const_expr(not c.right):
-            together = 1
         q_layout, k_layout, v_layout = self.layouts(1)
         load = cpasync.CopyBulkTensorTileG2SOp()
         share = load if const_expr(c.cluster == 1) else cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -99,16 +74,12 @@ class AttentionForward:
         atom_o, mO = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), rows_o, self.output_tile(), (ROWS, c.head_v)
         )
-        scale, factor = given["scale_softmax"] * softmax.LOG2_E, None
-        if const_expr(c.softcap):
-            factor, scale = 2 * scale / given["softcap"], given["softcap"] * softmax.LOG2_E
         self.kernel(
-            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, lse, offsets_q, offsets_k, given.get("sink"), tiles, heads,
-            q.shape[2], k.shape[2], q.shape[0], k.shape[0], Int32(together), scale, factor, given["scale_output"],
-            given["right"], given["left"],
+            atom_q, mQ, atom_k, mK, atom_v, mV, atom_o, mO, lse, given.get("cum_seqlen_q"), given.get("cum_seqlen_k"),
+            given.get("sink"), sizes, scale, factor, given["scale_output"], given["right"], given["left"],
         ).launch(
-            grid=[c.cluster, tiles * heads, 1], block=[GROUP * (1 + self.groups), 1, 1], cluster=[c.cluster, 1, 1],
-            stream=given["stream"], min_blocks_per_mp=1,
+            grid=[c.cluster, sizes.tiles * sizes.all_heads, 1], block=[GROUP * (1 + self.groups), 1, 1],
+            cluster=[c.cluster, 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
 
     def layouts(self, stages: int) -> tuple[Any, Any, Any]:
@@ -145,8 +116,7 @@ class AttentionForward:
     @cute.kernel
     def kernel(
         self, atom_q: Any, mQ: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any, mV: cute.Tensor,
-        atom_o: Any, mO: cute.Tensor, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, tiles: Int32,
-        all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32, together: Int32, scale: Float32,
+        atom_o: Any, mO: cute.Tensor, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, sizes: Sizes, scale: Float32,
         cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -176,9 +146,7 @@ class AttentionForward:
         cute.arch.mbarrier_init_fence()
         self.meet()
         rank, _, _ = cute.arch.block_idx()
-        problem = self.problem(
-            tiles, all_heads, heads, key_heads, queries, keys, offsets_q, offsets_k, right, left, together
-        )
+        problem = self.problem(sizes, offsets_q, offsets_k, right, left)
         few, many = REGISTERS[self.groups]
         if group == 0:
             cute.arch.setmaxregister_decrease(few)
@@ -203,38 +171,6 @@ class AttentionForward:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-
-    @cute.jit
-    def problem(
-        self, tiles: Int32, all_heads: Int32, heads: Int32, key_heads: Int32, queries: Int32, keys: Int32,
-        offsets_q: Any, offsets_k: Any, right: Int32, left: Int32, together: Int32,
-    ) -> Problem:  # fmt: skip
-        """What this CTA's rows are. The last rows of some heads come first: with a causal mask they take longest."""
-        c = self.c
-        rank, index, _ = cute.arch.block_idx()
-        first = index // (tiles * together) * together
-        width, rest = cutlass.min(together, all_heads - first), index - first * tiles
-        tile, index = tiles - 1 - rest // width, first + rest % width
-        head = index % heads
-        s = Sequence(index // heads, queries, keys, Int32(0), Int32(0))
-        if const_expr(c.packed):
-            batch, tile = sequences.find_block(offsets_q, tile, self.tile_m * c.cluster)
-            s = sequences.packed(offsets_q, offsets_k, batch)
-        mask = Mask(
-            s.queries, s.keys, s.keys - s.queries,
-            right if const_expr(c.right) else None, left if const_expr(c.left) else None,
-        )  # fmt: skip
-        if const_expr(c.compressed):
-            ratio = cutlass.max(s.queries // cutlass.max(s.keys, 1), 1)
-            mask = CompressedMask(s.queries, s.keys, Int32(0), None, None, ratio)
-        row = (tile * c.cluster + rank) * self.tile_m
-        return Problem(row, head, head // (heads // key_heads), s.batch, s.first_query, s.first_key, mask)
-
-    def blocks(self, p: Problem, rank: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """The blocks of keys that the rows of all CTAs of the cluster need."""
-        first = p.row - rank * self.tile_m
-        last = cutlass.min(first + self.tile_m * self.c.cluster, p.mask.queries) - 1
-        return p.mask.blocks(first, last, self.tile_n)
 
     @cute.jit
     def produce(
@@ -273,14 +209,6 @@ class AttentionForward:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(self.tile_n, c.head_v))
                     source, target = tVgV[None, end - step], tVsV[None, stage]
                     cute.copy(atom_v, source, target, tma_bar_ptr=full, mcast_mask=everyone)
-
-    def exists(self, p: Problem, rank: Int32) -> Boolean:
-        """Whether the tile has rows in the CTA's cluster: sequences may be shorter than the longest."""
-        return p.row - rank * self.tile_m < p.mask.queries
-
-    def bytes(self, rows: int, columns: int) -> int:
-        """Of a tile in shared memory."""
-        return rows * columns * self.dtype.width // 8
 
     @cute.jit
     def consume(
@@ -403,18 +331,6 @@ class AttentionForward:
         warpgroup.wait_group(0)
         self.release(rings.v_empty + stage)
 
-    def hide(self, scores: cute.Tensor, p: Problem, row: Int32, thread: Int32, n: Int32) -> None:
-        """Makes scores of keys that a row does not see -inf."""
-        for slot in range(2):
-            mine = row + self.score_rows.row(thread, slot)
-            begin, end = p.mask.begin(mine) - n * self.tile_n, p.mask.end(mine) - n * self.tile_n
-            for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
-                column = self.score_rows.column(thread, place)
-                seen = column < end
-                if const_expr(self.c.left):
-                    seen = seen & (column >= begin)
-                scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
-
     def round(self, scores: cute.Tensor, words: cute.Tensor) -> None:
         """P as the tensor cores take it: an accumulator's registers are an operand's, in the same order."""
         rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
@@ -475,11 +391,6 @@ class AttentionForward:
             cute.arch.cp_async_bulk_wait_group(0)
 
 
-def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:
-    """A sequence's rows of Q or O, of the copy engine's coordinates."""
-    return sequences.copied_rows(tensor, p.head, p.batch, p.first_query, p.mask.queries)
-
-
 def opaque(word: Int32) -> Int32:
     """The same value, of which the compiler knows nothing."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
@@ -489,11 +400,4 @@ def done_before_the_wait(value: Float32) -> None:
     """Keeps ptxas from computing a value, 0 or more, after a wait for products that should run meanwhile."""
     cute.arch.inline_ptx(
         "{.reg .pred negative; setp.lt.f32 negative, {$r0}, 0f00000000; @negative trap;}", read_only_args=[value]
-    )
-
-
-def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
-    """A tile in shared and in global memory, as the copy engine sees them: one of ``share`` parts."""
-    return cpasync.tma_partition(
-        atom, rank, cute.make_layout(share), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
     )
