@@ -1,0 +1,100 @@
+"""Combining: the sum of what experts made of a token."""
+
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from typing import Any
+
+import torch
+
+from cudnn.errors import refusal
+from cudnn.moe import reference
+from cudnn.ops._registration import custom_op
+from cudnn_kernels.moe.configuration import MOST_CHOICES
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+Maybe = torch.Tensor | None
+
+
+def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
+    """For each token, the sum of its rows times its weights: (T, H), in the type of rows. Differentiable.
+
+        out[t] = sum over k of weights[t, k] * rows[row_of_choice[t, k]]        in float32, in the order of k
+
+    Choices whose row is -1 add nothing. A row belongs to one choice at most, as those of :func:`cudnn.moe.route` and
+    :func:`cudnn.moe.sort` do; the gradient relies on it. On CUDA tensors it is one kernel, and another one for the
+    gradients, in which nothing waits.
+
+    Args:
+        rows: (R, H), bfloat16, float16 or float32, contiguous; H a multiple of 8.
+        row_of_choice: int32 (T, K), contiguous, K from 1 to 16.
+        weights: float32 (T, K), contiguous; None: the plain sum.
+
+    Raises:
+        ValueError: a shape, type or stride that is not allowed.
+    """
+    return moe_combine(rows, row_of_choice, weights)
+
+
+def _refuse(what: str, got: object, allowed: str, cure: str = "") -> None:
+    raise ValueError(refusal("combine", what, got, allowed, cure))
+
+
+def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
+    if rows.ndim != 2 or rows.shape[1] % 8 or not rows.shape[1]:
+        _refuse("shape of rows", tuple(rows.shape), "(R, H), H a multiple of 8")
+    if rows.dtype not in _TYPES:
+        _refuse("type of rows", rows.dtype, ", ".join(map(str, _TYPES)))
+    if row_of_choice.ndim != 2 or not 0 < row_of_choice.shape[1] <= MOST_CHOICES:
+        _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_CHOICES}")
+    if row_of_choice.dtype != torch.int32:
+        _refuse("type of row_of_choice", row_of_choice.dtype, "torch.int32", "pass row_of_choice.int()")
+    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != torch.float32):
+        got = f"{weights.dtype} of the shape {tuple(weights.shape)}"
+        _refuse("weights", got, f"torch.float32 of the shape {tuple(row_of_choice.shape)}")
+    given = {"rows": rows, "row_of_choice": row_of_choice, "weights": weights}
+    for name, tensor in given.items():
+        if tensor is not None and not tensor.is_contiguous():
+            _refuse(f"strides of {name}", tensor.stride(), "contiguous", f"pass {name}.contiguous()")
+        if tensor is not None and tensor.device != rows.device:
+            _refuse(f"device of {name}", tensor.device, f"that of rows, {rows.device}")
+
+
+@custom_op("moe_combine")
+def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """See :func:`combine`."""
+    _check(rows, row_of_choice, weights)
+    return reference.combine(rows, row_of_choice, weights)
+
+
+@moe_combine.register_fake
+def _(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    _check(rows, row_of_choice, weights)
+    return rows.new_empty(row_of_choice.shape[0], rows.shape[1])
+
+
+@custom_op("moe_combine_bwd")
+def moe_combine_bwd(
+    gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of rows and weights; that of weights has no elements where there are none."""
+    return reference.combine_gradients(gradient, rows, row_of_choice, weights)
+
+
+@moe_combine_bwd.register_fake
+def _(
+    gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), rows.new_empty(0 if weights is None else weights.shape, dtype=torch.float32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    rows, row_of_choice, weights = ctx.saved_tensors
+    d_rows, d_weights = moe_combine_bwd(gradient.contiguous(), rows, row_of_choice, weights)
+    return d_rows, None, None if weights is None else d_weights
+
+
+moe_combine.register_autograd(_backward, setup_context=_setup)

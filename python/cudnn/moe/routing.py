@@ -1,0 +1,270 @@
+"""Routing: which experts see a token, with which weights, and where its rows lie, sorted by expert."""
+
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cudnn.errors import refusal
+from cudnn.moe import reference
+from cudnn.ops._registration import custom_op
+from cudnn_kernels.moe.configuration import MOST_CHOICES, MOST_EXPERTS, MOST_GROUPS, Rule
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_ROWS = 2**31 - 1
+Maybe = torch.Tensor | None
+
+
+class Routing(NamedTuple):
+    """T tokens with K experts each, as T * K rows sorted by expert; those of an expert are in the order of tokens.
+
+    - ``indices`` int32 (T, K): the experts of a token.
+    - ``weights`` float32 (T, K), differentiable.
+    - ``offsets`` int32 (E,): where the rows of each expert end.
+    - ``token_of_row`` int32 (T * K,): the token of a row.
+    - ``row_of_choice`` int32 (T, K): the row of a token's choice.
+    """
+
+    indices: torch.Tensor
+    weights: torch.Tensor
+    offsets: torch.Tensor
+    token_of_row: torch.Tensor
+    row_of_choice: torch.Tensor
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    pre_softmax: bool = True,
+    renormalize: bool = False,
+    bias: Maybe = None,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scaling_factor: float = 1.0,
+) -> Routing:
+    """Chooses ``top_k`` experts for each token, and sorts the tokens by expert. The weights have a gradient.
+
+    Experts are chosen by logit, the largest first. With a bias, they are by score + bias; where the softmax comes after
+    the choice, by logit + bias. Of equal ones the lower expert comes first; a NaN is above all numbers. Scores and
+    weights are computed in float32.
+
+    On CUDA tensors it is one call of three kernels. Nothing waits, so it can be captured in a CUDA graph; the result is
+    the same in every run.
+
+    Args:
+        logits: (T, E), float32, bfloat16 or float16; rows contiguous. T from 0, E from 1 to 1024.
+        top_k: K, 1 to 16 experts for a token, at most E.
+        score: "softmax" or "sigmoid".
+        pre_softmax: True: the softmax is over all experts. False: over the chosen ones.
+        renormalize: Divides the weights of a token by their sum. After a softmax of chosen ones it changes nothing.
+        bias: float32 (E,), takes part in the choice and not in the weights (DeepSeek-V3). It has no gradient.
+        n_group: Groups of consecutive experts, 1 to 32. Only experts of the best ``topk_group`` groups are chosen. A
+            group is as good as its best expert or, with a bias, as the sum of its best two (DeepSeek-V3).
+        topk_group: 1 to ``n_group``.
+        scaling_factor: Times the weights, at the end.
+
+    Raises:
+        ValueError: a shape, type, stride or number that is not allowed.
+    """
+    rule = (top_k, score, pre_softmax, renormalize, n_group, topk_group)
+    weights, indices, *rest = moe_route(logits, bias, *rule, scaling_factor)
+    return Routing(indices, weights, *rest)
+
+
+def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``offsets``, ``token_of_row`` and ``row_of_choice`` of a :class:`Routing`, for a router of the caller's own.
+
+    An index outside of 0 to ``experts`` - 1, such as -1, is a choice that was dropped: it has no row, and -1 is its
+    ``row_of_choice``. The rows from ``offsets[-1]`` on are then nobody's, and ``token_of_row`` is 0 there. A token may
+    choose an expert more than once.
+
+    Args:
+        indices: int32 (T, K), contiguous, K from 1 to 16.
+        experts: E, 1 to 1024.
+
+    Raises:
+        ValueError: a shape, type, stride or number that is not allowed.
+    """
+    return moe_sort(indices, experts)
+
+
+def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "softmax") -> torch.Tensor:
+    """E times the sum over experts of (share of all choices) x (mean probability): 1 where both are even.
+
+    W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over all experts or, for sigmoid scores,
+    the scores divided by their sum (DeepSeek-V3). The gradient flows through probabilities, not through choices.
+
+    Args:
+        logits: (T, E), those that were routed.
+        routing: What :func:`route` returned for them.
+        score: "softmax" or "sigmoid".
+    """
+    values = logits.float()
+    if score == "softmax":
+        probabilities = values.softmax(-1)
+    else:
+        scores = values.sigmoid()
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    counts = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
+    shares = counts.float() / routing.indices.numel()
+    return logits.shape[1] * (shares * probabilities.mean(0)).sum()
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """The mean of logsumexp(logits)^2, which keeps logits small. B. Zoph et al.: ST-MoE (2022)."""
+    return logits.float().logsumexp(-1).square().mean()
+
+
+def _refuse(where: str, what: str, got: object, allowed: str, cure: str = "") -> None:
+    raise ValueError(refusal(where, what, got, allowed, cure))
+
+
+def _check(logits: torch.Tensor, bias: Maybe, rule: Rule) -> None:
+    where = "route"
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MOST_EXPERTS:
+        _refuse(where, "shape of logits", tuple(logits.shape), f"(T, E), E from 1 to {MOST_EXPERTS}")
+    experts = logits.shape[1]
+    if logits.dtype not in _TYPES:
+        _refuse(where, "type of logits", logits.dtype, ", ".join(map(str, _TYPES)))
+    if logits.stride(1) != 1 and experts > 1:
+        _refuse(where, "strides of logits", logits.stride(), "rows contiguous", "pass logits.contiguous()")
+    if not 0 < rule.top_k <= min(MOST_CHOICES, experts):
+        _refuse(where, "top_k", rule.top_k, f"1 to {min(MOST_CHOICES, experts)} of {experts} experts")
+    if rule.score not in ("softmax", "sigmoid"):
+        _refuse(where, "score", repr(rule.score), "'softmax' or 'sigmoid'")
+    if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        got = f"{bias.dtype} of the shape {tuple(bias.shape)}, strides {bias.stride()}"
+        _refuse(where, "bias", got, f"torch.float32 of the shape ({experts},), contiguous")
+    if bias is not None and bias.device != logits.device:
+        _refuse(where, "device of bias", bias.device, f"that of logits, {logits.device}")
+    _check_rows(where, logits.shape[0], rule.top_k)
+    _check_groups(where, experts, rule, bias is not None)
+
+
+def _check_groups(where: str, experts: int, rule: Rule, biased: bool) -> None:
+    if not 0 < rule.n_group <= MOST_GROUPS or experts % rule.n_group:
+        _refuse(where, "n_group", rule.n_group, f"1 to {MOST_GROUPS}, divisors of the {experts} experts")
+    size = experts // rule.n_group
+    if not 0 < rule.topk_group <= rule.n_group or rule.topk_group * size < rule.top_k:
+        allowed = f"1 to {rule.n_group}, with at least {rule.top_k} experts in these groups of {size}"
+        _refuse(where, "topk_group", rule.topk_group, allowed)
+    if biased and rule.n_group > 1 and size < 2:
+        _refuse(where, "n_group", rule.n_group, "groups of two experts or more, where there is a bias")
+
+
+def _check_rows(where: str, tokens: int, top_k: int) -> None:
+    if tokens * top_k > _MOST_ROWS:
+        _refuse(where, "rows", tokens * top_k, f"at most {_MOST_ROWS}")
+
+
+def _check_indices(indices: torch.Tensor, experts: int) -> None:
+    where = "sort"
+    if indices.ndim != 2 or not 0 < indices.shape[1] <= MOST_CHOICES:
+        _refuse(where, "shape of indices", tuple(indices.shape), f"(T, K), K from 1 to {MOST_CHOICES}")
+    if indices.dtype != torch.int32:
+        _refuse(where, "type of indices", indices.dtype, "torch.int32", "pass indices.int()")
+    if not indices.is_contiguous():
+        _refuse(where, "strides of indices", indices.stride(), "contiguous", "pass indices.contiguous()")
+    if not 0 < experts <= MOST_EXPERTS:
+        _refuse(where, "experts", experts, f"1 to {MOST_EXPERTS}")
+    _check_rows(where, *indices.shape)
+
+
+@custom_op("moe_route")
+def moe_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str,
+    pre_softmax: bool,
+    renormalize: bool,
+    n_group: int,
+    topk_group: int,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The fields of :class:`Routing`, weights first: PyTorch's ``opcheck`` adds up results in the type of the first."""
+    rule = Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group)
+    _check(logits, bias, rule)
+    indices = reference.choose(logits, bias, rule)
+    weights = reference.weigh(logits, indices, rule, scaling_factor)
+    return weights, indices, *reference.sort(indices, logits.shape[1])
+
+
+@moe_route.register_fake
+def _(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str,
+    pre_softmax: bool,
+    renormalize: bool,
+    n_group: int,
+    topk_group: int,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check(logits, bias, Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group))
+    indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
+    return torch.empty_like(indices, dtype=torch.float32), indices, *_empty(indices, logits.shape[1])
+
+
+def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Offsets, token_of_row and row_of_choice, not initialised."""
+    return indices.new_empty(experts), indices.new_empty(indices.numel()), torch.empty_like(indices)
+
+
+@custom_op("moe_route_bwd")
+def moe_route_bwd(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    score: str,
+    pre_softmax: bool,
+    renormalize: bool,
+    scaling_factor: float,
+) -> torch.Tensor:
+    """The gradient of logits from that of the weights; in the type of logits."""
+    rule = Rule(indices.shape[1], score, pre_softmax, renormalize)
+    return reference.logits_gradient(gradient, logits, indices, rule, scaling_factor)
+
+
+@moe_route_bwd.register_fake
+def _(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    score: str,
+    pre_softmax: bool,
+    renormalize: bool,
+    scaling_factor: float,
+) -> torch.Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.options = (*inputs[3:6], inputs[8])
+
+
+def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    logits, indices = ctx.saved_tensors
+    gradient = gradients[0].contiguous()
+    return moe_route_bwd(gradient, logits, indices, *ctx.options), *[None] * 8
+
+
+moe_route.register_autograd(_backward, setup_context=_setup)
+
+
+@custom_op("moe_sort")
+def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`sort`."""
+    _check_indices(indices, experts)
+    return reference.sort(indices, experts)
+
+
+@moe_sort.register_fake
+def _(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_indices(indices, experts)
+    return _empty(indices, experts)

@@ -1,0 +1,118 @@
+"""Sums of experts' results: values, gradients, dropped choices; in PyTorch, emulated, on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cudnn
+from cudnn.moe import combine, sort
+from support.selection import in_turn
+
+PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
+ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def within(where: str) -> Any:
+    """The emulator, for an architecture."""
+    return cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext()
+
+
+def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool) -> Any:
+    """Rows, row_of_choice and weights."""
+    device = "cuda" if where == "gpu" else "cpu"
+    indices = torch.randint(-1 if dropped else 0, 4, (tokens, top_k), dtype=torch.int32)
+    _, _, row_of_choice = sort(indices, 4)
+    rows = torch.randn(tokens * top_k, hidden).to(dtype)
+    rows[(row_of_choice >= 0).sum() :] = torch.nan  # nobody's
+    weights = torch.rand(tokens, top_k).to(device) if weighted else None
+    return rows.to(device), row_of_choice.to(device), weights
+
+
+def definition(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """In float64, with gradients; row -1 is one of zeros."""
+    found = torch.cat([rows.double(), torch.zeros(1, rows.shape[1], device=rows.device)])[row_of_choice.long()]
+    return (found if weights is None else found * weights.double()[..., None]).sum(1)
+
+
+CASES = [
+    (5, 4, 264, torch.bfloat16, True, True),
+    (9, 8, 64, torch.float32, True, False),
+    (3, 1, 2056, torch.float16, False, False),
+    (6, 3, 8, torch.bfloat16, False, True),
+    (2, 16, 136, torch.bfloat16, True, True),
+    (3, 2, 4096, torch.bfloat16, True, False),
+    (3, 2, 4104, torch.float32, True, False),
+]
+
+
+def assert_combined(where: str, given: Any) -> None:
+    rows, row_of_choice, weights = given
+    rows.requires_grad_()
+    if weights is not None:
+        weights.requires_grad_()
+    with within(where):
+        out = combine(rows, row_of_choice, weights)
+        gradient = torch.randn_like(out)
+        out.backward(gradient)
+    exact = [None if x is None else x.detach().clone().requires_grad_() for x in (rows, weights)]
+    expected = definition(exact[0], row_of_choice, exact[1])
+    expected.backward(gradient.double())
+    tolerance = {torch.bfloat16: 1 / 256, torch.float16: 1 / 2048, torch.float32: 1e-5}[rows.dtype]
+    assert out.dtype == rows.dtype
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-5)
+    torch.testing.assert_close(rows.grad, exact[0].grad, rtol=tolerance, atol=1e-5)
+    if weights is not None:
+        torch.testing.assert_close(weights.grad, exact[1].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("where", "tokens", "top_k", "hidden", "dtype", "weighted", "dropped"), in_turn(CASES, 4, PLACES)
+)
+def test_combine(
+    where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool
+) -> None:
+    assert_combined(where, problem(where, tokens, top_k, hidden, dtype, weighted, dropped))
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 12), st.integers(1, 16), st.integers(1, 5), st.booleans(), st.booleans())
+def test_combine_of_any_size(tokens: int, top_k: int, eighths: int, weighted: bool, dropped: bool) -> None:
+    assert_combined("reference", problem("reference", tokens, top_k, 8 * eighths, torch.float32, weighted, dropped))
+
+
+@pytest.mark.parametrize("where", ALONE)
+def test_compiles_without_breaks(where: str) -> None:
+    rows, row_of_choice, weights = problem(where, 6, 2, 16, torch.float32, True, False)
+    rows.requires_grad_()
+    found = torch.compile(combine, backend="aot_eager", fullgraph=True)(rows, row_of_choice, weights)
+    assert torch.equal(found, combine(rows, row_of_choice, weights))
+    torch.library.opcheck(cudnn.moe.combining.moe_combine, (rows, row_of_choice, weights))
+
+
+ROWS, CHOICES = torch.zeros(8, 16), torch.zeros(4, 2, dtype=torch.int32)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rows": torch.zeros(8, 12)}, r"combine: shape of rows: got \(8, 12\); allowed: \(R, H\), H a multiple of 8"),
+    ({"rows": ROWS.double()}, "type of rows: got torch.float64"),
+    ({"rows": torch.zeros(16, 8).T}, r"strides of rows: .* pass rows.contiguous\(\)"),
+    ({"row_of_choice": torch.zeros(4, dtype=torch.int32)}, r"shape of row_of_choice: got \(4,\)"),
+    ({"row_of_choice": CHOICES.long()}, r"type of row_of_choice: .* pass row_of_choice.int\(\)"),
+    ({"weights": torch.zeros(4, 3)}, r"weights: got torch.float32 of the shape \(4, 3\); allowed: .* \(4, 2\)"),
+    ({"weights": torch.zeros(4, 2).half()}, "weights: got torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_what_combine_refuses(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        combine(**{"rows": ROWS, "row_of_choice": CHOICES, **changes})
