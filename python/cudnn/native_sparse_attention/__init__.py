@@ -2,6 +2,10 @@
 
 from cudnn.native_sparse_attention.compression import CompressionAttention, compression_attention_wrapper
 from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
+from cudnn.native_sparse_attention.sliding_window_attention.api import (
+    SlidingWindowAttention,
+    sliding_window_attention_wrapper,
+)
 from cudnn.native_sparse_attention.top_k import TopKReduction, topk_reduction_wrapper
 
 
@@ -10,9 +14,11 @@ class NSA:
 
     CompressionAttention = CompressionAttention
     SelectionAttention = SelectionAttention
+    SlidingWindowAttention = SlidingWindowAttention
     TopKReduction = TopKReduction
     compression_attention_wrapper = staticmethod(compression_attention_wrapper)
     selection_attention_wrapper = staticmethod(selection_attention_wrapper)
+    sliding_window_attention_wrapper = staticmethod(sliding_window_attention_wrapper)
     topk_reduction_wrapper = staticmethod(topk_reduction_wrapper)
 
 

@@ -67,7 +67,7 @@ def build(
     """A built graph, and its tensors by name."""
     # The reference executor computes in float64 what comes in float64.
     precision = torch.float64 if torch.float64 in {x.dtype for x in inputs.values()} else torch.float32
-    graph = pygraph(intermediate_data_type=precision, compute_data_type=precision, **graph_options)
+    graph = pygraph(**{"intermediate_data_type": precision, "compute_data_type": precision, **graph_options})
     tensors = {name: graph.tensor([*x.shape], [*x.stride()], x.dtype, name=name) for name, x in inputs.items()}
     results = describe(graph, tensors, **options)
     for name, x in outputs.items():

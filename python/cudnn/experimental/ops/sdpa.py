@@ -219,11 +219,14 @@ def _arguments(t: Tensors, dropout_p: float) -> dict[str, Any]:
     return found
 
 
-def describe_forward(graph: pygraph, t: Tensors, dropout_p: float = 0.0, **options: Any) -> Tensors:
+def describe_forward(
+    graph: pygraph, t: Tensors, dropout_p: float = 0.0, generate_stats: bool = True, **options: Any
+) -> Tensors:
     """The graph of the forward pass."""
     _ragged(t, t)
-    o, stats = graph.sdpa(t["q"], t["k"], t["v"], generate_stats=True, **_arguments(t, dropout_p), **options)
-    return _ragged(t, {"o": o, "stats": stats})
+    arguments = {**_arguments(t, dropout_p), **options, "generate_stats": generate_stats}
+    o, stats = graph.sdpa(t["q"], t["k"], t["v"], **arguments)
+    return _ragged(t, {"o": o, "stats": stats} if generate_stats else {"o": o})
 
 
 def describe_backward(
