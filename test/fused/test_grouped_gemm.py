@@ -69,17 +69,17 @@ def test_the_reference(case: dict[str, Any]) -> None:
 
 BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
-EMULATED = [
+KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
     for i, case in enumerate(CASES)
     for arch in ("sm_90a", "sm_100a")
-]
+] + [pytest.param(case, "gpu", marks=pytest.mark.gpu, id=f"{label(case)}-gpu") for case in CASES]
 
 
-@pytest.mark.parametrize(("case", "arch"), EMULATED)
-def test_the_kernels(case: dict[str, Any], arch: str) -> None:
-    p = grouped.problem(**case)
-    grouped.run(p, arch)
+@pytest.mark.parametrize(("case", "where"), KERNELS)
+def test_the_kernels(case: dict[str, Any], where: str) -> None:
+    p = grouped.problem(**case, device="cuda" if where == "gpu" else "cpu")
+    grouped.run(p, where)
     grouped.check(p)
 
 
@@ -161,14 +161,15 @@ ADDRESSED: list[dict[str, Any]] = [
      "inputs": {"norm_const": F32}, "d_dtype": E4M3},
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}},
 ]  # fmt: skip
-WHERE = ["reference", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_100a"))]
+WHERE = ["reference", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_100a")),
+         pytest.param("gpu", marks=pytest.mark.gpu)]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ADDRESSED, ids=label)
 @pytest.mark.parametrize("where", WHERE)
 def test_weights_behind_addresses(where: str, case: dict[str, Any]) -> None:
     """Of the same values as in a tensor; another call has other addresses."""
-    p = grouped.problem(**case)
+    p = grouped.problem(**case, device="cuda" if where == "gpu" else "cpu")
     grouped.addressed(p)
     grouped.run(p, where)
     grouped.check(p)

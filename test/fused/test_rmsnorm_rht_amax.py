@@ -34,7 +34,7 @@ def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple
     """In float64, by ``rms_norm`` of PyTorch and a product with H[i, j] = (-1)^(number of common bits of i and j)."""
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
     y = torch.nn.functional.rms_norm(x.double(), (x.shape[1],), w.double(), eps)
-    y = (y.reshape(-1, 16) @ (torch.tensor(signs, dtype=torch.float64) / 4)).reshape(x.shape)
+    y = (y.reshape(-1, 16) @ (torch.tensor(signs, dtype=torch.float64, device=x.device) / 4)).reshape(x.shape)
     return y, torch.stack([part.abs().max() for part in y.split(rows)])
 
 

@@ -52,7 +52,7 @@ class Problem:
     def value(self, name: str) -> Any:
         """An input in float64, of the rows of experts, (m, 1) or (1,); 1 where there is none."""
         x = self.given.get(name)
-        return torch.ones(1, dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
+        return torch.ones((), dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
 
 
 def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str = "k") -> Operand:
