@@ -37,6 +37,7 @@ from cudnn.pygraph.tensor import Tensor as tensor
 from cudnn.wrapper import Graph
 
 if TYPE_CHECKING:
+    from cudnn import discrete_grouped_gemm as discrete_grouped_gemm
     from cudnn import experimental as experimental
     from cudnn import gemm as gemm
     from cudnn import grouped_gemm as grouped_gemm
@@ -106,7 +107,7 @@ _LAZY = {
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
 }
-_LAZY_MODULES = ("experimental", "gemm", "grouped_gemm", "moe", "ops", "sdpa")
+_LAZY_MODULES = ("discrete_grouped_gemm", "experimental", "gemm", "grouped_gemm", "moe", "ops", "sdpa")
 
 
 def _fused_names() -> Mapping[str, str]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn
 from cudnn import registry
+from cudnn.fused import operator as operator_of
 from cudnn.fused.grouped import ExpertsGemm
 from support import grouped
 from support.gemms import BF16, E4M3, F16, F32
@@ -46,6 +48,16 @@ CASES: list[dict[str, Any]] = [
      "inputs": {"c": F32, "beta": BF16, "prob": F32}, "act_func": "dgeglu", "glu_clamp_max": 4.0, "geglu_alpha": 1.2},
     {"name": "grouped_gemm_dglu", "kind": "mxfp8", "ends": (256, 768), "n": 64, "major": "mn", "d_dtype": E4M3,
      "inputs": {"norm_const": F32, "c": BF16, "beta": BF16, "dprob": F32}, "discrete_col_sfd": True},
+    {"name": "discrete_grouped_gemm_swiglu", "kind": "mxfp8", "ends": (256, 768), "n": 192, "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "bias": BF16, "prob": BF16}, "discrete_col_sfd": True, "major": "mn"},
+    {"name": "discrete_grouped_gemm_swiglu", "kind": "nvfp4", "ends": (256, 512), "act_func": "geglu"},
+    {"name": "discrete_grouped_gemm_swiglu", "act_func": "geglu", "semantics": "1.23"},
+    {"name": "discrete_grouped_gemm_dswiglu", "kind": "mxfp8", "ends": (256, 768), "n": 64, "major": "mn",
+     "d_dtype": E4M3, "inputs": {"norm_const": F32, "c": BF16, "beta": BF16, "dprob": F32, "prob": F32},
+     "generate_dbias": True},
+    {"name": "discrete_grouped_gemm_dswiglu", "inputs": {"c": BF16, "beta": F32}, "act_func": "dgeglu"},
+    {"name": "discrete_grouped_gemm_dswiglu", "kind": "nvfp4", "ends": (256, 512),
+     "inputs": {"c": BF16, "beta": F32, "dprob": F32}, "act_func": "dgeglu", "semantics": "1.23"},
     {"name": "grouped_gemm_dswiglu", "kind": "mxfp4", "ends": (256, 256, 512), "n": 64,
      "inputs": {"c": F16, "prob": F32, "beta": F32}},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}, "generate_dbias": True},
@@ -126,11 +138,29 @@ def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch
         p = grouped.problem(name, ends=ends, n=size, inputs=more)
         grouped.run(p, "reference")
         assert p.results[f"{d}_tensor"].shape[0] == ends[-1]
-    assert (len(compiled), len(api.objects)) == (1, 1)
+    objects = 2 if name.startswith("discrete") else 1  # their n and k are arguments
+    assert (len(compiled), len(api.objects)) == (objects, objects)
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_DYNAMIC_MNKL", "0")
     for size in (128, 256):
         grouped.run(grouped.problem(name, n=size, inputs=more, ends=(64, 64)), "reference")
-    assert (len(compiled), len(api.objects)) == (3, 3)
+    objects += 0 if name.startswith("discrete") else 2
+    assert (len(compiled), len(api.objects)) == (objects, objects)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_operators_are_traced(name: str) -> None:
+    """Their fake results are like the real ones."""
+    more = {"prob": F32, "c": BF16, "beta": F32} if registry.find(name).result[0] == "d_row" else {"prob": F32}
+    p = grouped.problem(name, inputs=more)
+    operator, known = getattr(cudnn.ops, name), {*p.given, *p.options}
+    signature = operator_of.signature_of(registry.find(name), registry.wrapper(name))[0].parameters
+    given = {key: p.given.get(key, p.options.get(key)) for key in signature if key in known}
+    real = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+    with FakeTensorMode() as mode:
+        given = {key: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+        fake = operator(**dict.fromkeys(key for key, q in signature.items() if q.default is q.empty) | given)
+    likeness = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (real, fake)]
+    assert likeness[0] == likeness[1]
 
 
 def test_stubs_are_called_by_name_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,10 @@ def problem(
     owners = torch.repeat_interleave(torch.arange(experts, device=device), counts)
     if KINDS[kind][1] is not None:
         options.setdefault("sf_vec_size", KINDS[kind][2])
-    return Problem(name, ends, given, options, product, owners)
+    p = Problem(name, ends, given, options, product, owners)
+    if name.startswith("discrete"):
+        addressed(p)
+    return p
 
 
 def run(p: Problem, where: str) -> None:
@@ -131,9 +134,9 @@ def run(p: Problem, where: str) -> None:
     wrapper, parameters = registry.wrapper(p.name), registry.find(p.name).parameters
     arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
     required = [q.name for q in inspect.signature(wrapper).parameters.values() if q.default is q.empty]
-    arguments = {**dict.fromkeys(required), **arguments}
+    arguments = {**dict.fromkeys(required), **arguments, **p.options}
     with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
-        p.results = wrapper(**arguments, **p.options)
+        p.results = wrapper(**arguments)
 
 
 def check(p: Problem, slack: float = 3e-5) -> None:
@@ -210,9 +213,15 @@ def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     g, u = c[:, gate], c[:, gate + 32]
     if p.options.get("act_func") == "geglu":
         top, bottom = p.options.get("glu_clamp_max", 7.0), p.options.get("glu_clamp_min", -7.0)
-        g, u = g.clamp(max=top), u.clamp(bottom, top) + p.options.get("linear_offset", 1.0)
+        g, u = g.clamp(max=top), u.clamp(bottom, top) + linear_offset(p)
     slope = p.options.get("geglu_alpha", 1.702) if p.options.get("act_func") == "geglu" else 1.0
     return u * g / (1 + torch.exp(-slope * g)) * p.value("prob")
+
+
+def linear_offset(p: Problem) -> float:
+    """That of geglu: 1 unless the call has another; with weights always behind addresses it was 0."""
+    older = p.options.get("semantics") == "1.23" and p.name.startswith("discrete")
+    return p.options.get("linear_offset", 0.0 if older else 1.0)
 
 
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
@@ -232,9 +241,9 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     columns = torch.arange(x.shape[1], device=x.device)
     gate = columns // 32 * 64 + columns % 32
     g, u = c[:, gate].requires_grad_(), c[:, gate + 32].requires_grad_()
-    top, bottom, offset, slope = (None, None, 0.0, 1.0) if swiglu else (
-        *(p.options.get(key, value) for key, value in (("glu_clamp_max", 7.0), ("glu_clamp_min", -7.0),
-                                                       ("linear_offset", 1.0), ("geglu_alpha", 1.702))),)  # fmt: skip
+    numbers = {"glu_clamp_max": 7.0, "glu_clamp_min": -7.0, "linear_offset": linear_offset(p), "geglu_alpha": 1.702}
+    top, bottom, offset, slope = (p.options.get(key, value) for key, value in numbers.items())
+    offset, slope = (0.0, 1.0) if swiglu else (offset, slope)
     g_, u_ = (g, u) if swiglu else (g.clamp(max=top), u.clamp(bottom, top))
     y = (u_ + offset) * g_ * torch.sigmoid(slope * g_)
     by_gate, by_other = torch.autograd.grad(y, (g, u), x)
@@ -265,9 +274,11 @@ FORMULAS = {
     "grouped_gemm_quant": quant,
     "grouped_gemm_glu": glu,
     "grouped_gemm_swiglu": glu,
+    "discrete_grouped_gemm_swiglu": glu,
     "grouped_gemm_srelu": srelu,
     "grouped_gemm_dglu": dglu,
     "grouped_gemm_dswiglu": dglu,
+    "discrete_grouped_gemm_dswiglu": dglu,
     "grouped_gemm_dsrelu": dsrelu,
 }
 """What d is before rounding, for each API; other results are checked on the way."""

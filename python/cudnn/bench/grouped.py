@@ -41,7 +41,7 @@ def problems(api: type[ExpertsGemm], options: Options) -> list[Problem]:
 def candidates(api: type[ExpertsGemm], shape: tuple[int, ...]) -> list[Candidate]:
     """PyTorch's product, and ours with its epilogue."""
     given = grouped.inputs(api, shape, operands.DEVICE)
-    made = api.allocated(given, {})
+    made = api.allocated(given, api.hidden_weights(given))
     exact = grouped.expected(api, given, made)
 
     def check(results: Mapping[str, Any]) -> str:
@@ -67,7 +67,7 @@ def ours(api: type[ExpertsGemm], given: Mapping[str, Any], made: Mapping[str, An
     """The API itself. What it raises or adds to is not filled anew: the first call alone is checked."""
     tensors = {**given, **made}
     any_: Any = api
-    object_ = any_(**api.samples(tensors))
+    object_ = any_(**api.samples(tensors), **api.hidden_weights(given))
     object_.compile()
     run = functools.partial(object_.execute, **{p: tensors.get(name) for name, p in api.parameters.items()})
 

@@ -19,18 +19,19 @@ def described(name: str, count: int, device: Any) -> TensorDesc:
     return TensorDesc(torch.int64, (count,), (1,), (0,), device, name=name)
 
 
-def check(where: str, name: str, addresses: Any, count: int, device: Any) -> None:
-    """Raises unless it is an array of so many addresses on a device.
+def check(where: str, name: str, addresses: Any, count: int | None, device: Any) -> None:
+    """Raises unless it is an array of so many addresses, or any number, on a device.
 
     Raises:
         TypeError: no tensor.
         ValueError: another type, shape, stride or device.
     """
     check_tensor(where, name, addresses)
+    found, expected = addresses.numel(), f"expected {count}, one for each expert"
     for wrong, what, got, allowed in (
         (addresses.dtype != torch.int64, "must be int64", addresses.dtype, "torch.int64"),
         (addresses.ndim != 1, "must be 1-D", f"{addresses.ndim} dimensions", "1"),
-        (addresses.numel() != count, "length mismatch", addresses.numel(), f"expected {count}, one for each expert"),
+        (count not in (None, found), "length mismatch", found, expected),
         (not addresses.is_contiguous(), "must be contiguous", f"the stride {addresses.stride()}", "1"),
         (addresses.device != device, f"must be on {device}", addresses.device, f"{device}, as the operands"),
     ):

@@ -72,6 +72,12 @@ def operands() -> tuple[TensorSpec, ...]:
     )  # fmt: skip
 
 
+def behind_addresses(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The same without weights in one tensor: those behind addresses may not be left out."""
+    kept = (spec for spec in tensors if spec.name not in ("b", "sfb"))
+    return tuple(replace(spec, optional=False) if spec.name == "b_ptrs" else spec for spec in kept)
+
+
 def output(name: str, columns: str, optional: bool = False, about: str = "") -> TensorSpec:
     """A row of a result for each token."""
     layout = OneMatrix("m", columns, "mn")
@@ -399,7 +405,7 @@ class ExpertsGemm(FusedGemm):
     @classmethod
     def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Types, majors and the number of experts; n and k where those are static."""
-        a, b = given["a"], given["b"]
+        a, b = given["a"], given.get("b")
         semantics = options.get("semantics") or settings.SEMANTICS.get()
         kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
         if b is None:
@@ -426,15 +432,16 @@ class ExpertsGemm(FusedGemm):
     @classmethod
     def blank(cls, shape: Sequence[int], kind: str, device: Any) -> dict[str, Any]:
         """Inputs of a problem (m, n, k, experts) by name, not initialised; optional ones where operands of these types,
-        by their short name, need them.
+        by their short name, need them. Weights are among them also where they are always behind addresses.
         """
         element = OPERAND_TYPES[kind]
         sizes = cls.example_sizes(dict(zip(cls.example[0], shape, strict=True))) | {"vector": element.vector}
         types = {"a": element.element, "b": element.element, "sfa": element.scale, "sfb": element.scale}
         found = {}
-        for spec in cls.tensors:
+        hidden = [spec for spec in operands() if spec.name in ("b", "sfb")] if cls.takes_addresses() else []
+        for spec in (*hidden, *cls.tensors):
             wanted = types.get(spec.name, spec.name in ("prob", "beta") or not spec.optional)
-            if wanted and not spec.written:
+            if wanted and spec.sampled and not spec.written:
                 layout, dtype = spec.layout, getattr(torch, types.get(spec.name, spec.types[0]))
                 major = layout.majors[cls.inner] if isinstance(layout, Matrix) else ""
                 found[spec.name] = layout.allocate(sizes, major, dtype, device)
@@ -445,6 +452,7 @@ class ExpertsGemm(FusedGemm):
         """K-major operands and the wrapper's own choice of everything else."""
         given, kind = cls.blank(shape, dtype, "meta"), OPERAND_TYPES[dtype]
         options = {"sf_vec_size": kind.vector} if kind.scale else {}
+        options |= cls.hidden_weights(given)
         results = cls.allocated(given, options)
         if "sfd_row" in results:
             given["norm_const"] = torch.empty(1, device="meta")
@@ -460,8 +468,21 @@ class ExpertsGemm(FusedGemm):
         return allocate(cls, given, {**cls.defaults(), **options}, results)
 
     @classmethod
+    def takes_addresses(cls) -> bool:
+        """Whether weights are always behind addresses."""
+        return all(spec.name != "b" for spec in cls.tensors)
+
+    @classmethod
+    def hidden_weights(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the constructor wants to know of an example's weights where they are behind addresses."""
+        if not cls.takes_addresses():
+            return {}
+        n, k, experts = cls.shape_of(given["b"])
+        return {"num_experts": experts, "b_shape": (n, k), "b_dtype": given["b"].dtype}
+
+    @classmethod
     def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        if given["b"] is not None:
+        if given.get("b") is not None:
             return super().shapes_of(given, options)
         return {"a": cls.shape_of(given["a"]), "b": (*options["b_shape"], options["num_experts"])}
 
@@ -472,150 +493,12 @@ class ExpertsGemm(FusedGemm):
         return tensor.shape
 
 
-GATES = {
-    "swiglu": epilogue.SWIGLU,
-    "geglu": epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset"),
-}
-"""What becomes of a pair of columns; the numbers of geglu are those of a call."""
-
-
-class GatedExperts(ExpertsGemm):
-    """A grouped GEMM and a gated activation of its columns: of every 64, the first 32 are gates, the others up."""
-
-    tensors = (
-        *operands(),
-        output("c", "n", optional=True),
-        *quantized("d", "columns"),
-        PROB,
-        BIAS,
-    )
-    returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
-    scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
-    pairs = 2
-    tile_n = (128, 256)
-
-    act_func: str = "swiglu"
-    linear_offset: float = 1.0
-    geglu_alpha: float = 1.702
-    glu_clamp_max: float = 7.0
-    glu_clamp_min: float = -7.0
-
-    def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("c"),) if self.given("c") else ()
-        activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
-        return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
-        if given["sfa"] is None:
-            return {"d": (d_dtype, "n"), **({"c": (c_dtype, "n")} if given.get("generate_c", True) else {})}
-        narrow = name_of(given["a"].dtype) in FLOAT8
-        found = cls.quantized_results(given, "d", d_dtype, narrow)
-        return {"c": (c_dtype, "n"), "d_col": (d_dtype, "n"), **found}
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.act_func == "situglu":
-            raise self.unsupported("act_func", "'situglu'", "'swiglu' or 'geglu'")
-        if self.act_func not in GATES:
-            raise self.error("act_func", repr(self.act_func), "'swiglu' or 'geglu'")
-
-    def check_own_rules(self, sizes: Sizes) -> None:
-        if sizes["n"] % 64:
-            raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
-
-
 def bias_gradient(columns: str) -> TensorSpec:
     """The sums of a result's columns over the tokens of each expert."""
     return TensorSpec(
         "dbias", Contiguous("experts", columns, alignment=4), ("bfloat16",), optional=True, fill=0.0, written=True,
         padding=1, about="sums of columns",
     )  # fmt: skip
-
-
-class GatedExpertsBackward(ExpertsGemm):
-    """A grouped GEMM and the backward pass of a gated activation: the gradients of gates and others, 32 columns each in
-    turn, as the saved ``c`` has them.
-    """
-
-    tensors = (
-        *operands(),
-        TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
-        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, draw="uniform", about="factors of c"),
-        *quantized("d_row", "columns", roles=2),
-        PROB,
-        DPROB,
-    )
-    scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
-    result = ("d_row", "sfd_row")
-    buffers = ("dprob_tensor",)
-    roles = 2
-
-    act_func: str = "dswiglu"
-    epilogue_op: str | None = None
-    linear_offset: float | None = 1.0
-    geglu_alpha: float = 1.702
-    glu_clamp_max: float = 7.0
-    glu_clamp_min: float = -7.0
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        offset = given.get("linear_offset")
-        super().__init__({**given, "linear_offset": 1.0 if offset is None else offset})
-
-    @classmethod
-    def result_columns(cls, n: int) -> int:
-        return 2 * n
-
-    def operations(self) -> tuple[Any, ...]:
-        swiglu = self.act_func == "dswiglu"
-        newer = self.semantics != "1.23"
-        product = self.scaled_product(power=2) if swiglu or newer else ()
-        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2)
-        betas = self.given("beta") and (swiglu or (newer and not self.scaled))
-        factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
-        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
-        backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
-        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
-        return (*product, saved, *factors, backward, *sums, *weighted, *self.result_epilogue("d_row"))
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        eight = given["sfa"] is not None and name_of(given["a"].dtype) in FLOAT8  # allow no other result
-        d_dtype = cls.given_or(given["d_dtype"], torch.float8_e4m3fn if eight else None)
-        if given["sfa"] is None:
-            return {"d_row": (d_dtype, "n")}
-        narrow = eight and name_of(d_dtype) in FLOAT8
-        return {"d_col": (d_dtype, "n"), **cls.quantized_results(given, "d_row", d_dtype, narrow)}
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.act_func == "dsituglu":
-            raise self.unsupported("act_func", "'dsituglu'", "'dswiglu' or 'dgeglu'")
-        operators = (None, "none", "identity", "relu", "srelu")
-        for name, allowed in (("act_func", ("dswiglu", "dgeglu")), ("epilogue_op", operators)):
-            if getattr(self, name) not in allowed:
-                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
-
-    def check_own_rules(self, sizes: Sizes) -> None:
-        if sizes["n"] % 32:
-            raise self.error("columns of the product", sizes["n"], "multiples of 32")
-        if self.scaled and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
-            raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
-
-    def quantizes(self) -> bool:
-        return super().quantizes() and self.kind("d_row") in FLOAT8
-
-    def _check_quantized(self) -> None:
-        names = ("sfd_row", "sfd_col", "norm_const")
-        if self.kind("d_row") in FLOAT8:
-            if self.scaled and self.kind("a") in FLOAT8 and not self.quantizes():
-                wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
-                raise self.error(wanted, "None", "tensors")
-            super()._check_quantized()
-        for name in names:
-            if self.given(name) and not self.quantizes():
-                self._logger.warning("%s is not used: the result has the type %s", name, self.kind("d_row"))
 
 
 def _first(tensor: Any, layout: Layout, rows: int) -> Any:

@@ -1,5 +1,29 @@
 """The public names of the fused APIs. Written by `python docs/generate.py`."""
 
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
+    DiscreteGroupedGemmDswiglu as DiscreteGroupedGemmDswiglu,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
+    DiscreteGroupedGemmDswigluSm100 as DiscreteGroupedGemmDswigluSm100,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
+    discrete_grouped_gemm_dswiglu_wrapper as discrete_grouped_gemm_dswiglu_wrapper,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
+    discrete_grouped_gemm_dswiglu_wrapper_sm100 as discrete_grouped_gemm_dswiglu_wrapper_sm100,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
+    DiscreteGroupedGemmSwiglu as DiscreteGroupedGemmSwiglu,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
+    DiscreteGroupedGemmSwigluSm100 as DiscreteGroupedGemmSwigluSm100,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
+    discrete_grouped_gemm_swiglu_wrapper as discrete_grouped_gemm_swiglu_wrapper,
+)
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
+    discrete_grouped_gemm_swiglu_wrapper_sm100 as discrete_grouped_gemm_swiglu_wrapper_sm100,
+)
 from cudnn.gemm_amax import GemmAmax as GemmAmax
 from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
 from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper

@@ -25,6 +25,8 @@ def register(name: str) -> Any:
     """
     api, wrapper = registry.find(name), registry.wrapper(name)
     signature, parameters = signature_of(api, wrapper)
+    required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
+    left_out = dict.fromkeys(name for name in required if name in api.buffers)
 
     def run(*positional: Any, **named: Any) -> Any:
         return _present(api, wrapper(**bound(positional, named)), positional[0])
@@ -32,12 +34,13 @@ def register(name: str) -> Any:
     def bound(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         given = signature.bind(*positional, **named)
         given.apply_defaults()
-        return {parameters[name]: value for name, value in given.arguments.items()}
+        return {**left_out, **{parameters[name]: value for name, value in given.arguments.items()}}
 
     def fake(*positional: Any, **named: Any) -> Any:
         arguments = {p.name: p.default for p in inspect.signature(wrapper).parameters.values()}
-        made = prepare(api, {**arguments, **bound(positional, named)})
-        return _present(api, {f"{name}_tensor": tensor for name, tensor in made.allocated.items()}, positional[0])
+        made = prepare(api, api.arranged({**arguments, **bound(positional, named)}))
+        tensors = {**made.given, **made.allocated}
+        return _present(api, {f"{name}_tensor": tensors.get(name) for name in api.returns}, positional[0])
 
     run.__name__, run.__doc__, run.__module__ = name, wrapper.__doc__, api.__module__
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]

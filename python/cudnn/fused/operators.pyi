@@ -3,6 +3,62 @@
 import torch
 from torch import Tensor, dtype
 
+def discrete_grouped_gemm_dswiglu(
+    a: Tensor,
+    b_ptrs: Tensor,
+    c: Tensor,
+    sfa: Tensor | None,
+    sfb_ptrs: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    prob: Tensor | None,
+    n: int,
+    b_dtype: dtype,
+    generate_dbias: bool = False,
+    norm_const: Tensor | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    act_func: str = "dswiglu",
+    b_major: str = "k",
+    epilogue_op: str | None = None,
+    linear_offset: float | None = None,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Discrete grouped GEMM + dSwiGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no
+    elements. See :class:`cudnn.DiscreteGroupedGemmDswiglu`."""
+
+def discrete_grouped_gemm_swiglu(
+    a: Tensor,
+    b_ptrs: Tensor,
+    sfa: Tensor | None,
+    sfb_ptrs: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    n: int,
+    b_dtype: dtype,
+    bias: Tensor | None = None,
+    norm_const: Tensor | None = None,
+    prob: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    discrete_col_sfd: bool = False,
+    act_func: str = "swiglu",
+    b_major: str = "k",
+    linear_offset: float | None = None,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Discrete grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
+    :class:`cudnn.DiscreteGroupedGemmSwiglu`."""
+
 def gemm_amax(
     a: Tensor,
     b: Tensor,

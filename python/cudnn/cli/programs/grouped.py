@@ -10,7 +10,7 @@ from cudnn.api_base import TupleDict
 from cudnn.cli.programs import Problem, Program
 from cudnn.cli.programs.gemm_operands import judge
 from cudnn.fused.examples import Comparison, draw
-from cudnn.fused.grouped import ExpertsGemm
+from cudnn.fused.grouped import ExpertsGemm, operands
 from cudnn.lazy import torch
 
 SLACK = 1e-4  # error of a product and what follows it, relative to the largest
@@ -27,7 +27,10 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> Problem
     given = inputs(api, shape, device)
     wrapper: Any = registry.wrapper(api.folder())
     required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
-    arguments = {**dict.fromkeys(required), **{api.parameters[name]: tensor for name, tensor in given.items()}}
+    arguments = dict.fromkeys(required)
+    arguments |= {api.parameters[name]: tensor for name, tensor in given.items() if name in api.parameters}
+    if api.takes_addresses():
+        arguments |= {"n": given["b"].shape[0], "b_dtype": given["b"].dtype}
 
     def compared(results: TupleDict) -> list[Comparison]:
         found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
@@ -38,16 +41,18 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> Problem
 
 
 def inputs(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> dict[str, Any]:
-    """Random inputs of bfloat16 by name."""
+    """Random inputs of bfloat16 by name; weights, and their addresses where an API takes nothing else."""
     sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True)))
     given = api.blank(shape, "bf16", device)
-    for spec in api.tensors:
+    for spec in (*operands(), *api.tensors) if api.takes_addresses() else api.tensors:
         if spec.name in given:
             if spec.draw == "ends":
                 values = ends(sizes["experts"], sizes[api.tokens], device)
             else:
                 values = draw(spec, spec.layout.shape(sizes), device)
             given[spec.name].copy_(values)
+    if api.takes_addresses():
+        given["b_ptrs"] = torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=device)
     return given
 
 
@@ -60,10 +65,10 @@ def ends(experts: int, tokens: int, device: str) -> Any:
 def expected(api: type[ExpertsGemm], given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """The results in float32, before rounding."""
     made: Any = api
-    object_ = made(**api.samples({**given, **found}))
+    object_ = made(**api.samples({**given, **found}), **api.hidden_weights(given))
     exact = {
         name: torch.full_like(tensor, api.spec(name).fill or 0.0, dtype=torch.float32) for name, tensor in found.items()
     }
-    tensors = {name: api.fitted(name, x) for name, x in {**given, **exact}.items()}
+    tensors = {name: api.fitted(name, x) for name, x in {**given, **exact}.items() if name in api.parameters}
     object_.reference({**tensors, **{name: getattr(object_, name) for name in api.scalars}})
     return exact

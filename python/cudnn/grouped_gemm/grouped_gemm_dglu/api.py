@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import GatedExpertsBackward, bias_gradient
+from cudnn.fused.gated_experts import GatedExpertsBackward
+from cudnn.fused.grouped import bias_gradient
 from cudnn.fused.layouts import Contiguous, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
-from cudnn.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -90,11 +89,6 @@ class GroupedGemmDglu(GatedExpertsBackward):
              sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor), (None,) * 4, current_stream,
             workspace,
         )  # fmt: skip
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        dbias = {"dbias": (torch.bfloat16, "")} if given["generate_dbias"] else {}
-        return {**super().results(given), **dbias}
 
     def check_options(self) -> None:
         super().check_options()

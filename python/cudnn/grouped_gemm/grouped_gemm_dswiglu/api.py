@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import GatedExpertsBackward
+from cudnn.fused.gated_experts import GatedExpertsBackward
 from cudnn.fused.wrapper import call
 from cudnn.lazy import torch
 

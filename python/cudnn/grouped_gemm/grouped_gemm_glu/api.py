@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import COUNTER, GatedExperts
+from cudnn.fused.gated_experts import GatedExperts
+from cudnn.fused.grouped import COUNTER
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import GatedExperts
+from cudnn.fused.gated_experts import GatedExperts
 from cudnn.fused.wrapper import call
 
 if TYPE_CHECKING:

@@ -1,0 +1,94 @@
+"""Grouped GEMM with weights behind addresses + backward pass of a gated activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.gated_experts import GatedExpertsBackward
+from cudnn.fused.grouped import ExpertsGemm, behind_addresses, bias_gradient
+from cudnn.fused.wrapper import call
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class DiscreteGroupedGemmDswiglu(GatedExpertsBackward):
+    """:class:`cudnn.GroupedGemmDglu` of weights behind addresses only, in the order of arguments of a class of its own.
+
+    Args:
+        sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
+        num_experts, b_shape, b_dtype: of the weights: how many, (n, k) in elements, type.
+        act_func: ``"dswiglu"`` or ``"dgeglu"``. The numbers of dgeglu are arguments of calls: None there is 1.0 for
+            linear_offset, with ``semantics="1.23"`` 0.0.
+        others: as those of :class:`cudnn.GroupedGemmDglu`.
+    """
+
+    title = "Discrete grouped GEMM + dSwiGLU"
+    tensors = (*behind_addresses(GatedExpertsBackward.tensors), bias_gradient("columns"))
+    returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
+    hints = tuple(name for name in ExpertsGemm.hints if not name.endswith("_ptrs"))
+    multiplied = ()  # b_dtype says what they are
+    older_offset = 0.0
+
+    def __init__(
+        self, sample_a: Tensor, num_experts: int, b_shape: tuple[int, int], b_dtype: dtype, sample_c: Tensor,
+        sample_d_row: Tensor, sample_d_col: Tensor | None, sample_sfa: Tensor | None, sample_padded_offsets: Tensor,
+        sample_alpha: Tensor, sample_beta: Tensor, sample_prob: Tensor | None, sample_dprob: Tensor | None,
+        sample_dbias: Tensor | None = None, sample_sfd_row: Tensor | None = None,
+        sample_sfd_col: Tensor | None = None, sample_amax: Tensor | None = None,
+        sample_norm_const: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+        act_func: str = "dswiglu", b_major: str = "k", epilogue_op: str | None = None,
+        use_dynamic_sched: bool = False, *, semantics: str | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, b_ptrs: Tensor, c_tensor: Tensor, d_row_tensor: Tensor, d_col_tensor: Tensor | None,
+        sfa_tensor: Tensor | None, sfb_ptrs: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor,
+        beta_tensor: Tensor, prob_tensor: Tensor | None, dprob_tensor: Tensor | None,
+        dbias_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None, linear_offset: float | None = None,
+        geglu_alpha: float | None = None, glu_clamp_max: float | None = None, glu_clamp_min: float | None = None,
+        current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, b_ptrs, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, sfb_ptrs, padded_offsets,
+             alpha_tensor, beta_tensor, prob_tensor, dprob_tensor, dbias_tensor, sfd_row_tensor, sfd_col_tensor,
+             amax_tensor, norm_const_tensor),
+            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream, workspace_tensor,
+        )  # fmt: skip
+
+
+class DiscreteGroupedGemmDswigluSm100(DiscreteGroupedGemmDswiglu):
+    """:class:`DiscreteGroupedGemmDswiglu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def discrete_grouped_gemm_dswiglu_wrapper(
+    a_tensor: Tensor, b_ptrs: Tensor, c_tensor: Tensor, sfa_tensor: Tensor | None, sfb_ptrs: Tensor | None,
+    padded_offsets: Tensor, alpha_tensor: Tensor, beta_tensor: Tensor, prob_tensor: Tensor | None,
+    dprob_tensor: Tensor | None, n: int, b_dtype: dtype, generate_dbias: bool = False,
+    norm_const_tensor: Tensor | None = None, acc_dtype: dtype | None = None, d_dtype: dtype | None = None,
+    cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+    act_func: str = "dswiglu", b_major: str = "k", epilogue_op: str | None = None,
+    linear_offset: float | None = None, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0, use_dynamic_sched: bool = False, current_stream: Any = None, *,
+    semantics: str | None = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
+    :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``n``: columns of the product; k is that of a.
+    """
+    return call(DiscreteGroupedGemmDswigluSm100, locals())
+
+
+discrete_grouped_gemm_dswiglu_wrapper_sm100 = discrete_grouped_gemm_dswiglu_wrapper
+_cache_of_DiscreteGroupedGemmDswigluObjects = DiscreteGroupedGemmDswiglu.objects  # noqa: N816
+_cache_of_DiscreteGroupedGemmDswigluSm100Objects = DiscreteGroupedGemmDswiglu.objects  # noqa: N816

@@ -1,0 +1,90 @@
+"""Grouped GEMM with weights behind addresses + gated activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cudnn.fused.gated_experts import GatedExperts
+from cudnn.fused.grouped import ExpertsGemm, behind_addresses
+from cudnn.fused.wrapper import call
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from cudnn.api_base import TupleDict
+
+
+class DiscreteGroupedGemmSwiglu(GatedExperts):
+    """:class:`cudnn.GroupedGemmGlu` of weights behind addresses only, in the order of arguments of a class of its own.
+
+    Args:
+        sample_a ... sample_prob: tensors like those that ``execute`` will get.
+        num_experts, b_shape, b_dtype: of the weights: how many, (n, k) in elements, type.
+        act_func: ``"swiglu"`` or ``"geglu"``. The numbers of geglu are arguments of calls: None there is 1.0 for
+            linear_offset, with ``semantics="1.23"`` 0.0.
+        others: as those of :class:`cudnn.GroupedGemmGlu`.
+    """
+
+    title = "Discrete grouped GEMM + SwiGLU"
+    tensors = behind_addresses(GatedExperts.tensors)
+    hints = tuple(name for name in ExpertsGemm.hints if not name.endswith("_ptrs"))
+    multiplied = ()  # b_dtype says what they are
+    older_offset = 0.0
+
+    def __init__(
+        self, sample_a: Tensor, num_experts: int, b_shape: tuple[int, int], b_dtype: dtype,
+        sample_c: Tensor | None, sample_d: Tensor, sample_sfa: Tensor | None, sample_padded_offsets: Tensor,
+        sample_alpha: Tensor, sample_d_col: Tensor | None, sample_bias: Tensor | None = None,
+        sample_sfd_row: Tensor | None = None, sample_sfd_col: Tensor | None = None,
+        sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None,
+        sample_prob: Tensor | None = None, acc_dtype: dtype | None = None,
+        mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+        sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+        act_func: str = "swiglu", b_major: str = "k", use_dynamic_sched: bool = False, *,
+        semantics: str | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, a_tensor: Tensor, b_ptrs: Tensor, c_tensor: Tensor | None, d_tensor: Tensor, sfa_tensor: Tensor | None,
+        sfb_ptrs: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor, bias_tensor: Tensor | None = None,
+        d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
+        sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
+        norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None,
+        linear_offset: float | None = None, geglu_alpha: float | None = None, glu_clamp_max: float | None = None,
+        glu_clamp_min: float | None = None, current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        self.run(
+            (a_tensor, b_ptrs, c_tensor, d_tensor, sfa_tensor, sfb_ptrs, padded_offsets, alpha_tensor, bias_tensor,
+             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor),
+            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream, workspace_tensor,
+        )  # fmt: skip
+
+
+class DiscreteGroupedGemmSwigluSm100(DiscreteGroupedGemmSwiglu):
+    """:class:`DiscreteGroupedGemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
+
+
+def discrete_grouped_gemm_swiglu_wrapper(
+    a_tensor: Tensor, b_ptrs: Tensor, sfa_tensor: Tensor | None, sfb_ptrs: Tensor | None, padded_offsets: Tensor,
+    alpha_tensor: Tensor, n: int, b_dtype: dtype, bias_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, acc_dtype: dtype | None = None,
+    c_dtype: dtype | None = None, d_dtype: dtype | None = None, cd_major: str = "n",
+    mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
+    sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
+    act_func: str = "swiglu", b_major: str = "k", linear_offset: float | None = None, geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, use_dynamic_sched: bool = False,
+    current_stream: Any = None, *, semantics: str | None = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``c_tensor, d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
+    :func:`cudnn.grouped_gemm_glu_wrapper` does, and c always. ``n``: columns of the product; k is that of a.
+    """
+    return call(DiscreteGroupedGemmSwigluSm100, locals())
+
+
+discrete_grouped_gemm_swiglu_wrapper_sm100 = discrete_grouped_gemm_swiglu_wrapper
+_cache_of_DiscreteGroupedGemmSwigluObjects = DiscreteGroupedGemmSwiglu.objects  # noqa: N816
+_cache_of_DiscreteGroupedGemmSwigluSm100Objects = DiscreteGroupedGemmSwiglu.objects  # noqa: N816

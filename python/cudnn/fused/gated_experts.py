@@ -1,0 +1,165 @@
+"""Grouped GEMMs with gated activations, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from cudnn.fused.grouped import (
+    BIAS,
+    DPROB,
+    FLOATS,
+    PROB,
+    RESULT_TYPES,
+    ExpertsGemm,
+    operands,
+    output,
+    quantized,
+)
+from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
+from cudnn.gemm.formats import FLOAT8, name_of
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+
+GATES = {
+    "swiglu": epilogue.SWIGLU,
+    "geglu": epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset"),
+}
+"""What becomes of a pair of columns; the numbers of geglu are those of a call."""
+
+
+class Activated(ExpertsGemm):
+    """What gated activations and their backward passes share: the numbers of geglu."""
+
+    scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+    older_offset: ClassVar[float] = 1.0  # of geglu, in the older version
+
+    act_func: str
+    linear_offset: float | None
+    geglu_alpha: float = 1.702
+    glu_clamp_max: float = 7.0
+    glu_clamp_min: float = -7.0
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        offset = given.get("linear_offset")
+        if offset is None:
+            offset = self.older_offset if self.follows_older(given) else 1.0
+        super().__init__({**given, "linear_offset": offset})
+
+
+class GatedExperts(Activated):
+    """A grouped GEMM and a gated activation of its columns: of every 64, the first 32 are gates, the others up."""
+
+    tensors = (
+        *operands(),
+        output("c", "n", optional=True),
+        *quantized("d", "columns"),
+        PROB,
+        BIAS,
+    )
+    returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
+    pairs = 2
+    tile_n = (128, 256)
+
+    act_func = "swiglu"
+
+    def operations(self) -> tuple[Any, ...]:
+        stored = (self.store("c"),) if self.given("c") else ()
+        activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
+        return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
+        if given["sfa"] is None:
+            return {"d": (d_dtype, "n"), **({"c": (c_dtype, "n")} if given.get("generate_c", True) else {})}
+        narrow = name_of(given["a"].dtype) in FLOAT8
+        found = cls.quantized_results(given, "d", d_dtype, narrow)
+        return {"c": (c_dtype, "n"), "d_col": (d_dtype, "n"), **found}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.act_func == "situglu":
+            raise self.unsupported("act_func", "'situglu'", "'swiglu' or 'geglu'")
+        if self.act_func not in GATES:
+            raise self.error("act_func", repr(self.act_func), "'swiglu' or 'geglu'")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if sizes["n"] % 64:
+            raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
+
+
+class GatedExpertsBackward(Activated):
+    """A grouped GEMM and the backward pass of a gated activation: the gradients of gates and others, 32 columns each in
+    turn, as the saved ``c`` has them.
+    """
+
+    tensors = (
+        *operands(),
+        TensorSpec("c", OneMatrix("m", "columns", "mn"), RESULT_TYPES, about="of the forward pass; columns = 2 n"),
+        TensorSpec("beta", Each("experts", alignment=2), FLOATS, optional=True, draw="uniform", about="factors of c"),
+        *quantized("d_row", "columns", roles=2),
+        PROB,
+        DPROB,
+    )
+    result = ("d_row", "sfd_row")
+    buffers = ("dprob_tensor",)
+    roles = 2
+
+    act_func = "dswiglu"
+    epilogue_op: str | None = None
+
+    @classmethod
+    def result_columns(cls, n: int) -> int:
+        return 2 * n
+
+    def operations(self) -> tuple[Any, ...]:
+        swiglu = self.act_func == "dswiglu"
+        newer = self.semantics != "1.23"
+        product = self.scaled_product(power=2) if swiglu or newer else ()
+        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2)
+        betas = self.given("beta") and (swiglu or (newer and not self.scaled))
+        factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
+        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
+        backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
+        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
+        return (*product, saved, *factors, backward, *sums, *weighted, *self.result_epilogue("d_row"))
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        eight = given["sfa"] is not None and name_of(given["a"].dtype) in FLOAT8  # allow no other result
+        d_dtype = cls.given_or(given["d_dtype"], torch.float8_e4m3fn if eight else None)
+        dbias = {"dbias": (torch.bfloat16, "")} if given.get("generate_dbias") else {}
+        if given["sfa"] is None:
+            return {"d_row": (d_dtype, "n"), **dbias}
+        narrow = eight and name_of(d_dtype) in FLOAT8
+        return {"d_col": (d_dtype, "n"), **cls.quantized_results(given, "d_row", d_dtype, narrow), **dbias}
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.act_func == "dsituglu":
+            raise self.unsupported("act_func", "'dsituglu'", "'dswiglu' or 'dgeglu'")
+        operators = (None, "none", "identity", "relu", "srelu")
+        for name, allowed in (("act_func", ("dswiglu", "dgeglu")), ("epilogue_op", operators)):
+            if getattr(self, name) not in allowed:
+                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if sizes["n"] % 32:
+            raise self.error("columns of the product", sizes["n"], "multiples of 32")
+        if self.scaled and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
+            raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
+
+    def quantizes(self) -> bool:
+        return super().quantizes() and self.kind("d_row") in FLOAT8
+
+    def _check_quantized(self) -> None:
+        names = ("sfd_row", "sfd_col", "norm_const")
+        if self.kind("d_row") in FLOAT8:
+            if self.scaled and self.kind("a") in FLOAT8 and not self.quantizes():
+                wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
+                raise self.error(wanted, "None", "tensors")
+            super()._check_quantized()
+        for name in names:
+            if self.given(name) and not self.quantizes():
+                self._logger.warning("%s is not used: the result has the type %s", name, self.kind("d_row"))
