@@ -205,6 +205,16 @@ def test_weights_behind_addresses(where: str, case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
+def test_sizes_of_a_call_with_addresses_only() -> None:
+    """A workspace is allocated by them."""
+    p = grouped.problem("discrete_grouped_gemm_swiglu", "nvfp4", (256, 512))
+    registry.find(p.name).objects.clear()
+    grouped.run(p, "reference")
+    (object_,) = registry.find(p.name).objects.values()
+    sizes = object_.sizes_now([p.given.get(name) for name in object_.names])
+    assert {name: sizes[name] for name in ("m", "n", "k", "experts")} == {"m": 512, "n": 128, "k": 128, "experts": 2}
+
+
 WRONG_ADDRESSES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"b_ptrs": torch.zeros(3, dtype=torch.int32)}, ValueError, "b_ptrs must be int64: got torch.int32"),
     ({"b_ptrs": torch.zeros(2, dtype=torch.int64)}, ValueError, "b_ptrs length mismatch: got 2; allowed: expected 3"),
