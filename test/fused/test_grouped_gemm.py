@@ -265,19 +265,20 @@ def test_weight_gradients(where: str) -> None:
 
 def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
     """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
-    m, n, tokens = 136, 72, ends[-1] + 128
-    a, b = (grouped.operand(kind, rows, tokens, 1, "cpu") for rows in (m, n))
+    m, n, tokens, device = 136, 72, ends[-1] + 128, "cuda" if where == "gpu" else "cpu"
+    a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
     vector = grouped.KINDS[kind][2]
     sfa, sfb = (grouped.by_expert(x.scales, ends, vector) for x in (a, b))
     names = () if kind == "mxfp8" else ("global_scale_a", "global_scale_b")
-    scales = {key: torch.rand(len(ends)) + 0.5 for key in names}
-    offsets = torch.tensor(ends, dtype=torch.int32)
+    scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
     addressed = more.pop("addressed", False)
-    out = [torch.full((m, n), 2.0) for _ in ends] if addressed else torch.full((len(ends), m, n), 2.0)
+    out: Any = torch.full((len(ends), m, n), 2.0, device=device)
+    out = [x.clone() for x in out] if addressed else out
     given = {"wgrad_tensor": out}
     if addressed:
-        given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out])}
-    with cudnn.emulation(where, races=True) if where != "reference" else contextlib.nullcontext():
+        given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
+    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
         cudnn.grouped_gemm_wgrad_wrapper(
             a.tensor[..., 0], b.tensor[..., 0].T, sfa, sfb, offsets, wgrad_dtype=F32, sf_vec_size=vector, **given,
             **scales, **more
