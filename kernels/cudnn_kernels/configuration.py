@@ -32,8 +32,13 @@ ROW = 16  # bytes: rows of a prepared operand begin at multiples
 
 def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: bool = False) -> tuple[Tensor, ...]:
     """An operand (rows, k, l), and its scale factors ``sf<name>`` where it has some: of all, or by parts of k. Or the
-    addresses of both, ``<name>_ptrs`` and ``sf<name>_ptrs``.
+    addresses of both, ``<name>_ptrs`` and ``sf<name>_ptrs``. Or a tensor of any ``<name> lines``, and their numbers.
     """
+    if operand.index:
+        lines, gathered = f"{name} lines", "k" if splits_k else rows
+        shape = (rows, lines, batch) if splits_k else (lines, "k", batch)
+        major = 1 if operand.major == "k" else 0
+        return matrix(name, operand.dtype, shape, major), vector(operand.index, "int32", gathered)
     if operand.pointers:
         names = (name, f"sf{name}") if operand.scale is not None else (name,)
         return tuple(addresses(f"{x}_ptrs", batch) for x in names)
@@ -61,7 +66,8 @@ class GemmConfiguration:
 
     Raises:
         ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
-            halves that the CTAs of a cluster cannot share.
+            halves that the CTAs of a cluster cannot share; an ``index`` that is not of experts' rows of A, which is
+            K-major, or not of their k, of an MN-major operand, or of one with scale factors.
     """
 
     kernel: ClassVar[str] = "gemm:Gemm"
@@ -87,6 +93,11 @@ class GemmConfiguration:
             if self.schedule.aligned % needed:
                 allowed = f"multiples of {needed}, by {name}"
                 raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
+        whole = [x for x in (self.a, self.b) if x.index and (x.scale or x.pointers or not self.schedule.searches)]
+        lines = ("mn", "mn") if self.schedule.splits_k else ("k", "")
+        if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
+            allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
+            raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
 
     @property
     def gemm(self) -> GemmConfiguration:
@@ -102,6 +113,11 @@ class GemmConfiguration:
     def scales_sums(self) -> bool:
         """Whether both operands have factors that the sums of a k tile are multiplied by."""
         return self.a.scale is not None and self.a.scale.of_sums
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """The operands whose lines have numbers, by name."""
+        return tuple(name for name in "ab" if getattr(self, name).index)
 
     @property
     def operand_sizes(self) -> dict[str, tuple[str, str]]:
@@ -160,6 +176,8 @@ class OperandConfiguration:
 
     def __post_init__(self) -> None:
         scale = self.source.scale
+        if self.source.index:
+            raise ValueError(f"{self.source}: got an index; allowed: none, for an operand that is prepared")
         if self.widen:
             if scale is not None or self.source.dtype not in FP8:
                 raise ValueError(f"{self}: got neither {' nor '.join(FP8)} without scale factors, which can be widened")

@@ -30,12 +30,16 @@ class Operand:
 
     ``pointers``, of B alone: the matrices are not one tensor. Each lies at an address of its own, a multiple of 16
     bytes, without gaps between rows or columns; so do its scale factors.
+
+    ``index`` names an int32 tensor: row i of the product's A is row ``index[i]`` of the tensor or, where experts have
+    parts of k, k number i of the product is that one. A number that the tensor has not stands for zeros.
     """
 
     dtype: str
     major: str = "k"
     scale: BlockScale | None = None
     pointers: bool = False
+    index: str = ""
 
     @property
     def bits(self) -> int:

@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cudnn
 from cudnn import registry
 from cudnn.fused import operator as operator_of
-from cudnn.fused.grouped import ExpertsGemm
-from support import grouped
+from cudnn.fused.grouped import ExpertsGemm, numbered
+from support import gemm, grouped
 from support.gemms import BF16, E4M3, F16, F32
 
 pytest.importorskip("ptx_emulator")
 
+I32 = torch.int32
 NAMES = [name for name in registry.packages() if issubclass(registry.find(name), ExpertsGemm)]
 ROWS = [name for name in NAMES if name != "grouped_gemm_wgrad"]
 
@@ -62,6 +63,12 @@ CASES: list[dict[str, Any]] = [
      "inputs": {"c": F16, "prob": F32, "beta": F32}},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}, "generate_dbias": True},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32}, "semantics": "1.23"},
+    {"name": "grouped_gemm", "m": 220, "inputs": {"a_index": I32}},
+    {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
+    {"name": "grouped_gemm_swiglu", "m": 220, "inputs": {"a_index": I32}},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "inputs": {"c": BF16, "beta": F32, "dprob": F32, "a_index": I32},
+     "generate_dbias": True},
+    {"name": "grouped_gemm_dswiglu", "n": 64, "inputs": {"c": F16, "prob": F32, "a_index": I32}},
     {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
      "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True, "generate_dbias": True},
 ]  # fmt: skip
@@ -240,13 +247,19 @@ def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> Non
 # Weight gradients.
 
 
-def gradients(ends: tuple[int, ...], tokens: int, **more: Any) -> None:
+def gradients(ends: tuple[int, ...], tokens: int, indexed: str = "", **more: Any) -> None:
+    """Of ``indexed`` operands, tokens are those of half as many, by number."""
     a, b = torch.randn(tokens, 136).bfloat16(), torch.randn(tokens, 72).bfloat16()
     offsets = torch.tensor(ends, dtype=torch.int32)
-    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, offsets, wgrad_dtype=F32, **more)
+    given = {"a": a, "b": b}
+    for name in indexed:
+        given[name], more[f"{name}_index"] = gemm.lines(given[name][..., None], 0)
+        given[name] = given[name][..., 0]
+    a, b = (numbered(x, more.get(f"{name}_index")) for name, x in given.items())
+    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(given["a"].T, given["b"], None, None, offsets, wgrad_dtype=F32, **more)
     start = 0
     for expert, end in enumerate(ends):
-        scale = more["global_scale_a"][expert] * more["global_scale_b"][expert] if more else 1.0
+        scale = more["global_scale_a"][expert] * more["global_scale_b"][expert] if "global_scale_a" in more else 1.0
         expected = scale * (a[start:end].double().T @ b[start:end].double())
         torch.testing.assert_close(wgrad[expert].double(), expected, rtol=1e-4, atol=1e-4)
         start = end
@@ -258,9 +271,35 @@ def test_weight_gradients(where: str) -> None:
     if where == "reference":
         gradients((5, 5, 180), 200)
         gradients((5, 5, 180), 200, **scales)
+        for indexed in ("a", "b", "ab"):
+            gradients((5, 5, 180), 200, indexed)
         return
     with cudnn.emulation(where, races=True):
         gradients((5, 5, 180), 200, **scales)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "indexed"), [("sm_90a", "b"), ("sm_100a", "a")])
+def test_weight_gradients_of_numbered_tokens(where: str, indexed: str) -> None:
+    with cudnn.emulation(where, races=True):
+        gradients((5, 5, 180), 200, indexed)
+
+
+def test_numbers_of_tokens() -> None:
+    """What is refused, before anything runs; and no numbers, which are nothing to do."""
+    p = grouped.problem("grouped_gemm", "fp8", inputs={"a_index": I32})
+    with pytest.raises(ValueError, match="a_index tensor: got a tensor, for float8_e4m3fn; allowed: None, but for"):
+        grouped.run(p, "reference")
+    p = grouped.problem("grouped_gemm", inputs={"a_index": I32, "prob": F32})
+    p.given["a_index"] = p.given["a_index"][1:]
+    with pytest.raises(ValueError, match=r"prob tensor shape mismatch: expected \(199, 1, 1\)"):
+        grouped.run(p, "reference")
+    p.given |= {"a_index": p.given["a_index"][:0], "prob": p.given["prob"][:0]}
+    grouped.run(p, "sm_90a")
+    assert p.results["d_tensor"].shape == (0, 128, 1)
+    x, index = torch.zeros(64, 32).bfloat16(), torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a_index tensor: got a tensor, with contiguous tokens of a; allowed: None"):
+        cudnn.grouped_gemm_wgrad_wrapper(x.T.contiguous(), x, None, None, index[:2], a_index=index)
 
 
 def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:

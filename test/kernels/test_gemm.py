@@ -243,6 +243,8 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
     c = configured(arch, types, **{"tile": (128, 128), "schedule": GroupedRows(), **choice})
     m, n, k = 1336, 136, 96
     made = gemm.operands(c, m, n, k, 1, len(ends))
+    if c.a.index:
+        made[c.a.index][ends[-1] :] = 1 << 30  # not looked at
     expected = gemm.product(c, made, ends)
     if pointers:
         c = replace(c, b=replace(c.b, pointers=True))
@@ -344,7 +346,10 @@ def check_k(
     for name, x in (("a", c.a), ("b", c.b)):
         if x.scale is not None:
             made[f"sf{name}"] = gemm.factors_by_part(made[f"sf{name}"], ends, x.scale.vector)
-        made[name][:, ends[-1] // x.packed :] = 0xFF if x.packed > 1 else torch.nan
+        if x.index:
+            made[x.index][ends[-1] :] = 1 << 30
+        else:
+            made[name][:, ends[-1] // x.packed :] = 0xFF if x.packed > 1 else torch.nan
     given = {"d": gemm.matrix(m, n, len(ends), store.dtype, store.major == "m")}
     if store.adds:
         given["d"].copy_(torch.randint(-99, 99, given["d"].shape) / 4)
@@ -402,6 +407,25 @@ def test_k_of_experts_that_is_contiguous(grouped: Any, major: str) -> None:
     """Experts end at any multiple of 16 bytes."""
     arch, types, choice = grouped
     check_k(arch, types, [8, 64, 64, 200, 256, 344], major=major, **choice)
+
+
+@pytest.mark.parametrize(("grouped", "ends"), brief([*itertools.product(GROUPED, ENDS)], 1))
+def test_rows_of_a_by_number(grouped: Any, ends: str) -> None:
+    """Rows in any order, several times or not at all; k that ends within a tile, and numbers of no row."""
+    arch, types, choice = grouped
+    schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
+    check_rows(arch, types, ENDS[ends], index="a", schedule=schedule, **choice)
+
+
+@pytest.mark.parametrize(
+    ("grouped", "index", "ends"),
+    brief([*itertools.product(GROUPED, ["a", "b", "ab"], [[64, 64, 200, 256], [0, 1, 70, 70, 203, 300]])], 19),
+)
+def test_k_of_operands_by_number(grouped: Any, index: str, ends: list[int]) -> None:
+    """Weight gradients of tokens that lie anywhere; their operands' rows end within a tile."""
+    arch, types, choice = grouped
+    wide = {"tile": (256, 128)} if "b" in index and choice.get("dynamic") else {}  # for two CTAs, 128 bytes each
+    check_k(arch, types, ends, major="mn", index=index, **{**choice, **wide})
 
 
 STORES = [

@@ -30,18 +30,19 @@ FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2,
 
 def configuration(
     epilogue: Sequence[Any], a: str = "bfloat16", b: str = "", *, majors: str = "kk", scale: str = "", vector: int = 0,
-    blocks: tuple[int, int] = (1, 128), **options: Any,
+    blocks: tuple[int, int] = (1, 128), index: str = "", **options: Any,
 ) -> GemmConfiguration:  # fmt: skip
     """Small tiles, and 128 bytes along k, unless ``options`` say otherwise; ``majors`` such as "mk".
 
-    ``blocks``: rows of A, and of B, that share a factor of sums.
+    ``blocks``: rows of A, and of B, that share a factor of sums. ``index``: the operands whose lines have numbers.
     """
     defaults: dict[str, Any] = {"tile": (128, 128), "cluster": (1, 1), "schedule": Dense()}
     given = {**defaults, **options}
     given["tile"] = (*given["tile"], 1024 // bits_of(a))[:3]
     operands = [Operand(dtype, "k" if major == "k" else "mn",
-                        BlockScale(scale, vector, rows if scale == "float32" else 1) if scale else None)
-                for dtype, major, rows in zip((a, b or a), majors, blocks, strict=True)]  # fmt: skip
+                        BlockScale(scale, vector, rows if scale == "float32" else 1) if scale else None,
+                        index=f"{name}_index" if name in index else "")
+                for name, dtype, major, rows in zip("ab", (a, b or a), majors, blocks, strict=True)]  # fmt: skip
     return GemmConfiguration(*operands, epilogue=tuple(epilogue), **given)
 
 
@@ -167,15 +168,39 @@ def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: 
     made = {}
     for name, x, rows, count in (("a", c.a, m, batch), ("b", c.b, n, experts or batch)):
         made[name] = operand(rows, k, count, x.dtype, x.major)
+        if x.index:
+            made[name], made[x.index] = lines(made[name], int(isinstance(c.schedule, GroupedK)))
         if x.scale:
             made[f"sf{name}"] = factors(rows, k, count, x.scale.dtype, x.scale.vector, x.scale.rows)
     return made
 
 
+def lines(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half as many lines of an operand, along a dimension, and numbers: most occur, some more than once, and some are
+    of no line. Lines that do not occur are NaN.
+    """
+    count = x.shape[dim]
+    some = x.narrow(dim, 0, count // 2 + 1).clone(memory_format=torch.preserve_format)
+    index = torch.randint(0, count // 2 + 1, (count,), dtype=torch.int32)
+    index[torch.randint(0, count, (count // 16,))] = -1
+    index[torch.randint(0, count, (count // 16,))] = count // 2 + 1
+    absent = torch.ones(count // 2 + 3, dtype=torch.bool).index_fill(0, index.long() + 1, value=False)[1:-1]
+    some.masked_fill_(absent[:, None, None] if dim == 0 else absent[:, None], torch.nan)
+    return some, index
+
+
 def values(c: GemmConfiguration, given: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """A and B times their factors, in float64."""
-    return [decoded(given[name], given.get(f"sf{name}"), x.scale.vector if x.scale else 0)
-            for name, x in (("a", c.a), ("b", c.b))]  # fmt: skip
+    """A and B times their factors, in float64; lines in the order of their numbers."""
+    found = []
+    for name, x in (("a", c.a), ("b", c.b)):
+        value = decoded(given[name], given.get(f"sf{name}"), x.scale.vector if x.scale else 0)
+        if x.index:
+            dim, index = int(isinstance(c.schedule, GroupedK)), given[x.index].long()
+            count = value.shape[dim]
+            zeros = torch.cat([value, torch.zeros_like(value.narrow(dim, 0, 1))], dim)
+            value = zeros.index_select(dim, torch.where((index >= 0) & (index < count), index, count))
+        found.append(value)
+    return found
 
 
 def product(c: GemmConfiguration, given: Mapping[str, torch.Tensor], ends: Sequence[int] = ()) -> torch.Tensor:

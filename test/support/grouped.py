@@ -94,6 +94,13 @@ def problem(
     """A problem for a wrapper. ``inputs``: the types of further ones, ``prob``, ``bias``, ``alpha``, say."""
     experts, m = len(ends), m or ends[-1]
     a, b = operand(kind, m, k, 1, device), operand(kind, n, k, experts, device, major)
+    index = None
+    if inputs and "a_index" in inputs:
+        a = operand(kind, m // 2, k, 1, device)
+        index = torch.randint(-1, m // 2 + 1, (m,), dtype=inputs["a_index"], device=device)
+        a.values = torch.cat([a.values, torch.zeros_like(a.values[:1])])[
+            torch.where((index < 0) | (index >= m // 2), m // 2, index).long()
+        ]
     starts = [0, *ends[:-1]]
     product = torch.zeros(m, n, dtype=torch.float64, device=device)
     for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -108,6 +115,8 @@ def problem(
             given[key] = given[key].to(dtype)
         elif key == "bias":
             given[key] = torch.randn(experts, n, device=device).to(dtype).T
+        elif key == "a_index":
+            given[key] = index
         elif key == "norm_const":
             given[key] = torch.tensor([0.5], device=device)
         elif key == "beta":

@@ -17,7 +17,7 @@ PIECE = 16  # bytes: addresses and strides that the copy engine knows are multip
 class Operand:
     """An operand (rows, k, l) on Hopper: the copy engine's atom and view, the ring, its box.
 
-    ``share`` CTAs fetch a part of each tile and send it to all. ``pointers`` as in :func:`address`.
+    ``share`` CTAs fetch a part of each tile and send it to all.
     """
 
     atom: Any
@@ -25,7 +25,6 @@ class Operand:
     ring: cute.Tensor
     shape: tuple[Any, int]
     share: int
-    pointers: cute.Tensor | None = None
 
 
 def fetch(o: Operand, start: tuple[Any, Any], last: Any, stage: Int32, full: Any, place: Int32, mask: Any) -> None:

@@ -9,6 +9,8 @@ Where operands have factors of sums, each k tile has an accumulator of its own: 
 by the factors, which one more warp brings to shared memory, and add it up in registers. The row of sums goes back to
 tensor memory, where the epilogue takes its parts as those of any accumulator: beside a row it would lack registers.
 
+Operands whose rows have numbers are brought by two more warps, those of a pair's CTAs each for its own shared memory.
+
 No Blackwell was at hand: correct in the emulator, never timed.
 """
 
@@ -43,12 +45,15 @@ from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.pipeline.factors import Factors, Side
+from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
+from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm100.operands import ROWS, Place, tile_operands
+from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
 
 MMA_WARP, LOAD_WARP, FEED_WARP = 4, 5, 6
 TENSOR_MEMORY = 512  # columns
@@ -95,7 +100,8 @@ class Gemm:
         self.accumulators = min(most, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
         self.broadcast = c.dynamic or c.schedule.searches
         self.factor_warp = FEED_WARP + 1 if self.broadcast else FEED_WARP
-        self.warps = self.factor_warp + 1 if self.sides else self.factor_warp
+        self.gather_warp = self.factor_warp + bool(self.sides)
+        self.warps = self.gather_warp + (GATHER_WARPS if c.gathers else 0)
         self.epilogue = Epilogue(c.epilogue, self.plan())
 
     @cute.jit
@@ -112,8 +118,11 @@ class Gemm:
         mma, whole = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
         views = dict(arguments)
         operands = tile_operands(c, mma, whole, self.tiles.clips_k)
+        gathered = tuple((arguments[x], arguments[getattr(c, x).index]) for x in c.gathers)
         for operand in operands:
             views[operand.name] = operand.view(arguments.get(operand.name), views)
+        for which, given in zip(c.gathers, gathered, strict=True):
+            views[which] = selected(*given, self.tiles.clips_k)
         a, b = views["a"], (arguments if const_expr(c.halves) else views)["b"]
         scheduled = self.tiles.prepare(a, b, arguments)
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
@@ -122,10 +131,11 @@ class Gemm:
         if const_expr(not c.dynamic):
             clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
         factors = tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else ()
-        made = [operand.descriptor(views[operand.name]) for operand in operands]
+        copied = [operand for operand in operands if operand.name not in c.gathers]
+        made = [operand.descriptor(views[operand.name]) for operand in copied]
         atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
-        pointers = [arguments.get(f"{operand.name}_ptrs") for operand in operands]
-        self.kernel(mma, whole, atoms, tensors, pointers, factors, scheduled, parameters).launch(
+        pointers = [arguments.get(f"{operand.name}_ptrs") for operand in copied]
+        self.kernel(mma, whole, atoms, tensors, pointers, gathered, factors, scheduled, parameters).launch(
             grid=[cm, cn, clusters],
             block=[32 * self.warps, 1, 1],
             cluster=[cm, cn, 1],
@@ -146,9 +156,9 @@ class Gemm:
             return sm100.make_blockscaled_trivial_tiled_mma(a, b, *majors, scale, vector, group, (rows, c.tile[1]))
         return sm100.make_trivial_tiled_mma(a, b, *majors, Float32, group, (rows, c.tile[1]))
 
-    def stage_bytes(self) -> int:
-        """Bytes of the operands' tiles in one CTA."""
-        return sum(operand.bits() for operand in tile_operands(self.c, None, None)) // 8
+    def stage_bytes(self, without: Sequence[str] = ()) -> int:
+        """Bytes of the operands' tiles in one CTA, but for those ``without``."""
+        return sum(x.bits() for x in tile_operands(self.c, None, None) if x.name not in without) // 8
 
     def factor_columns(self) -> int:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
@@ -200,6 +210,7 @@ class Gemm:
         atoms: list,
         tensors: list,
         pointers: list,
+        gathered: Any,
         factors: Any,
         scheduled: Any,
         parameters: Any,
@@ -208,20 +219,21 @@ class Gemm:
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        copied = tile_operands(self.c, mma, whole, self.tiles.clips_k)
-        cluster = copied[0].cluster()
+        every = tile_operands(self.c, mma, whole, self.tiles.clips_k)
+        cluster = every[0].cluster()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         place = cluster.get_flat_coord(rank)
 
         smem = SmemAllocator()
-        shared = [operand.allocate(smem, stages) for operand in copied]
+        shared = [operand.allocate(smem, stages) for operand in every]
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         acc_barriers = smem.allocate_array(cutlass.Int64, 2 * self.accumulators)
         free_barrier = smem.allocate_array(cutlass.Int64, 1)
         holder = smem.allocate_array(Int32, 1)
         self.epilogue.enter(parameters, smem)
         readers = 1 + ROWS // 32 + (place[0] == 0)  # warps of this CTA that load, finish and, first of a pair, multiply
-        self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides), smem, self.c.dynamic, cluster)
+        gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
+        self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides) + gatherers, smem, self.c.dynamic, cluster)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, 1, ROWS // 32, smem)
         if thread == 0:
@@ -241,9 +253,9 @@ class Gemm:
         )
         operands = PipelineTmaUmma.create(
             num_stages=stages,
-            producer_group=one,
+            producer_group=CooperativeGroup(Agent.Thread, 1 + gatherers * self.pair),
             consumer_group=CooperativeGroup(Agent.Thread, sharers),
-            tx_count=self.stage_bytes() * self.pair,
+            tx_count=self.stage_bytes(self.c.gathers) * self.pair,
             barrier_storage=barriers,
             cta_layout_vmnk=cluster,
             defer_sync=True,
@@ -262,8 +274,14 @@ class Gemm:
         if const_expr(self.sides):
             if warp == self.factor_warp:
                 self.factor_ring.serve(self.begins, self.c.tile[2], (0, 1))
+        if const_expr(gatherers):
+            self.gathers = self.gather(gathered, every, shared, Ring(barriers, barriers + stages, stages), rank)
+            if warp >= self.gather_warp:
+                self.gathers.serve(warp - self.gather_warp, self.own)
+        copied = [(x, buffers) for x, buffers in zip(every, shared, strict=True) if x.name not in self.c.gathers]
+        kinds, buffers = [x for x, _ in copied], [buffers for _, buffers in copied]
         if warp == LOAD_WARP:
-            self.load(copied, atoms, tensors, pointers, shared, operands.make_producer(), rank)
+            self.load(kinds, atoms, tensors, pointers, buffers, operands.make_producer(), rank)
         if warp <= MMA_WARP:
             memory.allocate(TENSOR_MEMORY)
             memory.wait_for_alloc()
@@ -288,6 +306,25 @@ class Gemm:
         """This CTA's first row and column of a cluster's tile."""
         bm, bn, _ = cute.arch.block_idx()
         return work.row + bm * ROWS, (work.column * self.c.cluster[1] + bn) * self.c.tile[1]
+
+    def own(self, work: Any) -> tuple[Int32, Int32]:
+        """The first row and column of what this CTA of a pair has in its shared memory."""
+        bm, _, _ = cute.arch.block_idx()
+        row, column = self.begins(work)
+        return row, column + bm % self.pair * (self.c.tile[1] // self.pair)
+
+    def gather(
+        self, gathered: Any, operands: Sequence[TileOperand], rings: Sequence[Any], ring: Ring, rank: Int32
+    ) -> Gather:
+        """What brings operands whose lines have numbers; it tells the pair's first CTA, which multiplies."""
+        c, leader = self.c, rank - rank % self.pair
+        mine = {"a": (ROWS, c.tile[2]), "b": (c.tile[1] // self.pair, c.tile[2])}
+        chosen = [(x, shared) for x, shared in zip(operands, rings, strict=True) if x.name in c.gathers]
+        lines = [
+            Lines(x.side, self.tiles.clips_k, *given, shared, mine[x.name], x.place)
+            for (x, shared), given in zip(chosen, gathered, strict=True)
+        ]
+        return Gather(tuple(lines), ring, self.feed, c.tile[2], lambda barrier: arrive_once(barrier, leader))
 
     @cute.jit
     def load(

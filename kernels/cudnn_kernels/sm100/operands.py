@@ -104,6 +104,12 @@ class TileOperand(ABC):
         layout = self.layout(stages)
         return smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
+    def place(self, row: int, k: int) -> int:
+        """Where an element (row, k) of what a CTA has of a tile lies in the first buffer."""
+        layout = self.layout(1).outer
+        depth = cute.size(layout, mode=[0, 1])
+        return cute.crd2idx(((row, k % depth), 0, k // depth, 0), layout)
+
     def partition(
         self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:

@@ -10,12 +10,12 @@ turns in multiplying, so that one's epilogue is hidden behind the other's produc
 
 e4m3 and e5m2 products are accumulated by the tensor cores with fewer bits than float32 has, so each ``k`` tile's sum
 is added to float32 registers. Where operands have factors of sums, it is multiplied by them then, which further warps
-of the first warpgroup bring to shared memory.
+of the first warpgroup bring to shared memory. Operands whose rows have numbers are brought by these warps too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -49,6 +49,8 @@ from cudnn_kernels.pipeline.copy import (
     woven_rows,
 )
 from cudnn_kernels.pipeline.factors import Factors, Side
+from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
+from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
@@ -60,9 +62,8 @@ from cudnn_kernels.signature import bind
 GROUP = 128  # threads of a warpgroup
 WARPS = GROUP // 32
 CONSUMERS = 2  # warpgroups that multiply
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-FACTOR_REGISTERS = 40, 232  # the same where a warp copies factors
-LOAD_WARP, FEED_WARP, FACTOR_WARPS = 0, 1, (2, 3)  # of the first warpgroup
+REGISTERS, COPY_REGISTERS = (24, 240), (40, 232)  # of the first warpgroup and of others, where threads copy more
+LOAD_WARP, FEED_WARP, MORE_WARPS = 0, 1, (2, 3)  # of the first warpgroup; the last ones copy factors, or gather
 SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as registers allow
 
 
@@ -75,12 +76,12 @@ class Gemm:
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         self.tiles = tiles_of(c.schedule, self.tile_m * c.cluster[0], self.tile_n * c.cluster[1])
-        self.granules = tuple(
-            granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b)
-        )
+        self.granules = tuple(granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b))
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
         self.sides = self.factor_sides()
+        self.registers = COPY_REGISTERS if self.sides or c.gathers else REGISTERS
+        self.copied = [side for side, operand in enumerate((c.a, c.b)) if not operand.index]  # by the copy engine
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
         )
@@ -99,20 +100,27 @@ class Gemm:
         if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
             pointers = arguments["b_ptrs"]
             b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k")
+        gathered = tuple((arguments[x], arguments[getattr(self.c, x).index]) for x in self.c.gathers)
+        a, b = (selected(x, arguments.get(o.index), self.tiles.clips_k) for x, o in ((a, self.c.a), (b, self.c.b)))
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         cm, cn = self.c.cluster
         scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
         clusters = cutlass.min(self.tiles.limit(scheduled), arguments["multiprocessors"] // self.cluster.size)
-        a_layout, b_layout = (cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1))
+        layouts = [cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1)]
         if const_expr(self.tiles.clips_k):
             a, b = ending(a, 1, self.tile_k), ending(b, 1, self.tile_k)
         if const_expr(self.c.halves):
             b = woven(b, BLOCK)
+        made = [
+            descriptor((a, b)[side], (self.rows()[side], self.tile_k), layouts[side], (cn, cm)[side])
+            for side in self.copied
+        ]
         self.kernel(
-            *descriptor(a, (self.tile_m, self.tile_k), a_layout, cn),
-            *descriptor(b, (self.rows_of_b(), self.tile_k), b_layout, cm),
+            [atom for atom, _ in made],
+            [tensor for _, tensor in made],
             pointers,
+            gathered,
             tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else (),
             scheduled,
             parameters,
@@ -138,9 +146,9 @@ class Gemm:
             raise ValueError(f"{c}: factors of sums need promoted sums of {c.a.scale.vector}, of a shared tile")
         return tuple(Side(x.scale, tile) for x, tile in ((c.a, self.tile_m), (c.b, self.tile_n)))
 
-    def rows_of_b(self) -> Any:
-        """The shape of the rows of B in a tile."""
-        return woven_rows(self.tile_n, BLOCK) if self.c.halves else self.tile_n
+    def rows(self) -> tuple[int, Any]:
+        """The shapes of the rows of A and of B in a tile."""
+        return self.tile_m, woven_rows(self.tile_n, BLOCK) if self.c.halves else self.tile_n
 
     def operand_layouts(self, stages: int) -> tuple[Any, Any]:
         """A's and B's rings in shared memory."""
@@ -178,18 +186,18 @@ class Gemm:
         """Buffers that fit beside the epilogue's."""
         return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides), self.stage_bytes())
 
-    def stage_bytes(self) -> int:
-        """Bytes of a tile of A and a tile of B."""
-        return (self.tile_m * self.a_type.width + self.tile_n * self.b_type.width) * self.tile_k // 8
+    def stage_bytes(self, sides: Sequence[int] = (0, 1)) -> int:
+        """Bytes of a tile of A and a tile of B, or of one of them."""
+        bits = (self.tile_m * self.a_type.width, self.tile_n * self.b_type.width)
+        return sum(bits[side] for side in sides) * self.tile_k // 8
 
     @cute.kernel
     def kernel(
         self,
-        atom_a: cute.CopyAtom,
-        mA: cute.Tensor,
-        atom_b: cute.CopyAtom,
-        mB: cute.Tensor,
+        atoms: list,
+        tensors: list,
         pointers: cute.Tensor | None,
+        gathered: Any,
         factors: Any,
         scheduled: Any,
         parameters: Any,
@@ -206,36 +214,40 @@ class Gemm:
         sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
         ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
-        self.feed = Feed(self.tiles, scheduled, 1 + len(self.sides) + CONSUMERS * WARPS, smem)
+        gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
+        self.feed = Feed(self.tiles, scheduled, 1 + len(self.sides) + gatherers + CONSUMERS * WARPS, smem)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
-            initialise(ring, 1, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
+            initialise(ring, 1 + gatherers, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
             self.feed.ready()
             if const_expr(self.sides):
                 self.factor_ring.ready()
             self.epilogue.ready()
-            cpasync.prefetch_descriptor(atom_a)
-            cpasync.prefetch_descriptor(atom_b)
+            for i in cutlass.range_constexpr(len(atoms)):
+                cpasync.prefetch_descriptor(atoms[i])
         cute.arch.mbarrier_init_fence()
         meet(self.cluster)
 
+        self.operands = self.copied_operands(atoms, tensors, (sA, sB))
+        if const_expr(gatherers):
+            self.gathers = self.gather(gathered, ((sA, layout_a), (sB, layout_b)), ring)
         if group == 0:
-            cute.arch.setmaxregister_decrease(FACTOR_REGISTERS[0] if self.sides else PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == LOAD_WARP:
-                cm, cn = self.c.cluster
-                a = Operand(atom_a, mA, sA, (self.tile_m, self.tile_k), cn)
-                b = Operand(atom_b, mB, sB, (self.rows_of_b(), self.tile_k), cm, pointers)
-                self.produce(a, b, ring)
+                self.produce(pointers, ring)
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
                     self.feed.serve()
             if const_expr(self.sides):
                 for side in cutlass.range_constexpr(len(self.sides)):
-                    if warp == FACTOR_WARPS[side]:
+                    if warp == MORE_WARPS[side]:
                         self.factor_ring.serve(self.begins, self.tile_k, (side,))
+            if const_expr(gatherers):
+                if warp >= MORE_WARPS[0]:
+                    self.gathers.serve(warp - MORE_WARPS[0], self.begins)
         else:
-            cute.arch.setmaxregister_increase(FACTOR_REGISTERS[1] if self.sides else CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers[1])
             self.consume(sA, sB, ring, group - 1, thread - GROUP * group)
         if const_expr(self.cluster.size > 1):
             meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
@@ -243,27 +255,44 @@ class Gemm:
     name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
-    def produce(self, a: Operand, b: Operand, ring: Ring) -> None:
-        """One warp: fills the ring with the operands of all tiles of this CTA."""
+    def produce(self, pointers: cute.Tensor | None, ring: Ring) -> None:
+        """One warp: fills the ring with the operands of all tiles of this CTA that the copy engine brings."""
         place_m, place_n = self.cluster.place()
-        row_mask, column_mask = self.cluster.row_mask(), self.cluster.column_mask()
+        masks, places = (self.cluster.row_mask(), self.cluster.column_mask()), (place_n, place_m)
         stage, phase = Int32(0), Int32(1)
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
             last_a, last_b, _ = self.tiles.last(work.group)
-            last_b = address(b.pointers, last_b)
-            row, column = self.begins(work)
+            last, starts = (last_a, address(pointers, last_b)), self.begins(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
-                expect(ring, stage, phase, self.stage_bytes())
+                expect(ring, stage, phase, self.stage_bytes(self.copied))
                 full = ring.full + stage
                 first = work.k + k * self.tile_k
-                k_a, end_a = self.along_k(0, first, work.k_end, last_a)
-                k_b, end_b = self.along_k(1, first, work.k_end, last_b)
-                fetch(a, (row, k_a), end_a, stage, full, place_n, row_mask)
-                fetch(b, (column, k_b), end_b, stage, full, place_m, column_mask)
+                for i in cutlass.range_constexpr(len(self.copied)):
+                    side = const_expr(self.copied[i])
+                    from_k, end = self.along_k(side, first, work.k_end, last[side])
+                    fetch(self.operands[i], (starts[side], from_k), end, stage, full, places[side], masks[side])
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
+
+    def copied_operands(self, atoms: Sequence[Any], tensors: Sequence[Any], rings: Sequence[Any]) -> list[Operand]:
+        """What the copy engine brings."""
+        shares = self.c.cluster[::-1]
+        return [
+            Operand(atom, tensor, rings[side], (self.rows()[side], self.tile_k), shares[side])
+            for atom, tensor, side in zip(atoms, tensors, self.copied, strict=True)
+        ]
+
+    def gather(self, gathered: Any, rings: Sequence[Any], ring: Ring) -> Gather:
+        """What brings the other operands: tensors and numbers, into rings with their layouts."""
+        sides = [side for side in (0, 1) if side not in self.copied]
+        lines = [
+            Lines(side, self.tiles.clips_k, *given, rings[side][0], (self.c.tile[side], self.tile_k),
+                  lambda row, k, outer=rings[side][1].outer: cute.crd2idx((row, k, 0), outer))
+            for side, given in zip(sides, gathered, strict=True)
+        ]  # fmt: skip
+        return Gather(tuple(lines), ring, self.feed, self.tile_k, arrive_once)
 
     def begins(self, work: Any) -> tuple[Int32, Int32]:
         """This CTA's first row and column of a cluster's tile."""

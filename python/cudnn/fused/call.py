@@ -81,6 +81,7 @@ class Call:
         absent = [index for index, name in enumerate(api.names) if not api.given(name)]
         self.absent, self.nothing = _getter(absent), (None,) * len(absent)
         self.related = _getter([at[name] for name in _unrelated(api)])
+        self.leading = at[api.leading(api.descs)]
         self.refits = self._refits(api.refitted)
         self.constants = tuple(api.constants.values())
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
@@ -104,7 +105,7 @@ class Call:
             seen = tuple(map(_shape, self.related(tensors)))
             shapes, known = self.checked
             if seen != shapes or (workspace is not None and workspace is not known()):
-                if 0 in first.shape:
+                if 0 in tensors[self.leading].shape:
                     self.api.run_empty(tensors)
                     return
                 self._check(tensors, seen, workspace)
@@ -184,7 +185,7 @@ def _unrelated(api: FusedAPI) -> list[str]:
     """Tensors whose shapes tell whether those that the kernel cannot relate are right; the first one, if all are."""
     found = [spec for spec in api.tensors if api.given(spec.name) and not _is_related(api, spec.layout)]
     if not found:
-        return [api.names[0]]
+        return [api.leading(api.descs)]
     scaled = any(isinstance(spec.layout, BlockScales) for spec in found)  # a factor stands for many sizes
     before = api.sized_by if scaled or len(api.sized_by) == 1 else api.sized_by[1:]
     return [name for name in dict.fromkeys([*before, *(spec.name for spec in found)]) if api.given(name)]

@@ -11,7 +11,7 @@ from cudnn.api_base import ceil_div
 from cudnn.errors import refusal
 from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW
-from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm
+from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
 from cudnn.fused.layouts import Contiguous, FlatScales, OneMatrix, Sizes, TensorSpec, Transposed, Weights
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
@@ -35,8 +35,8 @@ class ExpertGradients(ExpertsGemm):
     """Products over the tokens of each expert: its part of the operands' k."""
 
     tensors = (
-        TensorSpec("a", OneMatrix("m", "k", "mk"), TYPES, about="hidden = m, tokens = k"),
-        TensorSpec("b", Transposed("n", "k", "nk"), TYPES, same="a"),
+        TensorSpec("a", OneMatrix("m", "tokens of a", "mk"), TYPES, about="hidden = m, tokens = k"),
+        TensorSpec("b", Transposed("n", "tokens of b", "nk"), TYPES, same="a"),
         TensorSpec("sfa", FlatScales("atoms of m", "factors of k"), SCALES, optional=True),
         TensorSpec("sfb", FlatScales("atoms of n", "factors of k"), SCALES, optional=True, same="sfa"),
         TensorSpec("offsets", OF_EXPERTS, ("int32",), draw="ends", about="the token where each expert ends"),
@@ -44,9 +44,17 @@ class ExpertGradients(ExpertsGemm):
         TensorSpec("wgrad_ptrs", Contiguous("experts", alignment=8), ("int64",), optional=True, sampled=False),
         TensorSpec("global_scale_a", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
         TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
-    )
+        *(
+            TensorSpec(
+                f"{name}_index", Contiguous("k", alignment=4), ("int32",), optional=True,
+                about=f"token i is number {name}_index[i] of {name}, one that it has not is zeros; for 16-bit types",
+            )
+            for name in "ab"
+        ),
+    )  # fmt: skip
     returns = ("wgrad",)
     sized_by = ("a", "b", "offsets")
+    counted_by = ("a_index", "b_index")
     buffers = ("wgrad_tensor",)
     example = (("m", "n", "k", "experts"), (128, 128, 192, 3))
     usual_types = ("bf16", "fp16")
@@ -93,9 +101,12 @@ class ExpertGradients(ExpertsGemm):
         if min(m, n, experts) < 1 or experts > MOST_EXPERTS:
             got, allowed = f"{m} x {n}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
             raise ValueError(refusal(cls._title(), "sizes", got, allowed))
+        tokens = {"tokens of a": k, "tokens of b": shapes["b"][1]}
+        (k,) = shapes.get("a_index", (k,))
+        tokens |= {f"tokens of {name}": k for name in "ab" if f"{name}_index" not in shapes}
         factors = 4 * ceil_div(ceil_div(k, options.get("sf_vec_size", 16)), 4)
         atoms = {f"atoms of {name}": 128 * ceil_div(size, 128) for name, size in (("m", m), ("n", n))}
-        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "factors of k": factors, **atoms}
+        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "factors of k": factors, **tokens, **atoms}
 
     @classmethod
     def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
@@ -157,6 +168,9 @@ class ExpertGradients(ExpertsGemm):
             raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))
         if self.given("global_scale_a") != self.given("global_scale_b"):
             raise self.error("global_scale_a and global_scale_b", "one of them", "both or none")
+        for name in "ab":
+            if self.given(f"{name}_index") and self.major(name) == "k":
+                raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
         by_token = "k" in (self.major("a"), self.major("b"))
         if getattr(self.input_order, "value", self.input_order) == "tensor_ragged" and by_token:
             raise self.unsupported("input_order", "'tensor_ragged' with contiguous tokens", "'tensor2d'")
@@ -189,6 +203,7 @@ class ExpertGradients(ExpertsGemm):
     def parts(self, tensors: Mapping[str, Any], name: str, ends: Sequence[int]) -> list[Any]:
         """The values of an operand, of each expert."""
         x, scales, vector = tensors[name], tensors.get(f"sf{name}"), self.sf_vec_size
+        x = numbered(x, tensors.get(f"{name}_index"), 1)
         atoms, first, found = ceil_div(x.shape[0], 128), 0, []
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             packed = 2 if name_of(x.dtype) == FLOAT4 else 1

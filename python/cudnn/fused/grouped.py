@@ -43,10 +43,13 @@ RESULT_TYPES = (*FLOATS, *FLOAT8)
 MOST_EXPERTS = 1024
 ALIGNED = 256  # rows: experts of block-scaled operands begin at multiples
 PROB = TensorSpec("prob", TokenColumn("m"), FLOATS, optional=True, draw="uniform", about="None: 1")
-DPROB = TensorSpec(
-    "dprob", TokenColumn("m"), ("float32",), optional=True, fill=0.0, written=True, about="is added to"
-)
+DPROB = TensorSpec("dprob", TokenColumn("m"), ("float32",), optional=True, fill=0.0, written=True, about="is added to")
 BIAS = TensorSpec("bias", Columns("n", "experts"), FLOATS, optional=True)
+
+A_INDEX = TensorSpec(
+    "a_index", Contiguous("m", alignment=4), ("int32",), optional=True,
+    about="token i is row a_index[i] of a, one that a has not is zeros; for 16-bit types",
+)  # fmt: skip
 
 COUNTER = TensorSpec(
     "scheduler_counter", Contiguous(1, alignment=4), ("int32",), optional=True, about="a hint of other kernels"
@@ -54,7 +57,7 @@ COUNTER = TensorSpec(
 
 
 def operands() -> tuple[TensorSpec, ...]:
-    """OneMatrix, weights, their scale factors, where experts end, and a factor for each expert."""
+    """Tokens, weights, their scale factors, where experts end, and a factor for each expert."""
     types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
     places = Contiguous("experts", alignment=8)
     return (
@@ -76,6 +79,27 @@ def behind_addresses(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """The same without weights in one tensor: those behind addresses may not be left out."""
     kept = (spec for spec in tensors if spec.name not in ("b", "sfb"))
     return tuple(replace(spec, optional=False) if spec.name == "b_ptrs" else spec for spec in kept)
+
+
+def indexed(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The same, where A may have other rows than one for each token, and the numbers of those."""
+    rows = OneMatrix("rows of a", "k", "mk")
+    return (*(replace(spec, layout=rows) if spec.name == "a" else spec for spec in tensors), A_INDEX)
+
+
+def numbered(x: Any, index: Any, dim: int = 0) -> Any:
+    """The rows of a tensor, or what else it has along a dimension, with these numbers; zeros for one that is none's.
+
+    Without numbers, the tensor.
+    """
+    if index is None:
+        return x
+    count, index = x.shape[dim], index.long()
+    there = (index >= 0) & (index < count)
+    found = x.index_select(dim, torch.where(there, index, 0)) if count else x.new_zeros(())
+    shape = [1] * x.ndim
+    shape[dim] = len(index)
+    return torch.where(there.view(shape), found, 0)
 
 
 def output(name: str, columns: str, optional: bool = False, about: str = "") -> TensorSpec:
@@ -117,6 +141,7 @@ class ExpertsGemm(FusedGemm):
     """
 
     sized_by = multiplied = ("a", "b")
+    counted_by = ("a_index",)
     largest_cluster = 4
     default_cluster = (2, 1)
     tile_n = (256,)
@@ -241,7 +266,13 @@ class ExpertsGemm(FusedGemm):
             got, allowed = f"n={n}, k={k}, experts={experts}", f"at least 1, at most {MOST_EXPERTS} experts"
             raise ValueError(refusal(cls._title(), "sizes", got, allowed))
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
-        return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "columns": columns, "vector": vector}
+        rows, (m, *_) = m, shapes.get("a_index", (m,))
+        named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
+        return {**named, "columns": columns, "vector": vector}
+
+    @classmethod
+    def leading(cls, given: Mapping[str, Any]) -> str:
+        return "a" if given.get("a_index") is None else "a_index"
 
     @classmethod
     def example_sizes(cls, sizes: Sizes) -> dict[str, int]:
@@ -251,7 +282,8 @@ class ExpertsGemm(FusedGemm):
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         if not self.given("b_ptrs"):
             return super().sizes(descs)
-        return self.sizes_of({"a": descs["a"].shape, "b": (*self.b_shape, self.num_experts)}, vars(self))  # pyright: ignore
+        shapes = {"a": descs["a"].shape, "b": (*self.b_shape, self.num_experts)}  # pyright: ignore
+        return self.sizes_of(shapes | self.counts(descs), vars(self))
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -267,7 +299,8 @@ class ExpertsGemm(FusedGemm):
 
     def operand(self, name: str) -> Operand:
         if name == "a" or not self.given("b_ptrs"):
-            return super().operand(name)
+            index = f"{name}_index"
+            return replace(super().operand(name), index=index if self.given(index) else "")
         return replace(super().operand("a"), major="k" if self.b_major == "k" else "mn", pointers=True)
 
     def weights(self, tensors: Mapping[str, Any]) -> list[Any]:
@@ -341,6 +374,10 @@ class ExpertsGemm(FusedGemm):
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         self.check_groups(sizes)
+        for name in self.counted_by:
+            if self.given(name) and self.kind("a") not in NARROW:
+                allowed = f"None, but for {' and '.join(NARROW)}"
+                raise self.error(f"{name} tensor", f"a tensor, for {self.kind('a')}", allowed, "pass rows in order")
         if self.given("b_ptrs"):
             extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.kind("b")]
             if extent % step:
@@ -385,7 +422,8 @@ class ExpertsGemm(FusedGemm):
     # What runs.
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        a, weights = dequantize(tensors["a"], tensors.get("sfa"), self.sf_vec_size), self.weights(tensors)
+        a = numbered(dequantize(tensors["a"], tensors.get("sfa"), self.sf_vec_size), tensors.get("a_index"))
+        weights = self.weights(tensors)
         single = self.use_single_group_runtime_offsets
         ends = [a.shape[0]] if single else tensors["padded_offsets"].tolist()
         starts = [0, *ends[:-1]]
@@ -484,7 +522,8 @@ class ExpertsGemm(FusedGemm):
     def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if given.get("b") is not None:
             return super().shapes_of(given, options)
-        return {"a": cls.shape_of(given["a"]), "b": (*options["b_shape"], options["num_experts"])}
+        weights = (*options["b_shape"], options["num_experts"])
+        return {"a": cls.shape_of(given["a"]), "b": weights} | cls.counts(given)
 
     @classmethod
     def shape_of(cls, tensor: Any) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class FusedAPI(APIBase):
     sized_by: ClassVar[Sequence[str]]
     multiples: ClassVar[Sequence[str]] = ()
     fixed: ClassVar[Sequence[str]] = ()
+    counted_by: ClassVar[Sequence[str]] = ()  # optional tensors that tell sizes too, where they are given
     architectures: ClassVar[Sequence[str]] = tuple(ARCHITECTURES)
     packs: ClassVar[bool] = False  # bytes are pairs of four-bit elements
 
@@ -187,7 +188,17 @@ class FusedAPI(APIBase):
     @classmethod
     def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """The shapes of ``sized_by``, in elements, of a wrapper's tensors by name."""
-        return {name: cls.shape_of(given[name]) for name in cls.sized_by}
+        return {name: cls.shape_of(given[name]) for name in cls.sized_by} | cls.counts(given)
+
+    @classmethod
+    def counts(cls, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shapes of those of ``counted_by`` that are given, tensors or descriptions by name."""
+        return {name: x.shape for name in cls.counted_by if (x := given.get(name)) is not None}
+
+    @classmethod
+    def leading(cls, given: Mapping[str, Any]) -> str:
+        """The tensor without whose elements a call has nothing to do, of tensors or descriptions by name."""
+        return cls.sized_by[0]
 
     @classmethod
     def shape_of(cls, tensor: Any) -> tuple[int, ...]:
@@ -239,11 +250,11 @@ class FusedAPI(APIBase):
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         """Sizes by name of described tensors."""
-        return self.sizes_of({name: descs[name].shape for name in self.sized_by}, vars(self))
+        return self.sizes_of({name: descs[name].shape for name in self.sized_by} | self.counts(descs), vars(self))
 
     def sizes_now(self, tensors: Sequence[Any]) -> dict[str, int]:
         """Sizes by name of a call's tensors."""
-        taken = [name for name in self.sized_by if name in self.names]
+        taken = [name for name in (*self.sized_by, *self.counted_by) if name in self.names]
         return self.sizes({name: self._described(name, tensors[self.names.index(name)]) for name in taken})
 
     def fitted_all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -425,7 +436,7 @@ class FusedAPI(APIBase):
         call = self._emulated_call(arch) if arch else None
         if workspace is not None:
             self.check_workspace(tensors, workspace, call.plan if call else None)
-        if 0 in tensors[0].shape:
+        if 0 in tensors[self.names.index(self.leading(self.descs))].shape:
             self.run_empty(tensors)
             return
         tensors = self.fitted_all(tensors)

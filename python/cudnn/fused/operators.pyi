@@ -196,6 +196,7 @@ def grouped_gemm(
     c_dtype: dtype | None = None,
     d_dtype: dtype | None = None,
     generate_c: bool = False,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Grouped GEMM: d, c; what there is not has no elements. See :class:`cudnn.GroupedGemm`."""
 
@@ -230,6 +231,7 @@ def grouped_gemm_dglu(
     activation: Tensor | None = None,
     deterministic: bool = False,
     semantics: str | None = None,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmDglu`."""
@@ -273,6 +275,7 @@ def grouped_gemm_dswiglu(
     sf_vec_size: int = 16,
     discrete_col_sfd: bool = False,
     epilogue_op: str | None = None,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dSwiGLU: d_row, d_col, dprob, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmDswiglu`."""
@@ -304,6 +307,7 @@ def grouped_gemm_glu(
     use_single_group_runtime_offsets: bool = False,
     generate_c: bool = False,
     semantics: str | None = None,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmGlu`."""
@@ -367,6 +371,7 @@ def grouped_gemm_swiglu(
     d_dtype: dtype | None = None,
     sf_vec_size: int = 16,
     discrete_col_sfd: bool = False,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + SwiGLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmSwiglu`."""
@@ -382,6 +387,8 @@ def grouped_gemm_wgrad(
     wgrad_dtype: dtype | None = None,
     sf_vec_size: int = 16,
     accumulate_on_output: bool = False,
+    a_index: Tensor | None = None,
+    b_index: Tensor | None = None,
 ) -> tuple[Tensor]:
     """Grouped GEMM of weight gradients: wgrad; what there is not has no elements. See
     :class:`cudnn.GroupedGemmWgrad`."""

@@ -75,7 +75,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
         settings.CLUSTER_OVERLAP_MARGIN.get(),
     )
     allocated = {name: api.presented(name, tensor, given) for name, tensor in allocated.items()}
-    first = fitted[api.sized_by[0]]
+    first = fitted[api.leading(fitted)]
     return Arguments(given, options, allocated, key, empty=first is not None and 0 in first.shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output
+from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.wrapper import call
 
@@ -25,6 +25,9 @@ class GroupedGemm(ExpertsGemm):
     Operands have no scale factors. Expert e has the rows from ``padded_offsets[e - 1]`` to before
     ``padded_offsets[e]``, which may be any.
 
+    With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
+    multiplied as they lie. A number that a has not stands for a row of zeros.
+
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         generate_c: c is stored, into ``sample_c``.
@@ -33,7 +36,7 @@ class GroupedGemm(ExpertsGemm):
 
     title = "Grouped GEMM"
     tensors = (
-        *(spec for spec in operands() if not spec.name.startswith("sf")),
+        *indexed(spec for spec in operands() if not spec.name.startswith("sf")),
         output("c", "n", optional=True, about="with generate_c"),
         output("d", "n"),
         PROB,
@@ -52,7 +55,8 @@ class GroupedGemm(ExpertsGemm):
         sample_prob: Tensor | None = None, num_experts: int | None = None, b_shape: tuple[int, int] | None = None,
         b_dtype: dtype | None = None, acc_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (256, 256),
         cluster_shape_mn: tuple[int, int] | None = None, vector_f32: bool = False, m_aligned: int = 256,
-        generate_c: bool = False, b_major: str = "k", use_dynamic_sched: bool = False, *, arch: str | None = None,
+        generate_c: bool = False, b_major: str = "k", use_dynamic_sched: bool = False, *,
+        sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -60,12 +64,12 @@ class GroupedGemm(ExpertsGemm):
         self, a_tensor: Tensor, c_tensor: Tensor | None, d_tensor: Tensor, padded_offsets: Tensor,
         alpha_tensor: Tensor, b_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
         bias_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor``, and ``c_tensor`` where there is one. See :attr:`FusedAPI.run`."""
         self.run(
-            (a_tensor, c_tensor, d_tensor, padded_offsets, alpha_tensor, b_tensor, b_ptrs, bias_tensor, prob_tensor),
-            (), current_stream, workspace_tensor,
+            (a_tensor, c_tensor, d_tensor, padded_offsets, alpha_tensor, b_tensor, b_ptrs, bias_tensor, prob_tensor,
+             a_index), (), current_stream, workspace_tensor,
         )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
@@ -98,7 +102,7 @@ def grouped_gemm_wrapper(
     c_tensor: Tensor | None = None, d_tensor: Tensor | None = None, cd_major: str = "n",
     mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
     vector_f32: bool = False, m_aligned: int = 256, generate_c: bool = False, use_dynamic_sched: bool = False,
-    current_stream: Any = None,
+    current_stream: Any = None, *, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes: ``d_tensor, c_tensor``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
-from cudnn.fused.grouped import bias_gradient
+from cudnn.fused.grouped import bias_gradient, indexed
 from cudnn.fused.layouts import Contiguous, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -28,7 +28,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu of beta[e] * c; dgeglu of c, times beta[e]
     for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta. The sums of
     dprob are added up in no fixed order. With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are
-    quantised, as those of :class:`cudnn.GroupedGemmQuant`.
+    quantised, as those of :class:`cudnn.GroupedGemmQuant`. ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
 
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
@@ -42,7 +42,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
 
     title = "Grouped GEMM + dGLU"
     tensors = (
-        *GatedExpertsBackward.tensors,
+        *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
         TensorSpec("activation", Contiguous("m", "n"), ("bfloat16",), optional=True, written=True),
     )
@@ -69,7 +69,8 @@ class GroupedGemmDglu(GatedExpertsBackward):
         use_single_group_runtime_offsets: bool = False, linear_offset: float | None = None,
         geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, situ_beta1: float = 4.0,
         situ_beta2: float = 25.0, round_dgrad_to_input_dtype: bool = False, sample_activation: Tensor | None = None,
-        _deterministic: bool = False, *, semantics: str | None = None, arch: str | None = None,
+        _deterministic: bool = False, *, semantics: str | None = None, sample_a_index: Tensor | None = None,
+        arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -80,13 +81,13 @@ class GroupedGemmDglu(GatedExpertsBackward):
         sfb_tensor: Tensor | None = None, dbias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None,
         sfb_ptrs: Tensor | None = None, sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
         amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
-        activation_tensor: Tensor | None = None, *, workspace: Tensor | None = None,
+        activation_tensor: Tensor | None = None, *, workspace: Tensor | None = None, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, beta_tensor,
              prob_tensor, dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, b_ptrs, sfb_ptrs, sfd_row_tensor,
-             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor), (None,) * 4, current_stream,
+             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor, a_index), (None,) * 4, current_stream,
             workspace,
         )  # fmt: skip
 
@@ -123,7 +124,7 @@ def grouped_gemm_dglu_wrapper(
     situ_beta2: float = 25.0, epilogue_op: str | None = None, use_dynamic_sched: bool = False,
     use_single_group_runtime_offsets: bool = False, current_stream: Any = None,
     round_dgrad_to_input_dtype: bool = False, activation_tensor: Tensor | None = None, deterministic: bool = False,
-    *, semantics: str | None = None,
+    *, semantics: str | None = None, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

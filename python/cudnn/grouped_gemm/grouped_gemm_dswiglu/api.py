@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
+from cudnn.fused.grouped import indexed
 from cudnn.fused.wrapper import call
 from cudnn.lazy import torch
 
@@ -24,7 +25,7 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
     """
 
     title = "Grouped GEMM + dSwiGLU"
-    tensors = tuple(spec for spec in GatedExpertsBackward.tensors if spec.name not in ("b_ptrs", "sfb_ptrs"))
+    tensors = indexed(spec for spec in GatedExpertsBackward.tensors if spec.name not in ("b_ptrs", "sfb_ptrs"))
     returns = ("d_row", "d_col", "dprob", "amax", "sfd_row", "sfd_col")
     buffers = ("dprob_tensor_buf", "amax_tensor_buf")
     scalars = ()
@@ -37,7 +38,7 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
         sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None, acc_dtype: dtype | None = None,
         mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
         sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
-        epilogue_op: str | None = None, *, arch: str | None = None,
+        epilogue_op: str | None = None, *, sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -47,13 +48,13 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
         alpha_tensor: Tensor, beta_tensor: Tensor | None, prob_tensor: Tensor | None, dprob_tensor: Tensor | None,
         sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
         amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, b_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, sfb_tensor, padded_offsets,
              alpha_tensor, beta_tensor, prob_tensor, dprob_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor,
-             norm_const_tensor), (), current_stream, workspace_tensor,
+             norm_const_tensor, a_index), (), current_stream, workspace_tensor,
         )  # fmt: skip
 
     @classmethod
@@ -72,7 +73,7 @@ def grouped_gemm_dswiglu_wrapper(
     cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
     sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
     epilogue_op: str | None = None, current_stream: Any = None, dprob_tensor_buf: Tensor | None = None,
-    amax_tensor_buf: Tensor | None = None,
+    amax_tensor_buf: Tensor | None = None, *, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

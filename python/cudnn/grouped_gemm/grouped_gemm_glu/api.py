@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExperts
-from cudnn.fused.grouped import COUNTER
+from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 
@@ -31,6 +31,9 @@ class GroupedGemmGlu(GatedExperts):
     With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out.
 
+    With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
+    multiplied as they lie. A number that a has not stands for a row of zeros.
+
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         act_func: ``"swiglu"`` or ``"geglu"``. The numbers of geglu are arguments of calls: None there is 1.0 for
@@ -41,7 +44,7 @@ class GroupedGemmGlu(GatedExperts):
     """
 
     title = "Grouped GEMM + GLU"
-    tensors = (*GatedExperts.tensors, COUNTER)
+    tensors = (*indexed(GatedExperts.tensors), COUNTER)
 
     @older_order(
         "self sample_a sample_c sample_d sample_sfa sample_padded_offsets sample_alpha sample_d_col sample_b "
@@ -62,7 +65,7 @@ class GroupedGemmGlu(GatedExperts):
         m_aligned: int = 256, discrete_col_sfd: bool = False, act_func: str = "swiglu", situ_beta1: float = 4.0,
         b_major: str = "k", use_dynamic_sched: bool = False, use_single_group_runtime_offsets: bool = False,
         generate_c: bool = False, *, sample_scheduler_counter: Tensor | None = None, semantics: str | None = None,
-        arch: str | None = None,
+        sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -76,13 +79,13 @@ class GroupedGemmGlu(GatedExperts):
         linear_offset: float | None = None, geglu_alpha: float | None = None, glu_clamp_max: float | None = None,
         glu_clamp_min: float | None = None, situ_beta1: float | None = None, situ_beta2: float | None = None,
         current_stream: Any = None, *, scheduler_counter_tensor: Tensor | None = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, b_tensor, sfb_tensor,
              bias_tensor, b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor,
-             norm_const_tensor, prob_tensor, scheduler_counter_tensor),
+             norm_const_tensor, prob_tensor, scheduler_counter_tensor, a_index),
             (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream, workspace_tensor,
         )  # fmt: skip
 
@@ -108,7 +111,7 @@ def grouped_gemm_glu_wrapper(
     glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, situ_beta1: float = 4.0, situ_beta2: float = 25.0,
     use_dynamic_sched: bool = False, use_single_group_runtime_offsets: bool = False, current_stream: Any = None,
     generate_c: bool = False, sf_fp8_dtype_override: str | None = None, *,
-    scheduler_counter_tensor: Tensor | None = None, semantics: str | None = None,
+    scheduler_counter_tensor: Tensor | None = None, semantics: str | None = None, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExperts
+from cudnn.fused.grouped import indexed
 from cudnn.fused.wrapper import call
 
 if TYPE_CHECKING:
@@ -19,13 +20,16 @@ class GroupedGemmSwiglu(GatedExperts):
         c = alpha[e] * (a * sfa) (b[e] * sfb[e])^T               accumulated in float32; rounded where it is stored
         d = up * gate * sigmoid(gate) * prob[m]                  of c unrounded: of every 64 columns 32 gates, 32 up
 
+    With ``a_index``, token i is row ``a_index[i]`` of ``a``: tokens in any order, and each for several experts, are
+    multiplied as they lie. A number that a has not stands for a row of zeros.
+
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
     title = "Grouped GEMM + SwiGLU"
-    tensors = tuple(spec for spec in GatedExperts.tensors if spec.name not in ("bias", "b_ptrs", "sfb_ptrs"))
+    tensors = indexed(spec for spec in GatedExperts.tensors if spec.name not in ("bias", "b_ptrs", "sfb_ptrs"))
     scalars = ()
 
     def __init__(
@@ -36,7 +40,7 @@ class GroupedGemmSwiglu(GatedExperts):
         sample_prob: Tensor | None = None, acc_dtype: dtype | None = None,
         mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
         sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False, *,
-        arch: str | None = None,
+        sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -46,12 +50,12 @@ class GroupedGemmSwiglu(GatedExperts):
         d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
         sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
         norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, b_tensor, c_tensor, d_tensor, sfa_tensor, sfb_tensor, padded_offsets, alpha_tensor,
-             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor),
+             d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor, prob_tensor, a_index),
             (), current_stream, workspace_tensor,
         )  # fmt: skip
 
@@ -66,7 +70,7 @@ def grouped_gemm_swiglu_wrapper(
     acc_dtype: dtype | None = None, c_dtype: dtype | None = None, d_dtype: dtype | None = None, cd_major: str = "n",
     mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
     sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
-    current_stream: Any = None,
+    current_stream: Any = None, *, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -24,6 +24,9 @@ class GroupedGemmWgrad(ExpertGradients):
     ``offsets[e - 1]`` to before ``offsets[e]``, multiples of 16 bytes for an operand whose tokens are contiguous.
     Tokens beyond the last one's end are not read.
 
+    With ``a_index``, token i of the product is number ``a_index[i]`` of ``a``: tokens of any order, each for several
+    experts. A number that a has not stands for zeros. ``b_index`` is the same of ``b``.
+
     Args:
         sample_a ... sample_global_scale_b: tensors like those that ``execute`` will get.
         num_experts, wgrad_shape, wgrad_dtype, sample_wgrad_expert: of gradients behind addresses, ``wgrad_ptrs``, each
@@ -48,7 +51,8 @@ class GroupedGemmWgrad(ExpertGradients):
         sample_global_scale_b: Tensor | None = None, acc_dtype: dtype | None = None,
         mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
         sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None, accumulate_on_output: bool = False,
-        input_order: Any = WGradInputOrder.Tensor2D, *, arch: str | None = None,
+        input_order: Any = WGradInputOrder.Tensor2D, *, sample_a_index: Tensor | None = None,
+        sample_b_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -57,11 +61,12 @@ class GroupedGemmWgrad(ExpertGradients):
         offsets_tensor: Tensor, wgrad_tensor: Tensor | None = None, wgrad_ptrs: Tensor | None = None,
         global_scale_a: Tensor | None = None, global_scale_b: Tensor | None = None, current_stream: Any = None, *,
         descriptor_workspace: Tensor | None = None, workspace_tensor: Tensor | None = None,
+        a_index: Tensor | None = None, b_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``wgrad_tensor``. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, b_tensor, sfa_tensor, sfb_tensor, offsets_tensor, wgrad_tensor, wgrad_ptrs, global_scale_a,
-             global_scale_b), (), current_stream, workspace_tensor,
+             global_scale_b, a_index, b_index), (), current_stream, workspace_tensor,
         )  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def grouped_gemm_wgrad_wrapper(
     wgrad_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (256, 256),
     cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, sf_fp8_dtype_override: str | None = None,
     accumulate_on_output: bool = False, input_order: Any = WGradInputOrder.Tensor2D, current_stream: Any = None, *,
-    descriptor_workspace: Tensor | None = None,
+    descriptor_workspace: Tensor | None = None, a_index: Tensor | None = None, b_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the gradients, compiles where that was not done yet, and executes: ``wgrad_tensor``.
 

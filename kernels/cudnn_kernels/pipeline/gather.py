@@ -1,0 +1,181 @@
+"""Operands of which a tile takes any lines, by their numbers, on their way to shared memory.
+
+A line is a row where k is contiguous, or one k where rows are. The copy engine takes neighbouring lines only, or four
+at a time on Blackwell, so ordinary threads start asynchronous copies of 16 bytes. These leave a tile in shared memory
+as the copy engine does: in atoms of eight lines of 128 bytes, swizzled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, select_
+from cutlass._mlir.dialects import nvvm
+
+from cudnn_kernels.pipeline.copy import PIECE
+from cudnn_kernels.pipeline.ring import Ring, advanced
+from cudnn_kernels.schedule.feed import Feed
+
+WARPS = 2  # that start copies
+LINE, LINES = 128, 8  # bytes of a line of an atom, and its lines
+CHUNKS = LINE // PIECE  # of a line: one for each lane, so that a warp copies four lines at once
+IN_FLIGHT = 4  # k tiles that are being copied, at most
+
+
+class Lines:
+    """An operand (rows, k, 1), A or B by ``side``, of which line i of the product's is the one with the number
+    ``index[i]``; a number that no line has stands for zeros.
+
+    A CTA's tile has ``shape`` (rows, k); ``place`` tells where an element of it lies in the first buffer of ``ring``.
+    """
+
+    def __init__(
+        self, side: int, along_k: bool, tensor: cute.Tensor, index: cute.Tensor, ring: cute.Tensor,
+        shape: tuple[int, int], place: Callable[[int, int], int],
+    ) -> None:  # fmt: skip
+        self.side, self.along_k, self.tensor, self.index = side, along_k, tensor, index
+        self.size = tensor.element_type.width // 8  # bytes of an element
+        lines, width = shape[::-1] if along_k else shape
+        across = LINE // self.size  # elements of an atom's line
+        self.count, self.blocks = lines // LINES, width // across
+        self.bytes = lines * width * self.size  # of a buffer
+        self.target = ring.iterator.toint()
+
+        def start(line: int, block: int) -> int:
+            at = (block * across, line) if along_k else (line, block * across)
+            return self.size * place(*at)
+
+        self.atoms = [[start(i * LINES, block) for block in range(self.blocks)] for i in range(self.count)]
+        misplaced = any(x % (LINE * LINES) for line in self.atoms for x in line) or start(1, 0) != LINE
+        if lines % LINES or width % across or misplaced:
+            raise ValueError(f"a tile {shape}: not made of atoms of {LINES} lines of {LINE} bytes")
+
+    def start(self, warp: Int32) -> None:
+        """A warp's lane: which chunk it copies of which line of an atom."""
+        lane = cute.arch.lane_idx()
+        self.line, self.chunk = warp * (LINES // WARPS) + lane // CHUNKS, lane % CHUNKS
+        self.place = self.target + self.line * LINE + (self.chunk ^ self.line) * PIECE
+        self.numbers = cute.make_rmem_tensor(self.count, Int32)
+
+    def read(self, first: Int32, end: Int32) -> None:
+        """Starts to read the numbers of a tile's lines, which are those from ``first`` to before ``end``."""
+        for i in range(self.count):
+            self.numbers[i] = self.index[cutlass.min(first + i * LINES + self.line, end - 1)]
+
+    def check(self, first: Int32, end: Int32) -> None:
+        """Makes numbers of lines that are not there, or not the tile's, -1."""
+        there = Uint32(self.tensor.shape[1 if self.along_k else 0])
+        for i in range(self.count):
+            inside = (first + i * LINES + self.line < end) & (Uint32(self.numbers[i]) < there)
+            self.numbers[i] = Int32(select_(inside, self.numbers[i], Int32(-1)))
+
+    def copy(self, across: Int32, stage: Int32) -> None:
+        """Starts to copy the lines, from their element ``across`` on, into a buffer."""
+        dim = 0 if self.along_k else 1
+        pitch = Int64(Int32(self.tensor.stride[1 - dim] * self.size))
+        for block in range(self.blocks):
+            first = across * self.size + block * LINE + self.chunk * PIECE
+            left = cutlass.max(cutlass.min(Int32(self.tensor.shape[dim] * self.size) - first, PIECE), 0)
+            source = self.tensor.iterator.toint() + Int64(first)
+            for i in range(self.count):
+                amount = Int32(select_(self.numbers[i] >= 0, left, Int32(0)))
+                target = self.place + (stage * self.bytes + self.atoms[i][block])
+                copy_some(target, source + Int64(self.numbers[i]) * pitch, amount)
+
+
+def copy_some(target: Int32, source: Int64, amount: Int32) -> None:
+    """Starts a copy to an address in shared memory: of so many bytes of 16, and zeros for the rest."""
+    pointers = [
+        cute.make_ptr(Uint8, address, space, assumed_align=PIECE).to_llvm_ptr()
+        for address, space in ((target, cute.AddressSpace.smem), (source, cute.AddressSpace.gmem))
+    ]
+    nvvm.cp_async_shared_global(*pointers, PIECE, nvvm.LoadCacheModifierKind.CG, cp_size=amount.ir_value())
+
+
+def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
+    """An operand (rows, k, 1) with the size that the product sees: lines by number are as many as there are numbers."""
+    if index is None:
+        return tensor
+    rows, k, batch = tensor.shape
+    shape = (rows, index.shape[0], batch) if along_k else (index.shape[0], k, batch)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+
+
+@cute.jit
+def arrive_once(barrier: cute.Pointer, rank: Int32 | None = None) -> None:
+    """A warp arrives at a barrier of its CTA, or of another one of the cluster."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(barrier, rank)
+
+
+class Gather:
+    """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
+
+    WARPS warps serve; each arrives at a buffer's barrier by ``arrive`` when its copies are done.
+    """
+
+    def __init__(
+        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None]
+    ) -> None:
+        self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
+        self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for
+
+    @cute.jit
+    def serve(self, warp: Int32, begins: cutlass.Constexpr[Callable[[Any], Any]]) -> None:
+        """One warp of WARPS. ``begins`` tells the first row of A and of B of a tile."""
+        ring, depth = self.ring, const_expr(self.depth)
+        self.start(warp)
+        stage, phase, oldest, waiting = Int32(0), Int32(1), Int32(0), Int32(0)
+        cursor = self.feed.first()
+        while self.feed.more(cursor):
+            work = self.feed.work(cursor)
+            rows = begins(work)
+            if work.k < work.k_end:
+                self.begin(rows, work)
+            for k in cutlass.range(work.k_tiles(depth), unroll=1):
+                cute.arch.mbarrier_wait(ring.empty + stage, phase)
+                self.copy(rows, work, work.k + k * depth, stage)
+                cute.arch.cp_async_commit_group()
+                if waiting == self.ahead:
+                    self.hand_over(self.ahead)
+                    self.arrive(ring.full + oldest)
+                    oldest, _ = advanced(ring, oldest, Int32(0))
+                else:
+                    waiting += 1
+                stage, phase = advanced(ring, stage, phase)
+            cursor = self.feed.next(cursor)
+        self.hand_over(0)
+        for _ in cutlass.range(waiting, unroll=1):
+            self.arrive(ring.full + oldest)
+            oldest, _ = advanced(ring, oldest, Int32(0))
+
+    def start(self, warp: Int32) -> None:
+        """Before all: what a lane copies."""
+        for source in self.sources:
+            source.start(warp)
+
+    def begin(self, rows: tuple[Int32, Int32], work: Any) -> None:
+        """Before a tile's first k tile."""
+        for source in self.sources:
+            first, end = (work.k, work.k_end) if source.along_k else (rows[source.side], work.end)
+            source.read(first, end)
+            if not source.along_k:
+                source.check(first, end)
+
+    def copy(self, rows: tuple[Int32, Int32], work: Any, k: Int32, stage: Int32) -> None:
+        """Starts the copies of a k tile; where lines are along k, reads the numbers of the next one's meanwhile."""
+        for source in self.sources:
+            if source.along_k:
+                source.check(k, work.k_end)
+            source.copy(rows[source.side] if source.along_k else k, stage)
+            if source.along_k:
+                source.read(k + self.depth, work.k_end)
+
+    def hand_over(self, left: int) -> None:
+        """Waits for all copies but those of the last ``left`` k tiles: what they wrote is the tensor cores' now."""
+        cute.arch.cp_async_wait_group(left)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
