@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
+
 MOST_EXPERTS = 1024
 MOST_CHOICES = 16
 MOST_GROUPS = 32
@@ -36,3 +39,116 @@ class Rule:
         Renormalised, that is the softmax of the chosen ones.
         """
         return self.score == "softmax" and self.pre_softmax and not self.renormalize
+
+
+WARP = 32
+WARPS = 8  # of a CTA that chooses experts
+
+
+@dataclass(frozen=True)
+class RouteConfiguration:
+    """Choosing experts by a rule, and sorting by expert; without a rule, sorting indices that are given.
+
+    A CTA takes consecutive tokens, and counts its choices of each expert: ``counts``, with a row for each CTA and one
+    more for their sums. :meth:`blocks` says how many CTAs there are.
+    """
+
+    experts: int
+    top_k: int
+    rule: Rule | None = None
+    dtype: str = ""
+    biased: bool = False
+
+    @property
+    def share(self) -> int:
+        """Consecutive experts that belong to a lane of a warp."""
+        return -(-self.experts // WARP)
+
+    def blocks(self, tokens: int) -> int:
+        """CTAs: as many as fit on a GPU at a time, where there are tokens for them."""
+        return min(1024 if self.experts <= 256 else 512, -(-tokens // WARPS))
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernels."""
+        shape, strides = ("tokens", self.top_k), (self.top_k, 1)
+        scored: list[Slot] = []
+        if self.rule is not None:
+            size = FORMATS[self.dtype].bits // 8
+            scored.append(Tensor("logits", self.dtype, ("tokens", self.experts), (None, 1), align=size))
+            scored += [Tensor("bias", "float32", (self.experts,), (1,), align=4)] if self.biased else []
+            scored.append(Tensor("weights", "float32", shape, strides, align=4))
+            scored.append(Scalar("scaling_factor", "float32"))
+        return (
+            *scored,
+            Tensor("indices", "int32", shape, strides, align=4),
+            Tensor("offsets", "int32", (self.experts,), (1,), align=4),
+            vector("token_of_row", "int32", "rows"),
+            Tensor("row_of_choice", "int32", shape, strides, align=4),
+            Tensor("counts", "int32", ("blocks + 1", self.experts), (self.experts, 1), align=4),
+            Stream(),
+        )
+
+
+@dataclass(frozen=True)
+class RouteGradientConfiguration:
+    """The gradient of logits from that of weights."""
+
+    experts: int
+    rule: Rule
+    dtype: str
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        size, chosen = FORMATS[self.dtype].bits // 8, ("tokens", self.rule.top_k)
+        logits, strides = ("tokens", self.experts), (self.rule.top_k, 1)
+        return (
+            Tensor("gradient", "float32", chosen, strides, align=4),
+            Tensor("logits", self.dtype, logits, (None, 1), align=size),
+            Tensor("indices", "int32", chosen, strides, align=4),
+            Tensor("d_logits", self.dtype, logits, (None, 1), align=size),
+            Scalar("scaling_factor", "float32"),
+            Stream(),
+        )
+
+
+@dataclass(frozen=True)
+class CombineConfiguration:
+    """Sums of ``top_k`` rows of ``hidden`` elements for each token, ``weighted`` or not; or their gradients."""
+
+    dtype: str
+    hidden: int
+    top_k: int
+    weighted: bool
+    gradient: bool = False
+    most_threads: int = 256
+
+    @property
+    def vector(self) -> int:
+        """Elements of 16 bytes."""
+        return 128 // FORMATS[self.dtype].bits
+
+    @property
+    def slices(self) -> int:
+        """CTAs that share a row."""
+        return -(-self.hidden // (self.vector * self.most_threads))
+
+    @property
+    def width(self) -> int:
+        """Threads of a CTA that share a row, 16 bytes for each."""
+        return -(-self.hidden // (self.vector * self.slices))
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        choices, strides = ("tokens", self.top_k), (self.top_k, 1)
+        align = 4 * min(4, self.top_k & -self.top_k)
+        weights = (Tensor("weights", "float32", choices, strides, align),) if self.weighted else ()
+        found = (
+            Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1)),
+            Tensor("row_of_choice", "int32", choices, strides, align),
+            *weights,
+            Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)),
+        )
+        if self.gradient:
+            found += (Tensor("d_rows", self.dtype, ("rows", self.hidden), (None, 1)),)
+            found += (Tensor("d_weights", "float32", choices, strides, align=4),) if self.weighted else ()
+        return (*found, Stream())

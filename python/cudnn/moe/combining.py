@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from cudnn.errors import refusal
+from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
+from cudnn.moe._run import has_kernel, run
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.moe.configuration import MOST_CHOICES
+from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration
 
+_COMBINE, _GRADIENT = "cudnn_kernels.moe.combining:Combine", "cudnn_kernels.moe.combining:CombineGradient"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Maybe = torch.Tensor | None
 
@@ -63,7 +66,20 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
 def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """See :func:`combine`."""
     _check(rows, row_of_choice, weights)
-    return reference.combine(rows, row_of_choice, weights)
+    if not has_kernel(rows, "combine"):
+        return reference.combine(rows, row_of_choice, weights)
+    tokens, top_k = row_of_choice.shape
+    if not rows.shape[0]:
+        return rows.new_zeros(tokens, rows.shape[1])
+    out = rows.new_empty(tokens, rows.shape[1])
+    if tokens:
+        configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None)
+        run(_COMBINE, configuration, rows, row_of_choice, *_present(weights), out)
+    return out
+
+
+def _present(weights: Maybe) -> tuple[torch.Tensor, ...]:
+    return () if weights is None else (weights,)
 
 
 @moe_combine.register_fake
@@ -77,7 +93,16 @@ def moe_combine_bwd(
     gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of rows and weights; that of weights has no elements where there are none."""
-    return reference.combine_gradients(gradient, rows, row_of_choice, weights)
+    if not has_kernel(rows, "combine"):
+        return reference.combine_gradients(gradient, rows, row_of_choice, weights)
+    tokens, top_k = row_of_choice.shape
+    d_rows = torch.zeros_like(rows)  # of rows that no choice names
+    d_weights = rows.new_zeros(0 if weights is None else weights.shape, dtype=torch.float32)
+    if tokens and rows.shape[0]:
+        configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None, True)
+        results = (gradient, d_rows, *(() if weights is None else (d_weights,)))
+        run(_GRADIENT, configuration, rows, row_of_choice, *_present(weights), *results)
+    return d_rows, d_weights
 
 
 @moe_combine_bwd.register_fake

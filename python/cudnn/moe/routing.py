@@ -7,12 +7,22 @@ from typing import Any, NamedTuple
 import torch
 
 from cudnn.errors import refusal
+from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
+from cudnn.moe._run import has_kernel, run
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.moe.configuration import MOST_CHOICES, MOST_EXPERTS, MOST_GROUPS, Rule
+from cudnn_kernels.moe.configuration import (
+    MOST_CHOICES,
+    MOST_EXPERTS,
+    MOST_GROUPS,
+    RouteConfiguration,
+    RouteGradientConfiguration,
+    Rule,
+)
 
+_ROUTE, _GRADIENT = "cudnn_kernels.moe.routing:Route", "cudnn_kernels.moe.routing:RouteGradient"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_ROWS = 2**31 - 1
+_MOST_ROWS = 2**30
 Maybe = torch.Tensor | None
 
 
@@ -188,9 +198,29 @@ def moe_route(
     """The fields of :class:`Routing`, weights first: PyTorch's ``opcheck`` adds up results in the type of the first."""
     rule = Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group)
     _check(logits, bias, rule)
-    indices = reference.choose(logits, bias, rule)
-    weights = reference.weigh(logits, indices, rule, scaling_factor)
-    return weights, indices, *reference.sort(indices, logits.shape[1])
+    if not has_kernel(logits, "route"):
+        indices = reference.choose(logits, bias, rule)
+        weights = reference.weigh(logits, indices, rule, scaling_factor)
+        return weights, indices, *reference.sort(indices, logits.shape[1])
+    tokens, experts = logits.shape
+    indices = logits.new_empty(tokens, top_k, dtype=torch.int32)
+    weights = torch.empty_like(indices, dtype=torch.float32)
+    configuration = RouteConfiguration(experts, top_k, rule, name_of(logits.dtype), bias is not None)
+    scored = (logits, *(() if bias is None else (bias,)), weights, scaling_factor)
+    return weights, indices, *_sorted(configuration, indices, scored)
+
+
+def _sorted(
+    configuration: RouteConfiguration, indices: torch.Tensor, scored: tuple[Any, ...] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Offsets, token_of_row and row_of_choice from the kernels, which also write indices where they choose them."""
+    offsets, token_of_row, row_of_choice = results = _empty(indices, configuration.experts)
+    if not indices.numel():
+        offsets.zero_()
+        return results
+    counts = indices.new_empty(configuration.blocks(len(indices)) + 1, configuration.experts)
+    run(_ROUTE, configuration, *scored, indices, offsets, token_of_row, row_of_choice, counts)
+    return results
 
 
 @moe_route.register_fake
@@ -227,7 +257,13 @@ def moe_route_bwd(
 ) -> torch.Tensor:
     """The gradient of logits from that of the weights; in the type of logits."""
     rule = Rule(indices.shape[1], score, pre_softmax, renormalize)
-    return reference.logits_gradient(gradient, logits, indices, rule, scaling_factor)
+    if not has_kernel(logits, "route"):
+        return reference.logits_gradient(gradient, logits, indices, rule, scaling_factor)
+    d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if logits.numel():
+        configuration = RouteGradientConfiguration(logits.shape[1], rule, name_of(logits.dtype))
+        run(_GRADIENT, configuration, gradient, logits, indices, d_logits, scaling_factor)
+    return d_logits
 
 
 @moe_route_bwd.register_fake
@@ -261,7 +297,9 @@ moe_route.register_autograd(_backward, setup_context=_setup)
 def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`sort`."""
     _check_indices(indices, experts)
-    return reference.sort(indices, experts)
+    if not has_kernel(indices, "sort"):
+        return reference.sort(indices, experts)
+    return _sorted(RouteConfiguration(experts, indices.shape[1]), indices)
 
 
 @moe_sort.register_fake
