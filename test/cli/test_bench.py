@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import statistics
 import sys
@@ -20,7 +21,20 @@ from typer.testing import CliRunner
 import cudnn
 from cudnn import bench, lazy, registry
 from cudnn.backend import handle
-from cudnn.bench import Candidate, Clock, Problem, Ratio, Reading, Row, declared, gemm, monitor, operands, report
+from cudnn.bench import (
+    Candidate,
+    Clock,
+    Problem,
+    Ratio,
+    Reading,
+    Row,
+    declared,
+    gemm,
+    grouped,
+    monitor,
+    operands,
+    report,
+)
 from cudnn.cli import app
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
@@ -349,6 +363,50 @@ def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeyp
     allowed = {"our GEMM alone", "Triton, fused", "Triton, fused, no ab12", "torch._scaled_mm, blocks"}
     assert refused <= allowed, [row.refused for row in rows]
     assert [row.problem for row in rows][-1] == "host time, warm"
+
+
+@pytest.mark.parametrize("name", [name for name in bench.BENCHMARKS if "grouped" in name])
+def test_candidates_of_grouped_gemms_agree_on_cpu_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(lazy.torch, "_grouped_mm", grouped_product)
+    benchmark = bench.find(name)
+    shape = (128, 192, 100, 3) if registry.find(name).tokens == "k" else (100, 128, 128, 3)
+    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
+    rows = [
+        row
+        for routing in grouped.ROUTINGS
+        for problem in benchmark.problems(bench.Options("bf16", (shape,), routing=routing))[:1]
+        for row in bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+    ]
+    assert {row.name for row in rows if row.refused} <= {"Triton"}, [row.refused for row in rows]
+    assert len({row.name for row in rows}) >= 3
+
+
+def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """``torch._grouped_mm``, which the CPU has not in every version."""
+    spans = list(itertools.pairwise([0, *offs.tolist()]))
+    if b.ndim == 2:
+        return torch.stack([a[:, x:y] @ b[x:y] for x, y in spans])
+    return torch.cat([a[x:y] @ b[e] for e, (x, y) in enumerate(spans)])
+
+
+def test_layers_of_models_and_routings() -> None:
+    api = registry.find("grouped_gemm_glu")
+    some = grouped.shapes(api, bench.Options("bf16"))
+    assert some[(65536, 1536, 2048, 128)] == "Qwen3-30B-A3B, 8192 tokens"
+    assert (65536, 2048, 768, 128) in grouped.shapes(registry.find("grouped_gemm_quant"), bench.Options("bf16"))
+    assert (65536, 768, 2048, 128) in grouped.shapes(registry.find("grouped_gemm_dglu"), bench.Options("bf16"))
+    assert (1536, 2048, 65536, 128) in grouped.shapes(registry.find("grouped_gemm_wgrad"), bench.Options("bf16"))
+    assert len(grouped.shapes(api, bench.Options("bf16", all=True))) > 5 * 7
+    assert grouped.ends("uniform", 4, 100) == [25, 50, 75, 100]
+    stops = grouped.ends("zipf", 8, 1000)
+    sizes = sorted((y - x for x, y in itertools.pairwise([0, *stops])), reverse=True)
+    assert stops[-1] == 1000
+    assert sizes[0] == pytest.approx(2 * sizes[1], abs=2) == pytest.approx(8 * sizes[7], abs=8)
+    code, output = invoke("gemm_amax", "--routing", "zipf")
+    assert code == 2
+    assert "got 'zipf'; allowed: uniform." in output
 
 
 def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

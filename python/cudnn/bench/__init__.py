@@ -26,12 +26,15 @@ Call = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few."""
+    """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few. ``routing``:
+    how tokens are spread over experts, where there are such.
+    """
 
     dtype: str
     shapes: tuple[tuple[int, ...], ...] = ()
     all: bool = False
     without_optional: bool = False
+    routing: str = "uniform"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Benchmark:
     dimensions: dict[str, int]
     problems: Callable[[Options], list[Problem]]
     optional: str = ""  # a result that may be left out
+    routings: tuple[str, ...] = ("uniform",)
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Those of a list such as ``4096x4096x4096,8192x8192x8192``.

@@ -33,6 +33,9 @@ def main(
     no_ab12: Annotated[
         bool, typer.Option("--no-ab12", help="Gated APIs: also without storing the pre-activation.")
     ] = False,
+    routing: Annotated[
+        str, typer.Option(help="Grouped APIs: tokens of experts, uniform or by Zipf's law (zipf).")
+    ] = "uniform",
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
     from_csv: Annotated[
@@ -71,11 +74,14 @@ def main(
         raise typer.BadParameter(f"got {dtype!r}; allowed: {', '.join(benchmark.dtypes)}.", param_hint="--dtype")
     if no_ab12 and benchmark.optional != "ab12":
         raise typer.BadParameter(f"got {name}; allowed: only with results that have ab12.", param_hint="--no-ab12")
+    if routing not in benchmark.routings:
+        allowed = ", ".join(benchmark.routings)
+        raise typer.BadParameter(f"got {routing!r}; allowed: {allowed}.", param_hint="--routing")
     try:
         wanted = benchmark.shapes(shapes) if shapes else ()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
-    options = bench.Options(dtype, wanted, every, no_ab12)
+    options = bench.Options(dtype, wanted, every, no_ab12, routing)
     raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
 
 

@@ -59,7 +59,7 @@ class ExpertGradients(ExpertsGemm):
     example = (("m", "n", "k", "experts"), (128, 128, 192, 3))
     usual_types = ("bf16", "fp16")
     usual_shapes = ((4096, 4096, 8192, 8),)
-    shapes = ((4096, 4096, 16384, 8), (2048, 7168, 16384, 64))
+    shapes = ((28672, 4096, 32768, 8), (2816, 2048, 32768, 64), (1536, 2048, 65536, 128))
     steps = (8, 8, 64, 1)
     tile_n = (64, 128, 192, 256)
     hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")

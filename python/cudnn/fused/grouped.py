@@ -149,7 +149,7 @@ class ExpertsGemm(FusedGemm):
     buffers = ("d_tensor",)
     example = (("m", "n", "k", "experts"), (320, 128, 64, 3))
     usual_shapes = ((8192, 4096, 4096, 8),)
-    shapes = ((16384, 4096, 4096, 8), (16384, 2048, 7168, 64))
+    shapes = ((32768, 28672, 4096, 8), (32768, 2816, 2048, 64), (65536, 1536, 2048, 128))
     steps = (1, 64, 128, 1)
     hints = (
         "acc_dtype", "mma_tiler_mn", "cluster_shape_mn", "vector_f32", "m_aligned", "use_dynamic_sched", "cd_major",
