@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn.fused.grouped import (
@@ -122,8 +123,15 @@ class GatedExpertsBackward(Activated):
         factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
         sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
-        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
+        weighted = (*self.recomputed(), *self.multiplied_by("prob"), *self.summed_columns())
         return (*product, saved, *factors, backward, *sums, *weighted, *self.result_epilogue("d_row"))
+
+    def recomputed(self) -> tuple[Any, ...]:
+        """What the forward pass made of c, weighted and stored."""
+        if not self.given("activation"):
+            return ()
+        weighted = self.multiplied_by("prob")
+        return (*(replace(each, value="activation") for each in weighted), self.store("activation", "activation"))
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -27,16 +27,17 @@ class Operator(Protocol[P, R_co]):
 
 
 def custom_op(
-    name: str, autocast: Collection[str] = (), schema: str | None = None
+    name: str, autocast: Collection[str] = (), schema: str | None = None, mutates: Collection[str] = ()
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Registers a function as the operator ``cudnn::<name>``, which mutates nothing.
+    """Registers a function as the operator ``cudnn::<name>``, which ``mutates`` these arguments.
 
-    ``autocast`` names the tensors that take the type of ``torch.autocast``, as PyTorch's own operators of the kind do:
-    those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``: from the function's types.
+    ``autocast`` names the tensors, or lists of them, that take the type of ``torch.autocast``, as PyTorch's own
+    operators of the kind do: those of 32 and 16 bits. The operator itself then runs outside of autocast. ``schema``:
+    from the function's types.
     """
 
     def register(function: Callable[P, R]) -> Operator[P, R]:
-        operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=(), schema=schema)
+        operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
         names = list(inspect.signature(function).parameters)
         places = frozenset(names.index(each) for each in autocast)
         for device in ("cpu", "cuda") if autocast else ():
@@ -49,11 +50,15 @@ def custom_op(
 def _cast(operator: Any, device: str, places: Collection[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        cast = [
-            x.to(dtype) if place in places and x is not None and x.dtype in _CAST else x
-            for place, x in enumerate(arguments)
-        ]
+        taken = [_taken(x, dtype) if place in places else x for place, x in enumerate(arguments)]
         with torch.autocast(device, enabled=False):
-            return operator(*cast)
+            return operator(*taken)
 
     return call
+
+
+def _taken(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or each of a list, in a type."""
+    if isinstance(x, (list, tuple)):
+        return [_taken(each, dtype) for each in x]
+    return x.to(dtype) if x is not None and x.dtype in _CAST else x

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
+from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import bias_gradient, indexed
-from cudnn.fused.layouts import Contiguous, TensorSpec
+from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 
@@ -44,7 +45,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
     tensors = (
         *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
-        TensorSpec("activation", Contiguous("m", "n"), ("bfloat16",), optional=True, written=True),
+        TensorSpec("activation", OneMatrix("m", "n", "mn"), NARROW, optional=True, written=True, about="y * prob"),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
 
@@ -96,8 +97,6 @@ class GroupedGemmDglu(GatedExpertsBackward):
         for name in ("round_dgrad_to_input_dtype", "_deterministic"):
             if getattr(self, name):
                 raise self.unsupported(name, True, "False")
-        if self.given("activation"):
-            raise self.unsupported("activation tensor", "a tensor", "None")
 
 
 class GroupedGemmDgluSm100(GroupedGemmDglu):

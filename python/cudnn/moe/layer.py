@@ -1,0 +1,112 @@
+"""The kernels of a layer of experts in order, forward and backward.
+
+No tensor of T K rows of the input outlives a pass, and the backward pass needs none: the gradient of a router's weight is
+taken where the activation's is, from the intermediate width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cudnn.lazy import torch
+from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, operand, pointers, shape_of
+from cudnn.moe.combining import combine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Gradients(NamedTuple):
+    """Those that were asked for; weights' are (E, rows, columns), and None where they were added to others."""
+
+    x: Tensor | None
+    weights: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> tuple[Tensor, Tensor]:
+    """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements."""
+    (experts, wide, _), (_, columns, inner) = shape_of(e.up), shape_of(e.down)
+    gated = e.activation in GATED
+    hidden = x.new_empty(rows.count, wide) if keeps or not gated else None
+    activated = x.new_empty(rows.count, inner)
+    made = x.new_empty(rows.count, columns)
+    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
+    up, down = operand(e.up), operand(e.down)
+    tensors = {**given, **up[0], "a": rows.gathered(x), "bias": _vectors(e.up_bias), "c": hidden, "d": activated}
+    if gated:
+        execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
+    else:
+        execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
+    execute("grouped_gemm", {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}, **down[1])
+    return combine(made, rows.of_choice, weights), hidden if keeps and hidden is not None else x.new_empty(0)
+
+
+def backward(
+    gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows, e: Experts,
+    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]],
+) -> Gradients:  # fmt: skip
+    """The gradients that are ``needed``, in the order of :class:`Gradients`.
+
+    ``sums``: what those of up and down are added to instead, float32; empty: nothing.
+    """
+    experts, columns, inner = shape_of(e.down)
+    needs = Gradients(*needed)
+    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
+    by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
+    by_row = weights.new_zeros(rows.count)
+    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
+    down, up, of_rows = operand(e.down, True), operand(e.up, True), rows.gathered(gradient)
+    tensors = {**given, **down[0], "a": of_rows, "c": hidden, "prob": rows.scattered(weights), "dprob": by_row}
+    tensors |= {"d_row": by_hidden, "dbias": by_bias}
+    if e.activation in GATED:
+        tensors["activation"] = activated
+        execute("grouped_gemm_dglu", tensors, **down[1], act_func=f"d{e.activation}", **e.options)
+    else:
+        execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1])
+    by_x = None
+    if needs.x:
+        made = x.new_empty(rows.count, x.shape[1])
+        execute("grouped_gemm", {**given, **up[0], "a": by_hidden, "d": made}, **up[1])
+        by_x = combine(made, rows.of_choice, None)
+    by_up = _of_weights(by_hidden, rows.gathered(x), rows, e.up, sums[0]) if needs.up else None
+    by_down = _of_weights(of_rows, activated, rows, e.down, sums[1]) if needs.down else None
+    by_weights = rows.of_choices(by_row) if needs.weights else None
+    by_down_bias = None
+    if e.down_bias is not None:  # what it added to a row was weighted too
+        kept, chosen = rows.of_choice >= 0, indices.long().clamp(0, experts - 1)
+        if by_weights is not None:
+            by_weights += (gradient @ e.down_bias.T).gather(1, chosen).where(kept, 0.0)
+        if needs.down_bias:
+            shares = gradient.new_zeros(len(x), experts)
+            by_down_bias = shares.scatter_add_(1, chosen, weights.where(kept, 0.0).to(shares.dtype)).T @ gradient
+    by_bias = None if by_bias is None else by_bias.to(x.dtype)
+    return Gradients(by_x, by_weights, by_up, by_down, by_bias, by_down_bias)
+
+
+def _vectors(bias: Tensor | None) -> Tensor | None:
+    """Biases (E, n) as the grouped GEMMs take them."""
+    return None if bias is None else bias.T
+
+
+def _of_weights(
+    left: Tensor, right: Tensor, rows: Rows, like: Sequence[Tensor], sums: Sequence[Tensor]
+) -> Tensor | None:
+    """left^T right over the rows of each expert, (E, columns of both), or None where it is added to ``sums``."""
+    tensors, options = {"a": left.T, "b": right, "offsets": rows.offsets}, {}
+    if not sums:
+        found = left.new_empty(shape_of(like))
+        execute("grouped_gemm_wgrad", {**tensors, "wgrad": found})
+        return found
+    if is_list(sums):
+        experts, m, n = shape_of(sums)
+        tensors["wgrad_ptrs"] = pointers(sums)
+        options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": sums[0].dtype}
+    else:
+        (tensors["wgrad"],) = sums
+    execute("grouped_gemm_wgrad", tensors, accumulate_on_output=True, **options)
+    return None

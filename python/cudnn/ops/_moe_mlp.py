@@ -1,0 +1,256 @@
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cudnn.errors import refusal
+from cudnn.moe import layer
+from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Rows, is_list, shape_of
+from cudnn.moe.routing import Routing, sort
+from cudnn.ops._registration import custom_op
+
+_WHERE = "moe_mlp"
+_TYPES = (torch.bfloat16, torch.float16)
+Weights = torch.Tensor | Sequence[torch.Tensor]
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    routing: Routing | tuple[torch.Tensor, torch.Tensor],
+    up: Weights,
+    down: Weights,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    linear_offset: float = 1.0,
+    geglu_alpha: float = 1.702,
+    glu_clamp_max: float = 7.0,
+    glu_clamp_min: float = -7.0,
+    main_grads: tuple[Weights, Weights] | None = None,
+) -> torch.Tensor:
+    """The experts of a layer: each token through K of E small networks, and their weighted sum. Differentiable.
+
+        y[t] = sum over k of weights[t, k] * (down[e] act(up[e] x[t] + up_bias[e]) + down_bias[e]),  e = indices[t, k]
+
+    On CUDA tensors our kernels run, on CPU tensors their reference or, within ``cudnn.emulation``, the kernels. Kept for
+    the backward pass are x, the product of the up projection, (T K, N), and the routing. Works under ``torch.compile``,
+    in CUDA graphs after a first call, and with activation checkpointing.
+
+    Args:
+        x: ``[..., H]``, T tokens in all, bfloat16 or float16.
+        routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
+            and ``weights``, float32 ``[T, K]``, differentiable.
+        up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of every
+            64 rows, the first 32 are gates, see ``cudnn.interleave_gate_up``; else I.
+        down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
+        up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
+        activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
+            :class:`cudnn.GroupedGemmSrelu`.
+        linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
+        main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
+            and down to; then these get none.
+
+    Returns:
+        ``[..., H]``, of the type of x. Sums are in float32.
+
+    Raises:
+        ValueError: shapes, types, devices or an activation.
+    """
+    (up, down), tokens = (_listed(w) for w in (up, down)), x.reshape(-1, x.shape[-1])
+    sums = ([], []) if main_grads is None else [_listed(w) for w in main_grads]
+    if not isinstance(routing, Routing):
+        indices, weights = routing
+        _check_choices(tokens, indices, weights)
+        routing = Routing(indices, weights, *sort(indices.int().contiguous(), shape_of(up)[0]))
+    tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
+    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
+    y, _ = moe_mlp_fwd_primitive(
+        tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
+        up, down, up_bias, down_bias, *sums, activation, numbers, keeps,
+    )  # fmt: skip
+    return y.view(x.shape)
+
+
+def _listed(weights: Weights) -> list[torch.Tensor]:
+    return [weights] if isinstance(weights, torch.Tensor) else list(weights)
+
+
+def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
+    shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
+    if indices.ndim != 2 or indices.shape != weights.shape or len(indices) != len(x):
+        raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
+    if indices.is_floating_point() or weights.dtype is not torch.float32:
+        got = f"{indices.dtype} and {weights.dtype}"
+        raise ValueError(refusal(_WHERE, "types of indices and weights", got, "integers and float32"))
+
+
+def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Sequence[Any]) -> None:
+    if e.activation not in ACTIVATIONS:
+        allowed = " or ".join(map(repr, ACTIVATIONS))
+        raise ValueError(refusal(_WHERE, "activation", repr(e.activation), allowed))
+    _check_choices(x, indices, weights)
+    for name, given in (("up", e.up), ("down", e.down)):
+        shapes = {tuple(w.shape) for w in given}
+        if len(shapes) != 1 or given[0].ndim not in (2, 3) or (given[0].ndim == 3 and len(given) > 1):
+            raise ValueError(refusal(_WHERE, f"shape of {name}", shapes, "[E, n, k], or a list of E tensors [n, k]"))
+        if any(not w.is_contiguous() for w in given):
+            cure = f"pass {name}.contiguous(), made once"
+            raise ValueError(refusal(_WHERE, f"strides of {name}", given[0].stride(), "contiguous tensors", cure))
+    up, down, h = shape_of(e.up), shape_of(e.down), x.shape[1]
+    wide = down[2] * (2 if e.activation in GATED else 1)
+    if up != (down[0], wide, h) or down[1] != h:
+        got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if wide > down[2] else "N = I"
+        raise ValueError(refusal(_WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}"))
+    for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(bias.shape), str(shape)))
+    biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
+    types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
+    if len(types) > 1 or x.dtype not in _TYPES:
+        raise ValueError(refusal(_WHERE, "types", types, f"one of {', '.join(map(str, _TYPES))} for all but weights"))
+    devices = {str(tensor.device) for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
+    if len(devices) > 1:
+        raise ValueError(refusal(_WHERE, "devices", devices, "one device", "move them to one"))
+    for name, given, like in (("up", sums[0], e.up), ("down", sums[1], e.down)):
+        wrong = [w for w in given if w.dtype is not torch.float32 or not w.is_contiguous()]
+        if wrong or (given and (shape_of(given) != shape_of(like))):
+            got = f"{given[0].dtype} {shape_of(given)}"
+            raise ValueError(refusal(_WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}"))
+
+
+@custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"))
+def moe_mlp_fwd_primitive(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    token_of_row: torch.Tensor,
+    row_of_choice: torch.Tensor,
+    up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    up_sums: Sequence[torch.Tensor],
+    down_sums: Sequence[torch.Tensor],
+    activation: str,
+    numbers: Sequence[float],
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y of :func:`moe_mlp`, and what the backward pass needs where it ``keeps`` it, else no elements."""
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    _check(x, indices, weights, experts, (up_sums, down_sums))
+    if not token_of_row.numel():
+        return _empty(x, token_of_row, experts, keeps)
+    rows = Rows(offsets, token_of_row, row_of_choice)
+    return layer.forward(x.contiguous(), weights.contiguous(), rows, experts, keeps)
+
+
+def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of the results."""
+    kept = (token_of_row.shape[0], shape_of(e.up)[1]) if keeps else (0,)
+    return x.new_empty(x.shape), x.new_empty(kept)
+
+
+@moe_mlp_fwd_primitive.register_fake
+def _(
+    x: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any, row_of_choice: Any, up: Any, down: Any,
+    up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any, activation: str, numbers: Any, keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    _check(x, indices, weights, experts, (up_sums, down_sums))
+    return _empty(x, token_of_row, experts, keeps)
+
+
+@custom_op("moe_mlp_bwd_primitive", mutates=("up_sums", "down_sums"))
+def moe_mlp_bwd_primitive(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    token_of_row: torch.Tensor,
+    row_of_choice: torch.Tensor,
+    up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    up_sums: Sequence[torch.Tensor],
+    down_sums: Sequence[torch.Tensor],
+    activation: str,
+    numbers: Sequence[float],
+    needed: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The gradients that are ``needed``, of x, weights, up, down and the biases: for others tensors without elements.
+
+    Those of up and down are added to ``up_sums`` and ``down_sums`` where there are some.
+    """
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    if not token_of_row.numel():
+        return [like.zero_() for like in _gradients_like(x, weights, experts, needed, (up_sums, down_sums))]
+    rows, sums = Rows(offsets, token_of_row, row_of_choice), (up_sums, down_sums)
+    gradient, x, weights = gradient.contiguous(), x.contiguous(), weights.contiguous()
+    found = layer.backward(gradient, x, hidden, indices, weights, rows, experts, needed, sums)
+    return [x.new_empty(0) if each is None else each for each in found]
+
+
+def _gradients_like(
+    x: torch.Tensor, weights: torch.Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]
+) -> list[torch.Tensor]:
+    """Memory of the gradients."""
+    up, down = shape_of(e.up), shape_of(e.down)
+    wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
+    shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
+    likes = [x, weights, x, x, x, x]
+    return [like.new_empty(s if want else (0,)) for like, s, want in zip(likes, shapes, wanted, strict=True)]
+
+
+@moe_mlp_bwd_primitive.register_fake
+def _(
+    gradient: Any, x: Any, hidden: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any,
+    row_of_choice: Any, up: Any, down: Any, up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any,
+    activation: str, numbers: Any, needed: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    return _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weights, indices, offsets, token_of_row, row_of_choice, up, down, up_bias, down_bias, *rest = inputs
+    ctx.save_for_backward(
+        x, output[1], weights, indices, offsets, token_of_row, row_of_choice, up_bias, down_bias, *up, *down
+    )
+    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, _) = len(up), rest
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
+    none = [[None] * len(s) for s in ctx.sums]
+    if gradient is None:
+        both = [[None] * ctx.count, [None] * (len(ctx.saved_tensors) - 9 - ctx.count)]
+        return *[None] * 6, *both, None, None, *none, None, None, None
+    *tensors, up_bias, down_bias = ctx.saved_tensors[:9]
+    both = ctx.saved_tensors[9:]
+    up, down = list(both[: ctx.count]), list(both[ctx.count :])
+    x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
+    needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
+    found = moe_mlp_bwd_primitive(
+        gradient, *tensors, up, down, up_bias, down_bias, *ctx.sums, ctx.activation, ctx.numbers, needed
+    )
+    by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
+    by_each = [_of_each(y, like, s) for y, like, s in zip((by_up, by_down), (up, down), ctx.sums, strict=True)]
+    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, None, None, None
+
+
+def _of_each(gradient: torch.Tensor | None, like: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
+    """The gradients of a list of weights."""
+    if gradient is None or sums:
+        return [None] * len(like)
+    return list(gradient.unbind(0)) if is_list(like) else [gradient]
+
+
+moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)
