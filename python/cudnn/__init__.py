@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cudnn import gemm as gemm
     from cudnn import grouped_gemm as grouped_gemm
     from cudnn import moe as moe
+    from cudnn import nn as nn
     from cudnn import ops as ops
     from cudnn import sdpa as sdpa
     from cudnn.backend.causal_conv1d import causal_conv1d_backward as causal_conv1d_backward
@@ -107,7 +108,7 @@ _LAZY = {
     "causal_conv1d_forward": "cudnn.backend.causal_conv1d",
     "emulation": "cudnn.launch",
 }
-_LAZY_MODULES = ("discrete_grouped_gemm", "experimental", "gemm", "grouped_gemm", "moe", "ops", "sdpa")
+_LAZY_MODULES = ("discrete_grouped_gemm", "experimental", "gemm", "grouped_gemm", "moe", "nn", "ops", "sdpa")
 
 
 def _fused_names() -> Mapping[str, str]:

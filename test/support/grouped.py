@@ -123,6 +123,8 @@ def problem(
             given[key] = torch.linspace(1.5, 0.5, experts, device=device).to(dtype)
         elif key == "dprob":
             given[key] = torch.zeros(m, 1, 1, device=device)
+        elif key == "activation":
+            given[key] = torch.empty(m, n, 1, dtype=dtype, device=device)
         elif key == "c":
             columns = n if "srelu" in name else 2 * n
             given[key] = 3 * torch.randn(m, columns, 1, device=device).to(dtype)
@@ -260,6 +262,8 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     d[:, gate], d[:, gate + 32] = by_gate, by_other
     if p.results["dprob_tensor"] is not None:
         gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (x * y.detach()).sum(1), 10 * slack)
+    if "activation" in p.given:
+        gemms.assert_rounded(flat(p.results["activation_tensor"])[: p.rows], y.detach() * p.value("prob"), 10 * slack)
     return d * p.value("prob")
 
 

@@ -1,7 +1,7 @@
 """The kernels of a layer of experts in order, forward and backward.
 
-No tensor of T K rows of the input outlives a pass, and the backward pass needs none: the gradient of a router's weight is
-taken where the activation's is, from the intermediate width.
+No tensor of T K rows of the input outlives a pass, and the backward pass needs none: the gradient of a router's weight
+is taken where the activation's is, from the intermediate width.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.lazy import torch
-from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, operand, pointers, shape_of
 from cudnn.moe.combining import combine
+from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, operand, pointers, shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def backward(
 
     ``sums``: what those of up and down are added to instead, float32; empty: nothing.
     """
-    experts, columns, inner = shape_of(e.down)
+    experts, _, inner = shape_of(e.down)
     needs = Gradients(*needed)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)

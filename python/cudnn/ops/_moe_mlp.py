@@ -14,6 +14,7 @@ from cudnn.ops._registration import custom_op
 _WHERE = "moe_mlp"
 _TYPES = (torch.bfloat16, torch.float16)
 Weights = torch.Tensor | Sequence[torch.Tensor]
+Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def moe_mlp(
@@ -35,16 +36,16 @@ def moe_mlp(
 
         y[t] = sum over k of weights[t, k] * (down[e] act(up[e] x[t] + up_bias[e]) + down_bias[e]),  e = indices[t, k]
 
-    On CUDA tensors our kernels run, on CPU tensors their reference or, within ``cudnn.emulation``, the kernels. Kept for
-    the backward pass are x, the product of the up projection, (T K, N), and the routing. Works under ``torch.compile``,
-    in CUDA graphs after a first call, and with activation checkpointing.
+    On CUDA tensors our kernels run, on CPU tensors their reference or, within ``cudnn.emulation``, the kernels. Kept
+    for the backward pass are x, the product of the up projection, (T K, N), and the routing. Works under
+    ``torch.compile``, in CUDA graphs after a first call, and with activation checkpointing.
 
     Args:
         x: ``[..., H]``, T tokens in all, bfloat16 or float16.
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
             and ``weights``, float32 ``[T, K]``, differentiable.
-        up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of every
-            64 rows, the first 32 are gates, see ``cudnn.interleave_gate_up``; else I.
+        up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of
+            every 64 rows, the first 32 are gates, see ``cudnn.interleave_gate_up``; else I.
         down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
         up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
         activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
@@ -184,29 +185,31 @@ def moe_mlp_bwd_primitive(
     activation: str,
     numbers: Sequence[float],
     needed: Sequence[bool],
-) -> list[torch.Tensor]:
+) -> Six:
     """The gradients that are ``needed``, of x, weights, up, down and the biases: for others tensors without elements.
 
     Those of up and down are added to ``up_sums`` and ``down_sums`` where there are some.
     """
     experts = Experts(up, down, up_bias, down_bias, activation, numbers)
     if not token_of_row.numel():
-        return [like.zero_() for like in _gradients_like(x, weights, experts, needed, (up_sums, down_sums))]
+        made = _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
+        return tuple(gradient.zero_() for gradient in made)  # pyright: ignore[reportReturnType]
     rows, sums = Rows(offsets, token_of_row, row_of_choice), (up_sums, down_sums)
     gradient, x, weights = gradient.contiguous(), x.contiguous(), weights.contiguous()
     found = layer.backward(gradient, x, hidden, indices, weights, rows, experts, needed, sums)
-    return [x.new_empty(0) if each is None else each for each in found]
+    return tuple(x.new_empty(0) if each is None else each for each in found)  # pyright: ignore[reportReturnType]
 
 
 def _gradients_like(
     x: torch.Tensor, weights: torch.Tensor, e: Experts, needed: Sequence[bool], sums: Sequence[Any]
-) -> list[torch.Tensor]:
+) -> Six:
     """Memory of the gradients."""
     up, down = shape_of(e.up), shape_of(e.down)
     wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
     shapes = [x.shape, weights.shape, up, down, up[:2], down[:2]]
     likes = [x, weights, x, x, x, x]
-    return [like.new_empty(s if want else (0,)) for like, s, want in zip(likes, shapes, wanted, strict=True)]
+    made = (like.new_empty(s if want else (0,)) for like, s, want in zip(likes, shapes, wanted, strict=True))
+    return tuple(made)  # pyright: ignore[reportReturnType]
 
 
 @moe_mlp_bwd_primitive.register_fake
@@ -214,7 +217,7 @@ def _(
     gradient: Any, x: Any, hidden: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any,
     row_of_choice: Any, up: Any, down: Any, up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any,
     activation: str, numbers: Any, needed: Any,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> Six:  # fmt: skip
     experts = Experts(up, down, up_bias, down_bias, activation, numbers)
     return _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
 
@@ -229,13 +232,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 
 def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
-    none = [[None] * len(s) for s in ctx.sums]
-    if gradient is None:
-        both = [[None] * ctx.count, [None] * (len(ctx.saved_tensors) - 9 - ctx.count)]
-        return *[None] * 6, *both, None, None, *none, None, None, None
-    *tensors, up_bias, down_bias = ctx.saved_tensors[:9]
-    both = ctx.saved_tensors[9:]
+    saved, none = ctx.saved_tensors, [[None] * len(s) for s in ctx.sums]
+    (*tensors, up_bias, down_bias), both = saved[:9], saved[9:]
     up, down = list(both[: ctx.count]), list(both[ctx.count :])
+    if gradient is None:
+        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, None, None, None
     x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
     needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
     found = moe_mlp_bwd_primitive(

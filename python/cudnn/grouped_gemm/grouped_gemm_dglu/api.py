@@ -37,7 +37,8 @@ class GroupedGemmDglu(GatedExpertsBackward):
             of dgeglu.
         epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
-        round_dgrad_to_input_dtype, sample_activation, _deterministic: not supported.
+        sample_activation: (m, n) of 16 bits, y * prob[m], which the weights' gradient needs; None: not stored.
+        round_dgrad_to_input_dtype, _deterministic: not supported.
         others: as those of :class:`cudnn.GroupedGemmGlu`.
     """
 
@@ -48,6 +49,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         TensorSpec("activation", OneMatrix("m", "n", "mn"), NARROW, optional=True, written=True, about="y * prob"),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
+    buffers = (*GatedExpertsBackward.buffers, "activation_tensor")
 
     @older_order(
         "self sample_a sample_c sample_d_row sample_d_col sample_sfa sample_padded_offsets sample_alpha sample_beta "
@@ -130,11 +132,13 @@ def grouped_gemm_dglu_wrapper(
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
     others: d_col; amax for a d of 16 bits; factors for operands of 8 bits, which need ``norm_const_tensor``.
-    ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor`` and ``deterministic`` are not
+    ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor`` is written and returned, as one
+    more result, where it is given. ``deterministic`` is not
     supported. Other arguments and errors as those of :class:`GroupedGemmDglu`.
     """
     _deterministic = deterministic
-    return call(GroupedGemmDgluSm100, locals())
+    results = call(GroupedGemmDgluSm100, locals())
+    return results if activation_tensor is None else type(results)({**results, "activation_tensor": activation_tensor})
 
 
 grouped_gemm_dglu_wrapper_sm100 = grouped_gemm_dglu_wrapper

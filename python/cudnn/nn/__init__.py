@@ -1,0 +1,5 @@
+"""Modules of PyTorch on fused kernels."""
+
+from cudnn.nn.moe import MoE
+
+__all__ = ["MoE"]

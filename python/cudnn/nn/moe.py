@@ -1,0 +1,135 @@
+"""A mixture of experts as a module: router, experts, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn.errors import refusal
+from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS
+from cudnn.moe.routing import Routing, route, sort
+from cudnn.ops._moe_mlp import moe_mlp
+
+
+class MoE(torch.nn.Module):
+    """A layer of experts: each token goes through ``top_k`` of them, chosen and weighted by a router.
+
+    The router is a linear layer and :func:`cudnn.moe.route`, the experts are :func:`cudnn.ops.moe_mlp`. Shared experts,
+    of the same size, see every token with the weight 1 or, with ``shared_gate``, ``sigmoid(gate(x))``; S of them are
+    one of S times the intermediate size.
+
+    It has these parameters:
+
+        - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden).
+        - ``up`` (experts + shared_experts, N, hidden) with N = 2 intermediate or, for "srelu", intermediate. Of every
+          64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies weights in halves.
+        - ``down`` (experts + shared_experts, hidden, intermediate).
+        - ``up_bias``, ``down_bias`` with ``bias``.
+
+    The buffer ``correction``, float32 (experts,), with ``correction_bias``, is added to the scores that choose experts,
+    not to weights.
+
+    Args:
+        hidden, intermediate: Sizes, multiples of 8 and of 32.
+        experts, top_k: How many there are, and how many a token sees.
+        activation: "swiglu", "geglu" or "srelu".
+        bias: The experts have biases.
+        shared_experts, shared_gate: See above.
+        correction_bias: See above.
+        into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
+            ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
+        dtype: bfloat16 or float16.
+        score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
+        linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
+
+    Raises:
+        ValueError: an activation or size that is not allowed.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top_k: int, *, activation: str = "swiglu",
+        bias: bool = False, shared_experts: int = 0, shared_gate: bool = False, correction_bias: bool = False,
+        into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True, renormalize: bool = False,
+        n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0, linear_offset: float = 1.0,
+        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(refusal("MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS))))
+        if hidden % 8 or intermediate % 32 or min(hidden, intermediate, experts) < 1:
+            got = f"hidden={hidden}, intermediate={intermediate}, experts={experts}"
+            raise ValueError(
+                refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
+            )
+        self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
+        self.into_main_grad = into_main_grad
+        self._route: dict[str, Any] = {
+            "score": score, "pre_softmax": pre_softmax, "renormalize": renormalize, "n_group": n_group,
+            "topk_group": topk_group, "scaling_factor": scaling_factor,
+        }  # fmt: skip
+        numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
+        self._numbers = dict(zip(NUMBERS, numbers, strict=True))
+        made = {"device": device, "dtype": dtype}
+        count, wide = experts + shared_experts, intermediate * (2 if activation in GATED else 1)
+        self.router = torch.nn.Linear(hidden, experts, bias=False, **made)
+        self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **made) if shared_gate else None
+        self.up = torch.nn.Parameter(torch.empty(count, wide, hidden, **made))
+        self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **made))
+        self.up_bias = torch.nn.Parameter(torch.empty(count, wide, **made)) if bias else None
+        self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **made)) if bias else None
+        correction = torch.zeros(experts, device=device) if correction_bias else None
+        self.register_buffer("correction", correction)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the experts' parameters as those of ``torch.nn.Linear`` are."""
+        for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+            bound = weight.shape[-1] ** -0.5
+            for parameter in (weight, bias):
+                if parameter is not None:
+                    torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def load_gate_up(self, gate_up: Tensor) -> None:
+        """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: halves, gates first."""
+        if self.activation not in GATED or gate_up.shape != self.up.shape:
+            got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
+            raise ValueError(refusal("MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one"))
+        blocks = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
+        with torch.no_grad():
+            self.up.copy_(blocks)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.router(tokens)
+        return logits, route(logits, self.top_k, bias=self.correction, **self._route)
+
+    def _with_shared(self, tokens: Tensor, routing: Routing) -> Routing:
+        """The shared experts as further choices of every token."""
+        shape = (len(tokens), self.shared_experts)
+        shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=tokens.device).expand(shape)
+        weight = tokens.new_ones(shape, dtype=torch.float32)
+        if self.shared_gate is not None:
+            weight = weight * self.shared_gate(tokens).float().sigmoid()
+        indices = torch.cat([routing.indices, shared], 1)
+        return Routing(indices, torch.cat([routing.weights, weight], 1), *sort(indices, len(self.up)))
+
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
+        if routing is None:
+            _, routing = self.route(x)
+        if self.shared_experts:
+            routing = self._with_shared(x.reshape(-1, x.shape[-1]), routing)
+        sums: Any = (self.up.main_grad, self.down.main_grad) if self.into_main_grad else None
+        return moe_mlp(
+            x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation, main_grads=sums,
+            **self._numbers,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        hidden = self.up.shape[2]
+        shared = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
+        return f"{hidden}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}{shared}, {self.activation}"

@@ -1,0 +1,279 @@
+"""``cudnn.ops.moe_mlp`` and ``cudnn.nn.MoE``: against experts one by one in float64, and under PyTorch's transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import cudnn
+from cudnn import moe
+from cudnn.nn import MoE
+from cudnn.ops import moe_mlp
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EPSILON = {BF16: 2.0**-8, F16: 2.0**-11}
+WEIGHTS = ("up", "down")
+
+
+@dataclass
+class Case:
+    """A layer's arguments by name; ``out``: the gradient of its result."""
+
+    tensors: dict[str, torch.Tensor]
+    indices: torch.Tensor
+    activation: str
+    out: torch.Tensor
+
+    def leaves(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        found = {name: t.detach().clone() for name, t in self.tensors.items()}
+        return {name: (t.to(dtype) if dtype else t).requires_grad_() for name, t in found.items()}
+
+
+def case(
+    tokens: int = 40, hidden: int = 64, inner: int = 32, experts: int = 4, top_k: int = 2, *,
+    activation: str = "swiglu", dtype: torch.dtype = BF16, bias: bool = False, skew: float = 0.0, dropped: bool = False,
+) -> Case:  # fmt: skip
+    """Random arguments; ``skew`` leads tokens to the first experts, ``dropped`` removes some choices."""
+    wide = inner if activation == "srelu" else 2 * inner
+    logits = torch.randn(tokens, experts)
+    logits[:, : max(top_k, experts // 4)] += skew
+    weights, indices = logits.softmax(1).topk(top_k)
+    if dropped:
+        indices = indices.where(torch.rand(indices.shape) > 0.3, -1)
+    tensors = {
+        "x": torch.randn(tokens, hidden).to(dtype), "weights": weights,
+        "up": (torch.randn(experts, wide, hidden) / hidden**0.5).to(dtype),
+        "down": (torch.randn(experts, hidden, inner) / inner**0.5).to(dtype),
+    }  # fmt: skip
+    if bias:
+        tensors |= {
+            "up_bias": torch.randn(experts, wide).to(dtype),
+            "down_bias": torch.randn(experts, hidden).to(dtype),
+        }
+    return Case(tensors, indices, activation, torch.randn(tokens, hidden).to(dtype))
+
+
+def activated(h: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "srelu":
+        return h.relu() ** 2
+    g, u = h.unflatten(1, (-1, 2, 32)).unbind(2)
+    if activation == "geglu":
+        g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0)
+        return ((u + 1) * g * torch.sigmoid(1.702 * g)).flatten(1)
+    return (u * torch.nn.functional.silu(g)).flatten(1)
+
+
+def formula(c: Case, t: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Expert by expert."""
+    y = torch.zeros_like(t["x"])
+    for expert in range(len(t["up"])):
+        token, choice = (c.indices == expert).nonzero(as_tuple=True)
+        h = t["x"][token] @ t["up"][expert].T + (t["up_bias"][expert] if "up_bias" in t else 0.0)
+        out = activated(h, c.activation) @ t["down"][expert].T + (t["down_bias"][expert] if "up_bias" in t else 0.0)
+        y = y.index_add(0, token, out * t["weights"][token, choice, None])
+    return y
+
+
+def ours(c: Case, t: dict[str, Any], **options: Any) -> torch.Tensor:
+    biases = (t.get("up_bias"), t.get("down_bias"))
+    return moe_mlp(t["x"], (c.indices, t["weights"]), t["up"], t["down"], *biases, activation=c.activation, **options)
+
+
+def results(c: Case, run: Callable[..., torch.Tensor], t: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The result and the gradients."""
+    y = run(c, t)
+    y.backward(c.out.to(y.dtype))
+    found = {name: torch.stack([w.grad for w in x]) if isinstance(x, list) else x.grad for name, x in t.items()}
+    return {"y": y.detach(), **found}
+
+
+def check(c: Case, found: dict[str, torch.Tensor]) -> None:
+    expected = results(c, formula, c.leaves(F64))
+    assert found.keys() == expected.keys()
+    slack = 4 * EPSILON[c.tensors["x"].dtype]
+    for name, right in expected.items():
+        limit = slack * (right.norm() / max(1, right.numel()) ** 0.5 + 1e-6) * 8 + slack * right.abs()
+        wrong = ((found[name].double() - right).abs() > limit).sum()
+        assert not wrong, f"{name}: {wrong} of {right.numel()} values"
+
+
+def listed(t: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Each expert's weights in tensors of their own."""
+    return {n: [w.clone().requires_grad_() for w in x.detach()] if n in WEIGHTS else x for n, x in t.items()}
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_any_configuration(data: st.DataObject) -> None:
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    experts = draw(st.integers(1, 6))
+    c = case(
+        draw(st.integers(0, 60)), 8 * draw(st.integers(1, 9)), 32 * draw(st.integers(1, 3)), experts,
+        draw(st.integers(1, experts)), activation=draw(st.sampled_from(["swiglu", "geglu", "srelu"])),
+        dtype=draw(st.sampled_from([BF16, F16])), bias=draw(st.booleans()), skew=draw(st.sampled_from([0.0, 30.0])),
+        dropped=draw(st.booleans()),
+    )  # fmt: skip
+    t = c.leaves()
+    check(c, results(c, ours, listed(t) if draw(st.booleans()) else t))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"bias": True}, {"activation": "geglu", "dropped": True}, {"activation": "srelu"}])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_kernels(arch: str, options: dict[str, Any]) -> None:
+    c = case(70, **options)
+    with cudnn.emulation(arch, races=True):
+        check(c, results(c, ours, c.leaves()))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_into_main_gradients(lists: bool) -> None:
+    """Added in float32 to what was there; autograd gets none."""
+    c = case()
+    expected = results(c, ours, c.leaves())
+    t = listed(c.leaves()) if lists else c.leaves()
+    sums = {name: torch.ones_like(expected[name], dtype=F32) for name in WEIGHTS}
+    given = {name: list(s.unbind(0)) if lists else s for name, s in sums.items()}
+    y = ours(c, t, main_grads=(given["up"], given["down"]))
+    y.backward(c.out)
+    for name in WEIGHTS:
+        assert all(w.grad is None for w in (t[name] if lists else [t[name]]))
+        torch.testing.assert_close(sums[name] - 1, expected[name].float(), rtol=2e-2, atol=2e-2)
+    assert torch.equal(t["x"].grad, expected["x"])
+
+
+def test_some_gradients() -> None:
+    """What is not asked for is not computed, and does not change the rest."""
+    c = case(bias=True)
+    expected = results(c, ours, c.leaves())
+    for name in c.tensors:
+        t = {n: x.detach().clone().requires_grad_(n == name) for n, x in c.tensors.items()}
+        ours(c, t).backward(c.out)
+        assert [n for n, x in t.items() if x.grad is not None] == [name]
+        assert torch.equal(t[name].grad, expected[name]), name
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    """Nothing of T K rows of the hidden size; nothing at all where no gradient is wanted."""
+    c = case(64, hidden=512)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        ours(c, c.leaves())
+        sizes = sorted(t.numel() for t in kept)
+        kept.clear()
+        with torch.no_grad():
+            ours(c, c.leaves())
+    weights = [c.tensors[name].numel() for name in WEIGHTS]
+    x, hidden, small = 64 * 512, 128 * 64, [128] * 4 + [4]
+    assert sizes == sorted([x, hidden, *small, *weights])
+    assert not kept
+
+
+@pytest.mark.parametrize("main", [False, True])
+def test_compiled_without_graph_breaks(main: bool) -> None:
+    c = case(bias=True)
+    expected = results(c, ours, c.leaves())
+    sums = tuple(torch.zeros(c.tensors[name].shape) for name in WEIGHTS) if main else None
+
+    def step(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        return 2.0 * ours(c, t, main_grads=sums)
+
+    t = c.leaves()
+    (torch.compile(step, backend="aot_eager", fullgraph=True)(t) / 2.0).backward(c.out)
+    for name, x in t.items():
+        if main and name in WEIGHTS:
+            assert x.grad is None
+            torch.testing.assert_close(sums[WEIGHTS.index(name)], expected[name].float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(x.grad, expected[name]), name
+
+
+def test_checkpointed_and_in_autocast() -> None:
+    c = case()
+    expected = results(c, ours, c.leaves())
+    again = results(c, lambda c, t: checkpoint(ours, c, t, use_reentrant=False), c.leaves())
+    assert all(torch.equal(again[name], x) for name, x in expected.items())
+    t = c.leaves(F32)
+    with torch.autocast("cpu", dtype=BF16):
+        y = ours(c, t)
+    y.backward(c.out)
+    assert y.dtype is BF16
+    assert t["up"].grad.dtype is F32
+    assert torch.equal(t["up"].grad.bfloat16(), expected["up"])
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"activation": "relu"}, "activation: got 'relu'; allowed: 'swiglu' or 'geglu' or 'srelu'"),
+    ({"x": torch.zeros(40, 64)}, "types: got"),
+    ({"x": torch.zeros(39, 64).bfloat16()}, "shapes of a routing: got"),
+    ({"x": torch.zeros(40, 32).bfloat16()}, "shapes: got"),
+    ({"weights": torch.zeros(40, 2).bfloat16()}, "types of indices and weights: got torch.int64 and torch.bfloat16"),
+    ({"up": torch.zeros(4, 64, 64).bfloat16().mT}, "strides of up: got"),
+    ({"up": [torch.zeros(64, 64).bfloat16()] * 3}, "shapes: got"),
+    ({"down": torch.zeros(4, 64, 64).bfloat16()}, "N = 2 I"),
+    ({"up_bias": torch.zeros(4, 32).bfloat16()}, "shape of up_bias"),
+    ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),
+    ({"down": torch.zeros(4, 64, 32, dtype=BF16, device="meta")}, "devices: got"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), REFUSED)
+def test_refusals(changed: dict[str, Any], words: str) -> None:
+    c = case()
+    given = {**c.tensors, "activation": c.activation, **changed}
+    x, weights, up, down = (given.pop(name) for name in ("x", "weights", "up", "down"))
+    with pytest.raises(ValueError, match=f"^moe_mlp: .*{words}"):
+        moe_mlp(x, (c.indices, weights), up, down, **given)
+
+
+# The module.
+
+
+def test_the_module() -> None:
+    """Router to result, with shared experts behind a gate, against the formula; and in a training step."""
+    torch.manual_seed(0)
+    layer = MoE(64, 32, 4, 2, bias=True, shared_experts=1, shared_gate=True, renormalize=True)
+    x = torch.randn(3, 7, 64).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.shape == x.shape
+    flat = x.detach().reshape(-1, 64)
+    logits, routing = layer.route(x)
+    scores = logits.float().softmax(1)
+    top = scores.topk(2).values / scores.topk(2).values.sum(1, keepdim=True)
+    gate = torch.sigmoid((flat @ layer.shared_gate.weight.T).float())
+    torch.testing.assert_close(routing.weights, top)
+    tensors = {name: p.detach().double() for name, p in layer.named_parameters() if "." not in name}
+    c = Case({}, torch.cat([routing.indices, torch.full((21, 1), 4)], 1), "swiglu", x)
+    expected = formula(c, {**tensors, "x": flat.double(), "weights": torch.cat([top, gate], 1).detach().double()})
+    torch.testing.assert_close(y.reshape(-1, 64).double(), expected, rtol=0.05, atol=0.02)
+    (y.float().square().mean() + moe.load_balance_loss(logits, routing) * 0.01).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in layer.parameters())
+    assert torch.equal(layer(x, routing), y)
+
+
+def test_the_module_takes_halves_and_main_gradients() -> None:
+    layer = MoE(64, 32, 4, 2, into_main_grad=True, correction_bias=True)
+    gate, up = torch.randn(4, 32, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
+    layer.load_gate_up(torch.cat([gate, up], 1))
+    assert torch.equal(layer.up[:, :32], gate)
+    assert torch.equal(layer.up[:, 32:], up)
+    for weight in (layer.up, layer.down):
+        weight.main_grad = torch.zeros(weight.shape)
+    layer(torch.randn(9, 64).bfloat16()).sum().backward()
+    assert layer.up.grad is None
+    assert bool(layer.up.main_grad.any())
+    assert layer.router.weight.grad is not None
+    assert "correction" in layer.state_dict()
+    for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):
+        with pytest.raises(ValueError, match=r"^MoE: "):
+            MoE(*sizes, activation=activation)
+    with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):
+        layer.load_gate_up(gate)
