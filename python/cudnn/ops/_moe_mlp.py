@@ -61,7 +61,7 @@ def moe_mlp(
         ValueError: shapes, types, devices or an activation.
     """
     (up, down), tokens = (_listed(w) for w in (up, down)), x.reshape(-1, x.shape[-1])
-    sums = ([], []) if main_grads is None else [_listed(w) for w in main_grads]
+    up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
     if not isinstance(routing, Routing):
         indices, weights = routing
         _check_choices(tokens, indices, weights)
@@ -71,7 +71,7 @@ def moe_mlp(
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     y, _ = moe_mlp_fwd_primitive(
         tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
-        up, down, up_bias, down_bias, *sums, activation, numbers, keeps,
+        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, keeps,
     )  # fmt: skip
     return y.view(x.shape)
 
@@ -233,15 +233,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
     saved, none = ctx.saved_tensors, [[None] * len(s) for s in ctx.sums]
-    (*tensors, up_bias, down_bias), both = saved[:9], saved[9:]
-    up, down = list(both[: ctx.count]), list(both[ctx.count :])
+    *tensors, up_bias, down_bias = saved[:9]
+    up, down = (list(part) for part in (saved[9 : 9 + ctx.count], saved[9 + ctx.count :]))
     if gradient is None:
         return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, None, None, None
     x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
     needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
-    found = moe_mlp_bwd_primitive(
-        gradient, *tensors, up, down, up_bias, down_bias, *ctx.sums, ctx.activation, ctx.numbers, needed
-    )
+    given: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *ctx.sums, ctx.activation, ctx.numbers, needed)
+    found = moe_mlp_bwd_primitive(gradient, *given)
     by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
     by_each = [_of_each(y, like, s) for y, like, s in zip((by_up, by_down), (up, down), ctx.sums, strict=True)]
     return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, None, None, None
