@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    weights: bool
+    up: bool
+    down: bool
+    up_bias: bool
+    down_bias: bool
+
+
 class Gradients(NamedTuple):
     """Those that were asked for; weights' are (E, rows, columns), and None where they were added to others."""
 
@@ -50,12 +61,12 @@ def backward(
     gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows, e: Experts,
     needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]],
 ) -> Gradients:  # fmt: skip
-    """The gradients that are ``needed``, in the order of :class:`Gradients`.
+    """The gradients that are ``needed``, in the order of :class:`Needs`.
 
     ``sums``: what those of up and down are added to instead, float32; empty: nothing.
     """
     experts, _, inner = shape_of(e.down)
-    needs = Gradients(*needed)
+    needs = Needs(*needed)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
     by_row = weights.new_zeros(rows.count)

@@ -80,8 +80,8 @@ class MoE(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **made))
         self.up_bias = torch.nn.Parameter(torch.empty(count, wide, **made)) if bias else None
         self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **made)) if bias else None
-        correction = torch.zeros(experts, device=device) if correction_bias else None
-        self.register_buffer("correction", correction)
+        self.correction: Tensor | None
+        self.register_buffer("correction", torch.zeros(experts, device=device) if correction_bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,7 +123,8 @@ class MoE(torch.nn.Module):
             _, routing = self.route(x)
         if self.shared_experts:
             routing = self._with_shared(x.reshape(-1, x.shape[-1]), routing)
-        sums: Any = (self.up.main_grad, self.down.main_grad) if self.into_main_grad else None
+        both: tuple[Any, Any] = (self.up, self.down)
+        sums = (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
         return moe_mlp(
             x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation, main_grads=sums,
             **self._numbers,
