@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.sdpa import SdpaForward, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+from cudnn.sdpa import (
+    SdpaBackward,
+    SdpaForward,
+    SdpafwdSm100D256,
+    sdpa_bwd_wrapper_sm100_d256,
+    sdpa_fwd_wrapper_sm100_d256,
+)
 from support.selection import brief
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
@@ -136,7 +142,7 @@ def test_offsets_belong_to_packed_sequences() -> None:
         SdpaForward(*(x[0].transpose(0, 1) for x in (q, q, q, o)), lse[0].t(), offsets(0), offsets(0))
 
 
-def test_there_is_no_kernel_for_blackwell_yet() -> None:
+def test_there_is_no_backward_kernel_for_blackwell_yet() -> None:
     q = matrix(1, 32, 2)
     with pytest.raises(RuntimeError, match="sm_90a"):
-        SdpaForward(q, q, q, torch.empty_like(q), torch.empty(1, 2, 32), arch="sm_100a").check_support()
+        SdpaBackward(*[q] * 5, torch.empty(1, 2, 32), *[q] * 3, arch="sm_100a").check_support()

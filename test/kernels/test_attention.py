@@ -1,8 +1,9 @@
-"""Hopper's attention kernels in the emulator, with races detected, against a float64 formula that shares no code."""
+"""Attention kernels in the emulator, with races detected, against a float64 formula that shares no code."""
 
 from __future__ import annotations
 
 import math
+import pkgutil
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 
 from cudnn.bench.sass import disassemble
 from cudnn_kernels import compiler, fakes
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration
 from cudnn_kernels.signature import workspace_size
-from cudnn_kernels.sm90.attention_backward import AttentionBackward
-from cudnn_kernels.sm90.attention_forward import AttentionForward
 from support.compiled import compile_kernel
 from support.selection import brief
 
@@ -22,6 +22,8 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 KEYS = 80  # of a CTA, where the head size is 256
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, KEYS))
+BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
+TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 BACKWARD = BackwardConfiguration("bfloat16", 256, KEYS)
 
 
@@ -117,10 +119,15 @@ def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, t
     return found
 
 
-def run(kernel: type, configuration: Any, given: dict[str, Any]) -> None:
+def kernel(arch: str, configuration: Any) -> Any:
+    """The kernel of an architecture for a configuration."""
+    return pkgutil.resolve_name(ARCHITECTURES[arch].source(configuration))(configuration)
+
+
+def run(arch: str, configuration: Any, given: dict[str, Any]) -> None:
     """Compiles a kernel and runs it in the emulator."""
-    with ptx_emulator.emulate("sm_90a", races=True):
-        compiled = compiler.compile_for("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+    with ptx_emulator.emulate(arch, races=True):
+        compiled = compiler.compile_for(arch, kernel(arch, configuration), *fakes.arguments(configuration))
         compiled(*(given[slot.name] for slot in configuration.slots()))
 
 
@@ -142,27 +149,32 @@ LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 
 
+WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
+CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
+
+
 @pytest.mark.parametrize(
-    ("configuration", "problem"),
+    ("arch", "configuration", "problem"),
     brief(
         [
-            (FORWARD, PACKED),
-            (
-                replace(FORWARD, cluster=2),
-                Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,)),
-            ),
-            (
-                replace(FORWARD, head=192, head_v=128, tile=(128, 128)),
-                Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True),
-            ),
+            ("sm_90a", FORWARD, PACKED),
+            ("sm_90a", replace(FORWARD, cluster=2), WINDOW),
+            ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
+            ("sm_100a", TWO_TILES, PACKED),
+            ("sm_100a", BLACKWELL, PACKED),
+            ("sm_100a", BLACKWELL, WINDOW),
+            ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
+            ("sm_100a", replace(TWO_TILES, head=192, head_v=128), CAPPED),
+            ("sm_100a", BLACKWELL, Problem(((130, 1030),), (4, 2))),
         ],
         0,
         2,
+        3,
     ),
 )
-def test_forward(configuration: ForwardConfiguration, problem: Problem) -> None:
+def test_forward(arch: str, configuration: ForwardConfiguration, problem: Problem) -> None:
     given = drawn(problem, configuration.head, configuration.head_v)
-    run(AttentionForward, problem.configured(configuration), given)
+    run(arch, problem.configured(configuration), given)
     assert_right(given, problem, ("o",))
 
 
@@ -179,22 +191,35 @@ def test_backward() -> None:
     rows = given["q"].shape[0 if problem.packed else 2]
     size = workspace_size(configuration.slots(), {"sq": rows, "hq": heads, "b": ends})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
-    run(AttentionBackward, configuration, given)
+    run("sm_90a", configuration, given)
     assert_right(given, problem, ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "configuration", "waits"),
+    ("configuration", "waits"),
     [
-        (AttentionForward, replace(FORWARD, right=True), 10),
-        pytest.param(
-            AttentionForward, replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full
-        ),
-        (AttentionBackward, replace(BACKWARD, right=True), 6),
+        (replace(FORWARD, right=True), 10),
+        pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
+        (replace(BACKWARD, right=True), 6),
     ],
 )
-def test_machine_code(kernel: type, configuration: Any, waits: int) -> None:
+def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
     """No spills, and no product that waits for the one before, which ptxas does where it cannot follow registers."""
-    compiled = compile_kernel("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+    compiled = compile_kernel("sm_90a", kernel("sm_90a", configuration), *fakes.arguments(configuration))
     assert compiled.stack == 0
     assert disassemble(compiled.cubin).count("WARPGROUP.DEPBAR") <= waits
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    brief(
+        [
+            replace(TWO_TILES, head=192, head_v=128, packed=True, right=True, left=True, softcap=True, sink=True),
+            replace(BLACKWELL, right=True, left=True, softcap=True),
+        ],
+        0,
+    ),
+)
+def test_blackwell_does_not_spill(configuration: Any) -> None:
+    compiled = compile_kernel("sm_100a", kernel("sm_100a", configuration), *fakes.arguments(configuration))
+    assert compiled.stack == 0

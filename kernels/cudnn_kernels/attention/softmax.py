@@ -48,9 +48,9 @@ class Cap:
 
     factor: Float32
 
-    def apply(self, scores: cute.Tensor, width: int) -> None:
+    def apply(self, scores: cute.Tensor) -> None:
         """Replaces scores by tanh(s / cap). Unlike tanh.approx, which errs by 2^-11, as exact as the exponentials."""
-        for i in range(width // 2):
+        for i in range(cute.size(scores)):
             powers = cute.math.exp2(scores[i] * self.factor, fastmath=True)
             scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + powers)
 

@@ -22,6 +22,13 @@ class BlackwellGemm(IntEnum):
     GROUP = 2
 
 
+class BlackwellAttention(IntEnum):
+    """``END``: all have read what they need of tensor memory. A warpgroup's number is added to ``GROUP``."""
+
+    END = 1
+    GROUP = 2
+
+
 def wait(barrier: Int32, threads: int) -> None:
     """Waits until so many threads have come to a barrier."""
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)

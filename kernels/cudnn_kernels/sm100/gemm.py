@@ -16,15 +16,14 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, const_expr, select_
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
@@ -37,7 +36,7 @@ from cutlass.pipeline import (
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue.arithmetic import fma
-from cudnn_kernels.epilogue.fragment import Fragment, RowLayout
+from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -54,37 +53,11 @@ from cudnn_kernels.schedule.tiles import tiles_of
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
+from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
 
 MMA_WARP, LOAD_WARP, FEED_WARP = 4, 5, 6
-TENSOR_MEMORY = 512  # columns
 SUMS = 3  # accumulators, where each k tile has one; one more is for what they add up to
 CHUNK = 32  # columns of sums that are added up at a time
-
-
-@dataclass(frozen=True)
-class TensorMemoryRows(RowLayout):
-    """A thread has a whole row: lane for lane of tensor memory.
-
-    One chain of additions would last longer than all else, and what waits for it would fill the registers; of four, the
-    compiler starts more at once than registers hold.
-    """
-
-    slots: int = 1
-    neighbours: int = 1
-    run: int = 32
-    matrices: bool = False
-    chains: int = 2
-    few: int = 4
-
-    def order(self, width: int, slot: int) -> Sequence[int]:
-        return range(width)
-
-    def row(self, thread: Int32, slot: int) -> Int32:
-        return thread
-
-    def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
-        end = Int32(select_(thread < rows, columns, Int32(0)))  # so that one comparison and one choice do for a value
-        return lambda position: self.column(thread, position) < end
 
 
 class Gemm:
@@ -97,7 +70,7 @@ class Gemm:
         self.tiles = tiles_of(c.schedule, ROWS * c.cluster[0], c.tile[1] * c.cluster[1])
         self.sides = self.factor_sides()
         most = SUMS if self.sides else 2
-        self.accumulators = min(most, (TENSOR_MEMORY - self.factor_columns()) // c.tile[1])
+        self.accumulators = min(most, (COLUMNS - self.factor_columns()) // c.tile[1])
         self.broadcast = c.dynamic or c.schedule.searches
         self.factor_warp = FEED_WARP + 1 if self.broadcast else FEED_WARP
         self.gather_warp = self.factor_warp + bool(self.sides)
@@ -283,7 +256,7 @@ class Gemm:
         if warp == LOAD_WARP:
             self.load(kinds, atoms, tensors, pointers, buffers, operands.make_producer(), rank)
         if warp <= MMA_WARP:
-            memory.allocate(TENSOR_MEMORY)
+            memory.allocate(COLUMNS)
             memory.wait_for_alloc()
             pointer = memory.retrieve_ptr(Float32)
             shape = mma.partition_shape_C(self.c.tile[:2])

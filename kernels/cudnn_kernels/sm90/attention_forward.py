@@ -292,7 +292,7 @@ class AttentionForward(Forward):
         warpgroup.wait_group(0)
         self.release(rings.k_empty + stage)
         if const_expr(cap is not None):
-            cap.apply(scores, self.tile_n)
+            cap.apply(scores)
         self.hide(scores, p, row, thread, end - 1)
         softmax.update(state, scores, self.score_rows, self.tile_n)
         self.round(scores, words)
@@ -313,7 +313,7 @@ class AttentionForward(Forward):
         warpgroup.wait_group(1)
         self.release(rings.k_empty + stage)
         if const_expr(cap is not None):
-            cap.apply(scores, self.tile_n)
+            cap.apply(scores)
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
         corrections = softmax.update(state, scores, self.score_rows, self.tile_n)

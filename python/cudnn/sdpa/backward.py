@@ -37,6 +37,7 @@ class SdpaBackward(Attention):
     """
 
     title = "attention, backward"
+    architectures = ("sm_90a",)
     tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
                row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
                keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip

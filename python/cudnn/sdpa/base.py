@@ -41,7 +41,6 @@ class Attention(FusedAPI):
     """A pass of attention over sequences of one length, or packed ones."""
 
     sized_by = ("q", "k")
-    architectures = ("sm_90a",)
     integers = ("right", "left")
     example = (("b", "h", "s", "d", "dv"), (1, 1, 128, 64, 64))
     usual_types = ("bf16", "fp16")

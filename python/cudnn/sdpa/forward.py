@@ -18,8 +18,14 @@ from cudnn_kernels.attention import ForwardConfiguration
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-TILES = {(64, 64): (192, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 80)}
-"""Query rows and keys of a CTA by head sizes: the fastest of those that were timed on an H200."""
+TILES = {
+    "sm_90a": {(64, 64): (192, 128), (128, 128): (128, 128), (192, 128): (128, 128), (256, 256): (128, 80)},
+    "sm_100a": {(64, 64): (256, 128), (128, 128): (256, 128), (192, 128): (256, 128), (256, 256): (128, 128)},
+}
+"""Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200."""
+SHARING = {"sm_90a": {(256, 256): 2}, "sm_100a": {}}
+"""CTAs that share the loads of K and V, to relieve L2, where there is no causal mask."""
+HEADS = tuple(TILES["sm_90a"])
 
 
 class SdpaForward(Attention):
@@ -32,7 +38,8 @@ class SdpaForward(Attention):
     With ``softcap``, s becomes softcap * tanh(s / softcap) before the mask. With a ``sink``, every row's softmax has
     one more logit, its head's, without a value: exp(sink) joins the denominator and lse.
 
-    A row that sees no key gets o = 0 and lse = -inf, or the sink. Hopper (sm_90a) only so far.
+    A row that sees no key gets o = 0 and lse = -inf, or the sink. The kernel for Blackwell (sm_100a) has run in the
+    emulator only, never on a chip.
 
     | tensor     | one length                      | packed, with offsets      | type                              |
     |------------|---------------------------------|---------------------------|-----------------------------------|
@@ -53,8 +60,9 @@ class SdpaForward(Attention):
         is_causal: row i of q sees the keys up to i + sk - sq: the diagonal ends in the lower right corner.
         window_size: (left, right) with ``is_causal``: row i sees keys from i + sk - sq - left on; -1: from the first.
         scale_softmax: None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
-            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+            device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
+            kernel itself.
         softcap: 0 for none. sample_sink: a tensor like the logits of the sinks, if there are any.
     """
 
@@ -65,8 +73,8 @@ class SdpaForward(Attention):
                TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True))  # fmt: skip
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
-    head_sizes = tuple(TILES)
-    usual_shapes = tuple((1, 1, 128, *heads) for heads in TILES)
+    head_sizes = HEADS
+    usual_shapes = tuple((1, 1, 128, *heads) for heads in HEADS)
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
@@ -97,10 +105,10 @@ class SdpaForward(Attention):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
-        cluster = 2 if heads == (256, 256) and not ends["right"] else 1  # it shares what L2 must deliver
+        cluster = 1 if ends["right"] else SHARING[arch].get(heads, 1)
         kind = name_of(self.dtype("q"))
         configuration = ForwardConfiguration(
-            kind, *heads, TILES[heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
+            kind, *heads, TILES[arch][heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
         )
         return kernel_plan(arch, configuration)
 

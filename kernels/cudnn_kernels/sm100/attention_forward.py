@@ -1,0 +1,407 @@
+"""Attention on Blackwell, forward: O = softmax(scale Q K^T + mask) V.
+
+S = Q K^T of 128 rows and 128 keys is in tensor memory, of which a thread of four warps has a lane, that is a row: its
+maximum and its sum need no other thread. The exponentials P go back to where S was, and are the left operand of P V
+from there. O stays in tensor memory until the end.
+
+There are two buffers of S, so that the tensor cores compute one while the softmax of the other runs. Values of up to
+128 elements leave room for two tiles of rows, each with a buffer and with four warps for its softmax: K and V are read
+once for both. Longer ones take one tile, whose blocks of keys use the buffers in turn. Of two more warps, one lets the
+copy engine fetch, the other issues all products: P V of a block, then Q K^T of the one that has the same buffer next.
+Since they are executed in this order, no barrier has to tell that a buffer is free.
+
+K and V come in pieces of 128 keys and 64 or 128 elements of a head, which share a ring. Blocks are taken from the last
+to the first, so that those at the mask's edge come first. What is subtracted from scores follows their maximum only
+where that has grown by more than a slack; O is multiplied then, which is so seldom that the warps of the softmax do it.
+
+No Blackwell was at hand: correct in the emulator, never timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
+from cudnn_kernels.attention.forward import Forward, Problem, Sizes, partition, queries_of
+from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import barriers, ring
+from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
+from cudnn_kernels.shared_memory import ring_stages
+from cudnn_kernels.signature import bind
+from cudnn_kernels.sm100 import tensor_memory
+from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows
+
+ROWS = LANES  # of a tile
+KEYS = 128  # of a block
+GROUP = 128  # threads of a softmax
+BUFFERS = 2  # of S
+REGISTERS = {2: (72, 216)}  # of a thread of the last warpgroup, and of others, by tiles; for one tile all have enough
+VECTOR = 8  # elements of 16 bytes
+ONE = tcgen05.CtaGroup.ONE
+
+
+@dataclass
+class Barriers:
+    """In shared memory: of Q by tile, of pieces of K and V, of S and P by buffer, of O by tile."""
+
+    q_full: Any
+    pieces: ring.Ring
+    s_full: Any
+    p_full: Any
+    o_full: Any
+
+
+class AttentionForward(Forward):
+    """The kernel for one :class:`ForwardConfiguration`. Its tile is (128 or 256, 128)."""
+
+    score_rows = TensorMemoryRows()
+
+    def __init__(self, configuration: ForwardConfiguration) -> None:
+        super().__init__(configuration)
+        c = configuration
+        self.tiles = self.tile_m // ROWS
+        self.ahead = BUFFERS // self.tiles  # blocks whose scores are computed before the first one's products
+        self.piece = 128 if c.head % 128 == 0 and c.head_v % 128 == 0 else 64
+        self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
+        self.mma_warp = self.tiles * GROUP // 32
+        if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS or c.cluster > 1:
+            raise ValueError(
+                f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128), clusters of one CTA"
+            )
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        c = self.c
+        given = bind(c.slots(), arguments)
+        sizes, (scale, factor) = self.sizes(given), self.scales(given)
+        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        boxes = ((load, "q", c.head), (load, "k", self.piece), (load, "v", self.piece), (store, "o", c.head_v))
+        made = []
+        for op, x, width in boxes:
+            one = cute.slice_(self.layout(width, 1), (None, None, 0))
+            made.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (ROWS, width)))
+        atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
+        self.kernel(
+            atoms, tensors, lse, given.get("cum_seqlen_q"), given.get("cum_seqlen_k"), given.get("sink"), sizes, scale,
+            factor, given["scale_output"], given["right"], given["left"],
+        ).launch(
+            grid=[1, sizes.tiles * sizes.all_heads, 1], block=[GROUP * (self.tiles + 1), 1, 1], stream=given["stream"],
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    def layout(self, width: int, stages: int) -> Any:
+        """(rows or keys, elements, stage) of buffers in shared memory, whatever product they are for."""
+        return sm100.make_smem_layout(OperandMajorMode.K, (ROWS, width), self.dtype, stages)
+
+    def score_mma(self) -> cute.TiledMma:
+        """Q K^T of a tile and a block."""
+        k = OperandMajorMode.K
+        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, ONE, (ROWS, KEYS))
+
+    def product_mma(self) -> cute.TiledMma:
+        """P V of a tile, a block and a piece, P from tensor memory."""
+        majors, source = (OperandMajorMode.K, OperandMajorMode.MN), tcgen05.OperandSource.TMEM
+        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, ONE, (ROWS, self.piece), source)
+
+    def stages(self) -> int:
+        """Pieces that fit beside Q."""
+        return ring_stages(self.bytes(self.tile_m, self.c.head), self.bytes(KEYS, self.piece))
+
+    @cute.kernel
+    def kernel(
+        self, atoms: list, tensors: list, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, sizes: Sizes,
+        scale: Float32, cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
+    ) -> None:  # fmt: skip
+        """The roles of the warps."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        smem = SmemAllocator()
+        sQ, pieces = (
+            smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+            for x in (self.layout(c.head, self.tiles), self.layout(self.piece, self.stages()))
+        )
+        counts = (self.tiles, BUFFERS, BUFFERS, self.tiles)
+        q_full, s_full, p_full, o_full = (smem.allocate_array(cutlass.Int64, count) for count in counts)
+        b = Barriers(q_full, ring.Ring.allocate(smem, self.stages()), s_full, p_full, o_full)
+        holder = smem.allocate_array(Int32, 1)
+        if warp == 0:
+            cute.arch.alloc_tmem(COLUMNS, holder)
+        if thread == 0:
+            ring.initialise(b.pieces, 1, 1)
+            for tile in cutlass.range_constexpr(self.tiles):
+                cute.arch.mbarrier_init(b.q_full + tile, 1)
+                cute.arch.mbarrier_init(b.o_full + tile, 1)
+            for buffer in cutlass.range_constexpr(BUFFERS):
+                cute.arch.mbarrier_init(b.s_full + buffer, 1)
+                cute.arch.mbarrier_init(b.p_full + buffer, GROUP // 32)
+            for i in cutlass.range_constexpr(len(atoms)):
+                cpasync.prefetch_descriptor(atoms[i])
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        p = self.problem(sizes, offsets_q, offsets_k, right, left)
+        begin, _, _, end = self.blocks(p, 0)
+        if not self.exists(p, 0):
+            end = begin
+        pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+        if warp >= self.mma_warp:
+            if const_expr(self.tiles in REGISTERS):
+                cute.arch.setmaxregister_decrease(REGISTERS[self.tiles][0])
+            if warp == self.mma_warp:
+                self.multiply(pointer, sQ, pieces, b, end - begin)
+            elif warp == self.mma_warp + 1:
+                self.load(atoms, tensors, sQ, pieces, b, p, begin, end)
+        else:
+            if const_expr(self.tiles in REGISTERS):
+                cute.arch.setmaxregister_increase(REGISTERS[self.tiles][1])
+            tile = cute.arch.make_warp_uniform(thread // GROUP)
+            if self.exists(p, 0):
+                self.soften(
+                    pointer, sQ, b, p, atoms[3], tensors[3], lse, sink, scale, cap_factor, scale_output, tile,
+                    thread - tile * GROUP, begin, end,
+                )  # fmt: skip
+            barriers.wait(Barrier.END, self.tiles * GROUP)
+            if warp == 0:
+                cute.arch.relinquish_tmem_alloc_permit()
+                cute.arch.dealloc_tmem(pointer, COLUMNS)
+
+    name(kernel, "cudnn_attention_forward_sm100")
+
+    @cute.jit
+    def load(
+        self, atoms: list, tensors: list, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, p: Problem, begin: Int32,
+        end: Int32,
+    ) -> None:  # fmt: skip
+        """One warp: fetches Q, K and V."""
+        c = self.c
+        if end > begin:
+            gQ = cute.domain_offset((p.row, 0), queries_of(p, tensors[0]))
+            tQsQ, tQgQ = partition(atoms[0], 0, 1, sQ, cute.local_tile(gQ, (ROWS, c.head), (None, 0)))
+            for tile in cutlass.range_constexpr(self.tiles):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(b.q_full + tile, self.bytes(ROWS, c.head))
+                cute.copy(atoms[0], tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=b.q_full + tile)
+            position, blocks = Int32(0), end - begin
+            for ahead in cutlass.range_constexpr(self.ahead):
+                if ahead < blocks:
+                    position = self.fetch(
+                        atoms[1], tensors[1], pieces, b, p, end - 1 - ahead, self.key_pieces, position
+                    )
+            for block in cutlass.range(blocks, unroll=1):
+                n = end - 1 - block
+                position = self.fetch(atoms[2], tensors[2], pieces, b, p, n, self.value_pieces, position)
+                if n - self.ahead >= begin:
+                    n -= self.ahead
+                    position = self.fetch(atoms[1], tensors[1], pieces, b, p, n, self.key_pieces, position)
+
+    def fetch(
+        self, atom: Any, tensor: cute.Tensor, pieces: cute.Tensor, b: Barriers, p: Problem, n: Int32, count: int,
+        position: Int32,
+    ) -> Int32:  # fmt: skip
+        """Starts the copies of a block of K or V, in so many pieces. The position after them in the ring."""
+        rows = sequences.copied_rows(tensor, p.key_head, p.batch, p.first_key, p.mask.keys)
+        target, source = partition(atom, 0, 1, pieces, cute.local_tile(rows, (KEYS, self.piece), (n, None)))
+        for piece in range(count):
+            stage, phase = self.place(position + piece)
+            ring.expect(b.pieces, stage, phase ^ 1, self.bytes(KEYS, self.piece))
+            cute.copy(atom, source[None, piece], target[None, stage], tma_bar_ptr=b.pieces.full + stage)
+        return position + count
+
+    def place(self, position: Int32) -> tuple[Int32, Int32]:
+        """A piece's place in the ring, and the phase of its barrier."""
+        return position % self.stages(), position // self.stages() % 2
+
+    @cute.jit
+    def multiply(self, pointer: cute.Pointer, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, blocks: Int32) -> None:
+        """One warp: issues all products."""
+        position = Int32(0)
+        for ahead in cutlass.range_constexpr(self.ahead):
+            if ahead < blocks:
+                for tile in cutlass.range_constexpr(self.tiles):
+                    if const_expr(ahead == 0):
+                        cute.arch.mbarrier_wait(b.q_full + tile, 0)
+                    self.multiply_keys(pointer, sQ, pieces, b, tile, ahead + tile, position)
+                position += self.key_pieces
+        for block in cutlass.range(blocks, unroll=1):
+            for tile in cutlass.range_constexpr(self.tiles):
+                buffer, phase = self.buffer(block, tile)
+                cute.arch.mbarrier_wait(b.p_full + buffer, phase)
+                self.multiply_values(pointer, pieces, b, tile, buffer, position, block > 0)
+                if block + self.ahead < blocks:
+                    self.multiply_keys(pointer, sQ, pieces, b, tile, buffer, position + self.value_pieces)
+            position += self.value_pieces
+            if block + self.ahead < blocks:
+                position += self.key_pieces
+
+    def buffer(self, block: Int32, tile: Any) -> tuple[Any, Int32]:
+        """The buffer of S that a tile's block has, counted in the order of blocks, and the phase of its barriers."""
+        return (tile, block % 2) if self.tiles == BUFFERS else (block % BUFFERS, block // BUFFERS % 2)
+
+    def multiply_keys(
+        self, pointer: cute.Pointer, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, tile: int, buffer: Any,
+        position: Int32,
+    ) -> None:  # fmt: skip
+        """Issues Q K^T of a tile and a block."""
+        c, mma = self.c, self.score_mma()
+        q = sm100.make_smem_layout_a(mma, (ROWS, KEYS, c.head), self.dtype, self.tiles)
+        k = sm100.make_smem_layout_b(mma, (ROWS, KEYS, self.piece), self.dtype, self.stages())
+        tCrQ = mma.make_fragment_A(cute.make_tensor(sQ.iterator, q.outer))
+        tCrK = mma.make_fragment_B(cute.make_tensor(pieces.iterator, k.outer))
+        acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, KEYS)), BUFFERS))
+        target = cute.make_tensor(pointer, acc.layout)[None, None, None, buffer]
+        mma.set(tcgen05.Field.ACCUMULATE, False)
+        for piece in range(self.key_pieces):
+            stage = self.ready(b, position + piece)
+            for i in range(self.piece // 16):
+                left, right = tCrQ[None, None, piece * (self.piece // 16) + i, tile], tCrK[None, None, i, stage]
+                cute.gemm(mma, target, left, right, target)
+                mma.set(tcgen05.Field.ACCUMULATE, True)
+            if tile == self.tiles - 1:
+                commit(b.pieces.empty + stage)
+        commit(b.s_full + buffer)
+
+    def multiply_values(
+        self,
+        pointer: cute.Pointer,
+        pieces: cute.Tensor,
+        b: Barriers,
+        tile: int,
+        buffer: Any,
+        position: Int32,
+        adds: Any,
+    ) -> None:
+        """Issues P V of a tile and a block; ``adds`` to what O is so far."""
+        mma = self.product_mma()
+        p = sm100.make_smem_layout_a(mma, (ROWS, self.piece, KEYS), self.dtype, 1)
+        v = sm100.make_smem_layout_b(mma, (ROWS, self.piece, KEYS), self.dtype, self.stages())
+        where = cute.recast_ptr(pointer + buffer * KEYS, dtype=self.dtype)
+        tCrP = cute.make_tensor(where, mma.make_fragment_A(cute.make_tensor(where, p.outer)).layout)
+        tCrV = mma.make_fragment_B(cute.make_tensor(pieces.iterator, v.outer))
+        acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, self.piece)), self.value_pieces))
+        out = cute.make_tensor(self.out(pointer, tile), acc.layout)
+        for piece in range(self.value_pieces):
+            stage = self.ready(b, position + piece)
+            target = out[None, None, None, piece]
+            mma.set(tcgen05.Field.ACCUMULATE, adds)
+            for i in range(KEYS // 16):
+                cute.gemm(mma, target, tCrP[None, None, i, 0], tCrV[None, None, i, stage], target)
+                mma.set(tcgen05.Field.ACCUMULATE, True)
+            if tile == self.tiles - 1:
+                commit(b.pieces.empty + stage)
+        commit(b.o_full + tile)
+
+    def out(self, pointer: cute.Pointer, tile: Any) -> cute.Pointer:
+        """Where a tile's O is in tensor memory: behind the buffers of S."""
+        return pointer + (BUFFERS * KEYS + tile * self.c.head_v)
+
+    def ready(self, b: Barriers, position: Int32) -> Int32:
+        """Waits for a piece of K or V; its place in the ring."""
+        stage, phase = self.place(position)
+        cute.arch.mbarrier_wait(b.pieces.full + stage, phase)
+        return stage
+
+    @cute.jit
+    def soften(
+        self, pointer: cute.Pointer, sQ: cute.Tensor, b: Barriers, p: Problem, atom_o: Any, mO: cute.Tensor, lse: Any,
+        sink: Any, scale: Float32, cap_factor: Any, scale_output: Float32, tile: Int32, thread: Int32, begin: Int32,
+        end: Int32,
+    ) -> None:  # fmt: skip
+        """Four warps: the softmax of a tile's rows, then O and LSE."""
+        c = self.c
+        row = p.row + tile * ROWS
+        state = softmax.State(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32), scale)
+        if const_expr(c.sink):
+            softmax.reset_to_sink(state, sink[p.head], self.score_rows, thread)
+        else:
+            softmax.reset(state)
+        out = self.out(pointer, tile)
+        _, whole_begin, whole_end, _ = p.mask.blocks(row, cutlass.min(row + ROWS, p.mask.queries) - 1, KEYS)
+        for block in cutlass.range(end - begin, unroll=1):
+            n = end - 1 - block
+            buffer, phase = self.buffer(block, tile)
+            cute.arch.mbarrier_wait(b.s_full + buffer, phase)
+            scores = cute.make_rmem_tensor(KEYS, Float32)
+            tensor_memory.load(pointer + buffer * KEYS, thread, scores)
+            cute.arch.fence_view_async_tmem_load()
+            if const_expr(c.softcap):
+                softmax.Cap(cap_factor).apply(scores)
+            if n >= whole_end or n < whole_begin:
+                self.hide(scores, p, row, thread, n)
+            (correction,) = softmax.update(state, scores, self.score_rows, KEYS)
+            self.put(pointer + buffer * KEYS, scores, thread)
+            if block > 0:
+                if cute.arch.vote_any_sync(correction != 1.0):
+                    cute.arch.mbarrier_wait(b.o_full + tile, (block - 1) % 2)
+                    self.correct(out, correction, thread)
+            cute.arch.fence_view_async_tmem_store()
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(b.p_full + buffer)
+        factor, log_sum = softmax.finish(state, self.score_rows, 0)
+        batch = 0 if const_expr(c.packed) else p.batch
+        if const_expr(c.lse):
+            if row + thread < p.mask.queries:
+                lse[p.first_query + row + thread, p.head, batch] = log_sum
+        sO = cute.make_tensor(sQ.iterator, self.layout(c.head_v, self.tiles).outer)
+        sO = cute.make_tensor(sO.iterator + tile * (ROWS * c.head), sO[None, None, 0].layout)
+        self.finish(out, sO, b, factor * scale_output, tile, thread, end - begin)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barriers.wait(Barrier.GROUP + tile, GROUP)
+        if thread < 32:
+            gO = cute.local_tile(cute.domain_offset((row, 0), queries_of(p, mO)), (ROWS, c.head_v), (0, 0))
+            tOsO, tOgO = partition(atom_o, 0, 1, sO, gO)
+            cute.copy(atom_o, tOsO, tOgO)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    def put(self, pointer: cute.Pointer, scores: cute.Tensor, thread: Int32) -> None:
+        """Stores P, rounded, where S was: two keys in 32 bits."""
+        rounded = cute.make_rmem_tensor(KEYS, self.dtype)
+        rounded.store(scores.load().to(self.dtype))
+        tensor_memory.store(cute.recast_ptr(pointer, dtype=Int32), thread, cute.recast_tensor(rounded, Int32))
+
+    def correct(self, out: cute.Pointer, factor: Float32, thread: Int32) -> None:
+        """Multiplies a thread's row of O."""
+        values = cute.make_rmem_tensor(CHUNK, Float32)
+        for first in range(0, self.c.head_v, CHUNK):
+            tensor_memory.load(out + first, thread, values)
+            cute.arch.fence_view_async_tmem_load()
+            values.store(values.load() * factor)
+            tensor_memory.store(out + first, thread, values)
+
+    @cute.jit
+    def finish(
+        self, out: cute.Pointer, sO: cute.Tensor, b: Barriers, factor: Float32, tile: Int32, thread: Int32,
+        blocks: Int32,
+    ) -> None:  # fmt: skip
+        """A thread's row of O, in shared memory, where Q was. Zeros, where there was no block."""
+        if blocks > 0:
+            cute.arch.mbarrier_wait(b.o_full + tile, (blocks - 1) % 2)
+        for chunk in cutlass.range_constexpr(self.c.head_v // CHUNK):
+            values = cute.make_rmem_tensor(CHUNK, Float32)
+            values.fill(0.0)
+            if blocks > 0:
+                tensor_memory.load(out + chunk * CHUNK, thread, values)
+                cute.arch.fence_view_async_tmem_load()
+            rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
+            rounded.store((values.load() * factor).to(self.dtype))
+            for i in cutlass.range_constexpr(CHUNK // VECTOR):
+                source = cute.make_tensor(rounded.iterator + i * VECTOR, cute.make_layout((1, VECTOR)))
+                where = (thread, chunk * (CHUNK // VECTOR) + i)
+                cute.autovec_copy(source, cute.local_tile(sO, (1, VECTOR), where))
+
+
+def commit(barrier: cute.Pointer) -> None:
+    """Lets a barrier know when the products issued so far are done."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)
