@@ -71,6 +71,8 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "inputs": {"c": BF16, "beta": F32, "dprob": F32, "a_index": I32},
      "generate_dbias": True},
     {"name": "grouped_gemm_dswiglu", "n": 64, "inputs": {"c": F16, "prob": F32, "a_index": I32}},
+    {"name": "grouped_gemm_srelu", "inputs": {"prob": F32, "a_index": I32}},
+    {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32, "a_index": I32}},
     {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
      "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True, "generate_dbias": True},
 ]  # fmt: skip

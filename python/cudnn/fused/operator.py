@@ -54,12 +54,15 @@ def register(name: str) -> Any:
 
 
 def signature_of(api: type[FusedAPI], wrapper: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, str]]:
-    """The operator's signature, and the wrapper's parameters by the operator's."""
+    """The operator's signature, and the wrapper's parameters by the operator's. None of them is keyword-only: PyTorch
+    takes no tensors so.
+    """
     types = typing.get_type_hints(wrapper, localns={"Tensor": torch.Tensor, "dtype": torch.dtype, "TupleDict": Any})
     left_out = (*api.hints, *api.buffers, *_STREAMS)
     kept = [p for p in inspect.signature(wrapper).parameters.values() if p.name not in left_out]
     names = {p.name.removesuffix("_tensor"): p.name for p in kept}
-    renamed = [p.replace(name=n, annotation=types[p.name]) for n, p in zip(names, kept, strict=True)]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    renamed = [p.replace(name=n, annotation=types[p.name], kind=kind) for n, p in zip(names, kept, strict=True)]
     count = len(api.returns)
     result = tuple[(torch.Tensor,) * count] if count > 1 else torch.Tensor
     return inspect.Signature(renamed, return_annotation=result), names

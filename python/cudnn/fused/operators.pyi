@@ -228,7 +228,6 @@ def grouped_gemm_dglu(
     epilogue_op: str | None = None,
     use_single_group_runtime_offsets: bool = False,
     round_dgrad_to_input_dtype: bool = False,
-    activation: Tensor | None = None,
     deterministic: bool = False,
     semantics: str | None = None,
     a_index: Tensor | None = None,
@@ -256,6 +255,7 @@ def grouped_gemm_dsrelu(
     deterministic: bool | None = None,
     tanh_clamp_scale: float | None = None,
     semantics: str | None = None,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dsReLU: d_row, d_col, d_srelu, dprob, dbias, amax, sfd_row, sfd_col, sfd_col_d_srelu; what there
     is not has no elements. See :class:`cudnn.GroupedGemmDsrelu`."""
@@ -354,6 +354,7 @@ def grouped_gemm_srelu(
     sf_vec_size: int = 16,
     discrete_col_sfd: bool = False,
     tanh_clamp_scale: float | None = None,
+    a_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + squared ReLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmSrelu`."""

@@ -32,10 +32,6 @@ class Rows:
     def count(self) -> int:
         return self.token.shape[0]
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """The tokens' rows of a matrix (T, columns)."""
-        return x.index_select(0, self.token)
-
     def scattered(self, values: Tensor) -> Tensor:
         """Values of choices, (T, K), as values of rows."""
         place = self.of_choice.flatten().long()
@@ -107,7 +103,10 @@ def execute(name: str, tensors: dict[str, Any], **options: Any) -> None:
     api = registry.find(name)
     scalars = {option: options.pop(option) for option in api.run_time if option in options}
     given = {s.name: None if tensors.get(s.name) is None else api.fitted(s.name, tensors[s.name]) for s in api.tensors}
-    key = (name, api.cache_key(given, options), tuple(options.items()), settings.CLUSTER_OVERLAP_MARGIN.get())
+    weights = given.get("b")
+    shape = None if weights is None else weights.shape  # other sizes have other tiles
+    kinds = (api.cache_key(given, options), shape, tuple(options.items()))
+    key = (name, kinds, settings.CLUSTER_OVERLAP_MARGIN.get())
     operation = _OBJECTS.get(key)
     if operation is None:
         operation = api(**api.samples(tensors), **options)

@@ -48,7 +48,8 @@ def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> 
     made = x.new_empty(rows.count, columns)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     up, down = operand(e.up), operand(e.down)
-    tensors = {**given, **up[0], "a": rows.gathered(x), "bias": _vectors(e.up_bias), "c": hidden, "d": activated}
+    tensors = {**given, **up[0], "a": x, "a_index": rows.token, "bias": _vectors(e.up_bias)}
+    tensors |= {"c": hidden, "d": activated}
     if gated:
         execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
     else:
@@ -71,9 +72,9 @@ def backward(
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
     by_row = weights.new_zeros(rows.count)
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
-    down, up, of_rows = operand(e.down, True), operand(e.up, True), rows.gathered(gradient)
-    tensors = {**given, **down[0], "a": of_rows, "c": hidden, "prob": rows.scattered(weights), "dprob": by_row}
-    tensors |= {"d_row": by_hidden, "dbias": by_bias}
+    down, up = operand(e.down, True), operand(e.up, True)
+    tensors = {**given, **down[0], "a": gradient, "a_index": rows.token, "c": hidden, "prob": rows.scattered(weights)}
+    tensors |= {"dprob": by_row, "d_row": by_hidden, "dbias": by_bias}
     if e.activation in GATED:
         tensors["activation"] = activated
         execute("grouped_gemm_dglu", tensors, **down[1], act_func=f"d{e.activation}", **e.options)
@@ -84,8 +85,12 @@ def backward(
         made = x.new_empty(rows.count, x.shape[1])
         execute("grouped_gemm", {**given, **up[0], "a": by_hidden, "d": made}, **up[1])
         by_x = combine(made, rows.of_choice, None)
-    by_up = _of_weights(by_hidden, rows.gathered(x), rows, e.up, sums[0]) if needs.up else None
-    by_down = _of_weights(of_rows, activated, rows, e.down, sums[1]) if needs.down else None
+    of_rows = {"offsets": rows.offsets}
+    by_up = by_down = None
+    if needs.up:
+        by_up = _of_weights({**of_rows, "a": by_hidden.T, "b": x, "b_index": rows.token}, e.up, sums[0])
+    if needs.down:
+        by_down = _of_weights({**of_rows, "a": gradient.T, "a_index": rows.token, "b": activated}, e.down, sums[1])
     by_weights = rows.of_choices(by_row) if needs.weights else None
     by_down_bias = None
     if e.down_bias is not None:  # what it added to a row was weighted too
@@ -104,15 +109,13 @@ def _vectors(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.T
 
 
-def _of_weights(
-    left: Tensor, right: Tensor, rows: Rows, like: Sequence[Tensor], sums: Sequence[Tensor]
-) -> Tensor | None:
-    """left^T right over the rows of each expert, (E, columns of both), or None where it is added to ``sums``."""
-    tensors, options = {"a": left.T, "b": right, "offsets": rows.offsets}, {}
+def _of_weights(tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor]) -> Tensor | None:
+    """The product of two operands over the rows of each expert, or None where it is added to ``sums``."""
     if not sums:
-        found = left.new_empty(shape_of(like))
+        found = like[0].new_empty(shape_of(like))
         execute("grouped_gemm_wgrad", {**tensors, "wgrad": found})
         return found
+    options: dict[str, Any] = {}
     if is_list(sums):
         experts, m, n = shape_of(sums)
         tensors["wgrad_ptrs"] = pointers(sums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, bias_gradient, operands, quantized
+from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, bias_gradient, indexed, operands, quantized
 from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -41,11 +41,11 @@ class GroupedGemmDsrelu(ExpertsGemm):
         use_dsrelu_reuse: a hint of other kernels.
         sample_dbias: (experts, n), bfloat16, overwritten; added up in an order that does not vary.
         sample_dprob_workspace, sample_dbias_workspace, deterministic, tanh_clamp_scale: not supported.
-        others: as those of :class:`cudnn.GroupedGemmQuant`.
+        sample_a_index, others: as those of :class:`cudnn.GroupedGemmGlu` and of :class:`cudnn.GroupedGemmQuant`.
     """
 
     title = "Grouped GEMM + dsReLU"
-    tensors = (
+    tensors = indexed((
         *operands(),
         TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
         *quantized("d_row", "n"),
@@ -58,7 +58,7 @@ class GroupedGemmDsrelu(ExpertsGemm):
         bias_gradient("n"),
         TensorSpec("dprob_workspace", SUMS, ("float32",), optional=True),
         TensorSpec("dbias_workspace", SUMS, ("bfloat16",), optional=True),
-    )
+    ))  # fmt: skip
     returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
     result = ("d_row", "sfd_row")
     buffers = ("dprob_tensor",)
@@ -88,7 +88,7 @@ class GroupedGemmDsrelu(ExpertsGemm):
         sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
         b_major: str = "k", use_dynamic_sched: bool = False, use_dsrelu_reuse: bool = False,
         deterministic: bool = False, tanh_clamp_scale: float | None = None, *, semantics: str | None = None,
-        arch: str | None = None,
+        sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -101,14 +101,14 @@ class GroupedGemmDsrelu(ExpertsGemm):
         sfd_row_tensor: Tensor | None = None, sfd_col_tensor: Tensor | None = None,
         d_srelu_tensor: Tensor | None = None, sfd_col_d_srelu_tensor: Tensor | None = None,
         amax_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``d_row_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         self.run(
             (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, prob_tensor,
              dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, dprob_workspace_tensor, dbias_workspace_tensor, b_ptrs,
              sfb_ptrs, sfd_row_tensor, sfd_col_tensor, d_srelu_tensor, sfd_col_d_srelu_tensor, amax_tensor,
-             norm_const_tensor), (), current_stream, workspace_tensor,
+             norm_const_tensor, a_index), (), current_stream, workspace_tensor,
         )  # fmt: skip
 
     def operations(self) -> tuple[Any, ...]:
@@ -177,6 +177,7 @@ def grouped_gemm_dsrelu_wrapper(
     sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
     use_dynamic_sched: bool = False, use_dsrelu_reuse: bool = False, deterministic: bool | None = None,
     tanh_clamp_scale: float | None = None, current_stream: Any = None, *, semantics: str | None = None,
+    a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

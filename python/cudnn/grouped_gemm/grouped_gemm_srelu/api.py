@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output, quantized
+from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output, quantized
 from cudnn.fused.layouts import Sizes
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT8, name_of
@@ -30,11 +30,11 @@ class GroupedGemmSrelu(ExpertsGemm):
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
         tanh_clamp_scale: None.
-        others: as those of :class:`cudnn.GroupedGemmQuant`.
+        sample_a_index, others: as those of :class:`cudnn.GroupedGemmGlu` and of :class:`cudnn.GroupedGemmQuant`.
     """
 
     title = "Grouped GEMM + squared ReLU"
-    tensors = (*operands(), output("c", "n"), *quantized("d", "n"), PROB, BIAS)
+    tensors = indexed((*operands(), output("c", "n"), *quantized("d", "n"), PROB, BIAS))
     returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
     tanh_clamp_scale: float | None
 
@@ -49,7 +49,7 @@ class GroupedGemmSrelu(ExpertsGemm):
         mma_tiler_mn: tuple[int, int] = (256, 256), cluster_shape_mn: tuple[int, int] | None = None,
         sf_vec_size: int = 16, vector_f32: bool = False, m_aligned: int = 256, discrete_col_sfd: bool = False,
         b_major: str = "k", use_dynamic_sched: bool = False, tanh_clamp_scale: float | None = None, *,
-        arch: str | None = None,
+        sample_a_index: Tensor | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -60,13 +60,13 @@ class GroupedGemmSrelu(ExpertsGemm):
         d_col_tensor: Tensor | None = None, sfd_row_tensor: Tensor | None = None,
         sfd_col_tensor: Tensor | None = None, amax_tensor: Tensor | None = None,
         norm_const_tensor: Tensor | None = None, prob_tensor: Tensor | None = None, current_stream: Any = None,
-        workspace_tensor: Tensor | None = None,
+        workspace_tensor: Tensor | None = None, *, a_index: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
         tensors = (
             a_tensor, sfa_tensor, padded_offsets, alpha_tensor, c_tensor, d_tensor, b_tensor, sfb_tensor, bias_tensor,
             b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor, norm_const_tensor,
-            prob_tensor,
+            prob_tensor, a_index,
         )  # fmt: skip
         self.run(tensors, (), current_stream, workspace_tensor)
 
@@ -103,7 +103,7 @@ def grouped_gemm_srelu_wrapper(
     d_dtype: dtype | None = None, cd_major: str = "n", mma_tiler_mn: tuple[int, int] = (256, 256),
     cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
     m_aligned: int = 256, discrete_col_sfd: bool = False, use_dynamic_sched: bool = False,
-    tanh_clamp_scale: float | None = None, current_stream: Any = None,
+    tanh_clamp_scale: float | None = None, current_stream: Any = None, *, a_index: Tensor | None = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 
