@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn_kernels import compiler, fakes
-from cudnn_kernels.attention.sparse import SelectionConfiguration, TopKConfiguration
+from cudnn_kernels.attention.sparse import (
+    SelectionBackwardConfiguration,
+    SelectionConfiguration,
+    TopKConfiguration,
+)
+from cudnn_kernels.signature import workspace_size
 from cudnn_kernels.sm90.selection import Selection
+from cudnn_kernels.sm90.selection_backward import SelectionBackward
 from cudnn_kernels.sm90.top_k import TopK
 from support.selection import brief
 
@@ -71,7 +78,8 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
             for head in range(c.key_heads):
                 count = int(given["block_counts"][row, head])
                 blocks = [b for b in given["block_indices"][row, head, :count].tolist() if b >= 0]
-                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, last - first))]
+                end = row - first + 1 if c.causal else last - first
+                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, end))]
                 heads = slice(head * c.group, (head + 1) * c.group)
                 k, v = (given[x][first:last, head][keys].double() for x in "kv")
                 scores = given["scale_softmax"] * given["q"][row, heads].double() @ k.mT
@@ -95,8 +103,11 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
             (SelectionConfiguration("bfloat16", 6, 2, 64, 64, 32), Choice((100, 30), 40)),
             (SelectionConfiguration("float16", 4, 1, 192, 128, 64), Choice((70,), 3)),
             (SelectionConfiguration("bfloat16", 1, 1, 256, 256, 64), Choice((100,), 3)),
+            (SelectionConfiguration("bfloat16", 24, 1, 64, 64, 128, causal=True), Choice((3, 150), 3)),
+            (SelectionConfiguration("float16", 80, 1, 64, 64, 16, causal=True), Choice((30,), 3)),
         ],
         0,
+        6,
     ),
 )
 def test_selection(c: SelectionConfiguration, choice: Choice) -> None:
@@ -191,3 +202,57 @@ def test_top_k(c: TopKConfiguration, ranking: Ranking) -> None:
     given = top_k_inputs(c, ranking)
     run(TopK, c, given)
     assert_ranked(given, c, ranking)
+
+
+def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:
+    """dQ, dK and dV in float64, by autograd of every row by itself; sets O and LSE."""
+    leaves = {x: given[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"}
+    total = torch.zeros((), dtype=torch.double)
+    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
+        for row in range(first, last):
+            for head in range(c.key_heads):
+                count = int(given["block_counts"][row, head])
+                blocks = [b for b in given["block_indices"][row, head, :count].tolist() if b >= 0]
+                end = row - first + 1 if c.causal else last - first
+                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, end))]
+                heads = slice(head * c.group, (head + 1) * c.group)
+                given["o"][row, heads], given["lse"][row, heads] = 0, -math.inf
+                if keys:
+                    k, v = (leaves[x][first:last, head][keys] for x in "kv")
+                    scores = given["scale_softmax"] * leaves["q"][row, heads] @ k.mT
+                    o = scores.softmax(-1) @ v
+                    given["o"][row, heads] = o.detach().to(given["o"].dtype)
+                    given["lse"][row, heads] = scores.detach().logsumexp(-1).float()
+                    total = total + (o * given["do"][row, heads].double()).sum()
+    total.backward()
+    return {f"d{x}": leaf.grad for x, leaf in leaves.items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("c", "choice"),
+    brief(
+        [
+            (SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True), Choice((100,), 3, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 32, 2, 128, 128, 64), Choice((40, 0, 100), 4, spare=0)),
+            (SelectionBackwardConfiguration("float16", 6, 2, 64, 128, 16, causal=True), Choice((40, 7), 5, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True), Choice((150,), 3, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 24, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 40, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
+        ],
+        0,
+    ),
+)
+def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -> None:
+    given = selection_inputs(c, choice)
+    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
+    expected = selection_gradients(given, c)
+    for name in "qkv":
+        given[f"d{name}"] = torch.full_like(given[name], math.nan)
+    lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
+    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal)
+    size = workspace_size(c.slots(), {"s": given["q"].shape[0]})
+    given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
+    run(SelectionBackward, c, given)
+    for name, gradient in expected.items():
+        error = (given[name].double() - gradient).norm() / gradient.norm()
+        assert error < 4 * torch.finfo(given["q"].dtype).eps, name

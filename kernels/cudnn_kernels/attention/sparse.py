@@ -7,16 +7,16 @@ them, and kernels check what they are called with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
+from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
 @dataclass(frozen=True)
-class SelectionConfiguration:
+class Selected:
     """Attention of each row to blocks of ``block`` keys of its own choice, for packed sequences.
 
-    ``heads`` of Q share ``key_heads`` of K and V. ``tile`` is (rows, keys) of a step of a CTA, which has the heads of
-    one row that share a head of K; so ``tile[1] / block`` blocks are taken at a time.
+    ``heads`` of Q share ``key_heads`` of K and V. With ``causal``, a row sees the keys at its own place or before.
     """
 
     dtype: str
@@ -25,30 +25,93 @@ class SelectionConfiguration:
     head: int
     head_v: int
     block: int
-    tile: tuple[int, int] = (64, 64)
-    stages: int = 2
-
-    kernel = "selection:Selection"
-    cluster = 1
+    causal: bool = False
 
     @property
     def group(self) -> int:
         """Heads of Q that share one of K."""
         return self.heads // self.key_heads
 
+    def matrices(self, *names: str) -> tuple[Tensor, ...]:
+        """Tensors by name: those like Q, K, V and O, and their gradients."""
+        kinds = {"q": (self.heads, self.head), "k": (self.key_heads, self.head), "v": (self.key_heads, self.head_v),
+                 "o": (self.heads, self.head_v)}  # fmt: skip
+        return tuple(Tensor(x, self.dtype, ("s", *kinds[x.removeprefix("d")]), (None, None, 1)) for x in names)
+
+    def row_values(self, *names: str) -> tuple[Tensor, ...]:
+        """float32 values of every row of every head of Q."""
+        return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
+
+    def lists(self) -> tuple[Tensor, ...]:
+        """The tensors that say which blocks rows chose, and where sequences end."""
+        rows = ("s", self.key_heads)
+        return (
+            Tensor("block_indices", "int32", (*rows, "chosen"), (None, None, 1), align=4),
+            Tensor("block_counts", "int32", rows, (None, None), align=4),
+            vector("cum_seqlen_q", "int32", "ends"),
+        )
+
+
+@dataclass(frozen=True)
+class SelectionConfiguration(Selected):
+    """Forward. ``tile`` is (rows, keys) of a step of a CTA, which has up to 64 heads of one row that share a head of K.
+
+    So ``tile[1] / block`` blocks are taken at a time, or a part of one.
+    """
+
+    tile: tuple[int, int] = (64, 64)
+    stages: int = 2
+
+    kernel = "selection:Selection"
+    cluster = 1
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        dense = (None, None, 1)
         return (
-            Tensor("q", self.dtype, ("s", self.heads, self.head), dense),
-            Tensor("k", self.dtype, ("s", self.key_heads, self.head), dense),
-            Tensor("v", self.dtype, ("s", self.key_heads, self.head_v), dense),
-            Tensor("o", self.dtype, ("s", self.heads, self.head_v), dense),
-            Tensor("l", "float32", ("s", self.heads), (None, None), align=4),
-            Tensor("m", "float32", ("s", self.heads), (None, None), align=4),
-            Tensor("block_indices", "int32", ("s", self.key_heads, "chosen"), dense, align=4),
-            Tensor("block_counts", "int32", ("s", self.key_heads), (None, None), align=4),
-            vector("cum_seqlen_q", "int32", "ends"), Scalar("scale_softmax", "float32"), Stream(),
+            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), *self.lists(),
+            Scalar("scale_softmax", "float32"), Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HeadValues:
+    """A region of the workspace: two float32 values for ``heads`` of every row and head of K, and for one row more."""
+
+    name: str
+    key_heads: int
+    heads: int
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return (sizes["s"] + 1) * (self.key_heads * 2 * self.heads * 4)
+
+
+@dataclass(frozen=True)
+class SelectionBackwardConfiguration(Selected):
+    """Backward: dQ by rows, then dK and dV by blocks of keys, from the rows that chose each.
+
+    ``stages`` are those of K and V, for dQ. The rows that chose block b of head h of K are ``choosing`` from
+    ``choosing_ends[h * blocks + b]`` to the next one, where ``blocks`` are those of all sequences: sequence i has the
+    blocks from ``cum_seqlen_q[i] / block + i`` on.
+    """
+
+    tile: tuple[int, int] = (64, 64)
+    stages: int = 2
+
+    kernel = "selection_backward:SelectionBackward"
+    cluster = 1
+
+    @property
+    def padded(self) -> int:
+        """Heads of a group with those that there are not: rows of a product come in multiples of it."""
+        return 8 if self.group <= 8 else -(-self.group // 16) * 16
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernels."""
+        return (
+            *self.matrices("q", "k", "v", "o", "do"), *self.row_values("lse"), *self.matrices("dq", "dk", "dv"),
+            *self.lists(), vector("choosing", "int32", "choices"), vector("choosing_ends", "int32", "blocks"),
+            Scalar("scale_softmax", "float32"),
+            Workspace((HeadValues("head_values", self.key_heads, self.padded),)), Stream(),
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Attention of each row to blocks of keys of its own choice, on Hopper, forward.
 
-A CTA has one row: the heads of Q that share a head of K and V, at most 16, are the first rows of the tensor cores' 64.
+A CTA has one row: heads of Q that share a head of K and V, 16 say, are the first rows of the tensor cores' 64.
 The other 48 cost nothing that is scarce: the kernel waits for K and V, which no other row of the CTA could share.
 A warp reads the row's list of blocks, lets the copy engine fetch them and says how many of their keys there are; a
 warpgroup multiplies, as :mod:`cudnn_kernels.sm90.attention_forward` does.
@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, select_
+from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -25,18 +25,24 @@ from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, Rings, done_before_the_wait, partition
 
 WARP = 32
-HEADS = 16  # at most, of Q that share one of K
+HEADS = 16  # of Q that are loaded at a time
 THREADS = GROUP + WARP
 
 
 @dataclass
 class Row:
-    """What a CTA has: a row, its head of K, its sequence's first key and their number, and its list's length."""
+    """What a CTA has: a row, some heads, their head of K, the sequence, and the length of the row's list.
+
+    ``seen`` keys of the sequence may be seen. The list is counted in parts of blocks that are taken at a time.
+    """
 
     row: Int32
     key_head: Int32
+    first_head: Int32
+    heads: Int32
     first_key: Int32
     keys: Int32
+    seen: Int32
     count: Int32
 
 
@@ -46,7 +52,10 @@ class Selection(AttentionForward):
     def __init__(self, configuration: SelectionConfiguration) -> None:
         super().__init__(configuration)  # type: ignore[arg-type]  # it has what the products need
         self.s = configuration
-        self.parts = self.tile_n // self.s.block
+        self.size = min(self.s.block, self.tile_n)  # keys that one copy fetches
+        self.per_block = self.s.block // self.size
+        self.parts = self.tile_n // self.size
+        self.shares = -(-self.s.group // ROWS)  # CTAs that share a row's heads
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -59,8 +68,8 @@ class Selection(AttentionForward):
         q_by_head = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
         boxes = (
             (q_by_head, q_layout, (HEADS, s.head)),
-            (sequences.copied(k, True), k_layout, (s.block, s.head)),
-            (sequences.turned(sequences.copied(v, True)), v_layout, (s.head_v, s.block)),
+            (sequences.copied(k, True), k_layout, (self.size, s.head)),
+            (sequences.turned(sequences.copied(v, True)), v_layout, (s.head_v, self.size)),
         )
         (atom_q, mQ), (atom_k, mK), (atom_v, mV) = (
             cpasync.make_tiled_tma_atom(load, x, cute.composition(layout, box), box) for x, layout, box in boxes
@@ -68,7 +77,9 @@ class Selection(AttentionForward):
         self.selection(
             atom_q, mQ, atom_k, mK, atom_v, mV, given["o"], given["l"], given["m"], given["block_indices"],
             given["block_counts"], given["cum_seqlen_q"], q.shape[0], given["scale_softmax"] * softmax.LOG2_E,
-        ).launch(grid=[q.shape[0] * s.key_heads, 1, 1], block=[THREADS, 1, 1], stream=given["stream"])  # fmt: skip
+        ).launch(
+            grid=[q.shape[0] * s.key_heads * self.shares, 1, 1], block=[THREADS, 1, 1], stream=given["stream"]
+        )  # fmt: skip
 
     @cute.kernel
     def selection(
@@ -98,18 +109,69 @@ class Selection(AttentionForward):
                 cute.arch.mbarrier_init(rings.v_empty + stage, self.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        row, head = index % rows, index // rows
-        sequence = sequences.find_row(offsets, row)
-        first, last = offsets[cutlass.max(sequence, 0)], offsets[sequence + 1]
-        count = cutlass.max(cutlass.min(counts[row, head], indices.shape[2]), 0)
-        mine = Row(row, head, first, last - first, count)
-        if (sequence >= 0) & (row < last):
+        mine, exists = self.row(index, rows, offsets, counts, indices.shape[2])
+        if exists:
             if warp_index == self.warps:
                 self.fetch(atom_q, mQ, atom_k, mK, atom_v, mV, sQ, sK, sV, rings, present, indices, mine)
             else:
                 self.attend(o, sums, maxima, sQ, sK, sV, rings, present, mine, scale, thread)
 
     name(selection, "cudnn_attention_selection_sm90")
+
+    @cute.jit
+    def row(
+        self, index: Int32, rows: Int32, offsets: cute.Tensor, counts: cute.Tensor, most: Int32
+    ) -> tuple[Row, Boolean]:
+        """What a CTA has, and whether its row belongs to a sequence."""
+        s = self.s
+        row, head, share = index % rows, index // rows // self.shares, index // rows % self.shares
+        sequence = sequences.find_row(offsets, row)
+        first, last = offsets[cutlass.max(sequence, 0)], offsets[sequence + 1]
+        count = cutlass.max(cutlass.min(counts[row, head], most), 0) * self.per_block
+        seen = last - first
+        if const_expr(s.causal):
+            seen = row - first + 1
+        heads = cutlass.min(s.group - share * ROWS, ROWS)
+        mine = Row(row, head, head * s.group + share * ROWS, heads, first, last - first, seen, count)
+        return mine, (sequence >= 0) & (row < last)
+
+    @cute.jit
+    def blocks(
+        self, step: Int32, held: Int32, indices: cute.Tensor, mine: Row
+    ) -> tuple[Int32, cute.Tensor, cute.Tensor]:
+        """Of a step's parts, which tiles of ``size`` keys they are and how many keys of them are seen.
+
+        One warp holds 32 places of the list at a time. What is not seen, or not there, is a tile beyond all keys.
+        """
+        lane = cute.arch.lane_idx()
+        tiles, keys = cute.make_rmem_tensor(self.parts, Int32), cute.make_rmem_tensor(self.parts, Int32)
+        nowhere = cute.ceil_div(mine.keys, self.size)
+        for part in cutlass.range_constexpr(self.parts):
+            place = step * self.parts + part
+            listed = place // self.per_block
+            if listed % WARP == 0:
+                held = Int32(-1)
+                if (listed + lane) * self.per_block < mine.count:
+                    held = indices[mine.row, mine.key_head, listed + lane]
+            block = cute.arch.shuffle_sync(held, listed % WARP)
+            tile = block * self.per_block + place % self.per_block
+            exists = (place < mine.count) & (block >= 0) & (block <= (mine.seen - 1) // self.s.block)
+            seen = cutlass.min(mine.seen - tile * self.size, self.size)
+            exists = exists & (seen > 0)
+            tiles[part] = Int32(select_(exists, tile, nowhere))
+            keys[part] = Int32(select_(exists, seen, Int32(0)))
+        return held, tiles, keys
+
+    @cute.jit
+    def copy_row(self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, width: int, full: Any, mine: Row) -> None:
+        """Starts copies of the heads of Q, or dO, and of zeros behind them, to a buffer of 64 rows."""
+        box = (HEADS, width)
+        source = cute.domain_offset((mine.first_head, 0), tensor[None, None, mine.row])
+        to, of = partition(atom, 0, 1, cute.local_tile(buffer, box, (None, 0)), cute.local_tile(source, box, (None, 0)))
+        for part in cutlass.range_constexpr(ROWS // HEADS):
+            behind = Int32(self.s.heads)  # beyond the last head
+            some = Int32(select_(part * HEADS < mine.heads, Int32(part), behind))
+            cute.copy(atom, of[None, some], to[None, part], tma_bar_ptr=full)
 
     @cute.jit
     def fetch(
@@ -119,39 +181,22 @@ class Selection(AttentionForward):
     ) -> None:  # fmt: skip
         """One warp: fetches Q, and K and V of the blocks. Of what is beyond the list or the sequence, zeros."""
         s = self.s
-        lane = cute.arch.lane_idx()
-        gQ = cute.domain_offset((mine.key_head * s.group, 0), mQ[None, None, mine.row])
         keys_of = (mine.key_head, Int32(0), mine.first_key, mine.keys)
         gK = sequences.copied_rows(mK, *keys_of)
         gV = sequences.turned(sequences.copied_rows(sequences.turned(mV), *keys_of))
-        box = (HEADS, s.head)
-        tQsQ, tQgQ = partition(atom_q, 0, 1, cute.local_tile(sQ, box, (None, 0)), cute.local_tile(gQ, box, (None, 0)))
-        box = (s.block, s.head)  # parts of a step's buffers, and blocks in global memory
+        box = (self.size, s.head)  # parts of a step's buffers, and blocks in global memory
         sK_parts = cute.local_tile(sK, (*box, s.stages), (None, 0, 0))
         tKsK, tKgK = partition(atom_k, 0, 1, sK_parts, cute.local_tile(gK, box, (None, 0)))
-        box = (s.head_v, s.block)
+        box = (s.head_v, self.size)
         sV_parts = cute.local_tile(sV, (*box, s.stages), (0, None, 0))
         tVsV, tVgV = partition(atom_v, 0, 1, sV_parts, cute.local_tile(gV, box, (0, None)))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.q_full, self.bytes(ROWS, s.head))
-        for part in cutlass.range_constexpr(ROWS // HEADS):
-            heads = tQgQ[None, min(part, 1) * s.heads]  # from the second part on beyond the last head: zeros
-            cute.copy(atom_q, heads, tQsQ[None, part], tma_bar_ptr=rings.q_full)
-        nowhere = cute.ceil_div(mine.keys, s.block)  # beyond the sequence's last block
-        held = Int32(0)
+        self.copy_row(atom_q, mQ, sQ, s.head, rings.q_full, mine)
+        held = Int32(-1)
         for step in cutlass.range(cute.ceil_div(mine.count, self.parts), unroll=1):
             stage, phase = step % s.stages, step // s.stages % 2
-            blocks, keys = cute.make_rmem_tensor(self.parts, Int32), cute.make_rmem_tensor(self.parts, Int32)
-            for part in cutlass.range_constexpr(self.parts):
-                place = step * self.parts + part
-                if place % WARP == 0:
-                    held = nowhere
-                    if place + lane < mine.count:
-                        held = indices[mine.row, mine.key_head, place + lane]
-                block = cute.arch.shuffle_sync(held, place % WARP)
-                exists = (place < mine.count) & (block >= 0) & (block < nowhere)
-                blocks[part] = Int32(select_(exists, block, nowhere))
-                keys[part] = Int32(select_(exists, cutlass.min(mine.keys - block * s.block, s.block), Int32(0)))
+            held, blocks, keys = self.blocks(step, held, indices, mine)
             cute.arch.mbarrier_wait(rings.k_empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 for part in cutlass.range_constexpr(self.parts):
@@ -225,7 +270,7 @@ class Selection(AttentionForward):
     @cute.jit
     def hide_absent(self, scores: cute.Tensor, keys: Any, thread: Int32) -> None:
         """Makes scores of keys that there are not -inf."""
-        block = self.s.block
+        block = self.size
         fewest = keys[0]
         for part in cutlass.range_constexpr(1, self.parts):
             fewest = cutlass.min(fewest, keys[part])
@@ -247,8 +292,8 @@ class Selection(AttentionForward):
             total = self.score_rows.across(state.sums[slot], lambda a, b: a + b)
             factor = Float32(select_(total == 0.0, Float32(1.0), 1.0 / total))
             row = self.score_rows.row(thread, slot)
-            head = mine.key_head * s.group + row
-            if row < s.group:
+            head = mine.first_head + row
+            if row < mine.heads:
                 if thread % 4 == 0:
                     sums[mine.row, head] = total
                     maxima[mine.row, head] = state.maxima[slot] * state.scale * math.log(2)

@@ -2,6 +2,11 @@
 
 from cudnn.native_sparse_attention.compression import CompressionAttention, compression_attention_wrapper
 from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
+from cudnn.native_sparse_attention.selection.backward import (
+    SelectionAttentionBackward,
+    selection_attention_backward_wrapper,
+)
+from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn.native_sparse_attention.sliding_window_attention.api import (
     SlidingWindowAttention,
     sliding_window_attention_wrapper,
@@ -14,10 +19,13 @@ class NSA:
 
     CompressionAttention = CompressionAttention
     SelectionAttention = SelectionAttention
+    SelectionAttentionBackward = SelectionAttentionBackward
     SlidingWindowAttention = SlidingWindowAttention
     TopKReduction = TopKReduction
+    choosing_rows = staticmethod(choosing_rows)
     compression_attention_wrapper = staticmethod(compression_attention_wrapper)
     selection_attention_wrapper = staticmethod(selection_attention_wrapper)
+    selection_attention_backward_wrapper = staticmethod(selection_attention_backward_wrapper)
     sliding_window_attention_wrapper = staticmethod(sliding_window_attention_wrapper)
     topk_reduction_wrapper = staticmethod(topk_reduction_wrapper)
 

@@ -1,50 +1,70 @@
-"""Native sparse attention in PyTorch, in float32: sequence by sequence, head of K by head of K."""
+"""Native sparse attention in PyTorch, in float32 (float64 for float64): sequence by sequence, head of K by head."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import by_head
-from cudnn.sdpa.reference import Window, forward
+from cudnn.sdpa.reference import Window, backward, forward, wide
 
 
-def selection(tensors: Mapping[str, Any], scale: float, block_size: int) -> None:
+def selection(tensors: Mapping[str, Any], scale: float, block_size: int, causal: bool = False) -> None:
     """Writes O, L and M. The exponentials are rounded to the inputs' type. Rows without a key: 0, 0 and -inf."""
+    for rows, head, heads, q, k, v in _heads(tensors):
+        scores = scale * q @ k.mT
+        times = _times_chosen(tensors, rows, head, block_size, causal)
+        scores = scores.masked_fill(times == 0, -math.inf)
+        largest = scores.amax(-1, keepdim=True)
+        weights = times * (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
+        total = weights.sum(-1, keepdim=True)
+        products = wide(weights.to(tensors["v"].dtype)) @ v
+        found = torch.where(total == 0, 0, products / total)
+        tensors["o"][rows, heads] = found.transpose(0, 1).to(tensors["o"].dtype)
+        tensors["l"][rows, heads] = total.squeeze(-1).T
+        tensors["m"][rows, heads] = largest.squeeze(-1).T
+
+
+def selection_backward(tensors: Mapping[str, Any], scale: float, block_size: int, causal: bool = False) -> None:
+    """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
+    dtype = tensors["q"].dtype
+    for rows, head, heads, q, k, v in _heads(tensors):
+        o, do = (wide(tensors[name][rows, heads]).transpose(0, 1) for name in ("o", "do"))
+        times = _times_chosen(tensors, rows, head, block_size, causal)
+        scores = scale * q @ k.mT - tensors["lse"][rows, heads].T[..., None]
+        weights = times * scores.masked_fill(times == 0, -math.inf).exp()
+        gradients = wide((weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))).to(dtype))
+        tensors["dq"][rows, heads] = (scale * gradients @ k).transpose(0, 1).to(dtype)
+        tensors["dk"][rows, head] = (scale * gradients.mT @ q).sum(0).to(dtype)
+        tensors["dv"][rows, head] = (wide(weights.to(dtype)).mT @ do).sum(0).to(dtype)
+
+
+def _heads(tensors: Mapping[str, Any]) -> Iterator[tuple[slice, int, slice, Any, Any, Any]]:
+    """Every sequence's rows and head of K, the heads of Q that share it, and Q (heads, rows, d), K and V of them."""
     hk = tensors["k"].shape[1]
     group = tensors["q"].shape[1] // hk
     for first, last in pairwise(tensors["cum_seqlen_q"].tolist()):
-        rows, length = slice(first, last), last - first
-        if not length:
-            continue
-        for head in range(hk):
+        rows = slice(first, last)
+        for head in range(hk if last > first else 0):
             heads = slice(head * group, (head + 1) * group)
-            k, v = (tensors[name][rows, head].float() for name in "kv")
-            scores = scale * tensors["q"][rows, heads].float().transpose(0, 1) @ k.mT
-            times = _times_chosen(tensors, rows, head, length, block_size)
-            scores = scores.masked_fill(times == 0, -math.inf)
-            largest = scores.amax(-1, keepdim=True)
-            weights = times * (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
-            total = weights.sum(-1, keepdim=True)
-            products = weights.to(tensors["v"].dtype).float() @ v
-            found = torch.where(total == 0, 0, products / total)
-            tensors["o"][rows, heads] = found.transpose(0, 1).to(tensors["o"].dtype)
-            tensors["l"][rows, heads] = total.squeeze(-1).T
-            tensors["m"][rows, heads] = largest.squeeze(-1).T
+            q = wide(tensors["q"][rows, heads]).transpose(0, 1)
+            yield rows, head, heads, q, *(wide(tensors[name][rows, head]) for name in "kv")
 
 
-def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, length: int, block_size: int) -> Any:
-    """How often each row of a sequence has each key in its list: (rows, keys)."""
+def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size: int, causal: bool) -> Any:
+    """How often each row of a sequence has each key in its list, and, if ``causal``, at or before it: (rows, keys)."""
     chosen, counts = tensors["block_indices"][rows, head].long(), tensors["block_counts"][rows, head]
+    length = len(counts)
     blocks = -(-length // block_size)
     listed = torch.arange(chosen.shape[1], device=chosen.device) < counts[:, None]
     listed &= (chosen >= 0) & (chosen < blocks)
     times = torch.zeros(length, blocks, device=chosen.device)
     times.scatter_add_(1, chosen.clamp(0, blocks - 1), listed.float())
-    return times.repeat_interleave(block_size, 1)[:, :length]
+    times = times.repeat_interleave(block_size, 1)[:, :length]
+    return times.tril() if causal else times
 
 
 def top_k(tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool) -> None:
@@ -70,7 +90,7 @@ def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: in
     candidates = (index > 0) & (index < (row + 1) // block - 2)
     for head, q in enumerate(x["q"].unflatten(0, (hk, -1))):
         lse = x["lse"].unflatten(0, (hk, -1))[head]
-        p = torch.exp2(scale * math.log2(math.e) * (q.float() @ x["k"][head].float().T) + lse[..., None]).sum(0)
+        p = torch.exp2(scale * math.log2(math.e) * (wide(q) @ wide(x["k"][head]).T) + lse[..., None]).sum(0)
         p = torch.nn.functional.pad(p, (0, blocks * share - keys)).unflatten(-1, (blocks, share)).sum(-1)
         scores = p.masked_fill(~candidates, -math.inf)
         scores = torch.nn.functional.pad(scores, (0, max(count - blocks, 0)), value=-math.inf)
@@ -92,7 +112,15 @@ class Complete(Window):
 def compression(tensors: Mapping[str, Any], scale: float, scale_output: float, packed: bool) -> None:
     """Writes O and, where there is one, LSE. Rows that see nothing: 0 and -inf."""
     q, lse = tensors["q"], tensors["lse"]
-    own = torch.empty(q.shape[:2] if packed else q.shape[:3], device=q.device)
+    kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+    own = torch.empty(q.shape[:2] if packed else q.shape[:3], dtype=kind, device=q.device)
     forward({**tensors, "lse": own}, Complete(None, None), scale, scale_output, 0.0, packed)
     if lse is not None:
         lse.copy_(by_head(own, True).T if packed else own)
+
+
+def compression_backward(tensors: Mapping[str, Any], scale: float, packed: bool) -> None:
+    """Writes dQ, dK and dV from the LSE that is given."""
+    lse = tensors["lse"]
+    own = lse.T.contiguous().view(lse.shape) if packed else lse  # head by head, as attention has it
+    backward({**tensors, "lse": own}, Complete(None, None), scale, packed)

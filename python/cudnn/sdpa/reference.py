@@ -1,4 +1,4 @@
-"""Attention in PyTorch, in float32: sequence by sequence."""
+"""Attention in PyTorch, in float32, or float64 where that is given: sequence by sequence."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class Window:
         return hidden
 
 
+def wide(x: Any) -> Any:
+    """The values in float32, or float64 where they are."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, Any]]:
     """The tensors of each sequence: matrices (h, s, d), LSE (h, s). Writing them writes the whole tensors."""
     queries, keys = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
@@ -56,9 +61,9 @@ def forward(
     sink = tensors.get("sink")
     for x in sequences(tensors, packed):
         share = x["q"].shape[0] // max(x["k"].shape[0], 1)
-        k, v = (x[name].float().repeat_interleave(share, 0) for name in "kv")
+        k, v = (wide(x[name]).repeat_interleave(share, 0) for name in "kv")
         hidden = window.hidden(x["q"].shape[1], k.shape[1], k.device)
-        scores = scale * x["q"].float() @ k.mT
+        scores = scale * wide(x["q"]) @ k.mT
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         first = (sink if sink is not None else scores.new_tensor(-math.inf)).reshape(-1, 1, 1)
@@ -66,7 +71,7 @@ def forward(
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
         total = weights.sum(-1, keepdim=True)
-        products = weights[..., 1:].to(x["v"].dtype).float() @ v
+        products = wide(weights[..., 1:].to(x["v"].dtype)) @ v
         x["o"].copy_(torch.where(total == 0, 0, scale_output * products / total))
         x["lse"].copy_((largest + total.log()).squeeze(-1))
 
@@ -75,13 +80,13 @@ def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: b
     """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
     for x in sequences(tensors, packed):
         dtype, share = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
-        q, o, do = (x[name].float() for name in ("q", "o", "do"))
-        k, v = (x[name].float().repeat_interleave(share, 0) for name in "kv")
+        q, o, do = (wide(x[name]) for name in ("q", "o", "do"))
+        k, v = (wide(x[name]).repeat_interleave(share, 0) for name in "kv")
         hidden = window.hidden(q.shape[1], k.shape[1], k.device)
         weights = (scale * q @ k.mT - x["lse"][..., None]).exp().masked_fill(hidden, 0)
         gradients = weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))
-        gradients = gradients.masked_fill(hidden, 0).to(dtype).float()
+        gradients = wide(gradients.masked_fill(hidden, 0).to(dtype))
         heads = (x["k"].shape[0], share)
-        x["dv"].copy_((weights.to(dtype).float().mT @ do).unflatten(0, heads).sum(1))
+        x["dv"].copy_((wide(weights.to(dtype)).mT @ do).unflatten(0, heads).sum(1))
         x["dk"].copy_(scale * (gradients.mT @ q).unflatten(0, heads).sum(1))
         x["dq"].copy_(scale * gradients @ k)

@@ -28,15 +28,19 @@ def run(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     options: Mapping[str, Any],
+    described: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Runs ``describe(graph, inputs, **options)``, which returns its outputs by name, and fills ``outputs``.
 
     The graph is built once for shapes, strides, types, device and options. cuDNN runs it on CUDA tensors, on PyTorch's
-    current stream; the reference executor runs it on CPU tensors.
+    current stream; the reference executor runs it on CPU tensors. ``described``: tensors with the shapes and strides
+    that the graph has in place of those of the data, by name: where rows of several lengths are packed.
     """
     data = {**inputs, **outputs}
     device = next(iter(data.values())).device
-    layout = tuple((name, x.shape, x.stride(), x.dtype) for name, x in data.items())
+    described = described or {}
+    inputs, outputs = ({n: described.get(n, x) for n, x in given.items()} for given in (inputs, outputs))
+    layout = tuple((name, x.shape, x.stride(), x.dtype) for name, x in {**inputs, **outputs}.items())
     key = (device, tuple(options.items()), layout)
     with torch.cuda.device(device if device.type == "cuda" else -1):
         found = cache.get(key)

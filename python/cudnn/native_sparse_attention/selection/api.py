@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 STAGES = {(64, 64): 4, (128, 128): 3, (192, 128): 2, (256, 256): 2}
 """Buffers of a CTA by head sizes: two CTAs share a multiprocessor, but for heads of 256 elements."""
-BLOCKS = (16, 32, 64)
+BLOCKS = (16, 32, 64, 128)
+LISTS = (
+    TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
+    TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
+    TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)),
+)
 
 
 class SelectionAttention(Sparse):
@@ -32,18 +37,19 @@ class SelectionAttention(Sparse):
         o = sum exp(s - m) v / l          the exponentials are rounded to the type of v before the product
 
     Row i of a head of k attends to the blocks ``block_indices[i, h, :block_counts[i, h]]`` of its sequence: block b has
-    the keys from ``b * block_size`` on, as far as the sequence goes. There is no causal mask beside. A block that is
-    listed twice counts twice; one outside the sequence has no keys. A row without any key gets o = 0, l = 0 and
-    m = -inf. Hopper (sm_90a) only so far.
+    the keys from ``b * block_size`` on, as far as the sequence goes, or, with ``is_causal``, as far as the row itself.
+    A block that is listed twice counts twice; one outside the sequence has no keys. A row without any key gets o = 0,
+    l = 0 and m = -inf. Hopper (sm_90a) only so far.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get. q and k have the same sequences:
             cum_seqlen_k is None, or equal to cum_seqlen_q.
         max_s_q, max_s_k: the same number; the kernel finds lengths by itself.
-        acc_dtype: torch.float32. block_size: 16, 32 or 64 keys.
+        acc_dtype: torch.float32. block_size: 16, 32, 64 or 128 keys.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
         arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
             tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        is_causal: rows see no key behind their own place. Existing programs leave such blocks out of the lists.
     """
 
     title = "selection attention"
@@ -51,25 +57,25 @@ class SelectionAttention(Sparse):
         queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
         TensorSpec("l", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         TensorSpec("m", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
-        TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
-        TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
-        TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)), OFFSETS[1],
+        *LISTS, OFFSETS[1],
     )  # fmt: skip
     returns = ("o", "l", "m")
     scalars = ("scale_softmax",)
     sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
+    most_heads = 1 << 30
     head_sizes = tuple(STAGES)
     example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
     usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
 
     block_size: int
+    is_causal: bool
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_l: Tensor,
         sample_m: Tensor, sample_block_indices: Tensor, sample_block_counts: Tensor,
         sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
         max_s_q: int | None = 1024, max_s_k: int | None = 1024, acc_dtype: dtype = torch.float32, block_size: int = 64,
-        scale_softmax: float | None = None, arch: str | None = None,
+        scale_softmax: float | None = None, arch: str | None = None, is_causal: bool = False,
     ) -> None:  # fmt: skip
         if getattr(sample_q, "ndim", 3) == 4:
             got, allowed = f"the shape {tuple(sample_q.shape)}", "(t, h, d), packed sequences, with cum_seqlen_q"
@@ -111,12 +117,13 @@ class SelectionAttention(Sparse):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, stages=STAGES[heads]
-        )
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
+            stages=STAGES[heads],
+        )  # fmt: skip
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        reference.selection(tensors, tensors["scale_softmax"], self.block_size)
+        reference.selection(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
@@ -129,7 +136,7 @@ def selection_attention_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, block_indices_tensor: Tensor, block_counts_tensor: Tensor,
     cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None, block_size: int = 64,
     scale_softmax: float | None = None, o_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
-    max_s_q: int | None = None, max_s_k: int | None = None, stream: Any = None,
+    max_s_q: int | None = None, max_s_k: int | None = None, stream: Any = None, is_causal: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
 
@@ -138,6 +145,7 @@ def selection_attention_wrapper(
     options = {
         "max_s_q": max_s_q if max_s_q is not None else max_s_k, "max_s_k": max_s_k if max_s_k is not None else max_s_q,
         "acc_dtype": acc_dtype, "block_size": block_size, "scale_softmax": scale_softmax,
+        "is_causal": is_causal,
     }  # fmt: skip
     rows = q_tensor.shape[:-1]
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)

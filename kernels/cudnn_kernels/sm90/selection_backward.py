@@ -1,0 +1,484 @@
+"""Attention of each row to blocks of keys of its own choice, on Hopper, backward.
+
+    P = exp(scale Q K^T - LSE)   dP = dO V^T   dS = P (dP - D)   D = the sum of O dO over a row
+    dQ = scale dS K              dV = P^T dO   dK = scale dS^T Q
+
+Two kernels. For dQ, a CTA has one row and goes through its list of blocks, as forward. For dK and dV, a CTA has a block
+of keys and goes through the list of rows that chose it: four rows of 16 heads make a step's 64 columns of S^T, so the
+tensor cores multiply nothing in vain. Every sum has one order: results do not change from call to call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr, select_
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
+from cudnn_kernels.naming import name
+from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, opaque, partition
+from cudnn_kernels.sm90.selection import HEADS, THREADS, WARP, Row, Selection
+
+VECTOR = 8  # elements of 16 bits that a thread loads at once
+STAGES = 2  # of the rows that chose a block
+FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread
+
+
+@dataclass
+class Chosen:
+    """What a CTA has for dK and dV: some keys of a block, their head, and a part of the list of rows that chose it.
+
+    ``key`` is the first one of its sequence's, ``first`` that of the sequence, ``keys`` are what the CTA has.
+    """
+
+    head: Int32
+    key: Int32
+    first: Int32
+    keys: Int32
+    begin: Int32
+    end: Int32
+
+
+class SelectionBackward(Selection):
+    """The kernels for one :class:`SelectionBackwardConfiguration`."""
+
+    def __init__(self, configuration: SelectionBackwardConfiguration) -> None:
+        super().__init__(configuration)  # type: ignore[arg-type]  # it has what the products need
+        self.b = configuration
+        self.padded = configuration.padded
+        self.slots = max(ROWS // self.padded, 1)  # rows of a step
+        self.columns = self.slots * self.padded
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        s = self.b
+        given = bind(s.slots(), arguments)
+        q, do = given["q"], given["do"]
+        (slot,) = (slot for slot in s.slots() if isinstance(slot, Workspace))
+        start = cute.assume(Int64(slot.places({"s": Int64(q.shape[0])})[0]["head_values"]), START)
+        first = cute.recast_ptr((given["workspace"].iterator + start).align(16), dtype=Float32)
+        shape = (self.padded, 2, s.key_heads, q.shape[0] + 1)
+        values = cute.make_tensor(first, cute.make_layout(shape))
+        by_head = {
+            x: cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0])) for x in ("q", "do")
+        }
+        copied = {x: sequences.copied(given[x], True) for x in ("k", "v")}
+        widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
+        atoms = [self.atom(by_head[x] if x in by_head else copied[x], HEADS if x in by_head else self.size, widths[x])
+                 for x in widths]  # fmt: skip
+        self.by_rows(
+            atoms, given["o"], do, given["lse"], given["dq"], values, given["block_indices"], given["block_counts"],
+            given["cum_seqlen_q"], q.shape[0], given["scale_softmax"],
+        ).launch(grid=[q.shape[0] * s.key_heads, 1, 1], block=[THREADS, 1, 1], stream=given["stream"])  # fmt: skip
+        atoms = [self.atom(by_head[x] if x in by_head else copied[x], self.padded if x in by_head else ROWS, widths[x])
+                 for x in widths]  # fmt: skip
+        blocks = sequences.blocks_of(q.shape[0], given["cum_seqlen_q"].shape[0] - 1, s.block, True)
+        per_block = -(-s.block // ROWS)
+        self.by_blocks(
+            atoms, given["dk"], given["dv"], values, given["choosing"], given["choosing_ends"], given["cum_seqlen_q"],
+            q.shape[0], blocks, given["scale_softmax"],
+        ).launch(
+            grid=[blocks * per_block * s.key_heads, 1, 1], block=[2 * GROUP, 1, 1], stream=given["stream"],
+            min_blocks_per_mp=2, preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    def tile(self, rows: int, columns: int, stages: int = 1) -> Any:
+        """A buffer's layout, rows of contiguous elements: (rows, columns, stages)."""
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+
+    def atom(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
+        """How the copy engine fetches a box: an atom and the tensor of its coordinates."""
+        layout = cute.slice_(self.tile(max(rows, ROWS), columns), (None, None, 0))
+        box = (rows, columns)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(load, tensor, cute.composition(layout, box), box)
+
+    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
+        """Swizzled buffers by name: (rows, columns, stages)."""
+        found = {}
+        for x, (rows, columns, stages) in shapes.items():
+            layout = self.tile(rows, columns, stages)
+            found[x] = smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        return found
+
+    def mma(self, columns: int, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
+        """The product of 64 rows, whose elements are contiguous or in registers, and ``columns``."""
+        source = source or warpgroup.OperandSource.SMEM
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, columns, 16), source, OperandMajorMode.K, b)
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    def multiply(self, mma: Any, acc: cute.Tensor, a: Any, b: Any, accumulate: bool) -> None:
+        """Issues a product, as a group of its own."""
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for k in range(cute.size(a, mode=[2])):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def operand(self, mma: Any, values: cute.Tensor, columns: int) -> cute.Tensor:
+        """Rounded values of an accumulator as operand A of another product. Opaque: else they are rounded too late."""
+        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
+        rounded.store(values.load().to(self.dtype))
+        words = cute.recast_tensor(rounded, Int32)
+        fixed = cute.make_rmem_tensor(cute.size(words), Int32)
+        for i in range(cute.size(words)):
+            fixed[i] = opaque(words[i])
+        shape = cute.make_layout(mma.partition_shape_A((ROWS, columns)))
+        return cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=self.dtype), shape)
+
+    @cute.jit
+    def initialise(self, full: Any, empty: Any, stages: int, once: Any, thread: Int32) -> None:
+        """Makes barriers ready: those that one arrival completes, and those that the multiplying warps complete."""
+        if thread == 0:
+            if const_expr(once is not None):
+                cute.arch.mbarrier_init(once, 1)
+            for stage in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, self.warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    # dQ, and what dK and dV need of every row.
+
+    @cute.kernel
+    def by_rows(
+        self, atoms: Any, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dq: cute.Tensor, values: cute.Tensor,
+        indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, rows: Int32, scale: Float32,
+    ) -> None:  # fmt: skip
+        """A CTA has a row: one warpgroup multiplies, one warp lets the copy engine fetch."""
+        s = self.s
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP)
+        smem = SmemAllocator()
+        buffers = self.buffers(smem, {"q": (ROWS, s.head, 1), "do": (ROWS, s.head_v, 1),
+                                      "k": (self.tile_n, s.head, s.stages),
+                                      "v": (self.tile_n, s.head_v, s.stages)})  # fmt: skip
+        own = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
+        present = smem.allocate_tensor(Int32, cute.make_layout((self.parts, s.stages)), byte_alignment=16)
+        once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, s.stages, s.stages))
+        self.initialise(full, empty, s.stages, once, thread)
+        mine, exists = self.row(index, rows, offsets, counts, indices.shape[2])
+        if index < s.key_heads:  # what stands in for rows at the end of a list
+            if thread < self.padded:
+                values[thread, 0, index, rows] = Float32.inf
+                values[thread, 1, index, rows] = Float32(0.0)
+        if exists:
+            if warp_index == self.warps:
+                self.fetch_for_row(atoms, buffers, present, (once, full, empty), indices, mine)
+            else:
+                self.prepare(o, do, lse, values, own, mine, thread)
+                self.differentiate_row(dq, buffers, own, present, (once, full, empty), mine, scale, thread)
+
+    name(by_rows, "cudnn_attention_selection_backward_rows_sm90")
+
+    @cute.jit
+    def fetch_for_row(
+        self, atoms: Any, buffers: Any, present: cute.Tensor, barriers: Any, indices: cute.Tensor, mine: Row
+    ) -> None:  # fmt: skip
+        """One warp: fetches Q and dO, and K and V of the blocks."""
+        s = self.s
+        (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
+        once, full, empty = barriers
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(ROWS, s.head + s.head_v))
+        self.copy_row(atom_q, mQ, buffers["q"][None, None, 0], s.head, once, mine)
+        self.copy_row(atom_do, mdO, buffers["do"][None, None, 0], s.head_v, once, mine)
+        keys_of = (mine.key_head, Int32(0), mine.first_key, mine.keys)
+        sides = []
+        for atom, tensor, buffer, width in ((atom_k, mK, "k", s.head), (atom_v, mV, "v", s.head_v)):
+            box = (self.size, width)
+            source = cute.local_tile(sequences.copied_rows(tensor, *keys_of), box, (None, 0))
+            target = cute.local_tile(buffers[buffer], (*box, s.stages), (None, 0, 0))
+            sides.append((atom, *partition(atom, 0, 1, target, source)))
+        held = Int32(-1)
+        for step in cutlass.range(cute.ceil_div(mine.count, self.parts), unroll=1):
+            stage, phase = step % s.stages, step // s.stages % 2
+            held, blocks, keys = self.blocks(step, held, indices, mine)
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                for part in cutlass.range_constexpr(self.parts):
+                    present[part, stage] = keys[part]
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.bytes(self.tile_n, s.head + s.head_v))
+            for part in cutlass.range_constexpr(self.parts):
+                for copy, to, of in sides:
+                    cute.copy(copy, of[None, blocks[part]], to[None, stage, part], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def prepare(
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: cute.Tensor, own: cute.Tensor, mine: Row,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """LSE * log2(e) and D of the row's heads, for this CTA and for the other kernel. Where there is no head, or no
+        key, they make P 0. Eight threads have a head.
+        """
+        for first in cutlass.range_constexpr(0, self.padded, GROUP // 8):
+            head = first + thread // 8
+            total, log_sum = Float32(0.0), Float32.inf
+            if head < mine.heads:
+                for i in cutlass.range_constexpr(self.s.head_v // (8 * VECTOR)):
+                    factors = []
+                    for tensor in (o, do):
+                        source = tensor[mine.row, mine.first_head + head, None]
+                        part = cute.make_rmem_tensor(VECTOR, self.dtype)
+                        cute.autovec_copy(cute.local_tile(source, (VECTOR,), (thread % 8 + 8 * i,)), part)
+                        factors.append(part.load().to(Float32))
+                    total += (factors[0] * factors[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                log_sum = lse[mine.row, mine.first_head + head] * LOG2_E
+                log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
+            for distance in (1, 2, 4):
+                total += cute.arch.shuffle_sync_bfly(total, distance)
+            if thread % 8 == 0:
+                if head < self.padded:
+                    own[head, 0], own[head, 1] = log_sum, total
+                    values[head, 0, mine.key_head, mine.row] = log_sum
+                    values[head, 1, mine.key_head, mine.row] = total
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+
+    @cute.jit
+    def differentiate_row(
+        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, present: cute.Tensor, barriers: Any, mine: Row,
+        scale: Float32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """The warpgroup: dQ of the row's heads. Warps whose rows are no heads have nothing but zeros to multiply."""
+        s = self.s
+        once, full, empty = barriers
+        score_mma = self.mma(self.tile_n, OperandMajorMode.K)
+        query_mma = self.mma(s.head, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+        score, query = score_mma.get_slice(thread), query_mma.get_slice(thread)
+        tSrQ, tSrdO = (score_mma.make_fragment_A(score.partition_A(buffers[x][None, None, 0])) for x in ("q", "do"))
+        tSrK, tSrV = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in "kv")
+        tQrK = query_mma.make_fragment_B(query.partition_B(sequences.turned(buffers["k"])))
+        scores, gradients = (
+            cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.tile_n)), Float32) for _ in range(2)
+        )
+        acc = cute.make_rmem_tensor(query_mma.partition_shape_C((ROWS, s.head)), Float32)
+        acc.fill(0.0)
+        shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for slot in cutlass.range_constexpr(2):
+            row = cutlass.min(self.score_rows.row(thread, slot), self.padded - 1)
+            shifts[slot], products[slot] = own[row, 0], own[row, 1]
+        busy = cute.arch.make_warp_uniform(thread // WARP) * 16 < mine.heads
+        cute.arch.mbarrier_wait(once, 0)
+        for step in cutlass.range(cute.ceil_div(mine.count, self.parts), unroll=1):
+            stage, phase = step % s.stages, step // s.stages % 2
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.multiply(score_mma, scores, tSrQ, tSrK[None, None, None, stage], False)
+            self.multiply(score_mma, gradients, tSrdO, tSrV[None, None, None, stage], False)
+            keys = self.present_keys(present, stage)
+            warpgroup.wait_group(0)
+            if busy:
+                self.hide_absent(scores, keys, thread)
+                for slot in cutlass.range_constexpr(2):
+                    for i in self.score_rows.order(self.tile_n, slot):
+                        p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
+                        scores[i] = p * (gradients[i] - products[slot])
+            else:
+                scores.fill(0.0)
+            operand = self.operand(query_mma, scores, self.tile_n)
+            self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            self.release(empty + stage)
+        for slot in cutlass.range_constexpr(2):
+            row = self.score_rows.row(thread, slot)
+            if row < mine.heads:
+                self.write_pairs(dq[mine.row, mine.first_head + row, None], acc, s.head, slot, scale, thread)
+
+    def write_pairs(
+        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
+    ) -> None:  # fmt: skip
+        """A thread's values of a row, times a factor."""
+        order = self.score_rows.order(width, slot)
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        for place in range(0, len(order), 2):
+            for i in range(2):
+                pair[i] = (acc[order[place + i]] * factor).to(self.dtype)
+            column = self.score_rows.column(thread, place)
+            cute.autovec_copy(pair, cute.local_tile(out, (2,), (column // 2,)))
+
+    # dK and dV.
+
+    @cute.kernel
+    def by_blocks(
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: cute.Tensor, choosing: cute.Tensor,
+        choosing_ends: cute.Tensor, offsets: cute.Tensor, rows: Int32, blocks: Int32, scale: Float32,
+    ) -> None:  # fmt: skip
+        """A CTA has up to 64 keys of a block. The first blocks come first: most rows chose them."""
+        s = self.s
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // WARP)
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        smem = SmemAllocator()
+        buffers = self.buffers(smem, {"k": (ROWS, s.head, 1), "v": (ROWS, s.head_v, 1),
+                                      "q": (ROWS, s.head, STAGES), "do": (ROWS, s.head_v, STAGES)})  # fmt: skip
+        layout = cute.make_layout((self.padded, 2, self.slots, STAGES))
+        buffers["values"] = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        places = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
+        once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, STAGES, STAGES))
+        self.initialise(full, empty, STAGES, once, thread)
+        mine = self.chosen(index, choosing_ends, offsets, blocks)
+        if mine.keys > 0:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(FEW)
+                if warp_index == 0:
+                    self.fetch_for_block(atoms, buffers, places, (once, full, empty), values, choosing, mine, rows)
+            else:
+                cute.arch.setmaxregister_increase(MANY)
+                self.differentiate_block(dk, dv, buffers, places, (once, full, empty), mine, scale, thread - GROUP)
+
+    name(by_blocks, "cudnn_attention_selection_backward_blocks_sm90")
+
+    @cute.jit
+    def chosen(self, index: Int32, ends: cute.Tensor, offsets: cute.Tensor, blocks: Int32) -> Chosen:
+        """What a CTA has. All lanes of a warp take part."""
+        s = self.s
+        per_block = -(-s.block // ROWS)
+        head, part, block = index % s.key_heads, index // s.key_heads % per_block, index // s.key_heads // per_block
+        sequence, own = sequences.find_block(offsets, block, s.block)
+        first = Int32(offsets[sequence])
+        key = own * s.block + part * ROWS
+        keys = cutlass.min(offsets[sequence + 1] - first - key, min(s.block, ROWS))
+        place = head * blocks + block
+        return Chosen(head, key, first, keys, ends[place], ends[place + 1])
+
+    @cute.jit
+    def fetch_for_block(
+        self, atoms: Any, buffers: Any, places: cute.Tensor, barriers: Any, values: cute.Tensor, choosing: cute.Tensor,
+        mine: Chosen, rows: Int32,
+    ) -> None:  # fmt: skip
+        """One warp: fetches K and V, then Q, dO and what belongs to them of the rows of the list."""
+        s = self.s
+        lane = cute.arch.lane_idx()
+        (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
+        once, full, empty = barriers
+        keys_of = (mine.head, Int32(0), mine.first, mine.key + mine.keys)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(ROWS, s.head + s.head_v))
+        for atom, tensor, buffer, width in ((atom_k, mK, "k", s.head), (atom_v, mV, "v", s.head_v)):
+            source = cute.domain_offset((mine.key, 0), sequences.copied_rows(tensor, *keys_of))
+            tile = cute.local_tile(source, (ROWS, width), (0, 0))
+            whole, part_of = partition(atom, 0, 1, buffers[buffer][None, None, 0], tile)
+            cute.copy(atom, part_of, whole, tma_bar_ptr=once)
+        sides = []
+        for atom, tensor, buffer, width in ((atom_q, mQ, "q", s.head), (atom_do, mdO, "do", s.head_v)):
+            box = (self.padded, width)
+            source = cute.domain_offset((mine.head * s.group, 0, 0), tensor)
+            target = cute.local_tile(buffers[buffer], (*box, STAGES), (None, 0, 0))
+            sides.append((atom, *partition(atom, 0, 1, target, cute.local_tile(source, box, (0, 0, None)))))
+        count = mine.end - mine.begin
+        size = self.bytes(self.columns, s.head + s.head_v) + self.columns * 8
+        held = Int32(rows)
+        for step in cutlass.range(cute.ceil_div(count, self.slots), unroll=1):
+            stage, phase = step % STAGES, step // STAGES % 2
+            if step * self.slots % WARP == 0:
+                held = Int32(rows)  # no row: zeros, and P is 0
+                if step * self.slots + lane < count:
+                    held = choosing[mine.begin + step * self.slots + lane]
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            for slot in cutlass.range_constexpr(self.slots):
+                row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
+                with cute.arch.elect_one():
+                    places[slot, stage] = row - mine.first - mine.key
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
+            for slot in cutlass.range_constexpr(self.slots):
+                row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
+                for copy, to, of in sides:
+                    cute.copy(copy, of[None, row], to[None, stage, slot], tma_bar_ptr=full + stage)
+                with cute.arch.elect_one():
+                    self.copy_values(values[None, None, mine.head, row], buffers["values"][None, None, slot, stage],
+                                     full + stage)  # fmt: skip
+
+    def copy_values(self, source: cute.Tensor, target: cute.Tensor, full: Any) -> None:
+        """Starts a copy of the values of a row's heads."""
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target.iterator.toint(), source.iterator.toint(), Int32(self.padded * 8), full.toint()],
+        )
+
+    @cute.jit
+    def differentiate_block(
+        self, dk: cute.Tensor, dv: cute.Tensor, buffers: Any, places: cute.Tensor, barriers: Any, mine: Chosen,
+        scale: Float32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """The warpgroup: dK and dV of the keys. S^T and dP^T have keys in rows, and go on from registers."""
+        s, m = self.s, self.columns
+        once, full, empty = barriers
+        score_mma = self.mma(m, OperandMajorMode.K)
+        dk_mma, dv_mma = (self.mma(x, OperandMajorMode.MN, warpgroup.OperandSource.RMEM) for x in (s.head, s.head_v))
+        score, key, value = (x.get_slice(thread) for x in (score_mma, dk_mma, dv_mma))
+        some_q, some_do = (
+            cute.local_tile(buffers[x], (m, width, STAGES), (0, 0, 0)) for x, width in (("q", s.head), ("do", s.head_v))
+        )
+        tSrK, tSrV = (score_mma.make_fragment_A(score.partition_A(buffers[x][None, None, 0])) for x in "kv")
+        tSrQ, tSrdO = (score_mma.make_fragment_B(score.partition_B(x)) for x in (some_q, some_do))
+        tKrQ = dk_mma.make_fragment_B(key.partition_B(sequences.turned(some_q)))
+        tVrdO = dv_mma.make_fragment_B(value.partition_B(sequences.turned(some_do)))
+        scores, gradients = (cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, m)), Float32) for _ in range(2))
+        acc_dk = cute.make_rmem_tensor(dk_mma.partition_shape_C((ROWS, s.head)), Float32)
+        acc_dv = cute.make_rmem_tensor(dv_mma.partition_shape_C((ROWS, s.head_v)), Float32)
+        acc_dk.fill(0.0)
+        acc_dv.fill(0.0)
+        cute.arch.mbarrier_wait(once, 0)
+        for step in cutlass.range(cute.ceil_div(mine.end - mine.begin, self.slots), unroll=1):
+            stage, phase = step % STAGES, step // STAGES % 2
+            shared = buffers["values"][None, None, None, stage]
+            cute.arch.mbarrier_wait(full + stage, phase)
+            self.multiply(score_mma, scores, tSrK, tSrQ[None, None, None, stage], False)
+            self.multiply(score_mma, gradients, tSrV, tSrdO[None, None, None, stage], False)
+            warpgroup.wait_group(1)
+            if const_expr(s.causal):
+                self.hide_later(scores, places[None, stage], thread)
+            shifts = self.of_columns(shared, 0, thread)
+            for slot in cutlass.range_constexpr(2):
+                for place, i in enumerate(self.score_rows.order(m, slot)):
+                    scores[i] = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[place], fastmath=True)
+            operand = self.operand(dv_mma, scores, m)
+            self.multiply(dv_mma, acc_dv, operand, tVrdO[None, None, None, stage], True)
+            warpgroup.wait_group(1)
+            products = self.of_columns(shared, 1, thread)
+            for slot in cutlass.range_constexpr(2):
+                for place, i in enumerate(self.score_rows.order(m, slot)):
+                    gradients[i] = scores[i] * (gradients[i] - products[place])
+            operand = self.operand(dk_mma, gradients, m)
+            self.multiply(dk_mma, acc_dk, operand, tKrQ[None, None, None, stage], True)
+            warpgroup.wait_group(0)
+            self.release(empty + stage)
+        for slot in cutlass.range_constexpr(2):
+            row = self.score_rows.row(thread, slot)
+            if row < mine.keys:
+                out = mine.first + mine.key + row
+                self.write_pairs(dk[out, mine.head, None], acc_dk, s.head, slot, scale, thread)
+                self.write_pairs(dv[out, mine.head, None], acc_dv, s.head_v, slot, Float32(1.0), thread)
+
+    def of_columns(self, values: cute.Tensor, which: int, thread: Int32) -> cute.Tensor:
+        """One of the two values of each column that a thread has: a head of a row. Two columns are neighbours."""
+        found = cute.make_rmem_tensor(self.columns // 4, Float32)
+        for i in range(self.columns // 8):
+            head, slot = i * 8 % self.padded, i * 8 // self.padded
+            source = cute.local_tile(values[None, which, slot], (2,), (head // 2 + thread % 4,))
+            cute.autovec_copy(source, cute.local_tile(found, (2,), (i,)))
+        return found
+
+    @cute.jit
+    def hide_later(self, scores: cute.Tensor, places: cute.Tensor, thread: Int32) -> None:
+        """Makes scores of keys behind a row's own place -inf. The list rises: the first row tells if there are any."""
+        if places[0] < ROWS - 1:
+            for slot in cutlass.range_constexpr(2):
+                key = self.score_rows.row(thread, slot)
+                for place, i in enumerate(self.score_rows.order(self.columns, slot)):
+                    of_row = places[place // 2 * 8 // self.padded]
+                    scores[i] = Float32(select_(key <= of_row, scores[i], -Float32.inf))

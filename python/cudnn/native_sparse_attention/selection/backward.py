@@ -1,0 +1,147 @@
+"""Selection attention, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan, kernel_plan
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.selection.api import BLOCKS, LISTS
+from cudnn.native_sparse_attention.selection.inverse import choosing_rows
+from cudnn.sdpa.base import keys, queries
+from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS = ((64, 64), (128, 128))
+"""Elements of a head, in Q and K and in V."""
+MOST_HEADS = 64
+
+
+class SelectionAttentionBackward(Sparse):
+    """The gradients of :class:`SelectionAttention`.
+
+        p  = exp(scale_softmax * q k^T - lse)    over the keys of a row's blocks; d[i] = the sum of o do over row i
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
+
+    dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
+    results do not change from call to call. Rows behind the last sequence are left as they are. Hopper (sm_90a) only so
+    far. A call needs a workspace of 8 bytes for every row of every head of q, which PyTorch's allocator provides on the
+    stream of the call.
+
+    Args:
+        sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
+            dv like k and v. lse is (t, hq), ``m + l.log()`` of the forward pass.
+        sample_choosing, sample_choosing_ends: the rows that chose each block, from
+            :func:`cudnn.NSA.choosing_rows` with the same lists.
+        block_size, scale_softmax, is_causal, arch: as those of :class:`SelectionAttention`.
+    """
+
+    title = "selection attention, backward"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
+        TensorSpec("lse", AnyRowValues(), ("float32",)), queries("dq", "d", written=True),
+        keys("dk", "d", written=True), keys("dv", "dv", written=True), *LISTS,
+        TensorSpec("choosing", Contiguous("choices", alignment=4), ("int32",)),
+        TensorSpec("choosing_ends", Contiguous("numbered", alignment=4), ("int32",)),
+    )  # fmt: skip
+    returns = ("dq", "dk", "dv")
+    scalars = ("scale_softmax",)
+    sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
+    most_heads = MOST_HEADS
+    head_sizes = HEADS
+    example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
+    usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
+
+    block_size: int
+    is_causal: bool
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
+        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor, sample_block_indices: Tensor,
+        sample_block_counts: Tensor, sample_cum_seqlen_q: Tensor, sample_choosing: Tensor,
+        sample_choosing_ends: Tensor, block_size: int = 64, scale_softmax: float | None = None,
+        arch: str | None = None, is_causal: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
+        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor, block_indices_tensor: Tensor,
+        block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, choosing_tensor: Tensor,
+        choosing_ends_tensor: Tensor, scale_softmax: float | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
+                   dk_tensor, dv_tensor, block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor,
+                   choosing_tensor, choosing_ends_tensor)  # fmt: skip
+        self.run(tensors, (scale_softmax or None,), current_stream, None)
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        found = super().sizes_of(shapes, options)
+        rows, chosen, ends = found["sq"], shapes["block_indices"][-1], shapes["cum_seqlen_q"][0]
+        numbered = found["hk"] * (rows // options["block_size"] + ends - 1) + 1
+        more = {"dv": shapes["v"][-1], "chosen": chosen, "ends": ends, "numbered": numbered, "s": rows}
+        return {**found, **more, "sk": rows, "choices": rows * found["hk"] * chosen}
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        if self.block_size not in BLOCKS:
+            raise self.error("block_size", self.block_size, ", ".join(map(str, BLOCKS)))
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        heads = (sizes["d"], sizes["dv"])
+        configuration = SelectionBackwardConfiguration(
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal
+        )
+        return kernel_plan(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        reference.selection_backward(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d, dv, _ = shape
+        shapes = {
+            "q": (s, hq, d),
+            "k": (s, hk, d),
+            "v": (s, hk, dv),
+            "block_indices": (s, hk, 16),
+            "cum_seqlen_q": (2,),
+        }
+        return [{**cls.sizes_of(shapes, {"packed": True, "block_size": 64}), "b": 1}]
+
+
+def selection_attention_backward_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
+    block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, block_size: int = 64,
+    scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Turns the lists around, allocates the results, compiles where that was not done yet, and executes.
+
+    Returns ``dq_tensor, dk_tensor, dv_tensor``. Arguments and errors as those of :class:`SelectionAttentionBackward`.
+    """
+    lists = {"block_indices": block_indices_tensor, "block_counts": block_counts_tensor}
+    lists["cum_seqlen_q"] = cum_seqlen_q_tensor
+    results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
+    choosing, ends = choosing_rows(*lists.values(), block_size, is_causal)
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
+        **lists, "choosing": choosing, "choosing_ends": ends,
+    }  # fmt: skip
+    options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal}
+    operation = cached(SelectionAttentionBackward, tensors, options)
+    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
+    return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
+
+
+_cache_of_SelectionAttentionBackwardObjects = SelectionAttentionBackward.objects  # noqa: N816

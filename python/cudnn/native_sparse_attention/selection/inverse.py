@@ -1,0 +1,39 @@
+"""The lists of blocks that rows chose, turned around: for each block, the rows that chose it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.lazy import torch
+
+
+def choosing_rows(
+    block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size: int, is_causal: bool = False
+) -> tuple[Any, Any]:
+    """The rows that chose each block, in ascending order, and where each block's rows end; on the lists' device.
+
+    Args:
+        block_indices, block_counts, cum_seqlen: (t, hk, n), (t, hk) and (sequences + 1,), int32.
+        block_size: rows of a block.
+        is_causal: leaves out blocks that begin behind a row.
+
+    Returns:
+        ``choosing``, int32, (t * hk * n,): rows. ``choosing_ends``, int32, (hk * blocks + 1,), where blocks are
+        ``t // block_size + sequences``: block b of sequence i has number ``cum_seqlen[i] // block_size + i + b`` of its
+        head of k, and the rows from ``choosing_ends[number]`` to the next. A block that a row lists twice has it twice.
+    """
+    rows, heads, most = block_indices.shape
+    device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
+    blocks = rows // block_size + sequences
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    sequence = torch.searchsorted(cum_seqlen, row, right=True).sub_(1).clamp_(0, sequences - 1)
+    first, last = cum_seqlen[sequence], cum_seqlen[sequence + 1]
+    length = torch.where((row >= first) & (row < last), row - first + 1 if is_causal else last - first, 0)
+    present = (length + block_size - 1) // block_size  # blocks that the row may have
+    listed = torch.arange(most, device=device) < block_counts[..., None]
+    listed &= (block_indices >= 0) & (block_indices < present[:, None, None])
+    number = block_indices + (first // block_size + sequence).int()[:, None, None]
+    number += (blocks * torch.arange(heads, device=device, dtype=torch.int32))[:, None]
+    numbers, order = number.masked_fill(~listed, heads * blocks).flatten().sort(stable=True)
+    ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32))
+    return (order // (heads * most)).int(), ends.int()
