@@ -442,7 +442,7 @@ class Gemm:
         mma = self.tiled_mma(self.summed)
         part = mma.get_slice(thread)
         portions = self.portions(share)
-        operands = [self.operands(mma, part, sA, sB, portion) for portion in portions]
+        operands = [self.portion_operands(mma, part, sA, sB, portion) for portion in portions]
         sums = self.fragment(Float32, self.summed, 64)
         stage, phase = position % ring.stages, position // ring.stages % 2
         acc.fill(0.0)
@@ -471,7 +471,7 @@ class Gemm:
         rows = self.group_rows // 64
         return [(share * rows + row, column) for row in range(rows) for column in range(self.tile_n // self.summed)]
 
-    def operands(
+    def portion_operands(
         self, mma: Any, part: Any, sA: cute.Tensor, sB: cute.Tensor, portion: tuple[Any, int]
     ) -> tuple[Any, Any]:
         """A's rows and B's columns of a portion, in shared memory."""
