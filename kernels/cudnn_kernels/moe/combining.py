@@ -37,6 +37,7 @@ class Combine:
             grid=[cute.ceil_div(given["out"].shape[0], tokens) * c.slices, 1, 1],
             block=[-(-tokens * c.width // WARP) * WARP, 1, 1],
             stream=given["stream"],
+            min_blocks_per_mp=1,  # else the compiler saves registers, and loads three rows at a time
         )
 
     @cute.kernel
@@ -111,8 +112,9 @@ class CombineGradient(Combine):
         threads = min(self.c.most_threads, -(-self.columns // WARP) * WARP)
         tensors = [given.get(x) for x in ("rows", "row_of_choice", "weights", "out", "d_rows", "d_weights")]
         self.gradients(*tensors, threads).launch(
-            grid=[given["out"].shape[0], 1, 1], block=[threads, 1, 1], stream=given["stream"]
-        )
+            grid=[given["out"].shape[0], 1, 1], block=[threads, 1, 1], stream=given["stream"],
+            min_blocks_per_mp=1,
+        )  # fmt: skip
 
     @cute.kernel
     def gradients(
