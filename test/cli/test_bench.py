@@ -31,6 +31,7 @@ from cudnn.bench import (
     declared,
     gemm,
     grouped,
+    moe,
     monitor,
     operands,
     report,
@@ -389,6 +390,20 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> tor
     if b.ndim == 2:
         return torch.stack([a[:, x:y] @ b[x:y] for x, y in spans])
     return torch.cat([a[x:y] @ b[e] for e, (x, y) in enumerate(spans)])
+
+
+def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
+    assert moe.products(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
+    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
+    for problem in benchmark.problems(bench.Options("bf16", (shape,))):
+        rows = bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+        assert [row.refused for row in rows] == ["", ""], problem.label
+    assert len(benchmark.problems(bench.Options("bf16"))) == 9
+    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 24
+    assert "wrong result: y is off by" in moe.candidates(shape, "forward")[1].check({"y": torch.zeros(50, 64)})
 
 
 def test_layers_of_models_and_routings() -> None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from cudnn import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = tuple(registry.packages())
-"""Names of the fused APIs."""
+BENCHMARKS = (*registry.packages(), "moe")
+"""Names of the fused APIs, and of a whole layer of experts."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
@@ -73,10 +73,12 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
-    from cudnn.bench import declared, grouped, whole
+    from cudnn.bench import declared, grouped, moe, whole
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
+    if name == moe.NAME:
+        return moe.benchmark()
     api: Any = registry.find(name)
     kinds = {DenseGemm: declared.benchmark, ExpertsGemm: grouped.benchmark}
     return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.benchmark)(api)

@@ -26,7 +26,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"The fused API: {', '.join(bench.BENCHMARKS)}.")] = "",
+    name: Annotated[str, typer.Argument(help=f"The fused API, or moe: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
     every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
