@@ -59,7 +59,7 @@ class GemmProblem:
     ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
     caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits. ``halves``: blocks of
     32 columns of the product come in turn from the two halves of B's rows, of which B has a multiple of 64; B is
-    K-major and has no scale factors then.
+    K-major and has no scale factors then. ``groups``: the experts that share the rows, or k.
     """
 
     a: Operand
@@ -72,3 +72,4 @@ class GemmProblem:
     cluster: tuple[int, int] | None = None
     accurate: bool = False
     halves: bool = False
+    groups: int = 1

@@ -36,16 +36,19 @@ What a role keeps during its work costs registers: tiles that are found by arith
 class Feed:
     """The tiles of this cluster. So many warps of the CTA as there are ``readers`` ask for them.
 
-    A warp that has asked once asks until it is told that there is none. ``cluster`` is the layout of the CTAs that
-    share the answers of cluster launch control, where ``dynamic``.
+    A warp that has asked once asks until it is told that there is none; with ``turns``, where warpgroups take every
+    second tile, it may then ask once more. ``cluster`` is the layout of the CTAs that share the answers of cluster
+    launch control, where ``dynamic``.
     """
 
     def __init__(
-        self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, dynamic: bool = False, cluster: Any = None
-    ) -> None:
+        self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, dynamic: bool = False, cluster: Any = None,
+        turns: bool = False,
+    ) -> None:  # fmt: skip
         _, _, self.index = cute.arch.block_idx()
         _, _, self.step = cute.arch.grid_dim()
         self.tiles, self.parameters, self.readers, self.dynamic = tiles, parameters, readers, dynamic
+        self.ends = 2 if turns else 1  # tiles that there are not, at the end of the ring
         self.broadcast = tiles.o.searches or dynamic
         if self.broadcast:
             self.ring = Ring.allocate(smem, STAGES)
@@ -83,9 +86,31 @@ class Feed:
             return self.read(*advanced(self.ring, *cursor[:2]))
         return (cursor[0] + self.step,)
 
-    def nothing(self) -> Cursor:
-        """The place of no tile, where there is a ring: nothing of it needs to be kept in registers."""
-        return Int32(0), Int32(0), self.tile([Int32(0)] * len(self.told))
+    def in_turn(self, number: Int32) -> tuple[Cursor, Work]:
+        """The place of a warpgroup's first tile, the first one or the second by ``number``, and the first tile.
+
+        All warpgroups run the same instructions: where only one of them reads, the compiler takes what is read for
+        different in different lanes, and moves it into uniform registers at every product.
+        """
+        if not self.broadcast:
+            return (self.index + number * self.step,), self.work((self.index,))
+        return self.read_in_turn(number)
+
+    @cute.jit
+    def read_in_turn(self, number: Int32) -> tuple[Cursor, Work]:
+        """The same, from the ring."""
+        cute.arch.mbarrier_wait(self.ring.full, 0)
+        first = self.tile(self.words_of(Int32(0)))
+        cute.arch.mbarrier_wait(self.ring.full + number, 0)
+        mine = self.tile(self.words_of(number))
+        lane = cute.arch.lane_idx()
+        if lane <= number:
+            cute.arch.mbarrier_arrive(self.ring.empty + lane)
+        return (number, Int32(0), mine), first
+
+    def words_of(self, stage: Int32) -> list[Int32]:
+        """What a buffer tells. All lanes read the same, and have read it when these shuffles are done."""
+        return [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(len(self.told))]
 
     def tile(self, told: Sequence[Int32]) -> Work:
         """A tile by what is particular to it."""
@@ -103,8 +128,7 @@ class Feed:
     def read(self, stage: Int32, phase: Int32) -> Cursor:
         """The tile in a buffer, with its place."""
         cute.arch.mbarrier_wait(self.ring.full + stage, phase)
-        # All lanes read the same, and have read it when these shuffles are done.
-        told = [cute.arch.make_warp_uniform(self.words[i, stage]) for i in range(len(self.told))]
+        told = self.words_of(stage)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.ring.empty + stage)
         return stage, phase, self.tile(told)
@@ -113,12 +137,12 @@ class Feed:
     def serve(self) -> None:
         """One warp: finds the tiles for all roles. With cluster launch control, that of the first CTA asks for all."""
         stage, phase = Int32(0), Int32(1)
-        index, more = self.index, Int32(1)
+        index, more, ends = self.index, Int32(1), Int32(self.ends)
         state = self.tiles.start()
         if const_expr(self.dynamic):
             writer, reader = self.queries.make_producer(), self.queries.make_consumer()
             leads = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0
-        while more != 0:
+        while ends > 0:
             work, state = self.tiles.find(self.parameters, index, state)
             cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
             if cute.arch.lane_idx() == 0:
@@ -126,6 +150,7 @@ class Feed:
                 cute.arch.mbarrier_arrive(self.ring.full + stage)
             stage, phase = advanced(self.ring, stage, phase)
             more = work.valid
+            ends -= 1 - more
             if const_expr(not self.dynamic):
                 index += self.step
             elif more != 0:  # whoever was told that there are no more may not ask again

@@ -215,7 +215,8 @@ class Gemm:
         ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
-        self.feed = Feed(self.tiles, scheduled, 1 + len(self.sides) + gatherers + CONSUMERS * WARPS, smem)
+        readers = 1 + len(self.sides) + gatherers + CONSUMERS * WARPS
+        self.feed = Feed(self.tiles, scheduled, readers, smem, turns=self.c.pingpong)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
@@ -229,7 +230,7 @@ class Gemm:
         cute.arch.mbarrier_init_fence()
         meet(self.cluster)
 
-        self.operands = self.copied_operands(atoms, tensors, (sA, sB))
+        self.brought = self.copied_operands(atoms, tensors, (sA, sB))
         if const_expr(gatherers):
             self.gathers = self.gather(gathered, ((sA, layout_a), (sB, layout_b)), ring)
         if group == 0:
@@ -272,7 +273,7 @@ class Gemm:
                 for i in cutlass.range_constexpr(len(self.copied)):
                     side = const_expr(self.copied[i])
                     from_k, end = self.along_k(side, first, work.k_end, last[side])
-                    fetch(self.operands[i], (starts[side], from_k), end, stage, full, places[side], masks[side])
+                    fetch(self.brought[i], (starts[side], from_k), end, stage, full, places[side], masks[side])
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
 
@@ -320,13 +321,13 @@ class Gemm:
         tCrB = mma.make_fragment_B(part.partition_B(sB))
         acc = self.fragment(Float32, self.tile_n)
         count, position = Int32(0), Int32(0)  # in the ring, of the next tile's operands
-        cursor = self.feed.first()
         if const_expr(c.pingpong):
-            if group == 1:
-                if self.feed.more(cursor):
-                    self.give_turn(group)
-                    position += self.feed.work(cursor).k_tiles(self.tile_k)
-                    cursor = self.feed.next(cursor)
+            cursor, first = self.feed.in_turn(group)
+            position = group * first.k_tiles(self.tile_k)
+            if group == 1 and first.valid != 0:
+                self.give_turn(group)
+        else:
+            cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
             tile = Tile(
@@ -358,22 +359,8 @@ class Gemm:
                     position += self.feed.work(cursor).k_tiles(self.tile_k)
             self.finish(acc, tile)
             count += 1
-            cursor = self.following(cursor)
+            cursor = self.feed.next(cursor)
         self.epilogue.drain(thread)
-
-    @cute.jit
-    def following(self, cursor: Any) -> Any:
-        """The place after another; with ping-pong there may be no tile, and so none after it."""
-        if const_expr(not self.c.pingpong):
-            cursor = self.feed.next(cursor)
-        elif const_expr(self.feed.broadcast):
-            found = self.feed.nothing()
-            if self.feed.more(cursor):
-                found = self.feed.next(cursor)
-            cursor = found
-        else:
-            cursor = self.feed.next(cursor)
-        return cursor
 
     @cute.jit
     def take_turn(self, group: Int32) -> None:

@@ -251,7 +251,7 @@ class FusedGemm(FusedAPI):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         problem = GemmProblem(
             self.operand("a"), self.operand("b"), tuple(self.operations()), self.schedule, sizes["n"], sizes["k"],
-            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate), self.weaves(),
+            self.mma_tiler_mn, self.cluster_shape_mn, bool(self.accurate), self.weaves(), sizes.get("experts", 1),
         )  # fmt: skip
         return GemmPlan(arch, problem)
 
