@@ -130,13 +130,13 @@ def selection_attention_backward_wrapper(
 
     Returns ``dq_tensor, dk_tensor, dv_tensor``. Arguments and errors as those of :class:`SelectionAttentionBackward`.
     """
-    lists = {"block_indices": block_indices_tensor, "block_counts": block_counts_tensor}
-    lists["cum_seqlen_q"] = cum_seqlen_q_tensor
+    given = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
     results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
-    choosing, ends = choosing_rows(*lists.values(), block_size, is_causal)
+    choosing, ends = choosing_rows(*given, block_size, is_causal)
     tensors = {
         "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
-        **lists, "choosing": choosing, "choosing_ends": ends,
+        "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,
+        "cum_seqlen_q": cum_seqlen_q_tensor, "choosing": choosing, "choosing_ends": ends,
     }  # fmt: skip
     options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal}
     operation = cached(SelectionAttentionBackward, tensors, options)

@@ -1,0 +1,431 @@
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from cudnn import launch
+from cudnn.errors import refusal
+from cudnn.experimental.ops import _graphs
+from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
+from cudnn.native_sparse_attention import NSA, reference
+from cudnn.native_sparse_attention.base import cached
+from cudnn.ops._registration import custom_op
+
+_WHERE = "nsa_attention"
+_NEWEST = 3
+"""At most so many of the newest blocks are in every row's list, as is the first one; top-k finds the others."""
+_NARROW = (torch.float16, torch.bfloat16)
+_window_cache: _graphs.GraphCache = {}
+_window_backward_cache: _graphs.GraphCache = {}
+Maybe = torch.Tensor | None
+
+
+def nsa_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    compressed_key: torch.Tensor,
+    compressed_value: torch.Tensor,
+    gates: torch.Tensor,
+    cu_seqlens: Maybe = None,
+    cu_seqlens_compressed: Maybe = None,
+    *,
+    block_size: int = 64,
+    compress_stride: int = 32,
+    selected_blocks: int = 16,
+    window_size: int = 512,
+    block_indices: Maybe = None,
+    scale: float | None = None,
+    max_seqlen: int | None = None,
+) -> torch.Tensor:
+    """Native sparse attention (J. Yuan et al., 2025), causal: the sum of three attentions, each times its gate.
+
+        out = gates[..., 0] * compression + gates[..., 1] * selection + gates[..., 2] * window
+
+    Compression attends to keys and values that stand for ``compress_stride`` rows each, and are given: a mean, or what
+    a model learned. Row i sees the compressed keys ``j < (i + 1) // r``, where r is the ratio of a sequence's lengths;
+    key j must come from rows before ``(j + 1) * r``. Selection attends to the rows up to i in the blocks of the row's
+    list: the first one, the newest, which are those from ``(i + 1) // block_size - 2`` on, and of the rest those with
+    the largest probabilities of compressed keys, summed over the heads that share a head of key. Window attends to the
+    newest ``window_size`` rows. Differentiable in all tensors but the lists; the choice of blocks is not
+    differentiated.
+
+    Args:
+        query: ``[B, H_q, S, D]``, or packed ``[T, H_q, D]`` with cu_seqlens. float16 or bfloat16; on the CPU also
+            float32 and float64. Memory in the order ``[B, S, H, D]`` is not copied.
+        key, value: ``[B, H_kv, S, D]`` and ``[B, H_kv, S, D_v]``, or ``[T, H_kv, D]`` and ``[T, H_kv, D_v]``.
+        compressed_key, compressed_value: the same with S_c or T_c rows.
+        gates: ``[B, H_q, S, 3]`` or ``[T, H_q, 3]``.
+        cu_seqlens, cu_seqlens_compressed: int32, 0 and where each sequence ends, of all rows, and of compressed ones.
+        block_size: rows of a block of the lists, a multiple of compress_stride.
+        selected_blocks: blocks in a row's list, more than 4; as many as there are where there are fewer.
+        window_size: 1 and more.
+        block_indices: ``[B, H_kv, S, n]`` or ``[T, H_kv, n]``, int32: lists to use in place of the computed ones;
+            -1 for none.
+        scale: None: ``D ** -0.5``.
+        max_seqlen: at least the length of the longest packed sequence; None: T. It changes what the window costs.
+
+    Returns:
+        ``[B, H_q, S, D_v]`` or ``[T, H_q, D_v]``, in the type of query.
+
+    Raises:
+        ValueError: shapes, types or sizes.
+        NotImplementedError: what the kernels do not have, such as gradients on an architecture without them.
+    """
+    packed = query.ndim == 3
+    _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
+    if window_size < 1:
+        raise ValueError(refusal(_WHERE, "window_size", window_size, "1 and more"))
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, k, v, ck, cv, g = (
+        x if packed else x.transpose(1, 2).flatten(0, 1)
+        for x in (query, key, value, compressed_key, compressed_value, gates)
+    )
+    if cu_seqlens is None or cu_seqlens_compressed is None:
+        ends, ends_compressed, longest = _ends(query), _ends(compressed_key), query.shape[2]
+    else:
+        ends, ends_compressed = cu_seqlens.int(), cu_seqlens_compressed.int()
+        longest = q.shape[0] if max_seqlen is None else max_seqlen
+    compressed, lse = nsa_compression(q, ck, cv, ends, ends_compressed, factor)
+    if block_indices is None:
+        if selected_blocks <= _NEWEST + 1:
+            raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {_NEWEST + 1}"))
+        best = nsa_top_k(
+            q.detach(), ck.detach(), lse, ends, ends_compressed, factor, selected_blocks - _NEWEST - 1,
+            block_size, compress_stride,
+        )  # fmt: skip
+        lists = torch.cat([_always(ends, q.shape[0], block_size)[:, None].expand(-1, k.shape[1], -1), best], -1)
+    else:
+        lists = block_indices if packed else block_indices.transpose(1, 2).flatten(0, 1)
+    selected, _ = nsa_selection(q, k, v, lists.int().contiguous(), ends, factor, block_size)
+    near, _ = nsa_window(q, k, v, ends, factor, window_size, longest)
+    g = g.unsqueeze(-1)
+    out = (g[:, :, 0] * compressed + g[:, :, 1] * selected + g[:, :, 2] * near).to(query.dtype)
+    return out if packed else out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
+    ends: tuple[Maybe, Maybe],
+) -> None:  # fmt: skip
+    """Raises for tensors that do not fit together."""
+    packed = q.ndim == 3
+    if packed != (ends[0] is not None) or packed != (ends[1] is not None):
+        got = tuple(None if x is None else tuple(x.shape) for x in ends)
+        allowed = "both, for [T, H, D]" if packed else "None, for [B, H, S, D]"
+        raise ValueError(refusal(_WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed))
+    if any(x.ndim != q.ndim for x in (k, v, ck, cv, gates)) or q.ndim not in (3, 4):
+        got = [tuple(x.shape) for x in (q, k, v, ck, cv, gates)]
+        raise ValueError(refusal(_WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors"))
+    row, head = (0, 1) if packed else (2, 1)
+    hq, hk, d, dv = q.shape[head], k.shape[head], q.shape[-1], v.shape[-1]
+    if hk == 0 or hq % hk:
+        raise ValueError(refusal(_WHERE, "heads of query", hq, f"multiples of the {hk} heads of key"))
+    first = q.shape[:1] if not packed else ()
+    wanted = {
+        "key": (k, q.shape[row], hk, d), "value": (v, q.shape[row], hk, dv), "gates": (gates, q.shape[row], hq, 3),
+        "compressed_key": (ck, ck.shape[row], hk, d), "compressed_value": (cv, ck.shape[row], hk, dv),
+    }  # fmt: skip
+    for name, (x, rows, heads, width) in wanted.items():
+        shape = (rows, heads, width) if packed else (*first, heads, rows, width)
+        if x.shape != shape:
+            raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(x.shape), str(shape)))
+    kinds = {
+        "query": q.dtype,
+        "key": k.dtype,
+        "value": v.dtype,
+        "compressed_key": ck.dtype,
+        "compressed_value": cv.dtype,
+    }
+    if len(set(kinds.values())) > 1:
+        raise ValueError(refusal(_WHERE, "types", kinds, "one type for all but gates", "call .to(query.dtype)"))
+
+
+def _ends(x: torch.Tensor) -> torch.Tensor:
+    """Where the sequences of ``[B, H, S, D]`` end."""
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[2]
+
+
+def _places(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """The place of each row in its sequence."""
+    row = torch.arange(rows, device=ends.device, dtype=torch.int32)
+    sequence = torch.searchsorted(ends, row, right=True) - 1
+    return row - ends[sequence.clamp(0, ends.shape[0] - 1)]
+
+
+def _always(ends: torch.Tensor, rows: int, block: int) -> torch.Tensor:
+    """The blocks that every row of packed sequences has in its list: ``[T, 4]``, with -1 where there are fewer."""
+    place = _places(ends, rows)
+    first_newest = ((place + 1) // block - 2).clamp(min=1)
+    newest = first_newest[:, None] + torch.arange(_NEWEST, device=ends.device)
+    newest = newest.masked_fill(newest > (place // block)[:, None], -1)
+    return F.pad(newest, (1, 0)).int()
+
+
+def _by_kernels(q: torch.Tensor) -> bool:
+    """Whether the classes of ``cudnn.NSA`` compute it; wider types are for tests on the CPU."""
+    return q.is_cuda or q.dtype in _NARROW
+
+
+def _row_values(q: torch.Tensor) -> torch.Tensor:
+    """Memory for a value for every row of every head."""
+    return q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
+
+
+def _run(api: Any, tensors: dict[str, Any], options: dict[str, Any]) -> None:
+    """Executes a class of ``cudnn.NSA`` on tensors by name."""
+    made = cached(api, tensors, options)
+    made.execute(**{api.parameters[name]: x for name, x in tensors.items()})
+
+
+@custom_op("nsa_compression", autocast=("q", "k", "v"))
+def nsa_compression(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed (O, log-sum-exp ``[T, H_q]``) of attention to compressed keys."""
+    o, lse = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "cum_seqlen_q": ends_q, "cum_seqlen_k": ends_k}
+    if _by_kernels(q):
+        _run(NSA.CompressionAttention, tensors, {"scale_softmax": scale})
+    else:
+        reference.compression(tensors, scale, 1.0, packed=True)
+    return o, lse
+
+
+@nsa_compression.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
+
+
+@custom_op("nsa_compression_bwd")
+def nsa_compression_bwd(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    tensors = {
+        "q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "cum_seqlen_q": ends_q,
+        "cum_seqlen_k": ends_k,
+    }  # fmt: skip
+    if q.is_cuda or launch.emulated_architecture():
+        allowed = "CPU tensors, outside of cudnn.emulation"
+        raise NotImplementedError(refusal(_WHERE, "gradient of compression", f"tensors on {q.device}", allowed))
+    reference.compression_backward(tensors, scale, packed=True)
+    return dq, dk, dv
+
+
+@nsa_compression_bwd.register_fake
+def _(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_compression(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.scale = inputs[5]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_compression(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, o, lse, ends_q, ends_k = ctx.saved_tensors
+    gradients = nsa_compression_bwd(d_o.contiguous(), q, k, v, o, lse, ends_q, ends_k, ctx.scale)
+    return *gradients, None, None, None
+
+
+nsa_compression.register_autograd(_differentiate_compression, setup_context=_setup_compression)
+
+
+@custom_op("nsa_top_k")
+def nsa_top_k(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+    count: int, block_size: int, compress_stride: int,
+) -> torch.Tensor:  # fmt: skip
+    """Packed lists ``[T, H_kv, count]`` of the blocks with the largest probabilities, from the log-sum-exp; then -1."""
+    scores = lse.new_empty((q.shape[0], k.shape[1], count))
+    indices = torch.empty_like(scores, dtype=torch.int32)
+    tensors = {
+        "q": q, "k": k, "lse": -lse * math.log2(math.e), "topk_scores": scores, "topk_indices": indices,
+        "cum_seqlen_q": ends_q, "cum_seqlen_k": ends_k,
+    }  # fmt: skip
+    if _by_kernels(q):
+        options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
+        _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale})
+    else:
+        reference.top_k(tensors, scale, block_size, compress_stride, count, packed=True)
+    return indices
+
+
+@nsa_top_k.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+    count: int, block_size: int, compress_stride: int,
+) -> torch.Tensor:  # fmt: skip
+    return lse.new_empty((q.shape[0], k.shape[1], count), dtype=torch.int32)
+
+
+def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that say which blocks each row has."""
+    counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
+    return {"block_indices": lists, "block_counts": counts, "cum_seqlen_q": ends}
+
+
+@custom_op("nsa_selection", autocast=("q", "k", "v"))
+def nsa_selection(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
+    o, sums, maxima = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _row_values(q)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
+    if _by_kernels(q):
+        options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
+        _run(NSA.SelectionAttention, tensors, options)
+    else:
+        reference.selection(tensors, scale, block_size, causal=True)
+    return o, maxima + sums.log()
+
+
+@nsa_selection.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
+
+
+@custom_op("nsa_selection_bwd")
+def nsa_selection_bwd(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    lists: torch.Tensor, ends: torch.Tensor, scale: float, block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    chosen = _lists(lists, ends)
+    if _by_kernels(q):
+        dq, dk, dv = NSA.selection_attention_backward_wrapper(
+            q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
+        )
+        return dq, dk, dv
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **chosen}
+    reference.selection_backward(tensors, scale, block_size, causal=True)
+    return dq, dk, dv
+
+
+@nsa_selection_bwd.register_fake
+def _(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    lists: torch.Tensor, ends: torch.Tensor, scale: float, block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _like(q), _like(k), _like(v)
+
+
+def _setup_selection(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.options = inputs[5:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_selection(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, o, lse, lists, ends = ctx.saved_tensors
+    gradients = nsa_selection_bwd(d_o.contiguous(), q, k, v, o, lse, lists, ends, *ctx.options)
+    return *gradients, None, None, None, None
+
+
+nsa_selection.register_autograd(_differentiate_selection, setup_context=_setup_selection)
+
+
+def _described(x: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
+    """Packed rows as the graph has them: (b, h, longest, d)."""
+    row, head, one = x.stride()
+    strides = (longest * row, head, row, one)
+    return torch.empty_strided((batch, x.shape[1], longest, x.shape[2]), strides, dtype=x.dtype, device="meta")
+
+
+def _window(
+    cache: _graphs.GraphCache, describe: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor],
+    ends: torch.Tensor, scale: float, window: int, longest: int,
+) -> None:  # fmt: skip
+    """Runs a graph of attention to the newest rows of packed sequences, with tensors by name."""
+    batch = ends.shape[0] - 1
+    packed = {name: x for name, x in {**inputs, **outputs}.items() if x.ndim == 3}
+    lengths = ends.diff().view(-1, 1, 1, 1)
+    inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}
+    inputs |= {f"offset_{name}": (ends.long() * x.stride(0)).view(-1, 1, 1, 1) for name, x in packed.items()}
+    described = {name: _described(x, batch, longest) for name, x in packed.items()}
+    options = {"attn_scale": scale, "diagonal_band_left_bound": window, "diagonal_band_right_bound": 0}
+    _graphs.run(cache, describe, inputs, outputs, options, described)
+
+
+@custom_op("nsa_window", autocast=("q", "k", "v"))
+def nsa_window(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float, window: int, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed O and, ``[B, H_q, longest, 1]``, the log-sum-exp of causal attention to the newest rows, by cuDNN."""
+    q, k, v = (_graphs.aligned(x) for x in (q, k, v))
+    o, stats = _window_results(q, v, ends, longest)
+    inputs, outputs = {"q": q, "k": k, "v": v}, {"o": o, "stats": stats}
+    _window(_window_cache, describe_forward, inputs, outputs, ends, scale, window, longest)
+    return o, stats
+
+
+def _window_results(
+    q: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    stats = (ends.shape[0] - 1, q.shape[1], longest, 1)
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
+
+
+@nsa_window.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float, window: int, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _window_results(q, v, ends, longest)
+
+
+@custom_op("nsa_window_bwd")
+def nsa_window_bwd(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
+    ends: torch.Tensor, scale: float, window: int, longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v."""
+    given = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
+    inputs = {name: _graphs.aligned(x) for name, x in given.items()} | {"stats": stats}
+    outputs = {"dq": _like(q), "dk": _like(k), "dv": _like(v)}
+    _window(_window_backward_cache, describe_backward, inputs, outputs, ends, scale, window, longest)
+    return outputs["dq"], outputs["dk"], outputs["dv"]
+
+
+@nsa_window_bwd.register_fake
+def _(
+    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
+    ends: torch.Tensor, scale: float, window: int, longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _like(q), _like(k), _like(v)
+
+
+def _setup_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_window(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, o, stats, ends = ctx.saved_tensors
+    gradients = nsa_window_bwd(d_o.contiguous(), q, k, v, o, stats, ends, *ctx.options)
+    return *gradients, None, None, None, None
+
+
+nsa_window.register_autograd(_differentiate_window, setup_context=_setup_window)

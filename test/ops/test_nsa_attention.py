@@ -1,0 +1,182 @@
+"""cudnn.ops.nsa_attention against one dense computation with masks, its gradients, layouts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn.ops import nsa_attention
+from support.selection import brief
+
+BLOCK, STRIDE, WINDOW = 8, 4, 6
+OPTIONS = {"block_size": BLOCK, "compress_stride": STRIDE, "window_size": WINDOW, "selected_blocks": 6}
+LENGTHS = (64, 88)
+
+
+def tensors(
+    lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, int] = (4, 2), d: int = 16, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """Packed arguments of a call: keys are compressed by a mean of theirs and values."""
+    rows = sum(lengths)
+    q = torch.randn(rows, heads[0], d, dtype=dtype)
+    k, v = (torch.randn(rows, heads[1], d, dtype=dtype) for _ in range(2))
+    found = {"query": q, "key": k, "value": v, "gates": torch.rand(rows, heads[0], 3, dtype=dtype)}
+    for name in ("key", "value"):
+        found[f"compressed_{name}"] = found[name].unflatten(0, (-1, STRIDE)).mean(1)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return {**found, "cu_seqlens": ends, "cu_seqlens_compressed": ends // STRIDE}
+
+
+def dense(call: dict[str, Any], block_indices: torch.Tensor | None = None) -> torch.Tensor:
+    """The definition, sequence by sequence and head by head, with one mask for each branch."""
+    results = []
+    for (first, last), (start, stop) in zip(
+        pairwise(call["cu_seqlens"].tolist()), pairwise(call["cu_seqlens_compressed"].tolist()), strict=True
+    ):
+        q, k, v, gates = (call[x][first:last].double() for x in ("query", "key", "value", "gates"))
+        ck, cv = (call[f"compressed_{x}"][start:stop].double() for x in ("key", "value"))
+        n, group = last - first, q.shape[1] // k.shape[1]
+        row = torch.arange(n)[:, None]
+        outs = []
+        for head in range(k.shape[1]):
+            mine = q[:, head * group : (head + 1) * group].transpose(0, 1) / math.sqrt(q.shape[2])
+            complete = torch.arange(stop - start) < (row + 1) // (n // (stop - start))
+            scores = (mine @ ck[:, head].T).masked_fill(~complete, -math.inf)
+            p = scores.softmax(-1).nan_to_num(0.0)
+            lists = chosen(p.detach().sum(0)) if block_indices is None else block_indices[first:last, head]
+            seen = torch.zeros(n, -(-n // BLOCK) + 1, dtype=torch.bool).scatter_(
+                1, lists.long() % (-(-n // BLOCK) + 1), True
+            )
+            seen = seen[:, :-1].repeat_interleave(BLOCK, 1)[:, :n].tril()
+            near = (torch.arange(n) <= row) & (torch.arange(n) > row - WINDOW)
+            full = mine @ k[:, head].T
+            parts = [p @ cv[:, head]]
+            parts += [full.masked_fill(~mask, -math.inf).softmax(-1) @ v[:, head] for mask in (seen, near)]
+            weights = gates[:, head * group : (head + 1) * group].transpose(0, 1)
+            outs.append(sum(weights[..., i : i + 1] * part for i, part in enumerate(parts)))
+        results.append(torch.cat(outs).transpose(0, 1))
+    return torch.cat(results)
+
+
+def chosen(p: torch.Tensor) -> torch.Tensor:
+    """The list of every row, from the probabilities of compressed keys: the first, the newest and the best blocks."""
+    n, count = p.shape[0], OPTIONS["selected_blocks"]
+    lists = torch.full((n, count), -1)
+    for row in range(n):
+        newest = max((row + 1) // BLOCK - 2, 1)
+        always = [0, *range(newest, row // BLOCK + 1)]
+        scores = {b: float(p[row, b * BLOCK // STRIDE : (b + 1) * BLOCK // STRIDE].sum()) for b in range(1, newest)}
+        best = sorted(scores, key=scores.__getitem__, reverse=True)[: count - 4]
+        lists[row, : len(always) + len(best)] = torch.tensor(always + best)
+    return lists
+
+
+def test_the_sum_of_three_attentions() -> None:
+    call = tensors()
+    torch.testing.assert_close(nsa_attention(**call, **OPTIONS), dense(call), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+def test_half_precision(arch: str) -> None:
+    call = tensors((64, 96), (4, 2), 64, torch.float16)
+    options = {**OPTIONS, "block_size": 16, "compress_stride": 8}
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
+    with cudnn.emulation(arch) if arch else torch.no_grad():
+        found = nsa_attention(**call, **options)
+    assert found.dtype is torch.float16
+    torch.testing.assert_close(found.double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
+
+
+def leaves(call: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that are differentiated."""
+    names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+    return [call[name].requires_grad_() for name in names]
+
+
+def test_gradients_are_those_of_the_dense_computation() -> None:
+    call = tensors((24, 40))
+    of = leaves(call)
+    found = nsa_attention(**call, **OPTIONS)
+    expected = dense(call)
+    weights = torch.randn_like(found)
+    for mine, other in zip(*(torch.autograd.grad((x * weights).sum(), of) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_in_half_precision() -> None:
+    call = tensors((64, 96), (4, 2), 64, torch.float16)
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
+    weights, found = torch.randn(160, 4, 64), []
+    for given in (call, wide):
+        of = leaves(given)
+        out = nsa_attention(**given, **{**OPTIONS, "block_size": 16, "compress_stride": 8})
+        found.append(torch.autograd.grad((out * weights).sum(), of))
+    for mine, other in zip(*found, strict=True):
+        assert mine.dtype is torch.float16
+        assert (mine.double() - other).norm() < 4e-3 * other.norm()
+
+
+def test_numeric_gradients() -> None:
+    call = tensors((16,), (2, 1), 8)
+    lists = torch.tensor([[0, 1]], dtype=torch.int32).expand(16, 1, 2).contiguous()
+    names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
+    rest = {name: x for name, x in call.items() if name not in names}
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(**dict(zip(names, given, strict=True)), **rest, block_indices=lists, **OPTIONS)
+
+    assert torch.autograd.gradcheck(attend, leaves(call), fast_mode=True)
+
+
+def test_lists_of_the_caller() -> None:
+    call = tensors()
+    lists = torch.randint(-1, 8, (sum(LENGTHS), 2, 3), dtype=torch.int32)
+    lists[..., 0] = torch.cat([torch.arange(n) // BLOCK for n in LENGTHS])[
+        :, None
+    ]  # the row's own block: no row is empty
+    lists[..., 1:] = lists[..., 1:].masked_fill(lists[..., 1:] == lists[..., :1], -1)
+    lists[..., 2] = lists[..., 2].masked_fill(lists[..., 2] == lists[..., 1], -1)
+    found = nsa_attention(**call, block_indices=lists, **OPTIONS)
+    torch.testing.assert_close(found, dense(call, lists), atol=1e-6, rtol=1e-6)
+
+
+def test_sequences_of_one_length() -> None:
+    call = tensors((64, 64))
+    packed = nsa_attention(**call, **OPTIONS)
+    batched = {name: x.unflatten(0, (2, -1)).transpose(1, 2) for name, x in call.items() if "seqlens" not in name}
+    found = nsa_attention(**batched, **OPTIONS)
+    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
+
+
+def test_compiled_it_is_the_same() -> None:
+    call = tensors((64,))
+    of = leaves(call)
+    expected = nsa_attention(**call, **OPTIONS)
+    compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
+    found = compiled(**call, **OPTIONS)
+    torch.testing.assert_close(found, expected)
+    for mine, other in zip(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": None}, "cu_seqlens"),
+        ({"gates": torch.rand(152, 4, 2)}, "shape of gates"),
+        ({"compressed_key": torch.rand(38, 2, 8).double()}, "shape of compressed_key"),
+        ({"value": torch.rand(152, 2, 16)}, "types"),
+        ({"query": torch.rand(152, 3, 16).double()}, "heads of query"),
+        ({"key": torch.rand(1, 152, 2, 16).double()}, "shapes"),
+        ({"selected_blocks": 4}, "selected_blocks"),
+        ({"window_size": 0}, "window_size"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(**{**tensors(), **OPTIONS, **change})
