@@ -109,7 +109,7 @@ def listed(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {n: [w.clone().requires_grad_() for w in x.detach()] if n in WEIGHTS else x for n, x in t.items()}
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(st.data())
 def test_any_configuration(data: st.DataObject) -> None:
     draw = data.draw

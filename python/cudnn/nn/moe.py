@@ -40,6 +40,8 @@ class MoE(torch.nn.Module):
         correction_bias: See above.
         into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
             ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
+        group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
+            in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
         dtype: bfloat16 or float16.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
@@ -53,8 +55,8 @@ class MoE(torch.nn.Module):
         bias: bool = False, shared_experts: int = 0, shared_gate: bool = False, correction_bias: bool = False,
         into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True, renormalize: bool = False,
         n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0, linear_offset: float = 1.0,
-        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, device: Any = None,
-        dtype: torch.dtype = torch.bfloat16,
+        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, group: Any = None,
+        time_limit: float = 600.0, device: Any = None, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -73,7 +75,13 @@ class MoE(torch.nn.Module):
         numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
         self._numbers = dict(zip(NUMBERS, numbers, strict=True))
         made = {"device": device, "dtype": dtype}
-        count, wide = experts + shared_experts, intermediate * (2 if activation in GATED else 1)
+        ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        if experts % ranks or (group is not None and shared_experts):
+            got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
+            allowed = "as many experts on each rank, and no shared ones with a group"
+            raise ValueError(refusal("MoE", "experts", got, allowed, "make the shared experts a layer of their own"))
+        self._ranks = {"group": group, "time_limit": time_limit}
+        count, wide = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
         self.router = torch.nn.Linear(hidden, experts, bias=False, **made)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **made) if shared_gate else None
         self.up = torch.nn.Parameter(torch.empty(count, wide, hidden, **made))
@@ -127,7 +135,7 @@ class MoE(torch.nn.Module):
         sums = (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
         return moe_mlp(
             x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation, main_grads=sums,
-            **self._numbers,
+            **self._numbers, **self._ranks,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from cudnn.errors import refusal
 from cudnn.moe import layer
 from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Rows, is_list, shape_of
+from cudnn.moe.parallel import Ranks, on_ranks
 from cudnn.moe.routing import Routing, sort
 from cudnn.ops._registration import custom_op
 
@@ -31,6 +32,8 @@ def moe_mlp(
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
     main_grads: tuple[Weights, Weights] | None = None,
+    group: Any = None,
+    time_limit: float = 600.0,
 ) -> torch.Tensor:
     """The experts of a layer: each token through K of E small networks, and their weighted sum. Differentiable.
 
@@ -53,27 +56,53 @@ def moe_mlp(
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
             and down to; then these get none.
+        group: A process group of ``torch.distributed``: rank r has the experts from r E on, E of each rank, and routing
+            is that of all experts. A token travels once to each rank that has experts of it, and the sum of what they
+            make of it comes back. Every rank calls, with any number of tokens. The host waits for the sizes, so there
+            is no CUDA graph of it.
+        time_limit: Seconds to wait for all ranks of the group.
 
     Returns:
         ``[..., H]``, of the type of x. Sums are in float32.
 
     Raises:
-        ValueError: shapes, types, devices or an activation.
+        ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
+        RuntimeError: a rank of the group did not call within the time limit.
     """
     (up, down), tokens = (_listed(w) for w in (up, down)), x.reshape(-1, x.shape[-1])
     up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
+    ranks = None if group is None else Ranks(group, shape_of(up)[0], time_limit)
     if not isinstance(routing, Routing):
         indices, weights = routing
         _check_choices(tokens, indices, weights)
-        routing = Routing(indices, weights, *sort(indices.int().contiguous(), shape_of(up)[0]))
+        indices = indices.int().contiguous()
+        routing = Routing(indices, weights, *sort(indices, ranks.experts if ranks else shape_of(up)[0]))
+    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
+
+    def run(tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers)
+        return _on_one_rank(tokens, routing, *given)
+
+    if ranks is None:
+        return run(tokens, routing).view(x.shape)
+    sizes = f"{routing.indices.shape[1]} of {ranks.experts} experts, up {shape_of(up)}, down {shape_of(down)}"
+    layer = f"{sizes}, {x.dtype}, {activation} {numbers}"
+    return on_ranks(tokens, routing, ranks, layer, run).view(x.shape)
+
+
+def _on_one_rank(
+    tokens: torch.Tensor, routing: Routing, up: list[torch.Tensor], down: list[torch.Tensor],
+    up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, up_sums: list[torch.Tensor],
+    down_sums: list[torch.Tensor], activation: str, numbers: list[float],
+) -> torch.Tensor:  # fmt: skip
+    """The layer of these experts alone."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     y, _ = moe_mlp_fwd_primitive(
         tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
         up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, keeps,
     )  # fmt: skip
-    return y.view(x.shape)
+    return y
 
 
 def _listed(weights: Weights) -> list[torch.Tensor]:
@@ -145,7 +174,8 @@ def moe_mlp_fwd_primitive(
     experts = Experts(up, down, up_bias, down_bias, activation, numbers)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     if not token_of_row.numel():
-        return _empty(x, token_of_row, experts, keeps)
+        y, kept = _empty(x, token_of_row, experts, keeps)
+        return y.zero_(), kept
     rows = Rows(offsets, token_of_row, row_of_choice)
     return layer.forward(x.contiguous(), weights.contiguous(), rows, experts, keeps)
 
