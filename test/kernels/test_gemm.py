@@ -267,6 +267,12 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     assert launch.grid[2] > 4 or not choice.get("dynamic")
 
 
+def test_a_warpgroup_without_rows_multiplies_nothing() -> None:
+    """Of three tiles' halves, 64 rows each, one belongs to no row of its expert; two tiles of columns, and of k."""
+    launch = check_rows(HOPPER, PLAIN[0], [1, 129])
+    assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * (2 * 64)
+
+
 @pytest.mark.parametrize("arch", brief([(HOPPER,), (BLACKWELL,)], 0))
 def test_an_expert_loads_its_own_rows(arch: str) -> None:
     """What the epilogue loads ends where the expert does: the next one's infinities are in none of its maxima."""

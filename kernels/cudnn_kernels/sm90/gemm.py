@@ -350,6 +350,11 @@ class Gemm:
                 self.take_turn(group)
             if const_expr(c.promote):
                 self.promote(sA, sB, acc, ring, position, k_tiles, share, thread)
+            elif const_expr(self.tiles.clips_rows):
+                if cute.arch.make_warp_uniform(tile.row) < work.end:
+                    self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+                else:
+                    self.pass_over(ring, position, k_tiles)
             else:
                 self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
             position += k_tiles
@@ -408,6 +413,15 @@ class Gemm:
                 release(self.cluster, ring.empty + last)
         else:
             release(self.cluster, ring.empty + last)
+
+    @cute.jit
+    def pass_over(self, ring: Ring, position: Int32, k_tiles: Int32) -> None:
+        """Releases the operands of a tile of which this warpgroup has no rows: the other one multiplies faster then."""
+        stage, phase = position % ring.stages, position // ring.stages % 2
+        for _ in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+            release(self.cluster, ring.empty + stage)
+            stage, phase = advanced(ring, stage, phase)
 
     @cute.jit
     def promote(
