@@ -13,6 +13,7 @@ import cudnn
 from cudnn import registry
 from cudnn.fused import operator as operator_of
 from cudnn.fused.grouped import ExpertsGemm, numbered
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemm, grouped
 from support.gemms import BF16, E4M3, F16, F32
 
@@ -75,6 +76,24 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32, "a_index": I32}},
     {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
      "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "discrete_col_sfd": True, "generate_dbias": True},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "act_func": "dsituglu", "situ_beta1": 1.5, "situ_beta2": 4.0,
+     "inputs": {"c": F16, "beta": F32, "prob": F32, "dprob": F32}, "deterministic": True},
+    {"name": "grouped_gemm_dsrelu", "m": 220, "n": 320, "inputs": {"c": BF16, "prob": F32, "dprob": F32},
+     "deterministic": True, "generate_dbias": True, "tanh_clamp_scale": 3.0},
+    {"name": "grouped_gemm_glu", "n": 192, "inputs": {"prob": BF16, "bias": BF16}, "act_func": "situglu",
+     "situ_beta1": 1.5},
+    {"name": "grouped_gemm_glu", "kind": "nvfp4", "ends": (256, 512), "act_func": "situglu", "situ_beta2": 3.0},
+    {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}, "tanh_clamp_scale": 1.5},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "act_func": "dgeglu",
+     "inputs": {"c": BF16, "beta": F32, "prob": F32, "activation": BF16}},
+    {"name": "grouped_gemm_dsrelu", "kind": "mxfp8", "ends": (256, 768), "n": 160, "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "c": BF16, "prob": BF16}, "tanh_clamp_scale": 3.0},
+    {"name": "grouped_gemm_glu_hadamard", "kind": "nvfp4", "ends": (256, 256, 768), "n": 192,
+     "inputs": {"prob": F32, "bias": BF16}, "act_func": "situglu"},
+    {"name": "grouped_gemm_glu_hadamard", "ends": (64, 64, 208), "m": 220, "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_glu_hadamard", "ends": (64, 208), "inputs": {"prob": F32}, "act_func": "srelu"},
+    {"name": "grouped_gemm_glu_hadamard", "kind": "nvfp4", "ends": (256, 256, 512), "inputs": {"prob": F32},
+     "act_func": "geglu", "semantics": "1.23"},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 
@@ -90,7 +109,7 @@ def test_the_reference(case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
-BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a")]
+BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 11, "sm_100a"), (len(CASES) - 10, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
 KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
@@ -389,6 +408,38 @@ def test_older_semantics(monkeypatch: pytest.MonkeyPatch) -> None:
         grouped.run(p, "reference")
 
 
+def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positional arguments of both versions, told by where the experts' ends are; the meaning is a version's."""
+    p = grouped.problem("grouped_gemm_glu_hadamard", "nvfp4", (256, 512), inputs={"prob": F32})
+    g = p.given
+    newer = [g[key] for key in ("a", "sfa", "padded_offsets", "alpha", "prob", "b", "sfb")]
+    older = [g[key] for key in ("a", "b", "sfa", "sfb", "padded_offsets", "alpha", "prob")]
+    p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*newer)
+    grouped.check(p)
+    again = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
+    assert all(torch.equal(x, y) for x, y in zip(p.results, again, strict=True))
+    monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
+    p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
+    p.options["semantics"] = "1.23"
+    grouped.check(p)
+
+
+def test_the_hadamard_matrix_is_built_in() -> None:
+    """The same one may be given; another one only where it is not looked at."""
+    p = grouped.problem("grouped_gemm_glu_hadamard", ends=(64,), inputs={"prob": F32})
+    names = ("a", "padded_offsets", "alpha", "prob", "b")
+    samples = {f"sample_{name}": p.given[name] for name in names} | {"sample_sfa": None}
+    samples |= {"sample_c": torch.empty(64, 128, 1).bfloat16(), "sample_d": torch.empty(64, 64, 1).bfloat16()}
+    matrix = hadamard_matrix(16, BF16)
+    assert torch.equal(matrix.float(), grouped.signs_of(16))
+    for other, options in ((matrix, {"use_tmem_post_rht_amax": True}), (-matrix, {}), (matrix, {"semantics": "1.23"})):
+        assert cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=other, **options).check_support()
+    for options in ({"use_tmem_post_rht_amax": True}, {"semantics": "1.23"}):
+        made = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
+        with pytest.raises(NotImplementedError, match="hadamard tensor: got another matrix"):
+            made.check_support()
+
+
 # What is refused.
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
@@ -409,8 +460,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("grouped_gemm_quant", {}, {"padded_offsets": torch.zeros(3)}, ValueError, "padded_offsets tensor dtype"),
     ("grouped_gemm_quant", {}, {"bias": torch.zeros(3, 128)}, ValueError, "bias tensor shape mismatch"),
     ("grouped_gemm_glu", {"n": 96}, {}, ValueError, "columns of the product: got 96; allowed: multiples of 64"),
-    ("grouped_gemm_glu", {"act_func": "situglu"}, {}, NotImplementedError, "act_func: got 'situglu'"),
     ("grouped_gemm_glu", {"act_func": "relu"}, {}, ValueError, "act_func: got 'relu'"),
+    ("grouped_gemm_glu", {"act_func": "situglu", "situ_beta1": 0.0}, {}, ValueError, "situ_beta1: got 0.0"),
+    ("grouped_gemm_srelu", {"tanh_clamp_scale": -1.0}, {"prob": torch.rand(200)}, ValueError, "tanh_clamp_scale: got"),
+    ("discrete_grouped_gemm_swiglu", {"act_func": "situglu"}, {}, ValueError, "act_func: got 'situglu'"),
     ("grouped_gemm_srelu", {}, {}, ValueError, "prob_tensor is required"),
 ]  # fmt: skip
 

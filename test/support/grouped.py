@@ -128,6 +128,8 @@ def problem(
         elif key == "c":
             columns = n if "srelu" in name else 2 * n
             given[key] = 3 * torch.randn(m, columns, 1, device=device).to(dtype)
+        elif key == "activation":
+            given[key] = torch.full((m, n, 1), torch.nan, device=device).to(dtype)
         else:
             given[key] = (torch.rand(m, 1, 1, device=device) + 0.5).to(dtype)
     counts = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)], device=device)
@@ -159,7 +161,9 @@ def check(p: Problem, slack: float = 3e-5) -> None:
     found |= {"d": found["d_row"]} if "d_row" in found else {}
     if "amax" in found:
         roles = found["amax"].shape[1]
-        largest = torch.full((len(p.ends), roles), float("-inf"), dtype=torch.float64, device=x.device)
+        zero = p.name == "grouped_gemm_glu_hadamard" and p.options.get("semantics") != "1.23"
+        empty = 0.0 if zero else float("-inf")
+        largest = torch.full((len(p.ends), roles), empty, dtype=torch.float64, device=x.device)
         blocks = values.abs().unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3))
         largest.scatter_reduce_(0, p.experts[:, None].expand(-1, roles), blocks, "amax")
         torch.testing.assert_close(found["amax"].flatten(1).double(), largest, rtol=16 * slack, atol=0)
@@ -222,11 +226,24 @@ def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     columns = torch.arange(c.shape[1] // 2, device=c.device)
     gate = columns // 32 * 64 + columns % 32
     g, u = c[:, gate], c[:, gate + 32]
+    if p.options.get("act_func") == "situglu":
+        return situ(p, g, u) * p.value("prob")
     if p.options.get("act_func") == "geglu":
         top, bottom = p.options.get("glu_clamp_max", 7.0), p.options.get("glu_clamp_min", -7.0)
         g, u = g.clamp(max=top), u.clamp(bottom, top) + linear_offset(p)
     slope = p.options.get("geglu_alpha", 1.702) if p.options.get("act_func") == "geglu" else 1.0
     return u * g / (1 + torch.exp(-slope * g)) * p.value("prob")
+
+
+def situ(p: Problem, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    first, second = p.options.get("situ_beta1", 4.0), p.options.get("situ_beta2", 25.0)
+    return first * torch.tanh(g / first) * torch.sigmoid(g) * second * torch.tanh(u / second)
+
+
+def clamped(p: Problem, x: torch.Tensor) -> torch.Tensor:
+    """The ReLU of squared ReLUs."""
+    scale = p.options.get("tanh_clamp_scale")
+    return x.clamp(min=0) if scale is None else scale * torch.tanh(x.clamp(min=0) / scale)
 
 
 def linear_offset(p: Problem) -> float:
@@ -235,15 +252,35 @@ def linear_offset(p: Problem) -> float:
     return p.options.get("linear_offset", 0.0 if older else 1.0)
 
 
+def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    """The activation, rotated by 16 columns of a row in the older version; else by 16 tokens for another amax."""
+    y, signs = (srelu if p.options.get("act_func") == "srelu" else glu)(p, x, slack), signs_of(16).to(x)
+    if p.options.get("semantics") == "1.23":
+        assert len(p.results) == 3
+        return (y.to(BF16).double().unflatten(1, (-1, 16)) @ signs).flatten(1, 2)
+    found = p.results["post_rht_amax_tensor"]
+    for expert, start, end in zip(range(len(p.ends)), (0, *p.ends[:-1]), p.ends, strict=True):
+        rotated = signs @ y[start:end].to(BF16).double().unflatten(0, (-1, 16))
+        largest = rotated.abs().max() / 4 if end > start else torch.zeros(())
+        torch.testing.assert_close(found[expert, 0].double(), largest.double(), rtol=1e-2, atol=0)
+    return y
+
+
+def signs_of(size: int) -> torch.Tensor:
+    """Sylvester's matrix, from the bits that two numbers have in common."""
+    return torch.tensor([[1.0 - 2 * (bin(i & j).count("1") % 2) for j in range(size)] for i in range(size)])
+
+
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
     gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
-    return c.clamp(min=0) ** 2 * p.value("prob")
+    return clamped(p, c) ** 2 * p.value("prob")
 
 
 def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """alpha is squared for dswiglu and, now, for dgeglu; beta is for dswiglu and for operands without scale factors."""
-    swiglu, older = p.options.get("act_func", "dswiglu") == "dswiglu", p.options.get("semantics") == "1.23"
+    act_func, older = p.options.get("act_func", "dswiglu"), p.options.get("semantics") == "1.23"
+    swiglu = act_func != "dgeglu"
     alpha = p.value("alpha")[p.experts]
     x = x / alpha if older and not swiglu else x * alpha
     c = flat(p.given["c"])[: p.rows].double()
@@ -256,8 +293,10 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     top, bottom, offset, slope = (p.options.get(key, value) for key, value in numbers.items())
     offset, slope = (0.0, 1.0) if swiglu else (offset, slope)
     g_, u_ = (g, u) if swiglu else (g.clamp(max=top), u.clamp(bottom, top))
-    y = (u_ + offset) * g_ * torch.sigmoid(slope * g_)
+    y = situ(p, g, u) if act_func == "dsituglu" else (u_ + offset) * g_ * torch.sigmoid(slope * g_)
     by_gate, by_other = torch.autograd.grad(y, (g, u), x)
+    if "activation" in p.given:
+        gemms.assert_rounded(flat(p.given["activation"])[: p.rows], y.detach() * p.value("prob"), slack)
     d = torch.empty(p.rows, c.shape[1], dtype=torch.float64, device=x.device)
     d[:, gate], d[:, gate + 32] = by_gate, by_other
     if p.results["dprob_tensor"] is not None:
@@ -269,8 +308,8 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
 
 def dsrelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c, prob = flat(p.given["c"])[: p.rows].double(), p.value("prob")
-    older = p.options.get("semantics") == "1.23"
-    r, other = (x.clamp(min=0), c) if older else (c.clamp(min=0), x)
+    older, scale = p.options.get("semantics") == "1.23", p.options.get("tanh_clamp_scale")
+    r, other = (clamped(p, x), c) if older else (clamped(p, c), x)
     gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (r * r * other).sum(1), 10 * slack)
     assert (p.results["d_srelu_tensor"] is None) == older
     if not older:
@@ -279,7 +318,8 @@ def dsrelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
             gemms.assert_rounded(flat(p.results["d_srelu_tensor"])[: p.rows], again, slack)
         else:
             check_columns(p, p.results["d_srelu_tensor"], p.results["sfd_col_d_srelu_tensor"], again, slack)
-    return 2 * r * other * prob
+    slope = 1.0 if scale is None else 1 - (r / scale) ** 2
+    return 2 * r * slope * other * prob
 
 
 FORMULAS = {
@@ -287,6 +327,7 @@ FORMULAS = {
     "grouped_gemm_quant": quant,
     "grouped_gemm_glu": glu,
     "grouped_gemm_swiglu": glu,
+    "grouped_gemm_glu_hadamard": hadamard,
     "discrete_grouped_gemm_swiglu": glu,
     "grouped_gemm_srelu": srelu,
     "grouped_gemm_dglu": dglu,

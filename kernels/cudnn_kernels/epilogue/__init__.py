@@ -303,7 +303,9 @@ class Gate:
         y = (u + offset) f(g)
 
     with f(g) = g / (1 + exp(-slope g)) for the kind ``swish``, and max(g, 0) for ``relu``. A parameter that is a string
-    names a float that the caller passes. Without clamps nothing is clamped.
+    names a float that the caller passes. Without clamps nothing is clamped. For the kind ``situ``
+
+        y = beta2 tanh(u / beta2) f(g),    f(g) = beta1 tanh(g / beta1) / (1 + exp(-g))
     """
 
     kind: str = "swish"
@@ -311,10 +313,12 @@ class Gate:
     clamp_max: float | str | None = None
     clamp_min: float | str | None = None
     offset: float | str = 0.0
+    beta1: float | str = 4.0
+    beta2: float | str = 25.0
 
     def slots(self) -> tuple[Scalar, ...]:
         """The parameters that the caller passes."""
-        names = (self.slope, self.clamp_max, self.clamp_min, self.offset)
+        names = (self.slope, self.clamp_max, self.clamp_min, self.offset, self.beta1, self.beta2)
         return tuple(Scalar(name, "float32") for name in names if isinstance(name, str))
 
 
@@ -459,7 +463,9 @@ class Hadamard(Declaration):
 
 @dataclass(frozen=True)
 class SquaredRelu(Declaration):
-    """x = relu(x)^2."""
+    """x = relu(x)^2, or (s tanh(relu(x) / s))^2 with the number s = ``clamp``."""
+
+    clamp: float | None = None
 
 
 @dataclass(frozen=True)
@@ -467,11 +473,13 @@ class SquaredReluBackward(Declaration):
     """x = 2 relu(x) c, and the value ``prob_gradient`` = relu(x)^2 c, for a value ``c``.
 
     ``of_saved``: relu is that of c instead, x = 2 x relu(c), ``prob_gradient`` = x relu(c)^2 and, one more value,
-    ``activation`` = relu(c)^2.
+    ``activation`` = relu(c)^2. Then there may be a ``clamp`` too: with r = s tanh(relu(c) / s), ``activation`` = r^2,
+    ``prob_gradient`` = x r^2 and x = 2 x r (1 - (r / s)^2).
     """
 
     gradient: str = "c"
     of_saved: bool = False
+    clamp: float | None = None
 
     def makes(self, widths: Widths) -> Widths:
         names = ("prob_gradient", "activation") if self.of_saved else ("prob_gradient",)
@@ -506,11 +514,32 @@ class Amax(Declaration):
 
 
 @dataclass(frozen=True)
+class TileSums(Region):
+    """float32 sums of every row over the columns of each tile: (tiles, rows of all batches)."""
+
+    name: str
+    place: Place
+    COLUMNS: ClassVar[int] = 64  # of a tile, at least
+
+    def bytes(self, sizes: Sizes) -> Any:
+        """As many as of the narrowest tiles."""
+        tiles = (sizes[self.place.columns] + self.COLUMNS - 1) // self.COLUMNS
+        return tiles * sizes[self.place.rows] * sizes[self.place.batch] * 4
+
+
+@dataclass(frozen=True)
 class SumRow(Declaration):
-    """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. The order is not fixed."""
+    """s[m] += the sum of a value over the columns; ``s`` of the shape (m, 1, l), float32. The order is not fixed.
+
+    ``ordered``: each tile puts its sum into the workspace, and a second kernel adds them to s in their order.
+    """
 
     tensor: str
     value: str
+    ordered: bool = False
+
+    def regions(self, place: Place) -> tuple[Region, ...]:
+        return (TileSums(f"{self.tensor} sums", place),) if self.ordered else ()
 
     def width(self, widths: Widths) -> Fraction:
         return widths[self.value]

@@ -159,9 +159,11 @@ class Activation:
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
         given = dict(zip((slot.name for slot in gate.slots()), parameters, strict=True))
         self.kind = gate.kind
-        self.slope, self.largest, self.least, self.offset = (
-            given[x] if isinstance(x, str) else x for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset)
+        self.slope, self.largest, self.least, self.offset, *self.betas = (
+            given[x] if isinstance(x, str) else x
+            for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset, gate.beta1, gate.beta2)
         )
+        self.inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in self.betas]
 
     def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
         """g, and u plus the offset."""
@@ -173,12 +175,25 @@ class Activation:
             other = other + self.offset
         return gate, other
 
+    def bounded(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
+        """Of ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
+        first, second = (tanh(x * scale) for x, scale in zip((gate, other), self.inverses, strict=True))
+        return first, second, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
+
     def __call__(self, gate: Float32, other: Float32) -> Float32:
+        if self.kind == "situ":
+            first, second, sigmoid = self.bounded(gate, other)
+            return (self.betas[1] * second) * (self.betas[0] * first * sigmoid)
         gate, other = self.clamped(gate, other)
         return other * (relu(gate) if self.kind == "relu" else swish(gate, self.slope))
 
     def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
         """y, and its derivatives by the gate and by the other; they are NaN where one of the two is."""
+        if self.kind == "situ":
+            first, second, sigmoid = self.bounded(gate, other)
+            f, h = self.betas[0] * first * sigmoid, self.betas[1] * second
+            by_gate = h * sigmoid * ((1.0 - first * first) + self.betas[0] * first * (1.0 - sigmoid))
+            return h * f, by_gate, f * (1.0 - second * second)
         g, u = self.clamped(gate, other)
         if self.kind == "relu":
             by_other = relu(g)
@@ -211,7 +226,7 @@ class SquaredRelu(Operation):
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"].values
         for i in range(cute.size(x)):
-            y = relu(x[i])
+            y, _ = clamped_relu(x[i], self.o.clamp)
             x[i] = y * y
 
 
@@ -222,10 +237,11 @@ class SquaredReluBackward(Operation):
         x, c = values["x"].values, values[self.o.gradient].values
         gradient = self.plan.fragment(Float32, self.width)
         for i in range(cute.size(x)):
-            y, other = (relu(c[i]), x[i]) if self.o.of_saved else (relu(x[i]), c[i])
+            rectified, other = (c[i], x[i]) if self.o.of_saved else (x[i], c[i])
+            y, slope = clamped_relu(rectified, self.o.clamp)
             product = y * other
             gradient[i] = y * product
-            x[i] = product + product
+            x[i] = product + product if slope is None else (product + product) * slope
             if self.o.of_saved:
                 c[i] = y * y
         values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
@@ -243,6 +259,28 @@ def multiply(x: Fragment, width: int, some: Some, factor: Any) -> None:
 def relu(x: Float32) -> Float32:
     """max(x, 0), NaN for NaN."""
     return cute.arch.fmax(x, Float32(0.0), nan=True)
+
+
+def clamped_relu(x: Float32, clamp: float | None) -> tuple[Float32, Float32 | None]:
+    """max(x, 0), or s tanh(max(x, 0) / s) and its derivative where x is positive."""
+    y = relu(x)
+    if clamp is None:
+        return y, None
+    t = tanh(y * (1.0 / clamp))
+    return t * clamp, 1.0 - t * t
+
+
+def tanh(x: Float32) -> Float32:
+    """tanh(x), within a few ulp of the approximations: a series near 0, where 1 - 2 / (1 + exp(2 x)) loses digits."""
+    square = x * x
+    series = Float32(SERIES[-1])
+    for coefficient in reversed(SERIES[:-1]):
+        series = fma(series, square, Float32(coefficient))
+    rest = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exponential(x, -2.0))
+    return pick(square < 0.1, x * series, rest)
+
+
+SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

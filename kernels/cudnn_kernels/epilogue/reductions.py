@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cudnn_kernels.epilogue import BLOCK, BlockSums
+from cudnn_kernels.epilogue import BLOCK, BlockSums, TileSums
 from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.epilogue.fragment import (
     WARP,
@@ -71,6 +71,20 @@ class SumRow(Operation):
         for slot, places in indices(x, self.plan.width, some):
             accumulate_few(self.sums[slot], [x.values[i] for i in places], operator.add)
 
+    def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
+        super().__init__(declaration, plan, width)
+        if declaration.ordered and plan.parts * width < TileSums.COLUMNS:
+            raise ValueError(f"tile: got {plan.parts * width} columns; allowed: at least {TileSums.COLUMNS}, for sums")
+
+    def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        sums = arguments[self.o.tensor]
+        if not self.o.ordered:
+            return (sums,)
+        # A tensor (m, 1, l) of the first tiles' sums, and how far those of the next tiles are from there.
+        rows, batch = sums.shape[0], sums.shape[2]
+        blocks = cute.recast_ptr(arguments[f"{self.o.tensor} sums"], dtype=Float32)
+        return cute.make_tensor(blocks, cute.make_layout((rows, 1, batch), stride=(1, 0, rows))), Int32(rows * batch)
+
     def begin(self, tile: Tile) -> None:
         layout = self.plan.layout
         self.sums = [[Float32(0.0)] * layout.chains for _ in range(layout.slots)]
@@ -80,11 +94,48 @@ class SumRow(Operation):
             accumulate(sums, values[self.o.value].row_values(slot), operator.add)
 
     def end(self, tile: Tile) -> None:
-        (sums,) = self.parameters
+        sums, *apart = self.parameters
         layout = self.plan.layout
         for slot, mine in enumerate(self.sums):
             total = layout.across(functools.reduce(operator.add, mine), operator.add)
-            add_to_row(sums, self.row(tile, slot), tile, total, tile.thread % layout.neighbours == 0)
+            chosen = tile.thread % layout.neighbours == 0
+            if apart:
+                put_into_row(sums, self.row(tile, slot), tile, Int64(tile.column) * apart[0], total, chosen)
+            else:
+                add_to_row(sums, self.row(tile, slot), tile, total, chosen)
+
+    def follow(self, arguments: Mapping[str, Any]) -> None:
+        if not self.o.ordered:
+            return
+        target, threads = arguments[self.o.tensor], 256
+        offsets = arguments[self.plan.offsets] if self.plan.offsets else None
+        columns = self.plan.tile_columns
+        tiles = Int32(cute.ceil_div(arguments["n"], columns))
+        self.add_tiles(*self.prepare(arguments), target, offsets, tiles).launch(
+            grid=[cute.ceil_div(target.shape[0], threads), target.shape[2], 1],
+            block=[threads, 1, 1],
+            stream=arguments["stream"],
+        )
+
+    @cute.kernel
+    def add_tiles(
+        self, sums: cute.Tensor, apart: Int32, target: cute.Tensor, offsets: cute.Tensor | None, tiles: Int32
+    ) -> None:
+        """A thread for each row: the sums of its tiles, in their order."""
+        thread, _, _ = cute.arch.thread_idx()
+        height, _, _ = cute.arch.block_dim()
+        part, batch, _ = cute.arch.block_idx()
+        row, end = part * height + thread, Int32(target.shape[0])
+        if const_expr(offsets is not None):
+            end = offsets[offsets.shape[0] - 1]
+        if row < end:
+            total = Float32(0.0)
+            first = sums.iterator + cute.crd2idx((row, 0, batch), sums.layout)
+            for i in cutlass.range(tiles, unroll=4):
+                total += cute.arch.load(first + Int64(i) * apart, Float32)
+            target[row, 0, batch] = target[row, 0, batch] + total
+
+    name(add_tiles, "cudnn_sum_rows")
 
 
 class SumColumn(Operation):
@@ -187,6 +238,13 @@ def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
     if cute.arch.lane_idx() == 0:
         place = cute.recast_ptr(amax.iterator + index, dtype=Int32)
         cute.arch.red(place, bits, op="max", dtype="s32", sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def put_into_row(sums: cute.Tensor, row: Int32, tile: Tile, first: Int64, value: Float32, chosen: Any) -> None:
+    """Writes an element of a tensor (m, 1, l), so far from there, if the row is the tile's and the thread is chosen."""
+    if chosen and row < tile.end:
+        cute.arch.store(sums.iterator + (first + cute.crd2idx((row, 0, tile.batch), sums.layout)), value)
 
 
 @cute.jit

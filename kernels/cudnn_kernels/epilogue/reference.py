@@ -81,6 +81,9 @@ def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
 
 def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
     gate, other = parts(values["x"], o.gate_first)
+    if o.gate.kind == "situ":
+        values["x"] = situ(o.gate, gate, other, arguments)[0].flatten(1, 2)
+        return
     g, u = clamped(o.gate, gate, other, arguments)
     values["x"] = (u * gate_function(o.gate, g, arguments)).flatten(1, 2)
 
@@ -88,19 +91,34 @@ def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
 def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
     x, saved = values["x"], values[o.saved]
     gate, other = parts(saved, o.gate_first)
-    g, u = clamped(o.gate, gate, other, arguments)
-    f = gate_function(o.gate, g, arguments)
-    by_gate, by_other = u * gate_slope(o.gate, g, arguments), f
-    largest, least = (arguments[x] if isinstance(x, str) else x for x in (o.gate.clamp_max, o.gate.clamp_min))
+    y, by_gate, by_other = (situ if o.gate.kind == "situ" else swished)(o.gate, gate, other, arguments)
+    wide = x.new_empty(saved.shape)
+    for target, by in zip(parts(wide, o.gate_first), (by_gate, by_other), strict=True):
+        target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * by)
+    y = y.flatten(1, 2)
+    values.update(x=wide, activation=y, prob_gradient=x * y)
+
+
+def situ(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> tuple[Any, Any, Any]:
+    """y and its derivatives, of the kind ``situ``."""
+    beta1, beta2 = (arguments[x] if isinstance(x, str) else x for x in (o.beta1, o.beta2))
+    first, second, sigmoid = (gate / beta1).tanh(), (other / beta2).tanh(), gate.sigmoid()
+    f, h = beta1 * first * sigmoid, beta2 * second
+    by_gate = h * ((1 - first * first) * sigmoid + f * (1 - sigmoid))
+    return h * f, by_gate, f * (1 - second * second)
+
+
+def swished(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> tuple[Any, Any, Any]:
+    """The same of other kinds."""
+    g, u = clamped(o, gate, other, arguments)
+    f = gate_function(o, g, arguments)
+    by_gate, by_other = u * gate_slope(o, g, arguments), f
+    largest, least = (arguments[x] if isinstance(x, str) else x for x in (o.clamp_max, o.clamp_min))
     if largest is not None:
         by_gate, by_other = by_gate.masked_fill(gate > largest, 0.0), by_other.masked_fill(other > largest, 0.0)
     if least is not None:
         by_other = by_other.masked_fill(other < least, 0.0)
-    wide = x.new_empty(saved.shape)
-    for target, by in zip(parts(wide, o.gate_first), (by_gate, by_other), strict=True):
-        target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * by)
-    y = (u * f).flatten(1, 2)
-    values.update(x=wide, activation=y, prob_gradient=x * y)
+    return u * f, by_gate, by_other
 
 
 def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
@@ -186,18 +204,27 @@ def hadamard(o: declared.Hadamard, values: Values, arguments: Arguments) -> None
 
 
 def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
-    y = values["x"].relu()
+    y, _ = clamped_relu(values["x"], o.clamp)
     values["x"] = y * y
+
+
+def clamped_relu(x: Any, clamp: float | None) -> tuple[Any, Any]:
+    """relu(x), or s tanh(relu(x) / s); and the derivative where x is positive."""
+    y = x.relu()
+    if clamp is None:
+        return y, 1.0
+    t = (y / clamp).tanh()
+    return t * clamp, 1 - t * t
 
 
 def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, arguments: Arguments) -> None:
     rectified, other = (values[o.gradient], values["x"]) if o.of_saved else (values["x"], values[o.gradient])
-    y = rectified.relu()
+    y, slope = clamped_relu(rectified, o.clamp)
     if o.of_saved:
         values["activation"] = y * y
     product = y * other
     values["prob_gradient"] = y * product
-    values["x"] = product + product
+    values["x"] = (product + product) * slope
 
 
 def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from cudnn.errors import refusal
+from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import (
     BIAS,
     DPROB,
@@ -25,8 +27,10 @@ from cudnn_kernels import epilogue
 GATES = {
     "swiglu": epilogue.SWIGLU,
     "geglu": epilogue.Gate("swish", "geglu_alpha", "glu_clamp_max", "glu_clamp_min", "linear_offset"),
+    "situglu": epilogue.Gate("situ", beta1="situ_beta1", beta2="situ_beta2"),
 }
-"""What becomes of a pair of columns; the numbers of geglu are those of a call."""
+"""What becomes of a pair of columns; the numbers of geglu and situglu are those of a call."""
+SITU = ("situ_beta1", "situ_beta2")
 
 
 class Activated(ExpertsGemm):
@@ -34,18 +38,39 @@ class Activated(ExpertsGemm):
 
     scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
     older_offset: ClassVar[float] = 1.0  # of geglu, in the older version
+    activations: ClassVar[Sequence[str]] = ("swiglu", "geglu")
 
     act_func: str
     linear_offset: float | None
     geglu_alpha: float = 1.702
     glu_clamp_max: float = 7.0
     glu_clamp_min: float = -7.0
+    situ_beta1: float = 4.0
+    situ_beta2: float = 25.0
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         offset = given.get("linear_offset")
         if offset is None:
             offset = self.older_offset if self.follows_older(given) else 1.0
         super().__init__({**given, "linear_offset": offset})
+
+    def check_activation(self, allowed: Sequence[str]) -> None:
+        """Raises for another activation, or for numbers that it cannot have."""
+        if self.act_func not in allowed:
+            raise self.error("act_func", repr(self.act_func), " or ".join(map(repr, allowed)))
+        check_situ(self._title(), vars(self))
+
+    @classmethod
+    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_situ(f"{cls.folder()}_wrapper", arguments)
+        return super().arranged(arguments)
+
+
+def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
+    """Raises for numbers that situglu cannot have, where it is asked for."""
+    for name in SITU if str(arguments.get("act_func")).endswith("situglu") else ():
+        if not 0 < arguments.get(name, 1.0) < math.inf:
+            raise ValueError(refusal(where, name, arguments[name], "positive numbers"))
 
 
 class GatedExperts(Activated):
@@ -80,10 +105,7 @@ class GatedExperts(Activated):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.act_func == "situglu":
-            raise self.unsupported("act_func", "'situglu'", "'swiglu' or 'geglu'")
-        if self.act_func not in GATES:
-            raise self.error("act_func", repr(self.act_func), "'swiglu' or 'geglu'")
+        self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if sizes["n"] % 64:
@@ -109,29 +131,33 @@ class GatedExpertsBackward(Activated):
 
     act_func = "dswiglu"
     epilogue_op: str | None = None
+    round_dgrad_to_input_dtype: bool = False
+    _deterministic: bool = False
 
     @classmethod
     def result_columns(cls, n: int) -> int:
         return 2 * n
 
     def operations(self) -> tuple[Any, ...]:
-        swiglu = self.act_func == "dswiglu"
-        newer = self.semantics != "1.23"
-        product = self.scaled_product(power=2) if swiglu or newer else ()
+        geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
+        product = self.scaled_product(power=2) if newer or not geglu else ()
+        rounded = (epilogue.Round(self.kind("a")),) if self.round_dgrad_to_input_dtype else ()
         saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2)
-        betas = self.given("beta") and (swiglu or (newer and not self.scaled))
+        betas = self.given("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
-        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
-        weighted = (*self.recomputed(), *self.multiplied_by("prob"), *self.summed_columns())
-        return (*product, saved, *factors, backward, *sums, *weighted, *self.result_epilogue("d_row"))
+        sums = (epilogue.SumRow("dprob", "prob_gradient", bool(self._deterministic)),) if self.given("dprob") else ()
+        rest = (*sums, *self.recomputed(), *self.multiplied_by("prob"))
+        return (
+            *product, *rounded, saved, *factors, backward, *rest, *self.summed_columns(),
+            *self.result_epilogue("d_row"),
+        )  # fmt: skip
 
     def recomputed(self) -> tuple[Any, ...]:
         """What the forward pass made of c, weighted and stored."""
         if not self.given("activation"):
             return ()
-        weighted = self.multiplied_by("prob")
-        return (*(replace(each, value="activation") for each in weighted), self.store("activation", "activation"))
+        return (*self.multiplied_by("prob", "activation"), self.store("activation", "activation"))
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -145,12 +171,13 @@ class GatedExpertsBackward(Activated):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.act_func == "dsituglu":
-            raise self.unsupported("act_func", "'dsituglu'", "'dswiglu' or 'dgeglu'")
+        self.check_activation([f"d{name}" for name in self.activations])
         operators = (None, "none", "identity", "relu", "srelu")
-        for name, allowed in (("act_func", ("dswiglu", "dgeglu")), ("epilogue_op", operators)):
-            if getattr(self, name) not in allowed:
-                raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
+        if self.epilogue_op not in operators:
+            raise self.error("epilogue_op", repr(self.epilogue_op), " or ".join(map(repr, operators)))
+        if self.round_dgrad_to_input_dtype and (self.scaled or self.kind("a") not in NARROW):
+            got = f"True, for operands of {self.kind('a')}{' with scale factors' * self.scaled}"
+            raise self.error("round_dgrad_to_input_dtype", got, f"{' or '.join(NARROW)}, without scale factors")
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if sizes["n"] % 32:

@@ -5,6 +5,7 @@ weights in one call.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -112,7 +113,6 @@ def quantized(d: str, columns: str, roles: int = 1) -> tuple[TensorSpec, ...]:
     """The result ``d``, and what there is beside it: by columns, scale factors, the constant that they are chosen by,
     largest magnitudes, of each of the roles that columns have.
     """
-    largest = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         output(d, columns),
@@ -125,11 +125,15 @@ def quantized(d: str, columns: str, roles: int = 1) -> tuple[TensorSpec, ...]:
             "sfd_col", BlockScales(columns, "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
         ),
         TensorSpec("norm_const", ONE, ("float32",), optional=True, draw=0.01, about=constant),
-        TensorSpec(
-            "amax", largest, ("float32",), optional=True, fill=float("-inf"), written=True, padding=1,
-            about="the caller fills it with -inf; raised from what it was",
-        ),
+        largest("amax", -math.inf, roles),
     )  # fmt: skip
+
+
+def largest(name: str, fill: float, roles: int = 1) -> TensorSpec:
+    """The largest magnitudes of each expert, of each of the roles that columns have."""
+    layout = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
+    about = f"the caller fills it with {fill:g}; raised from what it was"
+    return TensorSpec(name, layout, ("float32",), True, fill=fill, written=True, padding=1, about=about)
 
 
 class ExpertsGemm(FusedGemm):
@@ -159,6 +163,7 @@ class ExpertsGemm(FusedGemm):
     addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
     roles: ClassVar[int] = 1  # of the result's columns, in turn
+    group_rows: ClassVar[int] = 1  # those of each expert are multiples of it, without scale factors too
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
 
     m_aligned: int = ALIGNED
@@ -180,7 +185,7 @@ class ExpertsGemm(FusedGemm):
                     self.descs[name] = addresses.described(name, self.num_experts, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
-        aligned = ALIGNED if self.scaled or self.quantizes() else 1
+        aligned = ALIGNED if self.scaled or self.quantizes() else self.group_rows
         grouped = GroupedRows(offsets="padded_offsets", aligned=aligned)
         self.schedule = Dense() if self.use_single_group_runtime_offsets else grouped
 
@@ -195,9 +200,9 @@ class ExpertsGemm(FusedGemm):
         """The beginning of every epilogue: each expert's factor."""
         return (epilogue.MultiplyGroup("alpha", self.kind("alpha"), power),)
 
-    def multiplied_by(self, name: str) -> tuple[Any, ...]:
+    def multiplied_by(self, name: str, value: str = "x") -> tuple[Any, ...]:
         """Multiplied by a value for each token, where there are some."""
-        return (epilogue.MultiplyColumn(name, self.kind(name)),) if self.given(name) else ()
+        return (epilogue.MultiplyColumn(name, self.kind(name), value),) if self.given(name) else ()
 
     def biased(self, factor: str = "") -> tuple[Any, ...]:
         """The bias added, where there is one; times a value for each token, where there are some."""
@@ -353,6 +358,11 @@ class ExpertsGemm(FusedGemm):
         if self.given("scheduler_counter") and not (self.scaled and self.use_dynamic_sched):
             allowed = "None, but for use_dynamic_sched=True and operands with scale factors"
             raise self.error("scheduler_counter tensor", "a tensor", allowed)
+
+    def check_clamp(self, scale: float | None) -> None:
+        """Raises unless a clamped ReLU can have this limit, or none."""
+        if scale is not None and not 0 < scale < math.inf:
+            raise self.error("tanh_clamp_scale", scale, "None or a positive number")
 
     def check_weights(self) -> None:
         """Raises unless weights are a tensor or behind addresses."""

@@ -81,6 +81,14 @@ from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGlu as GroupedGemmGlu
 from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGluSm100 as GroupedGemmGluSm100
 from cudnn.grouped_gemm.grouped_gemm_glu import grouped_gemm_glu_wrapper as grouped_gemm_glu_wrapper
 from cudnn.grouped_gemm.grouped_gemm_glu import grouped_gemm_glu_wrapper_sm100 as grouped_gemm_glu_wrapper_sm100
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import GroupedGemmGluHadamard as GroupedGemmGluHadamard
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import GroupedGemmGluHadamardSm100 as GroupedGemmGluHadamardSm100
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
+    grouped_gemm_glu_hadamard_wrapper as grouped_gemm_glu_hadamard_wrapper,
+)
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
+    grouped_gemm_glu_hadamard_wrapper_sm100 as grouped_gemm_glu_hadamard_wrapper_sm100,
+)
 from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuant as GroupedGemmQuant
 from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuantSm100 as GroupedGemmQuantSm100
 from cudnn.grouped_gemm.grouped_gemm_quant import grouped_gemm_quant_wrapper as grouped_gemm_quant_wrapper

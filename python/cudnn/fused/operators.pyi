@@ -312,6 +312,29 @@ def grouped_gemm_glu(
     """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmGlu`."""
 
+def grouped_gemm_glu_hadamard(
+    a: Tensor,
+    sfa: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    prob: Tensor,
+    b: Tensor | None = None,
+    sfb: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    bias: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    sf_vec_size: int = 16,
+    act_func: str = "swiglu",
+    situ_beta1: float = 4.0,
+    situ_beta2: float = 25.0,
+    semantics: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + GLU + Hadamard: c, d, amax, post_rht_amax; what there is not has no elements. See
+    :class:`cudnn.GroupedGemmGluHadamard`."""
+
 def grouped_gemm_quant(
     a: Tensor,
     sfa: Tensor | None,

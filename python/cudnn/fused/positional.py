@@ -16,7 +16,7 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """Lets a function be called with positional arguments in an older order of its parameters, ``names``.
 
     Calls that go no further than both orders agree cost a comparison. Beyond that the types of the arguments tell which
-    order is meant: the function's own, where they fit it; else the older one, where they fit that.
+    order is meant: one that they fit, if need be that which has experts' ends where they are, else the function's own.
 
     Raises:
         TypeError: they fit neither; the message has the function's own order.
@@ -31,10 +31,11 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
         @functools.wraps(function)
         def call(*given: Any, **named: Any) -> Any:
-            if len(given) <= same or _fit(given, newer, kinds):
+            if len(given) <= same:
                 return function(*given, **named)
-            if _fit(given, older, kinds):
-                return function(**dict(zip(older, given, strict=False)), **named)
+            fitting = [order for order in (newer, older) if _fit(given, order, kinds)]
+            for order in sorted(fitting, key=lambda order: not _places_ends(given, order)):
+                return function(**dict(zip(order, given, strict=False)), **named)
             got = ", ".join(type(x).__name__ for x in given)
             cure = "pass arguments by name"
             raise TypeError(refusal(function.__qualname__, "positional arguments", got, ", ".join(newer), cure))
@@ -46,6 +47,13 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 def _fit(given: Sequence[Any], names: Sequence[str], kinds: dict[str, str]) -> bool:
     return len(given) <= len(names) and all(_is(x, kinds[name]) for x, name in zip(given, names, strict=False))
+
+
+def _places_ends(given: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether tensors of 32-bit integers, which experts' ends are, are where an order has such, and no others."""
+    pairs = [(x, name) for x, name in zip(given, names, strict=False) if hasattr(x, "data_ptr")]
+    kinds = ("offsets", "counter", "index")
+    return all((x.dtype == torch.int32) == any(kind in name for kind in kinds) for x, name in pairs)
 
 
 def _is(value: Any, annotation: str) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GatedExpertsBackward
-from cudnn.fused.gemm import NARROW
-from cudnn.fused.grouped import bias_gradient, indexed
+from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
+from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
 from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -26,19 +25,21 @@ class GroupedGemmDglu(GatedExpertsBackward):
         dbias = sum over the rows of each expert of d_row, before rounding
         amax  = max(amax, max |d_row|) of each expert, of gates and of others, before rounding
 
-    y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu of beta[e] * c; dgeglu of c, times beta[e]
-    for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta. The sums of
-    dprob are added up in no fixed order. With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are
-    quantised, as those of :class:`cudnn.GroupedGemmQuant`. ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
+    y is what :class:`cudnn.GroupedGemmGlu` makes of ``c``, (m, 2 n): dswiglu and dsituglu of beta[e] * c; dgeglu of c,
+    times beta[e] for operands without scale factors. With ``semantics="1.23"``, dgeglu knows neither alpha nor beta.
+    The sums of dprob are added up in no fixed order, unless ``_deterministic`` is True. With ``sfd_row``, ``sfd_col``
+    and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`.
+    ``a_index`` as of :class:`cudnn.GroupedGemmGlu`.
 
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
-        act_func: ``"dswiglu"`` or ``"dgeglu"``. linear_offset (None: 1.0), geglu_alpha, glu_clamp_max, glu_clamp_min:
-            of dgeglu.
+        act_func: ``"dswiglu"``, ``"dgeglu"`` or ``"dsituglu"``. linear_offset (None: 1.0), geglu_alpha, glu_clamp_max,
+            glu_clamp_min: of dgeglu. situ_beta1, situ_beta2: of dsituglu, positive.
         epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
-        sample_activation: (m, n) of 16 bits, y * prob[m], which the weights' gradient needs; None: not stored.
-        round_dgrad_to_input_dtype, _deterministic: not supported.
+        round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.
+        sample_activation: (m, n), y * prob[m], which the weights' gradient needs; None: not stored.
+        _deterministic: the sums of dprob are added up in an order that does not vary, by a second kernel.
         others: as those of :class:`cudnn.GroupedGemmGlu`.
     """
 
@@ -46,10 +47,12 @@ class GroupedGemmDglu(GatedExpertsBackward):
     tensors = (
         *indexed(GatedExpertsBackward.tensors),
         bias_gradient("columns"),
-        TensorSpec("activation", OneMatrix("m", "n", "mn"), NARROW, optional=True, written=True, about="y * prob"),
+        TensorSpec("activation", OneMatrix("m", "n", "mn"), FLOATS, optional=True, written=True, about="y * prob"),
     )
     returns = ("d_row", "d_col", "dprob", "dbias", "amax", "sfd_row", "sfd_col")
     buffers = (*GatedExpertsBackward.buffers, "activation_tensor")
+    activations = tuple(GATES)
+    scalars = (*GatedExpertsBackward.scalars, *SITU)
 
     @older_order(
         "self sample_a sample_c sample_d_row sample_d_col sample_sfa sample_padded_offsets sample_alpha sample_beta "
@@ -90,15 +93,13 @@ class GroupedGemmDglu(GatedExpertsBackward):
         self.run(
             (a_tensor, c_tensor, d_row_tensor, d_col_tensor, sfa_tensor, padded_offsets, alpha_tensor, beta_tensor,
              prob_tensor, dprob_tensor, b_tensor, sfb_tensor, dbias_tensor, b_ptrs, sfb_ptrs, sfd_row_tensor,
-             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor, a_index), (None,) * 4, current_stream,
+             sfd_col_tensor, amax_tensor, norm_const_tensor, activation_tensor, a_index), (None,) * 6, current_stream,
             workspace,
         )  # fmt: skip
 
-    def check_options(self) -> None:
-        super().check_options()
-        for name in ("round_dgrad_to_input_dtype", "_deterministic"):
-            if getattr(self, name):
-                raise self.unsupported(name, True, "False")
+    def scratch_workspace_bytes(self) -> int:
+        """:meth:`workspace_size` by another name, at least 1."""
+        return max(1, self.workspace_size())
 
 
 class GroupedGemmDgluSm100(GroupedGemmDglu):
@@ -132,13 +133,15 @@ def grouped_gemm_dglu_wrapper(
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, dbias_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``.
     ``dprob_tensor`` is added to and returned as it was given. For operands without scale factors: d_row and dprob. For
     others: d_col; amax for a d of 16 bits; factors for operands of 8 bits, which need ``norm_const_tensor``.
-    ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor`` is written and returned, as one
-    more result, where it is given. ``deterministic`` is not
-    supported. Other arguments and errors as those of :class:`GroupedGemmDglu`.
+    ``dbias_tensor``, (experts, 2 n, 1), with ``generate_dbias``. ``activation_tensor``: written and returned, last,
+    where it is given. Other arguments and errors as those of :class:`GroupedGemmDglu`, ``deterministic`` as its
+    ``_deterministic``.
     """
     _deterministic = deterministic
     results = call(GroupedGemmDgluSm100, locals())
-    return results if activation_tensor is None else type(results)({**results, "activation_tensor": activation_tensor})
+    if activation_tensor is not None:
+        results["activation_tensor"] = activation_tensor
+    return results
 
 
 grouped_gemm_dglu_wrapper_sm100 = grouped_gemm_dglu_wrapper

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.grouped import DPROB, PROB, RESULT_TYPES, ExpertsGemm, bias_gradient, indexed, operands, quantized
-from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
+from cudnn.fused.grouped import ExpertsGemm
 from cudnn.fused.positional import older_order
+from cudnn.fused.squared_relu_experts import SquaredReluExpertsBackward
 from cudnn.fused.wrapper import call
-from cudnn.gemm.formats import FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
-from cudnn_kernels import epilogue
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
     from cudnn.api_base import TupleDict
 
-SUMS = Contiguous("m", "n", alignment=4)
 
 
-class GroupedGemmDsrelu(ExpertsGemm):
+class GroupedGemmDsrelu(SquaredReluExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.
 
         x       = alpha[e] * (a * sfa) (b[e] * sfb[e])^T         accumulated in float32: the gradient of y * prob
@@ -32,40 +28,24 @@ class GroupedGemmDsrelu(ExpertsGemm):
         amax    = max(amax, max |d_row|) of each expert          before d_row is rounded
 
     With ``semantics="1.23"``: ``d_row = 2 relu(x) c * prob[m]``, ``dprob`` adds ``relu(x)^2 c``, and there is no
-    ``d_srelu``. The sums of dprob are added up in no fixed order. With ``sfd_row``, ``sfd_col`` and ``norm_const``,
-    ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`, and ``d_srelu`` by 32 tokens of
-    a column, with ``sfd_col_d_srelu``.
+    ``d_srelu``. The sums of dprob are added up in no fixed order, unless ``deterministic`` is True. With ``sfd_row``,
+    ``sfd_col`` and ``norm_const``, ``d_row`` and ``d_col`` are quantised, as those of :class:`cudnn.GroupedGemmQuant`,
+    and ``d_srelu`` by 32 tokens of a column, with ``sfd_col_d_srelu``.
 
     Args:
         sample_a ... sample_norm_const: tensors like those that ``execute`` will get.
         use_dsrelu_reuse: a hint of other kernels.
         sample_dbias: (experts, n), bfloat16, overwritten; added up in an order that does not vary.
-        sample_dprob_workspace, sample_dbias_workspace, deterministic, tanh_clamp_scale: not supported.
+        tanh_clamp_scale: s, as the forward pass had it: r = s * tanh(relu(c) / s) stands for relu(c), and d_row has the
+            factor 1 - (r / s)^2.
+        deterministic: dprob, too, is added up in an order that does not vary, by a second kernel in the call's own
+            workspace.
+        sample_dprob_workspace, sample_dbias_workspace: for existing programs, with ``deterministic`` only.
         sample_a_index, others: as those of :class:`cudnn.GroupedGemmGlu` and of :class:`cudnn.GroupedGemmQuant`.
     """
 
     title = "Grouped GEMM + dsReLU"
-    tensors = indexed((
-        *operands(),
-        TensorSpec("c", OneMatrix("m", "n", "mn"), RESULT_TYPES, about="of the forward pass"),
-        *quantized("d_row", "n"),
-        TensorSpec("d_srelu", OneMatrix("m", "n", "mn"), RESULT_TYPES, optional=True, same="d_row", written=True),
-        TensorSpec(
-            "sfd_col_d_srelu", BlockScales("n", "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
-        ),
-        PROB,
-        DPROB,
-        bias_gradient("n"),
-        TensorSpec("dprob_workspace", SUMS, ("float32",), optional=True),
-        TensorSpec("dbias_workspace", SUMS, ("bfloat16",), optional=True),
-    ))  # fmt: skip
-    returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
-    result = ("d_row", "sfd_row")
-    buffers = ("dprob_tensor",)
     hints = (*ExpertsGemm.hints, "use_dsrelu_reuse")
-
-    deterministic: bool
-    tanh_clamp_scale: float | None
 
     @older_order(
         "self sample_a sample_b sample_c sample_d_row sample_d_col sample_sfa sample_sfb sample_padded_offsets "
@@ -110,56 +90,6 @@ class GroupedGemmDsrelu(ExpertsGemm):
              sfb_ptrs, sfd_row_tensor, sfd_col_tensor, d_srelu_tensor, sfd_col_d_srelu_tensor, amax_tensor,
              norm_const_tensor, a_index), (), current_stream, workspace_tensor,
         )  # fmt: skip
-
-    def operations(self) -> tuple[Any, ...]:
-        backward = epilogue.SquaredReluBackward("c", of_saved=self.semantics != "1.23")
-        sums = (epilogue.SumRow("dprob", "prob_gradient"),) if self.given("dprob") else ()
-        weighted = (*self.multiplied_by("prob"), *self.summed_columns())
-        rest = (*self.recomputed(), *weighted, *self.result_epilogue("d_row"))
-        return (*self.scaled_product(), self.load("c"), backward, *sums, *rest)
-
-    def recomputed(self) -> tuple[Any, ...]:
-        """What the forward pass made of c, stored."""
-        if not self.given("d_srelu"):
-            return ()
-        weighted = epilogue.MultiplyColumn("prob", self.kind("prob"), "activation")
-        if not self.given("sfd_col_d_srelu"):
-            return (weighted, self.store("d_srelu", "activation"))
-        kinds = (self.kind("d_srelu"), self.kind("sfd_col_d_srelu"))
-        columns = epilogue.QuantizeColumns(
-            "sfd_col_d_srelu", *kinds, "activation columns", by_expert=bool(self.discrete_col_sfd), source="activation"
-        )
-        return (weighted, columns, self.store("d_srelu", "activation columns"))
-
-    @classmethod
-    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        d_dtype = cls.given_or(given["d_dtype"])
-        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
-        found = {**cls.quantized_results(given, "d_row", d_dtype, narrow), "dprob": (torch.float32, "")}
-        if not cls.follows_older(given):
-            found["d_srelu"] = (d_dtype, "n")
-            found |= {"sfd_col_d_srelu": found["sfd_col"]} if narrow else {}
-        return found | ({"dbias": (torch.bfloat16, "")} if given["generate_dbias"] else {})
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.deterministic:
-            raise self.unsupported("deterministic", True, "False")
-        if self.tanh_clamp_scale is not None:
-            raise self.unsupported("tanh_clamp_scale", self.tanh_clamp_scale, "None")
-        for name in ("dprob_workspace", "dbias_workspace"):
-            if self.given(name):
-                raise self.unsupported(f"{name} tensor", "a tensor", "None")
-
-    def check_own_rules(self, sizes: Sizes) -> None:
-        if not self.given("prob"):
-            raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
-        if self.given("d_srelu") and self.semantics == "1.23":
-            raise self.error("d_srelu tensor", "a tensor", "None, with the semantics 1.23")
-        quantised = self.given("d_srelu") and self.quantizes()
-        if self.given("sfd_col_d_srelu") != quantised:
-            got = "a tensor" if self.given("sfd_col_d_srelu") else "None"
-            raise self.error("sfd_col_d_srelu tensor", got, "a tensor with d_srelu and sfd_col, else None")
 
 
 class GroupedGemmDsreluSm100(GroupedGemmDsrelu):

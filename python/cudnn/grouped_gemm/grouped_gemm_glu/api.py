@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cudnn.fused.gated_experts import GatedExperts
+from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
@@ -27,6 +27,7 @@ class GroupedGemmGlu(GatedExperts):
         swiglu   y = u * g * sigmoid(g)
         geglu    y = (u' + linear_offset) * g' * sigmoid(geglu_alpha * g'),    g' = min(g, glu_clamp_max),
                                                                u' = max(min(u, glu_clamp_max), glu_clamp_min)
+        situglu  y = situ_beta2 tanh(u / situ_beta2) * situ_beta1 tanh(g / situ_beta1) * sigmoid(g)
 
     With ``sfd_row``, ``sfd_col`` and ``norm_const``, ``d`` is quantised by 32 columns of a row, and ``d_col`` by 32
     tokens of a column; else ``d_col`` is not written. ``c`` may be left out.
@@ -36,15 +37,18 @@ class GroupedGemmGlu(GatedExperts):
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
-        act_func: ``"swiglu"`` or ``"geglu"``. The numbers of geglu are arguments of calls: None there is 1.0 for
-            linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps.
-        situ_beta1: of another activation, which is not supported.
+        act_func: ``"swiglu"``, ``"geglu"`` or ``"situglu"``. Their numbers are arguments of calls: None there is 1.0
+            for linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps, 4.0 and 25.0 for those of situglu,
+            which are positive.
+        situ_beta1: what None is for it in calls.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
 
     title = "Grouped GEMM + GLU"
     tensors = (*indexed(GatedExperts.tensors), COUNTER)
+    activations = tuple(GATES)
+    scalars = (*GatedExperts.scalars, *SITU)
 
     @older_order(
         "self sample_a sample_c sample_d sample_sfa sample_padded_offsets sample_alpha sample_d_col sample_b "
@@ -86,7 +90,8 @@ class GroupedGemmGlu(GatedExperts):
             (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, b_tensor, sfb_tensor,
              bias_tensor, b_ptrs, sfb_ptrs, d_col_tensor, sfd_row_tensor, sfd_col_tensor, amax_tensor,
              norm_const_tensor, prob_tensor, scheduler_counter_tensor, a_index),
-            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min), current_stream, workspace_tensor,
+            (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min, situ_beta1, situ_beta2), current_stream,
+            workspace_tensor,
         )  # fmt: skip
 
 

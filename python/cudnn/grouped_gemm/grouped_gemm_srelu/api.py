@@ -29,7 +29,7 @@ class GroupedGemmSrelu(ExpertsGemm):
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
-        tanh_clamp_scale: None.
+        tanh_clamp_scale: s, positive: d is that of s * tanh(relu(c) / s) instead of relu(c).
         sample_a_index, others: as those of :class:`cudnn.GroupedGemmGlu` and of :class:`cudnn.GroupedGemmQuant`.
     """
 
@@ -71,7 +71,7 @@ class GroupedGemmSrelu(ExpertsGemm):
         self.run(tensors, (), current_stream, workspace_tensor)
 
     def operations(self) -> tuple[Any, ...]:
-        activation = (epilogue.SquaredRelu(), *self.multiplied_by("prob"))
+        activation = (epilogue.SquaredRelu(self.tanh_clamp_scale), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), self.store("c"), *activation, *self.result_epilogue("d"))
 
     @classmethod
@@ -82,8 +82,7 @@ class GroupedGemmSrelu(ExpertsGemm):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.tanh_clamp_scale is not None:
-            raise self.unsupported("tanh_clamp_scale", self.tanh_clamp_scale, "None")
+        self.check_clamp(self.tanh_clamp_scale)
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if not self.given("prob"):

@@ -1,0 +1,25 @@
+"""The matrix of the transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.api_base import is_power_of_2
+from cudnn.errors import refusal
+from cudnn.lazy import torch
+
+HADAMARD_SIZE = 16
+
+
+def hadamard_matrix(n: int, dtype: Any = None, device: Any = None) -> Any:
+    """Sylvester's matrix (n, n) of 1 and -1: H[i, j] is -1 where i and j have an odd number of bits in common.
+
+    Raises:
+        ValueError: n is no power of 2.
+    """
+    if not is_power_of_2(n):
+        raise ValueError(refusal("hadamard_matrix", "n", n, "powers of 2"))
+    signs = torch.ones(1, 1)
+    while signs.shape[0] < n:
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return signs.to(dtype=dtype or torch.float32, device=device)
