@@ -144,6 +144,57 @@ def test_experts_first_and_rows_without_a_last_dimension() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["grouped_gemm_srelu", "grouped_gemm_glu"])
+def test_flat_scale_factors_and_bytes_of_one_element(name: str) -> None:
+    """What calls of other libraries have: buffers of factors, and four-bit elements whose bytes count as one."""
+    p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
+    for key in ("sfa", "sfb"):
+        p.given[key] = p.given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1)
+    grouped.run(p, "reference")
+    grouped.check(p)
+    with pytest.raises(ValueError, match=r"sfa tensor: got 4095 elements .*; allowed: 4096, contiguous"):
+        cudnn.grouped_gemm_quant_wrapper(p.given["a"], p.given["sfa"][1:], *[None] * 2, p.given["b"], sf_vec_size=32)
+    p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
+    for key in ("a", "b"):
+        packed = p.given[key].view(torch.uint8)
+        rows, half, experts = packed.shape
+        memory = torch.zeros(experts, rows, 2 * half, dtype=torch.uint8)
+        memory.view(-1)[: packed.numel()] = packed.permute(2, 0, 1).reshape(-1)
+        p.given[key] = memory.permute(1, 2, 0)
+    grouped.run(p, "reference")
+    grouped.check(p)
+
+
+def test_a_class_takes_flat_scale_factors_in_any_call() -> None:
+    """Whether its samples had them or not."""
+    p = grouped.problem("grouped_gemm_quant", "nvfp4", (256,))
+    flat = {key: p.given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    found = []
+    for samples in (p.given, p.given | flat):
+        d = torch.empty(256, 128, 1)
+        made = cudnn.GroupedGemmQuant(**registry.find(p.name).samples(samples | {"d": d}))
+        made.compile()
+        for given in (p.given, p.given | flat):
+            made.execute(**{made.parameters[key]: x for key, x in given.items()}, d_tensor=d.fill_(torch.nan))
+            found.append(d.clone())
+    assert all(torch.equal(found[0], other) for other in found)
+    assert bool(found[0].isfinite().all())
+
+
+def test_types_of_the_cute_dsl() -> None:
+    """As PyTorch's."""
+    cutlass = pytest.importorskip("cutlass")
+    p = grouped.problem("grouped_gemm_glu", generate_c=True, c_dtype=cutlass.Float16, d_dtype=cutlass.BFloat16)
+    p.options["acc_dtype"] = cutlass.Float32
+    grouped.run(p, "reference")
+    grouped.check(p)
+    assert (p.results["c_tensor"].dtype, p.results["d_tensor"].dtype) == (F16, BF16)
+    p = grouped.problem("discrete_grouped_gemm_swiglu", "nvfp4", (256,))
+    p.options["b_dtype"] = cutlass.Float4E2M1FN
+    grouped.run(p, "reference")
+    grouped.check(p)
+
+
 def test_rows_of_no_expert_are_not_touched() -> None:
     p = grouped.problem("grouped_gemm", ends=(30, 60), m=100)
     p.given["d"] = torch.full((100, 128, 1), 7.0).bfloat16()

@@ -82,7 +82,7 @@ class Call:
         self.absent, self.nothing = _getter(absent), (None,) * len(absent)
         self.related = _getter([at[name] for name in _unrelated(api)])
         self.leading = at[api.leading(api.descs)]
-        self.refits = self._refits(api.refitted)
+        self.refits, self.viewing = self._refits(api.refitted), api.views
         self.constants = tuple(api.constants.values())
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
         self.unset = (None,) * len(self.defaults)
@@ -98,7 +98,7 @@ class Call:
             if not first.is_cuda:
                 self.api.run_on_cpu(tensors, scalars, stream, workspace)
                 return
-            if self.refits:
+            if self.refits or self.viewing:
                 tensors = self._refitted(tensors)
             if self.nothing and self.absent(tensors) != self.nothing:
                 raise TypeError("a tensor without a sample")
@@ -121,6 +121,10 @@ class Call:
             taken = self._viewed(tensors) if self.views else tensors
             self.kernel(*self.take((*taken, *scalars, limit, stream, workspace, *self.constants)))
         except (TypeError, ValueError, AttributeError, RuntimeError):
+            if not self.viewing and self.api.viewed_call(tensors) is not tensors:
+                self.viewing = True
+                self.run(tensors, scalars, stream, workspace)
+                return
             self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
             others = self.api.unfitting(dict(zip(self.api.names, tensors, strict=True)))
             if not others:
@@ -133,7 +137,7 @@ class Call:
         return [(self.api.names.index(name), self.api.spec(name).layout.fitted) for name in names]
 
     def _refitted(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        found = list(tensors)
+        found = list(self.api.viewed_call(tensors) if self.viewing else tensors)
         for i, fitted in self.refits:
             if found[i] is not None:
                 found[i] = fitted(found[i])

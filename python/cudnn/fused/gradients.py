@@ -121,6 +121,10 @@ class ExpertGradients(ExpertsGemm):
         return (kinds, cls.majors_of(given), m, n, experts)
 
     @classmethod
+    def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return tensors  # factors are flat
+
+    @classmethod
     def presented(cls, name: str, tensor: Any, given: Mapping[str, Any]) -> Any:
         return tensor.permute(2, 0, 1)
 

@@ -33,7 +33,7 @@ from cudnn.fused.layouts import (
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
-from cudnn.gemm.scales import dequantize
+from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 from cudnn_kernels.problem import Operand
@@ -134,6 +134,38 @@ def largest(name: str, fill: float, roles: int = 1) -> TensorSpec:
     layout = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
     about = f"the caller fills it with {fill:g}; raised from what it was"
     return TensorSpec(name, layout, ("float32",), True, fill=fill, written=True, padding=1, about=about)
+
+
+def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
+    """A flat, contiguous buffer of scale factors of an operand (mn, k, l), in the order of its memory.
+
+    Raises:
+        ValueError: it has another number of elements, or gaps.
+    """
+    _, _, rows, _, groups, batch = scale_shape(shape[0], shape[1], shape[2], vector)
+    count = 512 * rows * groups * batch
+    if scales.numel() != count or not scales.is_contiguous():
+        got = f"{scales.numel()} elements with the strides {tuple(scales.stride())}"
+        raise ValueError(refusal(where, f"{name} tensor", got, f"{count}, contiguous"))
+    return scales.view(batch, rows, groups, 32, 4, 4)
+
+
+def is_raw(a: Any, sfa: Any, vector: int) -> bool:
+    """Whether bytes (m, k, 1) stand for one element of four bits each, whose scale factors there are.
+
+    Their elements lie where the strides say, two to a byte: in the first half of the memory.
+    """
+    if a.ndim != 3 or sfa.ndim != 6:
+        return False
+    groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
+    packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
+    return groups == raw != packed
+
+
+def pairs_of(x: Any) -> Any:
+    """The pairs of elements that bytes (rows, k, l) stand for, one each."""
+    rows, k, batch = x.shape
+    return x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
 
 
 class ExpertsGemm(FusedGemm):
@@ -343,6 +375,31 @@ class ExpertsGemm(FusedGemm):
         if arguments.get("sfa_tensor") is not None:
             addresses.check(where, "sfb_ptrs", arguments["sfb_ptrs"], experts, a.device)
         return {**arguments, "num_experts": experts, "b_shape": (n, cls.shape_of(a)[1])}
+
+    @classmethod
+    def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Flat scale factors in the order of their memory, and bytes that count as one element each as pairs."""
+        a, sfa, sfb = tensors["a"], tensors.get("sfa"), tensors.get("sfb")
+        flat = [getattr(x, "ndim", 6) not in (3, 6) for x in (sfa, sfb)]
+        raw = sfa is not None and a.dtype == torch.uint8 and is_raw(a, sfa, options["sf_vec_size"])
+        if not raw and True not in flat:
+            return tensors
+        found = dict(tensors)
+        for name in ("a", "b") if raw else ():
+            if tensors.get(name) is not None:
+                found[name] = pairs_of(tensors[name])
+        layout = Weights("n", "k", "nk")
+        shapes = {"a": cls.shape_of(found["a"]), "b": (*(options.get("b_shape") or ()), options.get("num_experts"))}
+        if found.get("b") is not None:
+            b = found["b"]
+            shapes["b"] = cls.shape_of(b if layout.fits(b) else layout.fitted(b))
+        shapes["a"] = (*shapes["a"], 1)[:3]
+        for name, is_flat in zip("ab", flat, strict=True):
+            if is_flat:
+                found[f"sf{name}"] = in_atoms(
+                    cls._title(), f"sf{name}", found[f"sf{name}"], shapes[name], options["sf_vec_size"]
+                )
+        return found
 
     # Support.
 

@@ -13,7 +13,7 @@ from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import refusal
 from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.gemm.formats import BITS, dtypes, name_of
+from cudnn.gemm.formats import BITS, dtypes, name_of, torch_type
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
 
@@ -108,12 +108,14 @@ class FusedAPI(APIBase):
         """``given``: the arguments of the subclass's constructor, its ``locals()``. Only descriptions are kept."""
         super().__init__()
         self._interpret_uint8_as_fp4x2 = self.packs
-        samples = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
+        raw = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
+        samples = self.viewed(raw, given)
         self.descs: dict[str, TensorDesc | None] = {name: self._described(name, t) for name, t in samples.items()}
-        self.refitted = self.unfitting(samples)
+        self.views = any(samples[name] is not raw[name] for name in raw)
+        self.refitted = self.unfitting(raw)
         for name, value in given.items():
             if not name.startswith("sample_") and name not in ("self", "__class__"):
-                setattr(self, name, value)
+                setattr(self, name, torch_type(value) if name.endswith("dtype") else value)
         for name in self.scalars:
             self._check_number(name, getattr(self, name))
             kind = int if name in self.integers else float
@@ -184,6 +186,17 @@ class FusedAPI(APIBase):
     def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A wrapper's arguments, in the form that the rest of this class knows."""
         return arguments
+
+    @classmethod
+    def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Tensors by name. Those that no layout knows, but that others say how to read, as views that layouts know."""
+        return tensors
+
+    def viewed_call(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same of a call's tensors."""
+        given = dict(zip(self.names, tensors, strict=True))
+        found = self.viewed(given, vars(self))
+        return tensors if found is given else tuple(found[name] for name in self.names)
 
     @classmethod
     def shapes_of(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -429,6 +442,7 @@ class FusedAPI(APIBase):
 
     def run_on_cpu(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:
         """The reference or, within ``cudnn.emulation``, the kernel; both refuse what a GPU's kernels refuse."""
+        tensors = self.viewed_call(tensors)
         self.explain(tensors, scalars)
         if stream is not None:
             launch.raw_stream(stream, 0)

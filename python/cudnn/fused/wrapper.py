@@ -12,6 +12,8 @@ from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refusal
 from cudnn.fused.host import FusedAPI
+from cudnn.gemm.formats import torch_type
+from cudnn.lazy import torch
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Arguments:
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
-    arguments = api.arranged(arguments)
+    arguments = api.arranged(with_torch_types(api, arguments))
     made = prepare(api, arguments)
     tensors = {**made.given, **made.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
@@ -50,6 +52,20 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     return returned
 
 
+_TYPES: dict[type[FusedAPI], tuple[str, ...]] = {}
+"""The types among the parameters of an API's wrapper."""
+
+
+def with_torch_types(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Types as PyTorch has them, where they are those of another library."""
+    names = _TYPES.get(api)
+    if names is None:
+        names = _TYPES[api] = tuple(name for name in arguments if name.endswith("dtype"))
+    if all(arguments[name] is None or type(arguments[name]) is torch.dtype for name in names):
+        return arguments
+    return {**arguments, **{name: torch_type(arguments[name]) for name in names}}
+
+
 def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     """Sorts a wrapper's arguments and allocates the results."""
     where = f"{api.folder()}_wrapper"
@@ -59,6 +75,7 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             raise ValueError(refusal(where, name, repr(value), " or ".join(map(repr, api.majors))))
     options = {name: arguments[name] for name in _options(api) if name in arguments}
     try:
+        given = api.viewed(given, options)
         fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
         results = {n: made for n, made in api.results({**arguments, **fitted}).items() if given.get(n) is None}
         allocated = allocate(api, fitted, options, results)

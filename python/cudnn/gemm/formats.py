@@ -30,6 +30,20 @@ def name_of(dtype: Any) -> str:
     return {"uint8": FLOAT4, "int8": "float8_e8m0fnu"}.get(name, name)
 
 
+_CUTLASS = {
+    "Float32": "float32", "Float16": "float16", "BFloat16": "bfloat16", "Float8E4M3FN": "float8_e4m3fn",
+    "Float8E5M2": "float8_e5m2", "Float8E8M0FNU": "float8_e8m0fnu", "Float4E2M1FN": FLOAT4,
+}  # fmt: skip
+
+
+def torch_type(dtype: Any) -> Any:
+    """PyTorch's type for a type of the CuTe DSL, of NumPy or of JAX; None and what is unknown stay as they are."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    name = getattr(dtype, "__name__", None) or getattr(dtype, "name", "")
+    return getattr(torch, _CUTLASS.get(name, name), dtype) if name in (*_CUTLASS, *FORMATS) else dtype
+
+
 def dtypes(names: tuple[str, ...]) -> list[Any]:
     """PyTorch's types of these names."""
     return [getattr(torch, name) for name in names]

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from cudnn.api_base import TupleDict
 
 
-
 class GroupedGemmDsrelu(SquaredReluExpertsBackward):
     """A GEMM of the tokens of each expert with the expert's weights, and the backward pass of a squared ReLU.
 
