@@ -20,11 +20,11 @@ from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
-KEYS = 80  # of a CTA, where the head size is 256
-FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, KEYS))
+FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
-BACKWARD = BackwardConfiguration("bfloat16", 256, KEYS)
+PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
+BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (64, 128))
 
 
 @dataclass(frozen=True)
@@ -178,21 +178,34 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
     assert_right(given, problem, ("o",))
 
 
-def test_backward() -> None:
-    problem = replace(PACKED, heads=(2, 1), left=60)
-    given = drawn(problem, 256, 256)
+@pytest.mark.parametrize(
+    ("configuration", "problem"),
+    [
+        (PAIRED, replace(PACKED, heads=(2, 1), left=60)),
+        (
+            BACKWARD,
+            Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3)),
+        ),
+        pytest.param(
+            replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+            Problem(((200, 290),) * 2, heads=(2, 2), right=5, dtype=torch.float16, nan=(1,)), marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_backward(configuration: BackwardConfiguration, problem: Problem) -> None:
+    given = drawn(problem, configuration.head, configuration.head_v)
     for index in range(len(problem.lengths)):
         found = sequence(given, problem, index)
-        expected = reference(found, given["scale_softmax"], problem)
+        expected = reference(found, given["scale_softmax"], replace(problem, sink=False))
         found["o"].copy_(expected["o"])
         found["lse"].copy_(expected["lse"])
-    configuration = problem.configured(BACKWARD)
+    configuration = problem.configured(configuration)
     heads, ends = given["q"].shape[1], len(problem.lengths)
     rows = given["q"].shape[0 if problem.packed else 2]
     size = workspace_size(configuration.slots(), {"sq": rows, "hq": heads, "b": ends})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
     run("sm_90a", configuration, given)
-    assert_right(given, problem, ("dq", "dk", "dv"))
+    assert_right(given, replace(problem, sink=False), ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +213,9 @@ def test_backward() -> None:
     [
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
-        (replace(BACKWARD, right=True), 6),
+        (replace(PAIRED, right=True), 6),
+        (replace(BACKWARD, right=True), 4),
+        (replace(BACKWARD, head=64, head_v=64, tile=(128, 128), right=True), 4),
     ],
 )
 def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:

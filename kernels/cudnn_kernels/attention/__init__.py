@@ -12,8 +12,6 @@ from typing import Any
 
 from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
-QUERY_BLOCK = 64  # rows of a block of dQ's sums, on Hopper
-
 
 def matrices(packed: bool, dtype: str, size: str, heads: str, names: dict[str, int]) -> Iterator[Tensor]:
     """Tensors of so many elements a head, which have the stride 1."""
@@ -82,44 +80,53 @@ class ForwardConfiguration:
 
 @dataclass(frozen=True)
 class Rows:
-    """A region of the workspace: so many bytes for every row of a head of Q, rows rounded up to blocks."""
+    """A region of the workspace: bytes for every row of a head of Q, of each sequence a number of blocks of rows."""
 
     name: str
     bytes_per_row: int
+    block: int
     packed: bool
 
     def bytes(self, sizes: Sizes) -> Any:
-        blocks = sizes["sq"] // QUERY_BLOCK + sizes["b"] if self.packed else -(-sizes["sq"] // QUERY_BLOCK) * sizes["b"]
-        return blocks * QUERY_BLOCK * sizes["hq"] * self.bytes_per_row
+        blocks = sizes["sq"] // self.block + sizes["b"] if self.packed else -(-sizes["sq"] // self.block) * sizes["b"]
+        return blocks * self.block * sizes["hq"] * self.bytes_per_row
 
 
 @dataclass(frozen=True)
 class BackwardConfiguration:
-    """dQ, dK and dV for heads of ``head`` elements; ``keys`` of a CTA. Others as :class:`ForwardConfiguration`."""
+    """dQ, dK and dV; the fields are those of :class:`ForwardConfiguration`.
+
+    ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS.
+    """
 
     dtype: str
     head: int
-    keys: int
+    head_v: int
+    tile: tuple[int, int]
     packed: bool = False
     right: bool = False
     left: bool = False
+    pair: bool = False
 
-    kernel = "attention_backward:AttentionBackward"
+    @property
+    def kernel(self) -> str:
+        """The module and class of the kernel."""
+        return "attention_backward_pair:PairedBackward" if self.pair else "attention_backward:AttentionBackward"
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
         query, key = ("sq", "hq"), ("sk", "hk")
         return (
             *matrices(self.packed, self.dtype, *query, {"q": self.head}),
-            *matrices(self.packed, self.dtype, *key, {"k": self.head, "v": self.head}),
-            *matrices(self.packed, self.dtype, *query, {"o": self.head, "do": self.head}),
+            *matrices(self.packed, self.dtype, *key, {"k": self.head, "v": self.head_v}),
+            *matrices(self.packed, self.dtype, *query, {"o": self.head_v, "do": self.head_v}),
             row_values(self.packed, "lse"),
             *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
-            *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head}),
-            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
-            Workspace(tuple(Rows(*region, self.packed) for region in self.regions().items())), Stream(),
+            *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
+            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW, Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
-    def regions(self) -> dict[str, int]:
-        """The regions of the workspace, and their bytes for a row."""
-        return {"row_products": 4, "log_sums": 4, "dq_sums": 4 * self.head}
+    def regions(self) -> tuple[Rows, ...]:
+        """The regions of the workspace: float32 values of every row."""
+        values = {"row_products": 1, "log_sums": 1, "dq_sums": self.head}
+        return tuple(Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())

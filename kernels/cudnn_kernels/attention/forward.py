@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
@@ -117,15 +117,7 @@ class Forward:
 
     def hide(self, scores: cute.Tensor, p: Problem, row: Int32, thread: Int32, n: Int32) -> None:
         """Makes scores of keys that a row does not see -inf. ``row`` is the group's first."""
-        for slot in range(self.score_rows.slots):
-            mine = row + self.score_rows.row(thread, slot)
-            begin, end = p.mask.begin(mine) - n * self.tile_n, p.mask.end(mine) - n * self.tile_n
-            for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
-                column = self.score_rows.column(thread, place)
-                seen = column < end
-                if const_expr(self.c.left):
-                    seen = seen & (column >= begin)
-                scores[i] = Float32(cutlass.select_(seen, scores[i], -Float32.inf))
+        p.mask.hide(scores, self.score_rows, thread, row, n * self.tile_n, self.tile_n)
 
 
 def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr, select_
+
+from cudnn_kernels.epilogue.fragment import RowLayout
 
 
 @dataclass
@@ -45,6 +47,30 @@ class Mask:
         whole_end = cutlass.min(cutlass.max(self.end(first), Int32(0)) // size, end)
         whole_begin = cutlass.max(cute.ceil_div(self.begin(last), size), begin)
         return begin, whole_begin, whole_end, end
+
+    def turned(self) -> Mask:
+        """Which rows see a key: the same with rows for keys."""
+        return Mask(self.keys, self.queries, -self.offset, self.left, self.right)
+
+    def whole(self, row: Any, rows: int, key: Any, keys: int) -> Boolean:
+        """Whether all of so many rows exist and see all of so many keys."""
+        last = row + rows - 1
+        return (last < self.queries) & (key + keys <= self.end(row)) & (key >= self.begin(last))
+
+    def hide(
+        self, scores: cute.Tensor, layout: RowLayout, thread: Int32, row: Any, key: Any, width: int
+    ) -> None:  # fmt: skip
+        """Makes scores that do not count -inf, of a tile that begins at a row and a key."""
+        for slot in range(layout.slots):
+            mine = row + layout.row(thread, slot)
+            begin, end = self.begin(mine) - key, self.end(mine) - key
+            end = Int32(select_(mine < self.queries, end, Int32(0)))
+            for place, i in enumerate(layout.order(width, slot)):
+                column = layout.column(thread, place)
+                seen = column < end
+                if const_expr(self.left is not None):
+                    seen = seen & (column >= begin)
+                scores[i] = Float32(select_(seen, scores[i], -Float32.inf))
 
 
 @dataclass

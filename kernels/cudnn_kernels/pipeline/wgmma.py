@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, TFloat32
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.core import _pack_shape
@@ -57,3 +58,21 @@ def mma_operation(a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major
     if a.width == 8:
         return warpgroup.MmaF8Op(a, b, Float32, (64, width, 32), source, a_major, b_major)
     return MmaTF32Op(TFloat32, TFloat32, Float32, (64, width, 8), source, a_major, b_major)
+
+
+def opaque(word: Int32) -> Int32:
+    """The same value, of which the compiler knows nothing."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
+
+
+def register_operand(mma: Any, values: cute.Tensor, shape: tuple[int, int]) -> cute.Tensor:
+    """A product's rounded values as operand A of another: an accumulator's registers are an operand's, in this order.
+
+    Opaque: else the compiler rounds after the fence before the product.
+    """
+    words = cute.recast_tensor(values, Int32)
+    fixed = cute.make_rmem_tensor(cute.size(words), Int32)
+    for i in range(cute.size(words)):
+        fixed[i] = opaque(words[i])
+    layout = cute.make_layout(mma.partition_shape_A(shape))
+    return cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=values.element_type), layout)

@@ -4,12 +4,11 @@
     dV = P^T dO                  dK = scale dS^T Q               dQ = scale dS K
 
 A CTA has a block of keys, and dK and dV of it in registers; it goes through the query blocks that see it. dQ's sum over
-blocks of keys is added up in global memory, in float32, and that traffic is what limits such kernels. So two CTAs with
-neighbouring blocks of keys send each other their dS through distributed shared memory, and each adds up one half of the
-head for both: half as many additions.
+blocks of keys is added up in global memory, in float32.
 
-Two warpgroups multiply: for Q K^T and dO V^T each has half of the keys, for the others, which are computed transposed,
-half of the head. One warp of a third warpgroup lets the copy engine fetch.
+Two warpgroups multiply. Each has half of the keys: their S^T and dP^T have keys in rows, so that P^T and dS^T go
+into the products for dV and dK from registers. Only dS passes through shared memory, for dQ, of which each warpgroup
+has half. One warp of a third warpgroup lets the copy engine fetch.
 """
 
 from __future__ import annotations
@@ -32,29 +31,15 @@ from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.wgmma import WgmmaRows
+from cudnn_kernels.pipeline.wgmma import WgmmaRows, register_operand
 from cudnn_kernels.signature import START, Workspace, bind
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply
-PAIR = 2  # CTAs that exchange dS
-M = 64  # query rows of a step
+ROWS = 64  # of a warpgroup's product
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
-Q_STAGES = 2
-
-
-@dataclass
-class Barriers:
-    """In shared memory. ``peer_empty``: the other CTA's buffer for our dS is free; ``peer_full``: its dS is here."""
-
-    kv_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
-    peer_full: Any
-    peer_empty: Any
+STAGES = 2
 
 
 @dataclass
@@ -67,21 +52,31 @@ class Block:
     first_query: Int32
     first_key: Int32
     first_block: Int32  # of the sequence's query blocks, among all
-    begin: Int32  # of the query blocks that see the pair's keys
+    begin: Int32  # of the query blocks that see the cluster's keys
     end: Int32
     mask: Mask
 
 
-class AttentionBackward:
-    """The kernel for one :class:`BackwardConfiguration`."""
+@dataclass
+class Values:
+    """What belongs to query rows in the workspace: LSE * log2(e), D, and dQ's sums."""
+
+    log_sums: cute.Tensor
+    products: cute.Tensor
+    dq_sums: cute.Tensor
+
+
+class Backward:
+    """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys."""
+
+    cluster = 1
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         c = self.c = configuration
         self.dtype = DTYPES[c.dtype]
-        self.n = c.keys
-        self.half_n = self.n // GROUPS
-        self.half_d = c.head // 2
+        self.m, self.n = c.tile
         self.rows = WgmmaRows(slots=2)
+        self.widths = {"q": c.head, "k": c.head, "v": c.head_v, "do": c.head_v}
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -91,25 +86,30 @@ class AttentionBackward:
         q, k, o, do, dq, dk, dv = (
             sequences.matrix(given[name], c.packed) for name in ("q", "k", "o", "do", "dq", "dk", "dv")
         )
-        copied = [sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "do")]
+        copied = {name: sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "do")}
         lse = sequences.rows(given["lse"], c.packed)
-        offsets_q, offsets_k = given.get("cum_seqlen_q"), given.get("cum_seqlen_k")
-        batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        scale, right, left, stream = (given[name] for name in ("scale_softmax", "right", "left", "stream"))
-        blocks = sequences.blocks_of(q.shape[0], batches, M, c.packed)
-        per_batch, lse_shape = (blocks, q.shape[2], q.shape[3]), (blocks * M, q.shape[2], q.shape[3])
+        offsets = (given.get("cum_seqlen_q"), given.get("cum_seqlen_k"))
+        batches = offsets[0].shape[0] - 1 if const_expr(c.packed) else q.shape[3]
+        scale, stream = given["scale_softmax"], given["stream"]
+        blocks = sequences.blocks_of(q.shape[0], batches, self.m, c.packed)
         sizes = {"sq": Int64(q.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
-        products, log_sums, dq_sums = (
-            self.region(given["workspace"], name, shape, sizes)
-            for name, shape in (
-                ("row_products", lse_shape), ("log_sums", lse_shape), ("dq_sums", (512, M * c.head // 512, *per_batch))
-            )
-        )  # fmt: skip
-        RowProducts(c).launch(o, do, lse, products, log_sums, dq_sums, stream)
-        self.launch(
-            q, k, *copied, dk, dv, log_sums, products, dq_sums, offsets_q, offsets_k, scale, right, left, stream
+        per_row = (blocks * self.m, q.shape[2], q.shape[3])
+        per_block = (512, self.m * c.head // 512, blocks, q.shape[2], q.shape[3])
+        values = Values(
+            self.region(given["workspace"], "log_sums", per_row, sizes),
+            self.region(given["workspace"], "row_products", per_row, sizes),
+            self.region(given["workspace"], "dq_sums", per_block, sizes),
         )
-        QueryGradient(c).launch(dq_sums, dq, offsets_q, scale, stream)
+        RowProducts(c).launch(o, do, lse, values.products, values.log_sums, values.dq_sums, offsets[0], stream)
+        clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
+        self.kernel(
+            self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums), offsets, q.shape[0],
+            k.shape[0], q.shape[2] // k.shape[2], scale, given["right"], given["left"],
+        ).launch(
+            grid=[self.cluster * clusters, k.shape[2], q.shape[3]], block=[GROUP * (1 + GROUPS), 1, 1],
+            cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
+        )  # fmt: skip
+        QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)
 
     def region(self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]) -> cute.Tensor:
         """A region of the workspace as float32 values."""
@@ -118,195 +118,82 @@ class AttentionBackward:
         first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=Float32)
         return cute.make_tensor(first, cute.make_layout(shape))
 
-    def launch(
-        self, q: cute.Tensor, k: cute.Tensor, copied_q: cute.Tensor, copied_k: cute.Tensor, copied_v: cute.Tensor,
-        copied_do: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, log_sums: cute.Tensor, products: cute.Tensor,
-        dq_sums: cute.Tensor, offsets_q: Any, offsets_k: Any, scale: Float32, right: Int32, left: Int32, stream: Any,
-    ) -> None:  # fmt: skip
-        """Q (s_q, d, h_q, b); K, dK, dV (s_k, d, h_k, b); LSE * log2(e) and D (s_q, h_q, b).
+    def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
+        """How the copy engine fetches each tensor."""
+        raise NotImplementedError
 
-        ``copied_...``: as the copy engine takes them.
-        ``dq_sums``: float32, (128 * 4, M * d / 512, query blocks, h_q, b), zeros before.
-        """
-        c = self.c
-        batches = 1 if const_expr(c.packed) else q.shape[3]
-        layout_q, layout_k, layout_peer = self.input_layouts()
+    def kernel(self, *arguments: Any) -> Any:
+        """The kernel proper."""
+        raise NotImplementedError
+
+    def tile(self, rows: int, columns: int, stages: int = 1) -> Any:
+        """A buffer's layout, rows of contiguous elements: (rows, columns), and stages if there are several."""
+        layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+        return layout if stages > 1 else cute.slice_(layout, (None, None, 0))
+
+    def loaded(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
+        """How the copy engine fetches a tile: an atom and the tensor of its coordinates."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        atom_q, mQ = cpasync.make_tiled_tma_atom(load, copied_q, layout_q, (M, c.head))
-        atom_do, mdO = cpasync.make_tiled_tma_atom(load, copied_do, layout_q, (M, c.head))
-        atom_k, mK = cpasync.make_tiled_tma_atom(load, copied_k, layout_k, (self.n, c.head))
-        atom_v, mV = cpasync.make_tiled_tma_atom(load, copied_v, layout_k, (self.n, c.head))
-        atom_p, mP = cpasync.make_tiled_tma_atom(load, copied_k, layout_peer, (self.n, self.half_d))
-        several = offsets_k.shape[0] - 1 if const_expr(c.packed) else 1
-        pairs = sequences.blocks_of(k.shape[0], several, PAIR * self.n, c.packed)
-        self.kernel(
-            atom_q, mQ, atom_do, mdO, atom_k, mK, atom_v, mV, atom_p, mP, dk, dv, log_sums, products, dq_sums,
-            offsets_q, offsets_k, q.shape[0], k.shape[0], q.shape[2] // k.shape[2], scale, right, left,
-        ).launch(
-            grid=[PAIR * pairs, k.shape[2], batches], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[PAIR, 1, 1],
-            stream=stream, min_blocks_per_mp=1,
-        )  # fmt: skip
+        return cpasync.make_tiled_tma_atom(load, tensor, self.tile(rows, columns), (rows, columns))
 
-    def input_layouts(self) -> tuple[Any, Any, Any]:
-        """Q or dO, K or V, the other CTA's K, of half of the head: all with the head's elements in rows."""
-        c, one = self.c, (None, None, 0)
-        make_a, make_b, major = sm90.make_smem_layout_a, sm90.make_smem_layout_b, LayoutEnum.ROW_MAJOR
-        return (
-            cute.slice_(make_a(major, (M, self.n, c.head), self.dtype, 1), one),
-            cute.slice_(make_b(major, (M, self.n, c.head), self.dtype, 1), one),
-            cute.slice_(make_b(major, (M, self.n, self.half_d), self.dtype, 1), one),
-        )
-
-    def score_layout(self) -> Any:
-        """P^T or dS^T: (keys, queries), queries in rows."""
-        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (M, self.n, M), self.dtype, 1)
-        return cute.slice_(layout, (None, None, 0))
-
-    def mma(self, n: int, a: OperandMajorMode, b: OperandMajorMode) -> cute.TiledMma:
-        """The product of 64 rows and ``n`` columns, from shared memory."""
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, n, 16), warpgroup.OperandSource.SMEM, a, b)
+    def mma(self, n: int, a: OperandMajorMode, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
+        """The product of 64 rows and ``n`` columns, of operands in shared memory, or A from registers."""
+        source = source or warpgroup.OperandSource.SMEM
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, n, 16), source, a, b)
         return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-    def score_mma(self) -> cute.TiledMma:
-        """Q K^T and dO V^T: rows are queries, columns a warpgroup's half of the keys."""
-        return self.mma(self.half_n, OperandMajorMode.K, OperandMajorMode.K)
-
-    def key_mma(self) -> cute.TiledMma:
-        """dV^T = dO^T P and dK^T = Q^T dS: rows are the head's elements, columns keys."""
-        return self.mma(self.n, OperandMajorMode.MN, OperandMajorMode.K)
-
-    def query_mma(self) -> cute.TiledMma:
-        """dQ^T = K^T dS^T: rows are the head's elements, columns queries."""
-        return self.mma(M, OperandMajorMode.MN, OperandMajorMode.MN)
-
-    @cute.kernel
-    def kernel(
-        self, atom_q: Any, mQ: cute.Tensor, atom_do: Any, mdO: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any,
-        mV: cute.Tensor, atom_p: Any, mP: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, log_sums: cute.Tensor,
-        products: cute.Tensor, dq_sums: cute.Tensor, offsets_q: Any, offsets_k: Any, queries: Int32, keys: Int32,
-        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
-    ) -> None:  # fmt: skip
-        """The roles of the warpgroups."""
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        smem = SmemAllocator()
-        layout_q, layout_k, layout_peer = self.input_layouts()
-        sQ = self.allocate(smem, self.staged(layout_q, Q_STAGES))
-        sdO, sK, sV = (self.allocate(smem, x) for x in (layout_q, layout_k, layout_k))
-        sPeerK, sP, sdS, sPeerS = (self.allocate(smem, x) for x in (layout_peer, *[self.score_layout()] * 3))
-        counts = (1, Q_STAGES, Q_STAGES, 1, 1, 1, 1)
-        barriers = Barriers(*(smem.allocate_array(cutlass.Int64, count) for count in counts))
-        if thread == 0:
-            for one in (barriers.kv_full, barriers.do_full, barriers.peer_full):
-                cute.arch.mbarrier_init(one, 1)
-            cute.arch.mbarrier_init(barriers.do_empty, 4 * GROUPS)
-            cute.arch.mbarrier_init(barriers.peer_empty, 4 * GROUPS)
-            for stage in cutlass.range_constexpr(Q_STAGES):
-                cute.arch.mbarrier_init(barriers.q_full + stage, 1)
-                cute.arch.mbarrier_init(barriers.q_empty + stage, 4 * GROUPS)
-            for atom in (atom_q, atom_do, atom_k, atom_v, atom_p):
-                cpasync.prefetch_descriptor(atom)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        block = self.block(offsets_q, offsets_k, queries, keys, right, left, rank)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(FEW)
-            if warp_index == 0:
-                self.produce(
-                    atom_q, mQ, atom_do, mdO, atom_k, mK, atom_v, mV, atom_p, mP, sQ, sdO, sK, sV, sPeerK, barriers,
-                    block, group_heads, rank,
-                )  # fmt: skip
-        else:
-            cute.arch.setmaxregister_increase(MANY)
-            self.consume(
-                sQ, sdO, sK, sV, sPeerK, sP, sdS, sPeerS, barriers, dk, dv, log_sums, products, dq_sums, block,
-                group_heads, scale, rank, group - 1, thread - GROUP,
-            )  # fmt: skip
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    name(kernel, "cudnn_attention_backward_sm90")
 
     def allocate(self, smem: Any, layout: Any) -> cute.Tensor:
         """A swizzled buffer."""
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def staged(self, layout: Any, stages: int) -> Any:
-        """The layout of Q's ring."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (M, self.n, self.c.head), self.dtype, stages)
+    def barriers(self, smem: Any, counts: dict[str, tuple[int, int]], thread: Int32) -> dict[str, Any]:
+        """Barriers in shared memory, by name: as many as the first number, for so many arrivals as the second."""
+        made = {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
+        self.initialise(made, counts, thread)
+        return made
 
     @cute.jit
-    def block(
-        self, offsets_q: Any, offsets_k: Any, queries: Int32, keys: Int32, right: Int32, left: Int32, rank: Int32
-    ) -> Block:
-        """What this CTA's keys are. Both CTAs of a pair take the same query blocks."""
-        c = self.c
+    def initialise(self, made: dict[str, Any], counts: dict[str, tuple[int, int]], thread: Int32) -> None:
+        """Makes the barriers ready, for all CTAs of the cluster."""
+        if thread == 0:
+            for name, (count, arrivals) in counts.items():
+                for i in range(count):
+                    cute.arch.mbarrier_init(made[name] + i, arrivals)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def block(self, offsets: Any, queries: Int32, keys: Int32, right: Int32, left: Int32, rank: Any) -> Block:
+        """What this CTA's keys are. All CTAs of a cluster take the same query blocks."""
+        c, size = self.c, self.cluster * self.n
         index, head, batch = cute.arch.block_idx()
         s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
         if const_expr(c.packed):
-            batch, pair = sequences.find_block(offsets_k, index // PAIR, PAIR * self.n)
-            index = pair * PAIR + rank
-            s = sequences.packed(offsets_q, offsets_k, batch)
-            first_block = sequences.first_block(offsets_q, batch, M)
+            batch, cluster = sequences.find_block(offsets[1], index // self.cluster, size)
+            index = cluster * self.cluster + rank
+            s = sequences.packed(*offsets, batch)
+            first_block = sequences.first_block(offsets[0], batch, self.m)
         queries, keys = s.queries, s.keys
         mask = Mask(
             queries, keys, keys - queries,
             right if const_expr(c.right) else None, left if const_expr(c.left) else None,
         )  # fmt: skip
-        key = index * self.n
-        first, last = (index - rank) * self.n, (index - rank + PAIR) * self.n - 1
+        first = (index - rank) * self.n
+        last = first + size - 1
         begin, end = Int32(0), queries
         if const_expr(c.right):
             begin = cutlass.max(begin, first - mask.offset - right)
         if const_expr(c.left):
             end = cutlass.min(end, last - mask.offset + left + 1)
-        begin, end = begin // M, cute.ceil_div(cutlass.max(end, Int32(0)), M)
+        begin, end = begin // self.m, cute.ceil_div(cutlass.max(end, Int32(0)), self.m)
         if first >= keys:
             end = begin
-        return Block(key, head, s.batch, s.first_query, s.first_key, first_block, begin, cutlass.max(begin, end), mask)
-
-    @cute.jit
-    def produce(
-        self, atom_q: Any, mQ: cute.Tensor, atom_do: Any, mdO: cute.Tensor, atom_k: Any, mK: cute.Tensor, atom_v: Any,
-        mV: cute.Tensor, atom_p: Any, mP: cute.Tensor, sQ: cute.Tensor, sdO: cute.Tensor, sK: cute.Tensor,
-        sV: cute.Tensor, sPeerK: cute.Tensor, barriers: Barriers, block: Block, group_heads: Int32, rank: Int32,
-    ) -> None:  # fmt: skip
-        """One warp: fetches K and V, then Q and dO of every step."""
-        c = self.c
-        steps = block.end - block.begin
-        if steps > 0:
-            keys = (block.head, block.batch, block.first_key, block.mask.keys)
-            size = self.n * c.head * self.dtype.width // 8
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.kv_full, 2 * size + size // 2)
-            other = block.key + (1 - 2 * rank) * self.n
-            full, shape = barriers.kv_full, (self.n, c.head)
-            self.fetch(atom_k, sequences.copied_rows(mK, *keys), sK, (block.key, 0), shape, full)
-            self.fetch(atom_v, sequences.copied_rows(mV, *keys), sV, (block.key, 0), shape, full)
-            peer_rows, shape = sequences.copied_rows(mP, *keys), (self.n, self.half_d)
-            self.fetch(atom_p, peer_rows, sPeerK, (other, rank * self.half_d), shape, full)
-        size = M * c.head * self.dtype.width // 8
-        total = steps * group_heads
-        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
-            used = cutlass.min(step, total - 1)
-            head = block.head * group_heads + used // steps
-            queries = (head, block.batch, block.first_query, block.mask.queries)
-            place = ((block.begin + used % steps) * M, 0)
-            stage, phase = step % Q_STAGES, step // Q_STAGES % 2
-            cute.arch.mbarrier_wait(barriers.q_empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers.q_full + stage, size)
-            target, full = sQ[None, None, stage], barriers.q_full + stage
-            self.fetch(atom_q, sequences.copied_rows(mQ, *queries), target, place, (M, c.head), full)
-            if step < total:
-                cute.arch.mbarrier_wait(barriers.do_empty, step % 2 ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(barriers.do_full, size)
-                rows = sequences.copied_rows(mdO, *queries)
-                self.fetch(atom_do, rows, sdO, place, (M, c.head), barriers.do_full)
+        end = cutlass.max(begin, end)
+        return Block(index * self.n, head, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
 
     def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``."""
@@ -317,148 +204,53 @@ class AttentionBackward:
         cute.copy(atom, of, to, tma_bar_ptr=full)
 
     @cute.jit
-    def consume(
-        self, sQ: cute.Tensor, sdO: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, sPeerK: cute.Tensor,
-        sP: cute.Tensor, sdS: cute.Tensor, sPeerS: cute.Tensor, barriers: Barriers, dk: cute.Tensor, dv: cute.Tensor,
-        log_sums: cute.Tensor, products: cute.Tensor, dq_sums: cute.Tensor, block: Block, group_heads: Int32,
-        scale: Float32, rank: Int32, group: Int32, thread256: Int32,
-    ) -> None:  # fmt: skip
-        """A warpgroup: the products of all steps, then dK and dV."""
-        c = self.c
-        thread = thread256 - group * GROUP
-        score_mma, key_mma, query_mma = self.score_mma(), self.key_mma(), self.query_mma()
-        score, key, query = (x.get_slice(thread) for x in (score_mma, key_mma, query_mma))
-        tSrQ = score_mma.make_fragment_A(score.partition_A(sQ))
-        tSrdO = score_mma.make_fragment_A(score.partition_A(sdO))
-        tSrK, tSrV = (
-            score_mma.make_fragment_B(score.partition_B(cute.local_tile(x, (self.half_n, c.head), (group, 0))))
-            for x in (sK, sV)
-        )
-        half = (c.head // GROUPS, M)
-        tVrdO = key_mma.make_fragment_A(key.partition_A(cute.local_tile(turned(sdO), half, (group, 0))))
-        tKrQ = key_mma.make_fragment_A(key.partition_A(cute.local_tile(turned(sQ), half, (group, 0, None))))
-        tVrP, tKrS = (key_mma.make_fragment_B(key.partition_B(x)) for x in (sP, sdS))
-        mine = (self.half_d // GROUPS, self.n)
-        sMyK = cute.local_tile(turned(sK), mine, (rank * GROUPS + group, 0))
-        tQrK = query_mma.make_fragment_A(query.partition_A(sMyK))
-        tQrPeerK = query_mma.make_fragment_A(query.partition_A(cute.local_tile(turned(sPeerK), mine, (group, 0))))
-        tQrS, tQrPeerS = (query_mma.make_fragment_B(query.partition_B(turned(x))) for x in (sdS, sPeerS))
+    def fetch_keys(self, atoms: Any, buffers: Any, full: Any, block: Block, places: Any) -> None:
+        """Fetches the tiles that stay for all steps, if there are any, by the names of their buffers."""
+        if block.end > block.begin:
+            self.expect(full, self.n * sum(self.widths[x] for x in places))
+            for x, place in places.items():
+                rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_key, block.mask.keys)
+                self.fetch(atoms[x][0], rows, buffers[x], place, (self.n, self.widths[x]), full)
 
-        scores, gradients = (
-            cute.make_rmem_tensor(score_mma.partition_shape_C((M, self.half_n)), Float32) for _ in range(2)
-        )
-        acc_dk, acc_dv = (
-            cute.make_rmem_tensor(key_mma.partition_shape_C((c.head // GROUPS, self.n)), Float32) for _ in range(2)
-        )
-        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((self.half_d // GROUPS, M)), Float32)
-        acc_dk.fill(0.0)
-        acc_dv.fill(0.0)
-        row_sums, row_products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 2), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, score_mma).get_slice(thread)
-        tPsP, tPsS = (copy.partition_D(cute.local_tile(turned(x), (M, self.half_n), (0, group))) for x in (sP, sdS))
-        steps = block.end - block.begin
-        total = steps * group_heads
-        batch = 0 if const_expr(c.packed) else block.batch
-        scale_log2 = scale * LOG2_E
-        if total > 0:
-            cute.arch.mbarrier_wait(barriers.kv_full, 0)
-            cute.arch.mbarrier_wait(barriers.q_full, 0)
-            self.multiply(self.score_mma(), scores, tSrQ, tSrK, 0, False)
-            warpgroup.wait_group(0)
-            self.load_rows(log_sums, products, row_sums, row_products, block, 0, steps, group_heads, batch, thread)
-        for step in cutlass.range(total, unroll=1):
-            head = block.head * group_heads + step // steps
-            m_block = block.begin + step % steps
-            stage, phase = step % Q_STAGES, step % 2
-            cute.arch.mbarrier_wait(barriers.do_full, phase)
-            self.multiply(self.score_mma(), gradients, tSrdO, tSrV, None, False)
-            self.exponentiate(scores, row_sums, scale_log2, block, m_block, group, thread)
-            self.put(copy, atom, scores, tPsP)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.all_multiplying()
-            self.multiply(self.key_mma(), acc_dv, tVrdO, tVrP, None, True)
-            warpgroup.wait_group(1)
-            for slot in cutlass.range_constexpr(2):
-                for i in self.rows.order(self.half_n, slot):
-                    gradients[i] = scores[i] * (gradients[i] - row_products[slot])
-            ahead = cutlass.min(step + 1, total - 1)
-            self.load_rows(log_sums, products, row_sums, row_products, block, ahead, steps, group_heads, batch, thread)
-            cute.arch.mbarrier_wait(barriers.peer_empty, phase ^ 1)  # the other CTA has what dS was before
-            self.put(copy, atom, gradients, tPsS)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            self.all_multiplying()
-            if thread256 < 32:
-                self.send(sdS, sPeerS, barriers, rank)
-            self.multiply(self.key_mma(), acc_dk, tKrQ, tKrS, stage, True)
-            warpgroup.wait_group(1)
-            self.release(barriers.do_empty)
-            self.multiply(self.query_mma(), acc_dq, tQrK, tQrS, None, False)
-            cute.arch.mbarrier_wait(barriers.peer_full, phase)
-            self.multiply(self.query_mma(), acc_dq, tQrPeerK, tQrPeerS, None, True)
-            following = (step + 1) % Q_STAGES
-            cute.arch.mbarrier_wait(barriers.q_full + following, (step + 1) // Q_STAGES % 2)
-            self.multiply(self.score_mma(), scores, tSrQ, tSrK, following, False)  # the last time, for nothing
-            warpgroup.wait_group(1)
-            self.release(barriers.q_empty + stage)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(barriers.peer_empty, 1 - rank)
-            self.add(acc_dq, dq_sums, block.first_block + m_block, head, batch, rank, group, thread)
-            warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
-        self.store(acc_dk, sK, dk, block, batch, scale, group, thread, thread256)
-        self.store(acc_dv, sV, dv, block, batch, Float32(1.0), group, thread, thread256)
+    @cute.jit
+    def expect(self, full: Any, elements: int, more: int = 0) -> None:
+        """Announces so many elements, and so many bytes more."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.dtype.width // 8 + more)
 
-    def multiply(self, mma: Any, acc: cute.Tensor, a: Any, b: Any, stage: Any, accumulate: bool) -> None:
+    def multiply(self, mma: Any, acc: cute.Tensor, a: Any, b: Any, accumulate: bool) -> None:
         """Issues a product, as a group of its own."""
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, accumulate)
         for k in range(cute.size(a, mode=[2])):
-            left = a[None, None, k] if stage is None else a[None, None, k, stage]
-            cute.gemm(mma, acc, left, b[None, None, k], acc)
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-
-    def exponentiate(
-        self, scores: cute.Tensor, row_sums: cute.Tensor, scale: Float32, block: Block, m_block: Int32, group: Int32,
-        thread: Int32,
-    ) -> None:  # fmt: skip
-        """Turns scores into P; 0 where the mask hides a key, or where there is no query or key."""
-        first = block.key + group * self.half_n
-        for slot in range(2):
-            row = m_block * M + self.rows.row(thread, slot)
-            begin, end = block.mask.begin(row) - first, block.mask.end(row) - first
-            for place, i in enumerate(self.rows.order(self.half_n, slot)):
-                column = self.rows.column(thread, place)
-                seen = column < end
-                if const_expr(self.c.left):
-                    seen = seen & (column >= begin)
-                value = cute.math.exp2(scores[i] * scale - row_sums[slot], fastmath=True)
-                scores[i] = Float32(cutlass.select_(seen, value, Float32(0.0)))
-
-    def put(self, copy: Any, atom: Any, values: cute.Tensor, target: cute.Tensor) -> None:
-        """Rounds values and writes them transposed."""
-        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-        rounded.store(values.load().to(self.dtype))
-        cute.copy(atom, copy.retile(rounded), target)
 
     def all_multiplying(self) -> None:
         """Waits for both multiplying warpgroups."""
         cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=GROUPS * GROUP)
 
     @cute.jit
-    def send(self, sdS: cute.Tensor, sPeerS: cute.Tensor, barriers: Barriers, rank: Int32) -> None:
-        """One warp: copies dS to the other CTA."""
-        size = self.n * M * self.dtype.width // 8
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.peer_full, size)
-            other = 1 - rank
-            target = cute.arch.map_dsmem_ptr(sPeerS.iterator, other).toint()
-            full = cute.arch.map_dsmem_ptr(barriers.peer_full, other).toint()
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target, sdS.iterator.toint(), Int32(size), full],
-            )
+    def hide(self, scores: cute.Tensor, mask: Mask, row: Int32, key: Int32, width: int, thread: Int32) -> None:
+        """Makes scores that do not count -inf, in the tiles that have any."""
+        if not mask.whole(row, ROWS, key, width):
+            mask.hide(scores, self.rows, thread, row, key, width)
+
+    def put(
+        self, mma: Any, values: cute.Tensor, target: cute.Tensor, transposed: bool, count: int, thread: Int32
+    ) -> None:  # fmt: skip
+        """Writes a warpgroup's rounded accumulators to its tile in shared memory, ``count`` matrices at once."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, count), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+        cute.copy(atom, copy.retile(values), copy.partition_D(target))
+
+    def rounded(self, values: cute.Tensor, factor: Any = None) -> cute.Tensor:
+        """The values in the type of the inputs."""
+        found = cute.make_rmem_tensor(values.shape, self.dtype)
+        loaded = values.load() if factor is None else values.load() * factor
+        found.store(loaded.to(self.dtype))
+        return found
 
     @cute.jit
     def release(self, empty: Any) -> None:
@@ -466,58 +258,230 @@ class AttentionBackward:
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty)
 
-    @cute.jit
-    def load_rows(
-        self, log_sums: cute.Tensor, products: cute.Tensor, row_sums: cute.Tensor, row_products: cute.Tensor,
-        block: Block, step: Any, steps: Int32, group_heads: Int32, batch: Any, thread: Int32,
-    ) -> None:  # fmt: skip
-        """LSE and D of a thread's rows, long before they are needed; of rows that do not exist, what makes P 0."""
-        head = block.head * group_heads + step // steps
-        for slot in cutlass.range_constexpr(2):
-            row = (block.begin + step % steps) * M + self.rows.row(thread, slot)
-            place = block.first_query + cutlass.min(row, block.mask.queries - 1)
-            exists = row < block.mask.queries
-            row_sums[slot] = Float32(cutlass.select_(exists, log_sums[place, head, batch], Float32.inf))
-            row_products[slot] = products[place, head, batch]
+    def sums(self, values: Values, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> cute.Tensor:
+        """Those of dQ of a step's block."""
+        head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
+        return values.dq_sums[None, None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
 
-    def add(
-        self, acc: cute.Tensor, sums: cute.Tensor, m_block: Int32, head: Int32, batch: Any, rank: Int32, group: Int32,
-        thread: Int32,
-    ) -> None:  # fmt: skip
-        """Adds a warpgroup's part of dQ to the sums: four values of a thread at a time, threads next to each other.
+    def add(self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32) -> None:
+        """Adds a part of dQ to a block's sums: four values of a thread at a time, threads next to each other.
 
         Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
         """
         vectors = cute.size(acc) // 4
-        first = (rank * GROUPS + group) * vectors
         for i in range(vectors):
-            place = cute.domain_offset((thread * 4, first + i, m_block, head, batch), sums).iterator
+            place = cute.domain_offset((thread * 4, part * vectors + i), sums).iterator
             cute.arch.inline_ptx(
                 "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[place.toint(), *(acc[4 * i + j] for j in range(4))],
             )
 
     @cute.jit
-    def store(
-        self, acc: cute.Tensor, buffer: cute.Tensor, out: cute.Tensor, block: Block, batch: Any, factor: Float32,
-        group: Int32, thread: Int32, thread256: Int32,
-    ) -> None:  # fmt: skip
-        """Writes dK or dV, through the buffer that had K or V."""
-        c = self.c
-        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-        rounded.store((acc.load() * factor).to(self.dtype))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 2), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.key_mma()).get_slice(thread)
-        mine = cute.local_tile(turned(buffer), (c.head // GROUPS, self.n), (group, 0))
-        self.all_multiplying()  # both have used the buffer
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(mine))
-        self.all_multiplying()
-        width = 128 // self.dtype.width
-        columns = c.head // width
+    def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, width: int, thread256: Int32) -> None:
+        """Writes the rows of dK or dV that exist, from shared memory."""
+        batch = 0 if const_expr(self.c.packed) else block.batch
+        vector = 128 // self.dtype.width
+        columns = width // vector
         target = cute.domain_offset((block.first_key + block.key, 0), out[None, None, block.head, batch])
         for i in cutlass.range_constexpr(self.n * columns // (GROUPS * GROUP)):
             index = thread256 + i * GROUPS * GROUP
             row, column = index // columns, index % columns
             if block.key + row < block.mask.keys:
-                source = cute.local_tile(buffer, (1, width), (row, column))
-                cute.autovec_copy(source, cute.local_tile(target, (1, width), (row, column)))
+                source = cute.local_tile(buffer, (1, vector), (row, column))
+                cute.autovec_copy(source, cute.local_tile(target, (1, vector), (row, column)))
+
+
+class AttentionBackward(Backward):
+    """The kernel in which a warpgroup has 64 keys."""
+
+    def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
+        c = self.c
+        return (
+            self.loaded(copied["q"], self.m, c.head), self.loaded(copied["do"], self.m, c.head_v),
+            self.loaded(copied["k"], self.n, c.head), self.loaded(copied["v"], self.n, c.head_v),
+        )  # fmt: skip
+
+    def score_mma(self) -> cute.TiledMma:
+        """S^T and dP^T: rows are a warpgroup's keys, columns queries."""
+        return self.mma(self.m, OperandMajorMode.K, OperandMajorMode.K)
+
+    def key_mma(self, head: int) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q: rows are a warpgroup's keys."""
+        return self.mma(head, OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
+
+    def query_mma(self) -> cute.TiledMma:
+        """dQ = dS K: of 64 queries half of the head, or of 128 all of it."""
+        return self.mma(self.c.head * self.m // (GROUPS * ROWS), OperandMajorMode.K, OperandMajorMode.MN)
+
+    @cute.kernel
+    def kernel(
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32, keys: Int32,
+        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
+    ) -> None:  # fmt: skip
+        """The roles of the warpgroups."""
+        c = self.c
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        smem = SmemAllocator()
+        buffers = {
+            "q": self.allocate(smem, self.tile(self.m, c.head, STAGES)),
+            "do": self.allocate(smem, self.tile(self.m, c.head_v, STAGES)),
+            "k": self.allocate(smem, self.tile(self.n, c.head)), "v": self.allocate(smem, self.tile(self.n, c.head_v)),
+            "ds": self.allocate(smem, self.tile(self.m, self.n, STAGES)),
+        }  # fmt: skip
+        per_row = cute.make_layout((self.m, STAGES))
+        buffers |= {x: smem.allocate_tensor(Float32, per_row, byte_alignment=128) for x in ("log_sums", "products")}
+        ring = {"full": (STAGES, 1), "empty": (STAGES, 4 * GROUPS)}
+        counts = {f"{x}_{state}": count for x in ("q", "do") for state, count in ring.items()}
+        barriers = self.barriers(smem, {"kv_full": (1, 1), **counts}, thread)
+        block, values = self.block(offsets, queries, keys, right, left, 0), Values(*values)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(FEW)
+            if warp_index == 0:
+                named = dict(zip(("q", "do", "k", "v"), atoms, strict=True))
+                self.produce(named, buffers, barriers, values, block, group_heads)
+        else:
+            cute.arch.setmaxregister_increase(MANY)
+            self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, group - 1, thread - GROUP)
+
+    name(kernel, "cudnn_attention_backward_sm90")
+
+    @cute.jit
+    def produce(
+        self, atoms: Any, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32
+    ) -> None:  # fmt: skip
+        """One warp: fetches K and V, then Q and dO of every step."""
+        c = self.c
+        steps = block.end - block.begin
+        mine = (block.key, 0)
+        self.fetch_keys(atoms, buffers, barriers["kv_full"], block, {"k": mine, "v": mine})
+        total = steps * group_heads
+        batch = 0 if const_expr(c.packed) else block.batch
+        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
+            used = cutlass.min(step, total - 1)
+            head, index = block.head * group_heads + used // steps, block.begin + used % steps
+            first = (block.first_block + index) * self.m
+            stage, phase = step % STAGES, step // STAGES % 2
+            for x, of_rows in (("q", "log_sums"), ("do", "products")):
+                if x == "q" or step < total:
+                    full = barriers[f"{x}_full"] + stage
+                    cute.arch.mbarrier_wait(barriers[f"{x}_empty"] + stage, phase ^ 1)
+                    self.expect(full, self.m * self.widths[x], 4 * self.m)
+                    rows = sequences.copied_rows(
+                        atoms[x][1], head, block.batch, block.first_query, block.mask.queries
+                    )
+                    target = buffers[x][None, None, stage]
+                    self.fetch(atoms[x][0], rows, target, (index * self.m, 0), (self.m, self.widths[x]), full)
+                    source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
+                    self.fetch_rows(source, buffers[of_rows][None, stage].iterator, full)
+
+    @cute.jit
+    def fetch_rows(self, source: Any, target: Any, full: Any) -> None:
+        """Starts a copy of a value for each row."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[target.toint(), source.toint(), Int32(4 * self.m), full.toint()],
+            )
+
+    @cute.jit
+    def consume(
+        self, buffers: Any, barriers: Any, dk: cute.Tensor, dv: cute.Tensor, values: Values, block: Block,
+        group_heads: Int32, scale: Float32, group: Int32, thread256: Int32,
+    ) -> None:  # fmt: skip
+        """A warpgroup: the products of all steps, then dK and dV."""
+        c = self.c
+        thread = thread256 - group * GROUP
+        score_mma, query_mma = self.score_mma(), self.query_mma()
+        dk_mma, dv_mma = self.key_mma(c.head), self.key_mma(c.head_v)
+        score, dk_part, dv_part, query = (x.get_slice(thread) for x in (score_mma, dk_mma, dv_mma, query_mma))
+        sK, sV = (
+            cute.local_tile(buffers[x], (ROWS, head), (group, 0)) for x, head in (("k", c.head), ("v", c.head_v))
+        )
+        tSrK, tSrV = (score_mma.make_fragment_A(score.partition_A(x)) for x in (sK, sV))
+        tSrQ, tSrdO = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in ("q", "do"))
+        tKrQ = dk_mma.make_fragment_B(dk_part.partition_B(turned(buffers["q"])))
+        tVrdO = dv_mma.make_fragment_B(dv_part.partition_B(turned(buffers["do"])))
+        slab, half = (group, 0) if const_expr(self.m == GROUPS * ROWS) else (0, group)
+        width = c.head * self.m // (GROUPS * ROWS)
+        tQrS = query_mma.make_fragment_A(
+            query.partition_A(cute.local_tile(buffers["ds"], (ROWS, self.n), (slab, 0, None)))
+        )
+        tQrK = query_mma.make_fragment_B(
+            query.partition_B(cute.local_tile(turned(buffers["k"]), (width, self.n), (half, 0)))
+        )
+        scores, gradients = (
+            cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.m)), Float32) for _ in range(2)
+        )
+        acc_dk, acc_dv = (
+            cute.make_rmem_tensor(mma.partition_shape_C((ROWS, head)), Float32)
+            for mma, head in ((dk_mma, c.head), (dv_mma, c.head_v))
+        )
+        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((ROWS, width)), Float32)
+        acc_dk.fill(0.0)
+        acc_dv.fill(0.0)
+        steps = block.end - block.begin
+        total = steps * group_heads
+        mask, key = block.mask.turned(), block.key + group * ROWS
+        q_full, q_empty, do_full, do_empty = (barriers[x] for x in ("q_full", "q_empty", "do_full", "do_empty"))
+        if total > 0:
+            cute.arch.mbarrier_wait(barriers["kv_full"], 0)
+        for step in cutlass.range(total, unroll=1):
+            m_block = block.begin + step % steps
+            stage, phase = step % STAGES, step // STAGES % 2
+            cute.arch.mbarrier_wait(q_full + stage, phase)
+            self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, stage], False)
+            cute.arch.mbarrier_wait(do_full + stage, phase)
+            self.multiply(self.score_mma(), gradients, tSrV, tSrdO[None, None, None, stage], False)
+            warpgroup.wait_group(1)
+            self.hide(scores, mask, key, m_block * self.m, self.m, thread)
+            self.exponentiate(scores, buffers["log_sums"][None, stage], scale * LOG2_E, thread)
+            p = register_operand(dv_mma, self.rounded(scores), (ROWS, self.m))
+            warpgroup.wait_group(0)
+            self.differentiate(gradients, scores, buffers["products"][None, stage], thread)
+            rounded = self.rounded(gradients)
+            ds = register_operand(dk_mma, rounded, (ROWS, self.m))
+            sdS = cute.local_tile(turned(buffers["ds"])[None, None, stage], (ROWS, self.m), (group, 0))
+            self.multiply(self.key_mma(c.head_v), acc_dv, p, tVrdO[None, None, None, stage], True)
+            self.put(score_mma, rounded, sdS, True, 4, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.all_multiplying()
+            self.multiply(self.query_mma(), acc_dq, tQrS[None, None, None, stage], tQrK, False)
+            self.multiply(self.key_mma(c.head), acc_dk, ds, tKrQ[None, None, None, stage], True)
+            warpgroup.wait_group(1)
+            self.release(do_empty + stage)
+            self.add(acc_dq, self.sums(values, block, step, steps, group_heads), group, thread)
+            warpgroup.wait_group(0)
+            self.release(q_empty + stage)
+        self.all_multiplying()  # both have used K
+        for acc, mma, buffer, out, head, factor in (
+            (acc_dk, dk_mma, buffers["k"], dk, c.head, scale), (acc_dv, dv_mma, buffers["v"], dv, c.head_v, None),
+        ):  # fmt: skip
+            mine = cute.local_tile(buffer, (ROWS, head), (group, 0))
+            self.put(mma, self.rounded(acc, factor), mine, False, 4, thread)
+            self.all_multiplying()
+            self.write(buffer, out, block, head, thread256)
+
+    def columns(self, values: cute.Tensor, thread: Int32) -> cute.Tensor:
+        """The values, in shared memory, of the query rows that a thread has as columns."""
+        found = cute.make_rmem_tensor(self.m // 4, Float32)
+        for i in range(self.m // 8):
+            source = cute.local_tile(values, (2,), (4 * i + thread % 4,))
+            cute.autovec_copy(source, cute.local_tile(found, (2,), (i,)))
+        return found
+
+    def exponentiate(self, scores: cute.Tensor, log_sums: cute.Tensor, scale: Float32, thread: Int32) -> None:
+        """Turns scores into P."""
+        shifts = self.columns(log_sums, thread)
+        for slot in range(2):
+            for place, i in enumerate(self.rows.order(self.m, slot)):
+                scores[i] = cute.math.exp2(scores[i] * scale - shifts[place], fastmath=True)
+
+    def differentiate(self, gradients: cute.Tensor, p: cute.Tensor, products: cute.Tensor, thread: Int32) -> None:
+        """Turns dP into dS."""
+        shifts = self.columns(products, thread)
+        for slot in range(2):
+            for place, i in enumerate(self.rows.order(self.m, slot)):
+                gradients[i] = p[i] * (gradients[i] - shifts[place])

@@ -23,7 +23,7 @@ from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.forward import Forward, Problem, Sizes, partition, queries_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.wgmma import WgmmaRows
+from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
 from cudnn_kernels.signature import bind
 
 GROUP = 128  # threads of a warpgroup
@@ -391,9 +391,6 @@ class AttentionForward(Forward):
             cute.arch.cp_async_bulk_wait_group(0)
 
 
-def opaque(word: Int32) -> Int32:
-    """The same value, of which the compiler knows nothing."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
 def done_before_the_wait(value: Float32) -> None:

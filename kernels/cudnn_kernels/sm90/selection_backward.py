@@ -25,8 +25,9 @@ from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.wgmma import register_operand
 from cudnn_kernels.signature import START, Workspace, bind
-from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, opaque, partition
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
 from cudnn_kernels.sm90.selection import HEADS, THREADS, WARP, Row, Selection
 
 VECTOR = 8  # elements of 16 bits that a thread loads at once
@@ -128,15 +129,10 @@ class SelectionBackward(Selection):
         warpgroup.commit_group()
 
     def operand(self, mma: Any, values: cute.Tensor, columns: int) -> cute.Tensor:
-        """Rounded values of an accumulator as operand A of another product. Opaque: else they are rounded too late."""
+        """Rounded values of an accumulator as operand A of another product."""
         rounded = cute.make_rmem_tensor(values.shape, self.dtype)
         rounded.store(values.load().to(self.dtype))
-        words = cute.recast_tensor(rounded, Int32)
-        fixed = cute.make_rmem_tensor(cute.size(words), Int32)
-        for i in range(cute.size(words)):
-            fixed[i] = opaque(words[i])
-        shape = cute.make_layout(mma.partition_shape_A((ROWS, columns)))
-        return cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=self.dtype), shape)
+        return register_operand(mma, rounded, (ROWS, columns))
 
     @cute.jit
     def initialise(self, full: Any, empty: Any, stages: int, once: Any, thread: Int32) -> None:

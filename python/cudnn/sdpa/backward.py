@@ -17,8 +17,12 @@ from cudnn_kernels.attention import BackwardConfiguration
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-KEYS = {(256, 256): 80}
-"""Keys of a CTA by head sizes."""
+TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"tile": (128, 128)},
+    (128, 128): {"tile": (64, 128)},
+    (256, 256): {"tile": (64, 80), "pair": True},
+}
+"""Query rows of a step and keys of a CTA by head sizes, and whether two CTAs exchange dS."""
 
 
 class SdpaBackward(Attention):
@@ -43,8 +47,8 @@ class SdpaBackward(Attention):
                keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
-    head_sizes = tuple(KEYS)
-    usual_shapes = tuple((1, 1, 128, *heads) for heads in KEYS)
+    head_sizes = tuple(TILES)
+    usual_shapes = tuple((1, 1, 128, *heads) for heads in TILES)
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
@@ -76,9 +80,9 @@ class SdpaBackward(Attention):
             raise self.error("dkdv_mma_tiler_mn", tiler, "(128, 64); the kernel chooses its tiles")
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        count = KEYS[sizes["d"], sizes["dv"]]
+        heads = (sizes["d"], sizes["dv"])
         kind = name_of(self.dtype("q"))
-        return kernel_plan(arch, BackwardConfiguration(kind, sizes["d"], count, **self.ends()))
+        return kernel_plan(arch, BackwardConfiguration(kind, *heads, **TILES[heads], **self.ends()))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)
