@@ -215,7 +215,7 @@ def test_backward(configuration: BackwardConfiguration, problem: Problem) -> Non
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
         (replace(PAIRED, right=True), 6),
         (replace(BACKWARD, right=True), 4),
-        (replace(BACKWARD, head=64, head_v=64, tile=(128, 128), right=True), 4),
+        pytest.param(replace(BACKWARD, head=64, head_v=64, tile=(128, 128), right=True), 4, marks=pytest.mark.full),
     ],
 )
 def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
