@@ -205,10 +205,10 @@ class PairedBackward(Backward):
             self.all_multiplying()
             if thread256 < 32:
                 self.send(own, peer, peer_full, rank)
+            self.multiply(self.query_mma(), acc_dq, tQrS, tQrK, False)
             self.multiply(self.key_mma(), acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             warpgroup.wait_group(1)
             self.release(barriers["do_empty"])
-            self.multiply(self.query_mma(), acc_dq, tQrS, tQrK, False)
             cute.arch.mbarrier_wait(peer_full, phase)
             self.multiply(self.query_mma(), acc_dq, tQrPeerS, tQrPeerK, True)
             following = (step + 1) % STAGES
