@@ -32,6 +32,8 @@ def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype
     """Rows, row_of_choice and weights."""
     device = "cuda" if where == "gpu" else "cpu"
     indices = torch.randint(-1 if dropped else 0, 4, (tokens, top_k), dtype=torch.int32)
+    if dropped:
+        indices[:1] = -1
     _, _, row_of_choice = sort(indices, 4)
     rows = torch.randn(tokens * top_k, hidden).to(dtype)
     rows[(row_of_choice >= 0).sum() :] = torch.nan  # nobody's
@@ -64,7 +66,9 @@ def assert_combined(where: str, given: Any) -> None:
     with within(where):
         out = combine(rows, row_of_choice, weights)
         gradient = torch.randn_like(out)
-        out.backward(gradient)
+        given = gradient.clone()
+        given[(row_of_choice < 0).all(1)] = torch.nan  # of a token that has no row
+        out.backward(given)
     exact = [None if x is None else x.detach().clone().requires_grad_() for x in (rows, weights)]
     expected = definition(exact[0], row_of_choice, exact[1])
     expected.backward(gradient.double())

@@ -52,15 +52,19 @@ class Combine:
         column = block % c.slices * c.width + thread % c.width
         if (thread < tokens * c.width) & (token < out.shape[0]) & (column < self.columns):
             row, factor = self.choices(row_of_choice, weights, token)
-            parts = [self.load(rows, row[k], column) for k in range(c.top_k)]
-            total = [Float32(0.0)] * c.vector
-            for k in cutlass.range_constexpr(c.top_k):
-                values = self.values(parts[k], row[k])
-                scaled = [x * factor[k] if c.weighted else x for x in values]
-                total = [a + b for a, b in zip(total, scaled, strict=True)]
-            self.store(out, token, column, total)
+            self.store(self.part(out, token, column), self.total(rows, row, factor, column))
 
     name(kernel, "cudnn_moe_combine")
+
+    def total(self, rows: cute.Tensor, row: cute.Tensor, factor: cute.Tensor, column: Int32) -> list:
+        """The sum of 16 bytes of a token's rows, in float32."""
+        c = self.c
+        parts = [self.load(rows, row[k], column) for k in range(c.top_k)]
+        total = [Float32(0.0)] * c.vector
+        for k in range(c.top_k):
+            scaled = [x * factor[k] if c.weighted else x for x in self.values(parts[k], row[k])]
+            total = [a + b for a, b in zip(total, scaled, strict=True)]
+        return total
 
     def choices(self, row_of_choice: cute.Tensor, weights: Any, token: Int32) -> tuple:
         """A token's rows and weights."""
@@ -91,7 +95,7 @@ class Combine:
         found = part.load().to(Float32)
         return [found[i] for i in range(self.c.vector)]
 
-    def store(self, tensor: cute.Tensor, row: Int32, column: Int32, values: list) -> None:
+    def store(self, target: cute.Tensor, values: list) -> None:
         """Rounds 16 bytes of a row, and stores them."""
         wide = cute.make_rmem_tensor(self.c.vector, Float32)
         for i, value in enumerate(values):
@@ -99,7 +103,7 @@ class Combine:
         part = cute.make_rmem_tensor(self.c.vector, self.dtype)
         part.store(wide.load().to(self.dtype))
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        cute.copy(atom, part, self.part(tensor, row, column))
+        cute.copy(atom, part, target)
 
 
 class CombineGradient(Combine):
@@ -139,10 +143,13 @@ class CombineGradient(Combine):
                         products[k] += a * b
                     scaled = [x * factor[k] for x in scaled]
                 if row[k] >= 0:
-                    self.store(d_rows, row[k], column, scaled)
+                    self.store(self.part(d_rows, row[k], column), scaled)
         if const_expr(c.weighted):
             for k in cutlass.range_constexpr(c.top_k):
-                total = cute.arch.warp_reduction_sum(products[k])
+                mine = Float32(
+                    select_(row[k] >= 0, products[k], Float32(0.0))
+                )  # where there is no row, `out` may be NaN
+                total = cute.arch.warp_reduction_sum(mine)
                 if thread % WARP == 0:
                     sums[k, thread // WARP] = total
             cute.arch.sync_threads()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, vector
+from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, addresses, vector
 
 MOST_EXPERTS = 1024
 MOST_CHOICES = 16
@@ -112,15 +112,13 @@ class RouteGradientConfiguration:
 
 
 @dataclass(frozen=True)
-class CombineConfiguration:
-    """Sums of ``top_k`` rows of ``hidden`` elements for each token, ``weighted`` or not; or their gradients."""
+class Pieces:
+    """Rows of ``hidden`` elements, of which each thread has 16 bytes."""
 
     dtype: str
     hidden: int
     top_k: int
-    weighted: bool
-    gradient: bool = False
-    most_threads: int = 256
+    most_threads: int = field(default=256, kw_only=True)
 
     @property
     def vector(self) -> int:
@@ -137,18 +135,47 @@ class CombineConfiguration:
         """Threads of a CTA that share a row, 16 bytes for each."""
         return -(-self.hidden // (self.vector * self.slices))
 
+
+@dataclass(frozen=True)
+class CombineConfiguration(Pieces):
+    """Sums of ``top_k`` rows for each token, ``weighted`` or not; or their ``gradient``.
+
+    Sums that are ``sent`` go to memory at addresses, one for each rank.
+    """
+
+    weighted: bool
+    gradient: bool = False
+    sent: bool = False
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         choices, strides = ("tokens", self.top_k), (self.top_k, 1)
         align = 4 * min(4, self.top_k & -self.top_k)
         weights = (Tensor("weights", "float32", choices, strides, align),) if self.weighted else ()
-        found = (
+        found: tuple[Slot, ...] = (
             Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1)),
             Tensor("row_of_choice", "int32", choices, strides, align),
             *weights,
-            Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)),
         )
+        if self.sent:
+            return (*found, addresses("targets", "ranks"), Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
+        found += (Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)),)
         if self.gradient:
             found += (Tensor("d_rows", self.dtype, ("rows", self.hidden), (None, 1)),)
             found += (Tensor("d_weights", "float32", choices, strides, align=4),) if self.weighted else ()
         return (*found, Stream())
+
+
+@dataclass(frozen=True)
+class ReceiveConfiguration(Pieces):
+    """Rows of other ranks' memory, where one of ``top_k`` indices is not negative."""
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        return (
+            addresses("sources", "ranks"),
+            Tensor("indices", "int32", ("rows", self.top_k), (self.top_k, 1), align=4),
+            Tensor("tokens", self.dtype, ("rows", self.hidden), (None, 1)),
+            Scalar("most", "int32"),
+            Stream(),
+        )

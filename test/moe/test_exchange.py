@@ -1,0 +1,211 @@
+"""Expert parallelism against the same experts in one process: by gloo, and by emulated kernels on memory they share."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cudnn
+from cudnn.moe import Exchange, exchange, sort
+from support.pages import ROOT, Page
+
+EXPERTS, TOP_K, HIDDEN, MOST = 8, 3, 16, 7
+
+
+class Case:
+    """Tokens of all ranks, their choices, weights and gradients, and the experts: a matrix each."""
+
+    def __init__(self, ranks: int, counts: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(ranks)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.ranks = ranks
+        self.x = [normal(n, HIDDEN) for n in counts]
+        self.d_y = [normal(n, HIDDEN) for n in counts]
+        self.weights = [normal(n, TOP_K) for n in counts]
+        choices = (torch.randint(-1, EXPERTS, (n, TOP_K), generator=generator, dtype=torch.int32) for n in counts)
+        self.indices = list(choices)
+        self.experts = normal(EXPERTS, HIDDEN, HIDDEN) / 4
+
+    def expected(self) -> tuple[list[Any], list[Any], list[Any], Any]:
+        """Results, and gradients of tokens, weights and experts, without an exchange."""
+        x, weights = ([t.clone().requires_grad_() for t in given] for given in (self.x, self.weights))
+        experts = self.experts.clone().requires_grad_()
+        results = []
+        for tokens, factors, indices in zip(x, weights, self.indices, strict=True):
+            each = torch.einsum("th,tkhj->tkj", tokens, experts[indices.clamp(min=0).long()])
+            results.append((each * (factors * (indices >= 0))[..., None]).sum(1))
+        torch.autograd.backward(results, self.d_y)
+        return results, [t.grad for t in x], [t.grad for t in weights], experts.grad
+
+    def check(self, rank: int, parallel: Exchange) -> None:
+        """A rank's part, forward and backward, twice."""
+        results, d_x, d_weights, d_experts = self.expected()
+        for _ in range(2):
+            x, weights = (given[rank].clone().requires_grad_() for given in (self.x, self.weights))
+            here = slice(rank * EXPERTS // self.ranks, (rank + 1) * EXPERTS // self.ranks)
+            experts = self.experts[here].clone().requires_grad_()
+            received = parallel.dispatch(x, self.indices[rank], weights)
+            offsets, token_of_row, row_of_choice = sort(received.indices, parallel.local_experts)
+            starts = [0, *offsets.tolist()]
+            rows = received.tokens[token_of_row[: starts[-1]].long()]
+            parts = [rows[i:j] @ matrix for (i, j), matrix in zip(itertools.pairwise(starts), experts, strict=True)]
+            y = parallel.combine(torch.cat(parts), row_of_choice, received)
+            torch.testing.assert_close(y, results[rank], rtol=1e-5, atol=1e-5)
+            y.backward(self.d_y[rank])
+            for one, other in ((x.grad, d_x[rank]), (weights.grad, d_weights[rank]), (experts.grad, d_experts[here])):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            went = parallel.is_sent(self.indices[rank])
+            assert went.sum() <= (self.indices[rank] >= 0).sum()
+            if isinstance(received.sent, exchange.Sent):
+                assert received.sent.out == went.sum(0).tolist()  # a token once to a rank
+
+
+def _child(rank: int, ranks: int, path: str, function: Callable[[int], None], failures: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+        function(rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        failures.put(traceback.format_exc())
+        sys.exit(1)
+
+
+def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> None:
+    """Runs a function in as many processes, which form a group."""
+    context = multiprocessing.get_context("fork")
+    failures = context.SimpleQueue()
+    given = (ranks, str(path / "store"), function, failures)
+    processes = [context.Process(target=_child, args=(rank, *given)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert failures.empty(), failures.get()
+    assert [process.exitcode for process in processes] == [0] * ranks
+
+
+@pytest.mark.parametrize(
+    "counts", [(5, 7), pytest.param((4, 0, 7, 1), marks=pytest.mark.full), pytest.param((0, 0), marks=pytest.mark.full)]
+)
+def test_by_all_to_all(counts: tuple[int, ...], tmp_path: Path) -> None:
+    case = Case(len(counts), counts)
+
+    def rank(number: int) -> None:
+        given = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu"}
+        case.check(number, Exchange(None, EXPERTS, TOP_K, HIDDEN, **given))
+
+    run_processes(len(counts), tmp_path, rank)
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = Page.read(ROOT / "docs/fused/moe_routing.md")
+    (text,) = [block.text for block in page.blocks if block.title == "parallel.py"]
+    program: dict[str, Any] = {"__name__": "parallel"}
+    exec(compile(text, "parallel.py", "exec"), program)
+
+    def rank(_: int) -> None:
+        dist.init_process_group = lambda *_: None  # in this process, where it is done
+        torch.cuda.is_available = lambda: False
+        program["main"]()
+
+    run_processes(2, tmp_path, rank)
+
+
+class Part(SimpleNamespace):
+    """Stands for :class:`cudnn.moe.exchange.Shared`."""
+
+    __eq__ = object.__eq__
+
+
+class Ranks:
+    """Threads in place of processes, which see each other's memory."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=120)
+        self.memory: defaultdict[int, list[Any]] = defaultdict(lambda: [None] * ranks)
+        self.made = [0] * ranks
+
+    def shared(self, shape: tuple[int, ...], dtype: torch.dtype, parallel: Exchange) -> Any:
+        """Makes a rank's next part."""
+        rank, number = parallel.rank, self.made[parallel.rank]
+        self.made[rank] += 1
+        mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
+        self.barrier.wait()
+        parts = self.memory[number]
+        addresses = torch.tensor([part.data_ptr() for part in parts])
+        return Part(mine=mine, parts=parts, addresses=addresses, is_read=False, meet=self.barrier.wait)
+
+
+@pytest.mark.parametrize(
+    ("arch", "counts"),
+    [("sm_90a", (5, 7)), ("sm_100a", (5, 7)), ("sm_90a", (4, 0, 7, 1))],
+)
+@pytest.mark.full
+def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    case, ranks = Case(len(counts), counts), Ranks(len(counts))
+    group = SimpleNamespace(get_rank=lambda rank: rank, get_world_size=lambda _: len(counts))
+    monkeypatch.setattr(exchange, "dist", group)
+    monkeypatch.setattr(exchange, "Shared", ranks.shared)
+    failures: list[str] = []
+
+    def rank(number: int) -> None:
+        try:
+            given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
+            with cudnn.emulation(arch, races=True):
+                case.check(number, Exchange(number, EXPERTS, TOP_K, HIDDEN, **given))
+        except BaseException:
+            failures.append(traceback.format_exc())
+            ranks.barrier.abort()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, "\n".join(failures)
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(get_rank=lambda _: 0, get_world_size=lambda ranks: ranks)
+    monkeypatch.setattr(exchange, "dist", group)
+    given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": False}
+    for changes, words in (
+        ({"group": 17, "experts": 17}, "group: got 17 ranks; allowed: at most 16 ranks"),
+        ({"experts": 9}, "experts: got 9; allowed: multiples of 2 ranks"),
+        ({"top_k": 17}, "top_k: got 17; allowed: 1 to 16"),
+        ({"hidden": 12}, "hidden: got 12; allowed: multiples of 8"),
+        ({"max_tokens": 0}, "max_tokens: got 0; allowed: 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=f"Exchange: {words}"):
+            Exchange(**{"group": 2, "experts": 8, "top_k": 2, "hidden": 16, **given, **changes})
+    parallel = Exchange(2, 8, 2, 16, **given)
+    x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+    for changes, words in (
+        ({}, "tokens of x: got 5; allowed: max_tokens=4. To fix it, make the Exchange with a larger max_tokens"),
+        ({"x": x[:4].float()}, "x: got torch.float32 of the shape"),
+        ({"x": x[:4], "indices": indices[:4].long()}, "indices: got torch.int64"),
+        (
+            {"x": x[:4], "indices": indices[:4], "weights": weights[:3]},
+            "tokens of x, indices and weights: got 4, 4 and 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parallel.dispatch(**{"x": x, "indices": indices, "weights": weights, **changes})
