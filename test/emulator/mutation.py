@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
 
 from ptx_emulator import EmulatorError, machine
 from ptx_emulator.codegen import Program
-from ptx_emulator.ptx import Instruction, parse
+from ptx_emulator.ptx import Instruction, Kernel, parse
 from ptx_emulator.ptx.cfg import fuse_wait_loops
 
 
@@ -33,14 +33,22 @@ class Mutant:
     outcome: str  # the fault's class, "mismatch", or "survived"
 
 
+@lru_cache(maxsize=1)
+def parsed(text: str, entry: str) -> Kernel:
+    """Of which every mutant has a copy."""
+    kernel = parse(text, entry)
+    fuse_wait_loops(kernel)
+    return kernel
+
+
 @contextmanager
 def without(site: int | None, seen: list[Program]) -> Iterator[None]:
     """Every kernel loaded inside lacks its instruction `site`."""
 
     @lru_cache
     def load(text: str, entry: str) -> Program:
-        kernel = parse(text, entry)
-        fuse_wait_loops(kernel)
+        whole = parsed(text, entry)
+        kernel = replace(whole, instructions=[replace(instruction) for instruction in whole.instructions])
         if site is not None:
             dropped = kernel.instructions[site]
             dropped.opcode, dropped.modifiers, dropped.operands, dropped.predicate = "nop", [], [], None

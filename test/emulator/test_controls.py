@@ -25,7 +25,7 @@ def blackwell() -> None:
 
 
 def scaled(kind: str = "mxfp8") -> None:
-    blockscaled(kind, {})
+    blockscaled(kind)
 
 
 def unswizzled(address: Any, mode: int) -> Any:

@@ -5,6 +5,7 @@ Also the other side: unmodified kernels raise nothing under many seeds of the ra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -122,10 +123,16 @@ CASES: dict[str, tuple[Callable[[], Run], dict[str, tuple[int, str]]]] = {
 }  # fmt: skip
 
 
+@functools.cache
+def made(name: str) -> Run:
+    """A case's kernel, compiled once for all tests."""
+    return CASES[name][0]()
+
+
 @pytest.mark.parametrize("name", brief(list(CASES), 1, 2, 4, 6, 7, 9))
 def test_each_synchronisation_is_missed(name: str) -> None:
-    make, equivalent = CASES[name]
-    results = mutants(make(), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
+    _, equivalent = CASES[name]
+    results = mutants(made(name), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
     survivors: dict[str, int] = {}
     for mutant in results:
         if mutant.outcome == "survived":
@@ -138,13 +145,13 @@ def test_each_synchronisation_is_missed(name: str) -> None:
 @pytest.mark.parametrize("name", ["hopper", "blackwell"])
 @pytest.mark.parametrize("attempt", [("lowest-pc", 0), ("random", 1), ("lazy", 2)], ids=lambda x: x[0])
 def test_waits_for_registers_are_missed_under_every_schedule(name: str, attempt: tuple[str, int]) -> None:
-    results = mutants(CASES[name][0](), [attempt], holds_registers)
+    results = mutants(made(name), [attempt], holds_registers)
     assert len(results) >= (2 if name == "hopper" else 1)
     assert {mutant.outcome for mutant in results} == {"RaceError"}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_false_alarm_over_many_seeds(name: str, pytestconfig: pytest.Config) -> None:
-    run = CASES[name][0]()
+    run = made(name)
     for seed in range(20 if pytestconfig.getoption("full") else 4):
         assert run("random" if seed % 2 else "lazy", seed)

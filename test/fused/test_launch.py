@@ -190,9 +190,12 @@ def test_another_process_loads_what_one_compiled(folder: Path) -> None:
     assert launch.kernel(SOURCE, CONFIGURATION, "sm_90a") is function
     (path,) = folder.glob("*.kernel")
     written = path.stat().st_mtime_ns
-    found = [_python(RELOAD).communicate(timeout=60)[0].split() for _ in range(3)]
-    assert min(float(seconds) for seconds, _ in found) < 0.02
-    assert {loaded for _, loaded in found} == {"False"}
+    for _ in range(3):  # a slow one may be the machine's fault
+        seconds, loaded = _python(RELOAD).communicate(timeout=60)[0].split()
+        assert loaded == "False"
+        if float(seconds) < 0.02:
+            break
+    assert float(seconds) < 0.02
     assert path.stat().st_mtime_ns == written
 
 

@@ -183,14 +183,14 @@ def test_it_is_serialised_with_the_graph(apart: None, h200: Any) -> None:
 
 
 @pytest.mark.deviceless_919
-def test_rows_that_are_not_aligned_have_engines(device_properties: Any) -> None:
-    for kind, compute in ((HALF, FLOAT), (cudnn.data_type.FP8_E4M3, FLOAT), (INT8, cudnn.data_type.INT32)):
-        graph = planned_graph(device_properties, io=kind, compute=compute)
-        a, b = graph.tensor([2, 61, 45], [61 * 45, 45, 1]), graph.tensor([2, 45, 33], [45 * 33, 1, 45])
-        graph.matmul(a, b).set_output(True).set_data_type(cudnn.data_type.INT32 if kind is INT8 else HALF)
-        graph.build(MODES)
-        if library.version() <= SEEN_IN:
-            assert graph.get_plan_name().split("_")[0] not in ("eng2", "eng4")
+@pytest.mark.parametrize("kind", [HALF, cudnn.data_type.FP8_E4M3, INT8], ids=lambda kind: kind.name)
+def test_rows_that_are_not_aligned_have_engines(device_properties: Any, kind: Any) -> None:
+    graph = planned_graph(device_properties, io=kind, compute=cudnn.data_type.INT32 if kind is INT8 else FLOAT)
+    a, b = graph.tensor([2, 61, 45], [61 * 45, 45, 1]), graph.tensor([2, 45, 33], [45 * 33, 1, 45])
+    graph.matmul(a, b).set_output(True).set_data_type(cudnn.data_type.INT32 if kind is INT8 else HALF)
+    graph.build(MODES)
+    if library.version() <= SEEN_IN:
+        assert graph.get_plan_name().split("_")[0] not in ("eng2", "eng4")
 
 
 # Data at addresses that the alignment of their tensors does not divide.

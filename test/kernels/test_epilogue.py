@@ -283,7 +283,10 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(epilogue), options
 
 
-@pytest.mark.parametrize(("arch", "seed"), in_turn(range(20), 2))
+SEEDS = [8, 17, *(seed for seed in range(20) if seed not in (8, 17))]  # the first two compile fast
+
+
+@pytest.mark.parametrize(("arch", "seed"), in_turn(SEEDS, 2))
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):

@@ -122,7 +122,7 @@ def test_dequantised_sizes(operand: tuple[Any, ...], mn: int, k: int, l: int) ->
     assert_same_bits(*dequantised(c, *random_codes(c, l, mn, k)))
 
 
-@pytest.mark.parametrize("operand", brief(GROUPED, 0, len(GROUPED) - 1), ids=str)
+@pytest.mark.parametrize("operand", brief(GROUPED, 0), ids=str)
 def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
     """Matrices and their factors lie anywhere."""
     c = configured(*operand, resident=1)
@@ -135,7 +135,7 @@ def test_dequantised_from_pointers(operand: tuple[Any, ...]) -> None:
         assert_same_bits(target[:, :, i : i + 1], dequantised(c, codes[i : i + 1], scales[i : i + 1])[1])
 
 
-@pytest.mark.parametrize("operand", brief(GROUPED, 0, len(GROUPED) - 1), ids=str)
+@pytest.mark.parametrize("operand", brief(GROUPED, len(GROUPED) - 1), ids=str)
 def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
     """Every part has factors of its own, and what is beyond the last part is not looked at."""
     c = configured(*operand, resident=1, splits_k=True)
@@ -185,7 +185,7 @@ def test_widening_spills_nothing(major: str) -> None:
     assert set(re.findall(r"st\.global\S*", compiled.ptx)) == {"st.global.v4.b32"}
 
 
-@pytest.mark.parametrize(("mn", "k", "l"), brief([(16, 16, 1), (144, 80, 2), (304, 272, 3), (16, 400, 1)], 1, 3))
+@pytest.mark.parametrize(("mn", "k", "l"), brief([(16, 16, 1), (144, 80, 2), (304, 272, 3), (16, 400, 1)], 1))
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
 def test_transposed(dtype: torch.dtype, mn: int, k: int, l: int) -> None:  # noqa: E741
     """All bits stay, NaN's too; no two threads of a warp meet in a bank of shared memory."""

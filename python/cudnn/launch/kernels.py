@@ -46,14 +46,15 @@ def emulated_kernel(source: str, configuration: Any, arch: str) -> Callable[...,
         return _emulated[source, configuration, arch]
 
 
-def prepare(source: str, configuration: Any, arch: str, store: cache.Store) -> bool:
-    """Compiles a kernel into a cache, where it is not there yet: whether it did. Raises OSError."""
-    entry = _entry(source, configuration, arch)
-    if cache.find(store, entry) is not None:
-        return False
+def prepared(source: str, configuration: Any, arch: str, store: cache.Store) -> bool:
+    """Whether a kernel is in a cache."""
+    return cache.find(store, _entry(source, configuration, arch)) is not None
+
+
+def prepare(source: str, configuration: Any, arch: str, store: cache.Store) -> None:
+    """Compiles a kernel into a cache. Raises OSError."""
     with _lock:
-        store.write(entry, _build(source, configuration, arch))
-    return True
+        store.write(_entry(source, configuration, arch), _build(source, configuration, arch))
 
 
 def _entry(source: str, configuration: Any, arch: str) -> cache.Entry:

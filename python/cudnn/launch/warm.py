@@ -74,18 +74,25 @@ def _check(name: str, api: Usual, shape: Sequence[int]) -> None:
 def warm(chosen: Sequence[Kernel], store: Store, jobs: int = 1) -> Iterator[tuple[Kernel, float]]:
     """Compiles into a cache what is not there yet; yields each kernel and the seconds it took, 0 where it was there.
 
-    ``jobs`` processes compile at the same time.
+    ``jobs`` processes compile at the same time, if there is so much to do.
 
     Raises:
         OSError, UntrustedFileError: the cache cannot be written.
     """
     store.make()
-    if jobs == 1:
-        for kernel in chosen:
+    missing = []
+    for kernel in chosen:
+        if kernels.prepared(kernel.source, kernel.configuration, kernel.arch, store):
+            yield kernel, 0.0
+        else:
+            missing.append(kernel)
+    jobs = min(jobs, len(missing))
+    if jobs < 2:
+        for kernel in missing:
             yield kernel, _prepare(kernel, store)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        tasks = {pool.submit(_prepare, kernel, store): kernel for kernel in chosen}
+        tasks = {pool.submit(_prepare, kernel, store): kernel for kernel in missing}
         try:
             for task in as_completed(tasks):
                 yield tasks[task], task.result()
@@ -95,5 +102,5 @@ def warm(chosen: Sequence[Kernel], store: Store, jobs: int = 1) -> Iterator[tupl
 
 def _prepare(kernel: Kernel, store: Store) -> float:
     start = time.perf_counter()
-    compiled = kernels.prepare(kernel.source, kernel.configuration, kernel.arch, store)
-    return time.perf_counter() - start if compiled else 0.0
+    kernels.prepare(kernel.source, kernel.configuration, kernel.arch, store)
+    return time.perf_counter() - start

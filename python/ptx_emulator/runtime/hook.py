@@ -8,6 +8,7 @@ it): others may be in blocks of their own, or compile for a GPU, at the same tim
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import tempfile
@@ -182,6 +183,24 @@ class Hook:
         self._one_at_a_time(CompileCallable, "_compile")
         self._one_at_a_time(type(dsl), "_func")
         self._one_at_a_time(type(dsl), "_preprocess_and_replace_code")
+        self._remember_places()
+
+    def _remember_places(self) -> None:
+        """The line of Python that each operation comes from is found once: a seventh of the time to compile."""
+        from cutlass._mlir_helpers import op
+
+        if not {"_is_framework_module", "_fast_frameinfo"} <= vars(op).keys():  # this version finds it another way
+            return
+        find, places = op._fast_frameinfo, dict[tuple[int, int], tuple[Any, Any]]()
+
+        def place(frame: Any) -> Any:
+            key = id(frame.f_code), frame.f_lasti
+            if key not in places:
+                places[key] = frame.f_code, find(frame)  # the code stays, or its number could be another's
+            return places[key][1]
+
+        op._fast_frameinfo = place
+        op._is_framework_module = functools.cache(op._is_framework_module)
 
     def _setting(self, base: type, name: str, value: Callable[[Session], Any]) -> property:
         """An attribute that has another value within a block."""
