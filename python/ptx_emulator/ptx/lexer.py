@@ -14,30 +14,29 @@ class Token(NamedTuple):
     line: int
 
 
+_LONG = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|(/\*.*?\*/)', re.DOTALL)  # what may hold the signs of a comment
 _PATTERN = re.compile(
     r"""
-      (?P<space>[ \t\r]+)
-    | (?P<newline>\n)
-    | (?P<comment>//[^\n]*|/\*.*?\*/)
-    | (?P<string>"(?:[^"\\]|\\.)*")
-    | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][-+]?\d+)?|\d+U?)
-    | (?P<name>[.%]?[A-Za-z_$][\w$]*(?:(?:\.|::)[\w$]+)*)
+      (?P<name>[.%]?[A-Za-z_$][\w$]*(?:(?:\.|::)[\w$]+)*)
     | (?P<punct>[{}()\[\],;:@!|+\-<>=*])
+    | (?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+\.\d*(?:[eE][-+]?\d+)?|\d+U?)
+    | (?P<comment>//.*)
+    | (?P<string>"(?:[^"\\]|\\.)*")
+    | (?P<unknown>[^ \t\r])
     """,
-    re.VERBOSE | re.DOTALL,
+    re.VERBOSE,
 )
 
 
 def tokenize(text: str) -> list[Token]:
     tokens: list[Token] = []
-    position, line = 0, 1
-    while position < len(text):
-        match = _PATTERN.match(text, position)
-        if match is None:
-            raise EmulatorError(f"PTX line {line}: cannot read {text[position : position + 20]!r}")
-        kind = match.lastgroup or ""
-        if kind not in ("space", "newline", "comment"):
-            tokens.append(Token(kind, match.group(), line))
-        line += match.group().count("\n")
-        position = match.end()
+    if "/*" in text:
+        text = _LONG.sub(lambda found: "\n" * found[1].count("\n") + " " if found[1] else found[0], text)
+    for number, line in enumerate(text.split("\n"), start=1):
+        for match in _PATTERN.finditer(line):
+            kind = match.lastgroup or ""
+            if kind == "unknown":
+                raise EmulatorError(f"PTX line {number}: cannot read {line[match.start() :][:20]!r}")
+            if kind != "comment":
+                tokens.append(Token(kind, match.group(), number))
     return tokens

@@ -111,7 +111,8 @@ class Kernel:
 
 class _Parser:
     def __init__(self, text: str, entry: str) -> None:
-        self.tokens = tokens = tokenize(text)
+        tokens = tokenize(text)
+        self.tokens = [*tokens, Token("end", "", 0)]
         self.position = 0
         self.kernel = Kernel(entry, ptx_lines=text.splitlines())
         files = [n for n, token in enumerate(tokens) if token.text == ".file"]
@@ -122,13 +123,14 @@ class _Parser:
 
     # -- token access
     def peek(self) -> str:
-        return self.tokens[self.position].text if self.position < len(self.tokens) else ""
+        return self.tokens[self.position].text
 
     def next(self) -> Token:
-        if self.position >= len(self.tokens):
+        token = self.tokens[self.position]
+        if token.kind == "end":
             raise EmulatorError(f"PTX of {self.kernel.name} ends in the middle of a statement")
         self.position += 1
-        return self.tokens[self.position - 1]
+        return token
 
     def expect(self, text: str) -> Token:
         token = self.next()
@@ -137,10 +139,9 @@ class _Parser:
         return token
 
     def accept(self, text: str) -> bool:
-        if self.peek() == text:
-            self.position += 1
-            return True
-        return False
+        found = self.tokens[self.position].text == text
+        self.position += found
+        return found
 
     def integer(self) -> int:
         sign = -1 if self.accept("-") else 1
@@ -148,7 +149,7 @@ class _Parser:
 
     # -- module level
     def module(self) -> Kernel:
-        while self.position < len(self.tokens):
+        while self.peek():
             token = self.next()
             if token.text == ".shared":
                 self.variable(self.kernel.shared, external=self.tokens[self.position - 2].text == ".extern")
