@@ -23,12 +23,12 @@ SMALL = (128, 128, 128, 1)
         (
             "sm_90a",
             Variant("gemm_amax", SMALL, E4M3, "mkn"),
-            ["cudnn_transpose_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
+            ["cudnn_prepare_operand_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
         ),
         (
             "sm_90a",
             Variant("gemm_amax", SMALL, FP4, scale=E8M0, vector=32),
-            ["cudnn_dequantise_sm90_cutlass_0", "cudnn_dequantise_sm90_cutlass_1", "cudnn_gemm_sm90_cutlass_2"],
+            ["cudnn_prepare_operand_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
         ),
         ("sm_100a", Variant("gemm_amax", SMALL), ["cudnn_gemm_sm100_cutlass_0"]),
     ],

@@ -7,12 +7,13 @@ the same without factors, and exact: the tensor cores can read fp8, but add up i
 
 Transposition: target = source, MN-major to K-major, for types of 1, 2 and 4 bytes.
 
-Both are bound by memory: every thread has several loads in flight, warps read and write whole lines.
+Both are bound by memory: every thread has several loads in flight, warps read and write whole lines. One kernel does
+all operands of a product: to launch another one would take longer than small ones need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -36,7 +37,43 @@ LINE = 32  # words of a row in shared memory: all banks
 
 
 class PrepareOperand:
-    """The kernel for one :class:`Configuration`."""
+    """The kernel for one :class:`Configuration`, or for those of several operands, a row of the grid each."""
+
+    def __init__(self, *configurations: Configuration) -> None:
+        self.steps = [Preparation(c) for c in configurations]
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the signature of one configuration lists: ``source``, ``scales``, ``target`` and others.
+
+        All strides but those of 1 are multiples of 16 bytes. Where a contiguous extent is none, what lies between it
+        and the next multiple is read from the source and overwritten in the target.
+        """
+        self.launch([bind(self.steps[0].c.slots(), arguments)])
+
+    def launch(self, each: Sequence[Mapping[str, Any]]) -> None:
+        """Launches the kernel on each operand's arguments by name."""
+        given = [step.arguments(arguments) for step, arguments in zip(self.steps, each, strict=True)]
+        ctas = [cutlass.min(parameters[-1], arguments["multiprocessors"] * step.c.resident)
+                for step, parameters, arguments in zip(self.steps, given, each, strict=True)]  # fmt: skip
+        width = ctas[0]
+        for count in ctas[1:]:
+            width = cutlass.max(width, count)
+        self.kernel(given).launch(grid=[width, len(given), 1], block=[THREADS, 1, 1], stream=each[0]["stream"])
+
+    @cute.kernel
+    def kernel(self, given: list) -> None:
+        """CTAs of a row take its operand's tiles in turn."""
+        _, row, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(len(self.steps)):
+            if row == i:
+                self.steps[i].run(*given[i])
+
+    name(kernel, "cudnn_prepare_operand_sm90")
+
+
+class Preparation:
+    """How an operand is prepared."""
 
     def __init__(self, configuration: Configuration) -> None:
         c = self.c = configuration
@@ -48,17 +85,10 @@ class PrepareOperand:
         self.to_bfloat16 = self.scaled or c.widen
         self.tile = (WARP * PIECE, WARPS * PIECES) if self.to_bfloat16 else (ROWS, LINE * 32 // self.bits)
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists: ``source``, ``scales``, ``target`` and others.
+        self.run = self.dequantise if self.to_bfloat16 else self.transpose
 
-        All strides but those of 1 are multiples of 16 bytes. Where a contiguous extent is none, what lies between it
-        and the next multiple is read from the source and overwritten in the target.
-        """
-        self.launch(bind(self.c.slots(), arguments))
-
-    def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name."""
+    def arguments(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """On the host: what :attr:`run` takes, the number of tiles last."""
         source, scale, target = arguments["source"], arguments.get("scales"), arguments["target"]
         pointers, scale_pointers = None, None
         if self.c.source.pointers:
@@ -71,12 +101,7 @@ class PrepareOperand:
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
         total = tiles[0] * tiles[1] * target.shape[2]
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
-        kernel = self.dequantise if self.to_bfloat16 else self.transpose
-        kernel(source, pointers, *scales, target, divisors, total).launch(
-            grid=[cutlass.min(total, arguments["multiprocessors"] * self.c.resident), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=arguments["stream"],
-        )
+        return (source, pointers, *scales, target, divisors, total)
 
     def scales_anywhere(self, shape: Any) -> cute.Tensor:
         """The scales of operands of a shape (mn, k, l) at any addresses."""
@@ -95,7 +120,7 @@ class PrepareOperand:
             k = k // 2  # packed fp4
         return cute.crd2idx((mn, k, batch), tensor.layout)
 
-    @cute.kernel
+    @cute.jit
     def dequantise(
         self,
         source: cute.Tensor,
@@ -134,8 +159,6 @@ class PrepareOperand:
                     if across + i * WARPS < width:
                         _words(target, place, 4).store(cute.recast_tensor(rounded, Uint32).load())
                     place += step
-
-    name(dequantise, "cudnn_dequantise_sm90")
 
     def values(self, raw: cute.Tensor) -> cute.Tensor:
         """A piece as float32."""
@@ -205,7 +228,7 @@ class PrepareOperand:
                 bits[i] = (code << 23) | (Uint32(special) << 22)
         return factors
 
-    @cute.kernel
+    @cute.jit
     def transpose(
         self, source: cute.Tensor, pointers: cute.Tensor | None, target: cute.Tensor, divisors: Any, total: Int32
     ) -> None:
@@ -250,8 +273,6 @@ class PrepareOperand:
                 if to_mn < mn and to_k < k:
                     _words(target, self.offset(target, to_mn, to_k, batch), 4).store(words.load())
             cute.arch.sync_threads()  # all have read what the next tile overwrites
-
-    name(transpose, "cudnn_transpose_sm90")
 
 
 @cute.jit

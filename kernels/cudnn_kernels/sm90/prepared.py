@@ -36,6 +36,7 @@ class PreparedGemm:
         sizes = self.sizes(named)
         places, _ = Workspace(workspace.regions[: len(self.c.steps)]).places(sizes)
         ready = {**named, **divided(self.c.slots(), named, self.c.gemm.regions)}
+        prepared = []
         for name, step in self.c.steps.items():
             target = self.target(regions[name], sizes, named[workspace.name], places[name])
             given = {other: named[other] for other in ("multiprocessors", "stream")}
@@ -43,8 +44,9 @@ class PreparedGemm:
             given |= {"source": named[form], "scales": named.get(f"sf{form}"), "target": target}
             if const_expr(step.splits_k):
                 given["offsets"] = named[self.c.gemm.schedule.offsets]
-            PrepareOperand(step).launch(given)
+            prepared.append(given)
             ready[name] = target
+        PrepareOperand(*self.c.steps.values()).launch(prepared)
         self.gemm.launch(ready)
 
     def sizes(self, arguments: Mapping[str, Any]) -> dict[str, Int64]:
