@@ -56,6 +56,11 @@ class Issue(NamedTuple):
     turn: int = 0
 
 
+def alike(x: Array) -> bool:
+    """Whether all entries are the same, as those of what was copied together often are: then one stands for all."""
+    return bool((x == x[:1]).all())
+
+
 class NoRaces:
     """Stands in for the detector when it is off."""
 
@@ -205,8 +210,8 @@ class Races:
         self, site: int, shadow: Shadow, index: Array, warps: Array, components: Array, epochs: Array
     ) -> None:
         """Reads that warps have issued, each by a component of its own; `index` (warps, granules)."""
-        who, row, epoch = (np.repeat(x, index.shape[1]) for x in (components, warps, epochs))
-        self._access(site, shadow, index.reshape(-1), who, epoch, self.clock, row, False, 0)
+        for granules, warp, component, epoch in zip(index, warps, components, epochs, strict=True):
+            self._access(site, shadow, granules, component, epoch, self.clock, warp, False, 0)
 
     def _apart(self, site: int, shadow: Shadow, flat: Array, lane: Any, turn: Any, write: bool, flags: int) -> None:
         """Two lanes of a warp must not meet within a turn, one of them writing."""
@@ -287,7 +292,9 @@ class Races:
                 f"{self.machine.describe_site(int(sites[index][where]))}", [], site,
             )  # fmt: skip
 
-        earlier = shadow.write_flags[index]
+        earlier, together = shadow.write_flags[index], np.ndim(who) == 0
+        if together and alike(last) and alike(earlier):
+            last, earlier = last[:1], earlier[:1]
         plane = ((earlier & ASYNC) == 0).astype(np.int64) if flags & ASYNC else 0
         bad = unordered(last, who, row, plane)
         if flags & ASYNC:  # own earlier generic writes need the fence as well
@@ -299,6 +306,8 @@ class Races:
         if write:
             reads = shadow.read_key[index]
             if reads.any():
+                if together and alike(reads):
+                    reads = reads[:1]
                 bad = unordered(reads, np.expand_dims(who, -1), np.expand_dims(row, -1), 0)
                 if bad.any():
                     report(bad, reads, shadow.read_site, "read")

@@ -20,8 +20,8 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from ptx_emulator.runtime.launch import I32, P, Runtime  # noqa: E402
 
-NORM, SWIGLU = ("rmsnorm_rht_amax", (16, 512)), ("gemm_swiglu", (128, 128, 64))
-THREADS = [(name, arch, scheduler) for name in (NORM, SWIGLU) for arch in ("sm_90a", "sm_100a")
+NORM, GEMM = ("rmsnorm_rht_amax", (16, 512)), ("gemm_amax", (128, 128, 64))
+THREADS = [(name, arch, scheduler) for name in (NORM, GEMM) for arch in ("sm_90a", "sm_100a")
            for scheduler in ("lowest-pc", "random")]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from cudnn_kernels.signature import bind, signature
 from support import gemms
 from support.gemm_families import ARCHITECTURES, BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.selection import in_turn
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -277,6 +278,7 @@ def test_support_for_a_chip_that_is_not_here(family: Family, arch: str, given: d
     assert gemm._is_supported
 
 
+@pytest.mark.parametrize(("arch", "family"), in_turn(FAMILIES), ids=lambda x: getattr(x, "name", x))
 def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> None:
     """In earnest, for a GPU; the compiled function refuses CPU tensors before it starts anything."""
     problem = case(family.name, device="meta")

@@ -35,7 +35,7 @@ from support.gemm_families import (
     slack,
 )
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
-from support.selection import in_turn
+from support.selection import brief, in_turn
 
 pytest.importorskip("ptx_emulator")
 
@@ -238,12 +238,16 @@ def test_every_variant_has_room_for_two_k_tiles() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "name", "tile", "cluster"),
-    [
-        ("sm_90a", "gemm_swiglu", (128, 128), (1, 1)),
-        ("sm_90a", "gemm_dsrelu", (128, 128), (1, 1)),
-        ("sm_100a", "gemm_swiglu", (128, 96), (1, 1)),
-        ("sm_100a", "gemm_dsrelu", (256, 64), (2, 1)),
-    ],
+    brief(
+        [
+            ("sm_90a", "gemm_swiglu", (128, 128), (1, 1)),
+            ("sm_90a", "gemm_dsrelu", (128, 128), (1, 1)),
+            ("sm_100a", "gemm_swiglu", (128, 96), (1, 1)),
+            ("sm_100a", "gemm_dsrelu", (256, 64), (2, 1)),
+        ],
+        0,
+        3,
+    ),
 )
 def test_one_cluster_takes_many_tiles(
     arch: str, name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch

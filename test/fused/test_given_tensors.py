@@ -73,6 +73,7 @@ def inner(tensor: torch.Tensor) -> int:
             ("gemm_dsrelu", False, {"dtype": E4M3, "scale": E8M0, "majors": "knm"}),
             ("gemm_amax", False, {"dtype": FP4, "scale": E8M0, "vector": 32}),
         ],
+        3,
         places=WHERE,
     ),
     ids=str,

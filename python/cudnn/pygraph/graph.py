@@ -525,8 +525,9 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
     def _prepare_calls(self, prepared: Callable[..., None] | None) -> None:
         """Sets what ``execute`` runs: a function written out for data like those of the last call, None for any data.
 
-        Such a function is also the instance's own ``execute``, which saves the frame of the method at every call. The
-        ``execute`` of a subclass, or one that a program has put into this class, is never passed by.
+        Such a function is also the instance's own ``execute``, which saves the frame of the method at every call: 40 ns
+        of 4 us. A property that hands the function out takes as long as that frame, and a slot would leave the
+        class without a method. The ``execute`` of a subclass, or one that a program put into this class, comes first.
         """
         self._prepared = prepared
         self.__dict__.pop("execute", None)
