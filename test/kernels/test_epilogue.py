@@ -437,6 +437,20 @@ def test_amax_keeps_what_was_larger(arch: str) -> None:
 
 
 @ON_HOPPER
+def test_a_bias_is_added_to_rows_that_there_are(arch: str) -> None:
+    """There products of -1 and a bias of 1 make 0; in other rows of the tile the bias alone would be the largest."""
+
+    def change(a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]) -> None:
+        a.fill_(0.125)
+        b.fill_(-0.125)
+        arguments["bias"].fill_(1.0)
+
+    c = gemm.configuration((AddRow("bias", "float32"), Amax(), StoreTile("d", "bfloat16")), part=32)
+    given, _, _ = gemm.run(arch, c, 40, 32, 64, change=change)
+    assert given["amax"].tolist() == [0.0]
+
+
+@ON_HOPPER
 def test_what_cannot_be_configured(arch: str) -> None:
     columns = QuantizeColumns("s", E4M3, E8M0)
     with pytest.raises(ValueError, match="rows of an expert: got multiples of 16; allowed: multiples of 32, by the e"):

@@ -80,7 +80,7 @@ FAULTS = [
     Fault(
         "factors of columns are read before they are written", f"{KERNELS}/epilogue/quantize.py",
         "        tile.barrier()\n        y = self.plan", "        y = self.plan",
-        _test(f"{_EPILOGUE}test_factors_have_the_128_by_4_layout"),
+        _test(f"{_EPILOGUE}test_random_epilogues", "sm_90a"),
     ),
     Fault(
         "powers of two are rounded to nearest", f"{KERNELS}/epilogue/quantize.py",
@@ -97,7 +97,8 @@ FAULTS = [
     ),
     Fault(
         "a bias makes rows outside count", f"{KERNELS}/epilogue/arithmetic.py",
-        "pick(each < tile.end, 1.0, 0.0)", "Float32(1.0)", _test(f"{_EPILOGUE}test_operations", "129-264"),
+        "pick(each < tile.end, 1.0, 0.0)", "Float32(1.0)",
+        _test(f"{_EPILOGUE}test_a_bias_is_added_to_rows_that_there_are", "sm_90a"),
     ),
     Fault(
         "gate and up change places", f"{KERNELS}/epilogue/arithmetic.py",
