@@ -185,6 +185,7 @@ def change(**tensors: Any) -> Callable[[Case], Case]:
 REFUSED: list[tuple[Callable[[Case], Case], dict[str, Any], type[Exception], str]] = [
     (change(a=shifted), {}, ValueError, r"a tensor, its address: got 0x\w*4; allowed: multiples of 16 bytes."),
     (change(c=shifted), {}, ValueError, "c tensor, its address: got"),
+    (change(c=lambda x: x[:1].expand_as(x)), {}, ValueError, "c tensor stride mismatch"),
     (change(a=lambda x: x[:, :60]), {}, ValueError, "b tensor shape mismatch"),
     (lambda p: neighbour(p, "ab12", "c"), {}, ValueError, "ab12 tensor: got memory that c uses too; allowed: memory"),
     (lambda p: neighbour(p, "a", "c"), {}, ValueError, "c tensor: got memory that a uses too; allowed: memory"),
