@@ -12,7 +12,7 @@ from cutlass.cute.runtime import from_dlpack
 import ptx_emulator
 
 FP8 = {torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2}
-_compiled: dict[Any, Any] = {}  # the same kernel for all tests of a process
+_compiled: dict[str, Any] = {}  # the same kernel for all tests of a process
 
 
 def dsl_tensor(x: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ def run(
     a, b = operand(m, k, dtype, majors[0] == "k"), operand(n, k, dtype, majors[1] == "k")
     c = torch.zeros(m, n, dtype=out)
     arguments = [dsl_tensor(x) for x in (a, b, c)]
-    key = type(kernel), tuple(sorted(vars(kernel).items())), arch, mnk, dtype, out, majors
+    key = repr((type(kernel), sorted(vars(kernel).items()), arch, mnk, dtype, out, majors))
     with ptx_emulator.emulate(arch, **options) as report:
         if key not in _compiled:
             _compiled[key] = cute.compile(kernel, *arguments)

@@ -153,7 +153,8 @@ def test_no_false_alarm_over_many_seeds(name: str, pytestconfig: pytest.Config) 
 def test_each_synchronisation_is_missed(name: str, pytestconfig: pytest.Config) -> None:
     """Barriers, fences, arrivals, commits and waits, dropped one at a time."""
     arch, configuration, sizes = CASES[name]
-    seeds = range(3 if pytestconfig.getoption("full") else 1)
+    few = name in EQUIVALENT and not pytestconfig.getoption("full")  # what is not missed takes all attempts
+    seeds = range(1 if few else 3)
     attempts = [("lowest-pc", 0), *((scheduler, seed) for seed in seeds for scheduler in ("random", "lazy"))]
     results = mutants(launcher(arch, configuration, *sizes), attempts)
     assert len(results) > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections import defaultdict
@@ -18,6 +19,11 @@ ALL = SOURCES + sorted(path for folder in ("test", "benchmarks", "docs") for pat
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def code_lines(source: str) -> list[str]:
@@ -66,7 +72,7 @@ def test_files_are_short() -> None:
 def test_functions_are_short() -> None:
     long: dict[str, int] = {}
     for path in ALL:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
@@ -90,7 +96,7 @@ def test_only_settings_reads_the_environment() -> None:
     readers = {
         _name(path)
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
     }
     assert readers == {"python/cudnn/settings.py"}

@@ -84,45 +84,50 @@ cudnn.ops.gemm_swiglu(x, x, alpha="1")  # wrong
 """
 
 
-def _pyright(folder: Path, program: str) -> list[dict[str, Any]]:
-    """What pyright says of a program."""
+def public_names() -> list[str]:
+    """Those that are loaded at their first use too."""
+    names = [f"cudnn.{name}" for name in (*cudnn.__all__, *cudnn._LAZY, *cudnn._LAZY_MODULES, *cudnn._fused_names())]
+    names += [f"cudnn.ops.{name}" for name in dir(cudnn.ops) if name in (*cudnn.ops._OWN, *registry.packages())]
+    return names + [f"cudnn.experimental.ops.{name}" for name in cudnn.experimental.ops.__all__]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What pyright says of each program, by name."""
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed")
+    folder = tmp_path_factory.mktemp("types")
+    names = "import cudnn\n" + "".join(f"reveal_type({name})\n" for name in public_names())
+    for name, program in (("program", PROGRAM), ("mistakes", MISTAKES), ("names", names)):
+        (folder / f"{name}.py").write_text(program)
     paths = [str(ROOT / "python"), str(ROOT / "kernels")]
-    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": paths, "include": ["program.py"]}))
-    (folder / "program.py").write_text(program)
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": paths, "include": ["*.py"]}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    return json.loads(done.stdout)["generalDiagnostics"]
-
-
-needs_pyright = pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed")
+    said: dict[str, list[dict[str, Any]]] = {"program": [], "mistakes": [], "names": []}
+    for one in json.loads(done.stdout)["generalDiagnostics"]:
+        said[Path(one["file"]).stem].append(one)
+    return said
 
 
 def test_the_program_runs() -> None:
     exec(compile(PROGRAM, "program.py", "exec"), {})
 
 
-@needs_pyright
-def test_pyright_knows_the_types(tmp_path: Path) -> None:
-    assert [found for found in _pyright(tmp_path, PROGRAM) if found["severity"] != "information"] == []
+def test_pyright_knows_the_types(found: dict[str, Any]) -> None:
+    assert [one for one in found["program"] if one["severity"] != "information"] == []
 
 
-@needs_pyright
-def test_pyright_finds_mistakes(tmp_path: Path) -> None:
-    found = {one["range"]["start"]["line"] for one in _pyright(tmp_path, MISTAKES) if one["severity"] == "error"}
-    assert found == {number for number, line in enumerate(MISTAKES.splitlines()) if line.endswith("# wrong")}
+def test_pyright_finds_mistakes(found: dict[str, Any]) -> None:
+    lines = {one["range"]["start"]["line"] for one in found["mistakes"] if one["severity"] == "error"}
+    assert lines == {number for number, line in enumerate(MISTAKES.splitlines()) if line.endswith("# wrong")}
 
 
-@needs_pyright
-def test_every_public_name_has_a_type(tmp_path: Path) -> None:
-    """Those that are loaded at their first use too."""
-    names = [f"cudnn.{name}" for name in (*cudnn.__all__, *cudnn._LAZY, *cudnn._LAZY_MODULES, *cudnn._fused_names())]
-    names += [f"cudnn.ops.{name}" for name in dir(cudnn.ops) if name in (*cudnn.ops._OWN, *registry.packages())]
-    names += [f"cudnn.experimental.ops.{name}" for name in cudnn.experimental.ops.__all__]
-    program = "import cudnn\n" + "".join(f"reveal_type({name})\n" for name in names)
-    found = _pyright(tmp_path, program)
-    assert [one["message"] for one in found if one["severity"] == "error"] == []
-    assert len(found) == len(names)
-    assert [one["message"] for one in found if one["message"].endswith('is "Any"')] == []
+def test_every_public_name_has_a_type(found: dict[str, Any]) -> None:
+    said = found["names"]
+    assert [one["message"] for one in said if one["severity"] == "error"] == []
+    assert len(said) == len(public_names())
+    assert [one["message"] for one in said if one["message"].endswith('is "Any"')] == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
