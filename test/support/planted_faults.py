@@ -74,7 +74,7 @@ FAULTS = [
     # epilogues
     Fault(
         "a row beyond the tensor is added to", f"{KERNELS}/epilogue/reductions.py",
-        "if chosen and row < tile.end:", "if chosen and row <= tile.end:",
+        "row < tile.end:\n        place = sums", "row <= tile.end:\n        place = sums",
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
