@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnn
 from cudnn import moe
+from cudnn.moe.experts import Rows
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
 
@@ -175,6 +176,16 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     x, hidden, small = 64 * 512, 128 * 64, [128] * 4 + [4]
     assert sizes == sorted([x, hidden, *small, *weights])
     assert not kept
+
+
+def test_tokens_are_copied_in_order_on_hopper_alone() -> None:
+    x, token = torch.randn(4, 8), torch.tensor([3, 0, 3])
+    rows = Rows(torch.tensor([3]), token, torch.tensor([[1], [-1], [-1], [0]]))
+    for arch, copied in (("sm_90a", True), ("sm_100a", False)):
+        with cudnn.emulation(arch):
+            found, index = rows.read(x)
+        assert torch.equal(found, x[token] if copied else x)
+        assert (index is None) == copied
 
 
 @pytest.mark.parametrize("main", [False, True])

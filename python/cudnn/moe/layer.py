@@ -48,7 +48,8 @@ def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> 
     made = x.new_empty(rows.count, columns)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     up, down = operand(e.up), operand(e.down)
-    tensors = {**given, **up[0], "a": x, "a_index": rows.token, "bias": _vectors(e.up_bias)}
+    of_rows, index = rows.read(x)
+    tensors = {**given, **up[0], "a": of_rows, "a_index": index, "bias": _vectors(e.up_bias)}
     tensors |= {"c": hidden, "d": activated}
     if gated:
         execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
@@ -73,24 +74,27 @@ def backward(
     by_row = weights.new_zeros(rows.count)
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
     down, up = operand(e.down, True), operand(e.up, True)
-    tensors = {**given, **down[0], "a": gradient, "a_index": rows.token, "c": hidden, "prob": rows.scattered(weights)}
+    of_rows, index = rows.read(gradient)
+    tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)}
     tensors |= {"dprob": by_row, "d_row": by_hidden, "dbias": by_bias}
     if e.activation in GATED:
         tensors["activation"] = activated
         execute("grouped_gemm_dglu", tensors, **down[1], act_func=f"d{e.activation}", **e.options)
     else:
         execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1])
-    by_x = None
+    by_up = by_down = by_x = None
+    offsets = {"offsets": rows.offsets}
+    if needs.down:
+        by_down = _of_weights({**offsets, "a": of_rows.T, "a_index": index, "b": activated}, e.down, sums[1])
+    del tensors, of_rows, index, activated
     if needs.x:
         made = x.new_empty(rows.count, x.shape[1])
         execute("grouped_gemm", {**given, **up[0], "a": by_hidden, "d": made}, **up[1])
         by_x = combine(made, rows.of_choice, None)
-    of_rows = {"offsets": rows.offsets}
-    by_up = by_down = None
+        del made
     if needs.up:
-        by_up = _of_weights({**of_rows, "a": by_hidden.T, "b": x, "b_index": rows.token}, e.up, sums[0])
-    if needs.down:
-        by_down = _of_weights({**of_rows, "a": gradient.T, "a_index": rows.token, "b": activated}, e.down, sums[1])
+        of_x, index = rows.read(x)
+        by_up = _of_weights({**offsets, "a": by_hidden.T, "b": of_x, "b_index": index}, e.up, sums[0])
     by_weights = rows.of_choices(by_row) if needs.weights else None
     by_down_bias = None
     if e.down_bias is not None:  # what it added to a row was weighted too
