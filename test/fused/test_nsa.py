@@ -350,3 +350,31 @@ def test_packed_values_of_rows_may_have_any_strides() -> None:
 def test_what_compression_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         NSA.compression_attention_wrapper(**{**compression_call(40, 10), **change})
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "d", "packed", "arch"),
+    brief(
+        [
+            (100, 24, 64, False, ""), (100, 24, 64, True, ""), (150, 40, 64, True, "sm_90a"),
+            (70, 70, 128, False, "sm_90a"), (300, 150, 128, True, "sm_90a"), (130, 4, 64, False, "sm_90a"),
+        ],
+        0, 1,
+    ),
+)  # fmt: skip
+def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
+    call = compression_call(queries, keys, d)
+    of = {name: x.double().requires_grad_() for name, x in call.items()}
+    o, lse = compressed(of, d**-0.5)
+    d_o = torch.randn(2, queries, 2, d).half().transpose(1, 2)
+    expected = torch.autograd.grad(o, list(of.values()), d_o.double())
+    given = {**call, "o_tensor": o.detach().half().transpose(1, 2).contiguous().transpose(1, 2), "do_tensor": d_o}
+    lse, ends = lse.detach().float(), {}
+    if packed:
+        given, lse = {name: flat(x) for name, x in given.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
+        ends = {f"cum_seqlen_{name}_tensor": torch.arange(3).int() * n for name, n in (("q", queries), ("k", keys))}
+    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+        found = NSA.compression_attention_backward_wrapper(**given, lse_tensor=lse, **ends)
+    for gradient, wanted in zip(found, expected, strict=True):
+        wanted = flat(wanted) if packed else wanted
+        assert (gradient.double() - wanted).norm() < 2e-3 * wanted.norm()

@@ -107,6 +107,8 @@ class BackwardConfiguration:
     right: bool = False
     left: bool = False
     pair: bool = False
+    compressed: bool = False
+    lse: str = "by head"
 
     @property
     def kernel(self) -> str:

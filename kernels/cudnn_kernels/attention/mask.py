@@ -81,3 +81,17 @@ class CompressedMask(Mask):
 
     def end(self, row: Any) -> Int32:
         return cutlass.min(self.keys, (row + 1) // self.ratio)
+
+    def turned(self) -> Mask:
+        return LaterRows(self.keys, self.queries, Int32(0), None, Int32(0), self.ratio)
+
+
+@dataclass
+class LaterRows(CompressedMask):
+    """:class:`CompressedMask` turned: a key is seen by the last of the rows that it stands for, and by later ones."""
+
+    def begin(self, row: Any) -> Int32:
+        return (row + 1) * self.ratio - 1
+
+    def end(self, row: Any) -> Int32:
+        return self.keys

@@ -26,7 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.around import QueryGradient, RowProducts
-from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.mask import CompressedMask, Mask
 from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
@@ -87,7 +87,7 @@ class Backward:
             sequences.matrix(given[name], c.packed) for name in ("q", "k", "o", "do", "dq", "dk", "dv")
         )
         copied = {name: sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "do")}
-        lse = sequences.rows(given["lse"], c.packed)
+        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
         offsets = (given.get("cum_seqlen_q"), given.get("cum_seqlen_k"))
         batches = offsets[0].shape[0] - 1 if const_expr(c.packed) else q.shape[3]
         scale, stream = given["scale_softmax"], given["stream"]
@@ -182,14 +182,13 @@ class Backward:
             queries, keys, keys - queries,
             right if const_expr(c.right) else None, left if const_expr(c.left) else None,
         )  # fmt: skip
+        if const_expr(c.compressed):
+            ratio = cutlass.max(queries // cutlass.max(keys, 1), 1)
+            mask = CompressedMask(queries, keys, Int32(0), None, None, ratio)
         first = (index - rank) * self.n
-        last = first + size - 1
-        begin, end = Int32(0), queries
-        if const_expr(c.right):
-            begin = cutlass.max(begin, first - mask.offset - right)
-        if const_expr(c.left):
-            end = cutlass.min(end, last - mask.offset + left + 1)
-        begin, end = begin // self.m, cute.ceil_div(cutlass.max(end, Int32(0)), self.m)
+        seen_by = mask.turned()
+        begin = seen_by.begin(first) // self.m
+        end = cute.ceil_div(cutlass.max(seen_by.end(first + size - 1), Int32(0)), self.m)
         if first >= keys:
             end = begin
         end = cutlass.max(begin, end)

@@ -1,6 +1,10 @@
 """Native sparse attention: ``cudnn.NSA``."""
 
 from cudnn.native_sparse_attention.compression import CompressionAttention, compression_attention_wrapper
+from cudnn.native_sparse_attention.compression.backward import (
+    CompressionAttentionBackward,
+    compression_attention_backward_wrapper,
+)
 from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
 from cudnn.native_sparse_attention.selection.backward import (
     SelectionAttentionBackward,
@@ -18,11 +22,13 @@ class NSA:
     """The parts of native sparse attention (J. Yuan et al., 2025), each a class and a wrapper."""
 
     CompressionAttention = CompressionAttention
+    CompressionAttentionBackward = CompressionAttentionBackward
     SelectionAttention = SelectionAttention
     SelectionAttentionBackward = SelectionAttentionBackward
     SlidingWindowAttention = SlidingWindowAttention
     TopKReduction = TopKReduction
     choosing_rows = staticmethod(choosing_rows)
+    compression_attention_backward_wrapper = staticmethod(compression_attention_backward_wrapper)
     compression_attention_wrapper = staticmethod(compression_attention_wrapper)
     selection_attention_wrapper = staticmethod(selection_attention_wrapper)
     selection_attention_backward_wrapper = staticmethod(selection_attention_backward_wrapper)

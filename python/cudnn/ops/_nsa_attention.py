@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from cudnn import launch
 from cudnn.errors import refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
@@ -73,7 +72,7 @@ def nsa_attention(
 
     Raises:
         ValueError: shapes, types or sizes.
-        NotImplementedError: what the kernels do not have, such as gradients on an architecture without them.
+        NotImplementedError, RuntimeError: what the kernels do not have, or an architecture without them.
     """
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
@@ -208,14 +207,14 @@ def nsa_compression_bwd(
     ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
+    if _by_kernels(q):
+        dq, dk, dv = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
+        return dq, dk, dv
     dq, dk, dv = _like(q), _like(k), _like(v)
     tensors = {
         "q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
     }  # fmt: skip
-    if q.is_cuda or launch.emulated_architecture():
-        allowed = "CPU tensors, outside of cudnn.emulation"
-        raise NotImplementedError(refusal(_WHERE, "gradient of compression", f"tensors on {q.device}", allowed))
     reference.compression_backward(tensors, scale, packed=True)
     return dq, dk, dv
 

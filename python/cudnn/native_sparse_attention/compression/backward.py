@@ -1,0 +1,124 @@
+"""Compression attention, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan, kernel_plan
+from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.sdpa.backward import TILES
+from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn_kernels.attention import BackwardConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS = ((64, 64), (128, 128))
+"""Elements of a head, in Q and K and in V."""
+
+
+class CompressionAttentionBackward(Sparse):
+    """The gradients of :class:`CompressionAttention`, where its factors are 1 but for ``scale_softmax``.
+
+        p  = exp(scale_softmax * q k^T - lse)    over the keys that row i sees; d[i] = the sum of o do over row i
+        ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
+        dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
+
+    dk and dv are summed over the heads of q that share one of k. dq is added up in float32 in an order that changes
+    from call to call. Hopper (sm_90a) only so far. Heads have 64 or 128 elements; offsets are int32. A call needs a
+    workspace of about 4 bytes for every element of q, which PyTorch's allocator provides on the stream of the call.
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get: o, do and dq like q, dk and dv
+            like k and v, lse as the forward pass wrote it.
+        scale_softmax: None or 0: 1 / sqrt(d).
+        arch: as that of :class:`CompressionAttention`.
+    """
+
+    title = "compression attention, backward"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
+        TensorSpec("lse", AnyRowValues(), ("float32",)), queries("dq", "d", written=True),
+        keys("dk", "d", written=True), keys("dv", "dv", written=True), *OFFSETS,
+    )  # fmt: skip
+    returns = ("dq", "dk", "dv")
+    scalars = ("scale_softmax", "right", "left")
+    integers = ("right", "left")
+    most_heads = 1 << 30
+    head_sizes = HEADS
+    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
+    usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
+        sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor,
+        sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
+        scale_softmax: float | None = None, arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__({**locals(), "right": 0, "left": 0})
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor,
+        lse_tensor: Tensor, dq_tensor: Tensor, dk_tensor: Tensor, dv_tensor: Tensor,
+        cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
+        scale_softmax: float | None = None, current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``dq_tensor``, ``dk_tensor`` and ``dv_tensor``. See :attr:`FusedAPI.run`."""
+        ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
+                   dk_tensor, dv_tensor, *ends)  # fmt: skip
+        self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
+        found = super().sizes(descs)
+        count = ends.shape[0] if ends else 0
+        batch = {"b": count - 1} if self.packed else {}
+        return {**found, **batch, "dv": v.shape[-1] if v is not None else found["d"], "ends": count}
+
+    def check_options(self) -> None:
+        self.check_offsets()
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        heads = (sizes["d"], sizes["dv"])
+        configuration = BackwardConfiguration(
+            name_of(self.dtype("q")), *heads, **TILES[heads], packed=self.packed, compressed=True, lse="by strides"
+        )
+        return kernel_plan(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d = shape
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "dv": d, "ends": 2}
+        return [{"packed": packed, **sizes} for packed in (False, True)]
+
+
+def compression_attention_backward_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
+    cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
+    scale_softmax: float | None = None, stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
+
+    Arguments and errors as those of :class:`CompressionAttentionBackward`.
+    """
+    results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
+        "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
+    }  # fmt: skip
+    operation = cached(CompressionAttentionBackward, tensors, {"scale_softmax": scale_softmax})
+    operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
+    return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
+
+
+_cache_of_CompressionAttentionBackwardObjects = CompressionAttentionBackward.objects  # noqa: N816
