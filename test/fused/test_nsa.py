@@ -101,9 +101,13 @@ def test_rows_that_chose_a_block() -> None:
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 
     def by_block(is_causal: bool) -> list[list[int]]:
-        rows, rows_end = NSA.choosing_rows(indices, counts, ends, 2, is_causal)
-        assert rows_end.shape == (8 // 2 + 3 + 1,)
-        return [rows[first:last].tolist() for first, last in pairwise(rows_end.tolist())]
+        rows, table = NSA.choosing_rows(indices, counts, ends, 2, is_causal, part=2)
+        assert table[0].tolist() == [0, 0, 0]
+        found = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
+        parts = [max(-(-len(x) // 2), 1) for x in found]
+        assert table[:, 1].diff().tolist() == parts
+        assert table[:, 2].diff().tolist() == [x if x > 1 else 0 for x in parts]
+        return found
 
     assert by_block(False) == [[0, 0, 2], [1, 2], [], [3, 6], [4, 7], [3, 7], []]  # sequence 2 begins with number 3
     assert by_block(True) == [[0, 0, 2], [2], [], [3, 6], [7], [7], []]

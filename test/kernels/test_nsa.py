@@ -232,16 +232,18 @@ def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration
     ("c", "choice"),
     brief(
         [
-            (SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True), Choice((100,), 3, spare=0)),
+            (SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, part=32),
+             Choice((100,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 32, 2, 128, 128, 64), Choice((40, 0, 100), 4, spare=0)),
             (SelectionBackwardConfiguration("float16", 6, 2, 64, 128, 16, causal=True), Choice((40, 7), 5, spare=0)),
-            (SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True), Choice((150,), 3, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, part=64),
+             Choice((150,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 24, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 40, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
         ],
         0,
     ),
-)
+)  # fmt: skip
 def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -> None:
     given = selection_inputs(c, choice)
     given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
@@ -249,8 +251,8 @@ def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -
     for name in "qkv":
         given[f"d{name}"] = torch.full_like(given[name], math.nan)
     lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
-    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal)
-    size = workspace_size(c.slots(), {"s": given["q"].shape[0]})
+    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
+    size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
     run(SelectionBackward, c, given)
     for name, gradient in expected.items():

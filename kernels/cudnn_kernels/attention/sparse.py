@@ -85,17 +85,39 @@ class HeadValues:
         return (sizes["s"] + 1) * (self.key_heads * 2 * self.heads * 4)
 
 
+PART = 4096
+"""Rows that chose a block, of which a CTA takes so many at most: nearly all rows choose the first block."""
+
+
+@dataclass(frozen=True)
+class PartSums:
+    """A region of the workspace: float32 sums of dK and dV for each part of the longer lists of ``choices``.
+
+    ``width`` values for each of 64 keys, in ``times`` tiles of a block.
+    """
+
+    name: str
+    part: int
+    width: int
+    times: int
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return sizes["choices"] * 2 // self.part * (64 * self.width * 4 * self.times)
+
+
 @dataclass(frozen=True)
 class SelectionBackwardConfiguration(Selected):
     """Backward: dQ by rows, then dK and dV by blocks of keys, from the rows that chose each.
 
     ``stages`` are those of K and V, for dQ. The rows that chose block b of head h of K are ``choosing`` from
-    ``choosing_ends[h * blocks + b]`` to the next one, where ``blocks`` are those of all sequences: sequence i has the
-    blocks from ``cum_seqlen_q[i] / block + i`` on.
+    ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences: sequence i has
+    the blocks from ``cum_seqlen_q[i] / block + i`` on. They are taken in parts of ``part`` rows; the other columns of
+    ``choosing_ends`` count parts, and parts of lists that have several.
     """
 
     tile: tuple[int, int] = (64, 64)
     stages: int = 2
+    part: int = PART
 
     kernel = "selection_backward:SelectionBackward"
     cluster = 1
@@ -109,10 +131,15 @@ class SelectionBackwardConfiguration(Selected):
         """The arguments of the kernels."""
         return (
             *self.matrices("q", "k", "v", "o", "do"), *self.row_values("lse"), *self.matrices("dq", "dk", "dv"),
-            *self.lists(), vector("choosing", "int32", "choices"), vector("choosing_ends", "int32", "blocks"),
-            Scalar("scale_softmax", "float32"),
-            Workspace((HeadValues("head_values", self.key_heads, self.padded),)), Stream(),
+            *self.lists(), vector("choosing", "int32", "choices"),
+            Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4), Scalar("scale_softmax", "float32"),
+            Workspace(self.regions()), Stream(),
         )  # fmt: skip
+
+    def regions(self) -> tuple[Any, ...]:
+        """The regions of the workspace."""
+        sums = PartSums("part_sums", self.part, self.head + self.head_v, -(-self.block // 64))
+        return HeadValues("head_values", self.key_heads, self.padded), sums
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
     dQ = scale dS K              dV = P^T dO   dK = scale dS^T Q
 
 Two kernels. For dQ, a CTA has one row and goes through its list of blocks, as forward. For dK and dV, a CTA has a block
-of keys and goes through the list of rows that chose it: four rows of 16 heads make a step's 64 columns of S^T, so the
-tensor cores multiply nothing in vain. Every sum has one order: results do not change from call to call.
+of keys and goes through a part of the list of rows that chose it: four rows of 16 heads make a step's 64 columns of
+S^T, so the tensor cores multiply nothing in vain. Every sum has one order: results do not change from call to call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr, select_
+from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -25,8 +25,9 @@ from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.wgmma import register_operand
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
 from cudnn_kernels.sm90.selection import HEADS, THREADS, WARP, Row, Selection
 
@@ -39,7 +40,8 @@ FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread
 class Chosen:
     """What a CTA has for dK and dV: some keys of a block, their head, and a part of the list of rows that chose it.
 
-    ``key`` is the first one of its sequence's, ``first`` that of the sequence, ``keys`` are what the CTA has.
+    ``key`` is the first one of its sequence's, ``first`` that of the sequence, ``keys`` are what the CTA has. Where the
+    list has several ``parts``, sums of each go to its ``slot``.
     """
 
     head: Int32
@@ -48,6 +50,8 @@ class Chosen:
     keys: Int32
     begin: Int32
     end: Int32
+    parts: Int32
+    slot: Int32
 
 
 class SelectionBackward(Selection):
@@ -66,11 +70,16 @@ class SelectionBackward(Selection):
         s = self.b
         given = bind(s.slots(), arguments)
         q, do = given["q"], given["do"]
-        (slot,) = (slot for slot in s.slots() if isinstance(slot, Workspace))
-        start = cute.assume(Int64(slot.places({"s": Int64(q.shape[0])})[0]["head_values"]), START)
-        first = cute.recast_ptr((given["workspace"].iterator + start).align(16), dtype=Float32)
-        shape = (self.padded, 2, s.key_heads, q.shape[0] + 1)
-        values = cute.make_tensor(first, cute.make_layout(shape))
+        choices, ends = given["choosing"].shape[0], given["choosing_ends"]
+        per_block = -(-s.block // ROWS)
+        pointers = divided(s.slots(), given, s.regions())
+        values, sums = (
+            cute.make_tensor(cute.recast_ptr(pointers[x], dtype=Float32), cute.make_layout(shape))
+            for x, shape in (
+                ("head_values", (self.padded, 2, s.key_heads, q.shape[0] + 1)),
+                ("part_sums", (GROUP, (s.head + s.head_v) // 2, per_block, choices * 2 // s.part)),
+            )
+        )
         by_head = {
             x: cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0])) for x in ("q", "do")
         }
@@ -84,15 +93,16 @@ class SelectionBackward(Selection):
         ).launch(grid=[q.shape[0] * s.key_heads, 1, 1], block=[THREADS, 1, 1], stream=given["stream"])  # fmt: skip
         atoms = [self.atom(by_head[x] if x in by_head else copied[x], self.padded if x in by_head else ROWS, widths[x])
                  for x in widths]  # fmt: skip
-        blocks = sequences.blocks_of(q.shape[0], given["cum_seqlen_q"].shape[0] - 1, s.block, True)
-        per_block = -(-s.block // ROWS)
         self.by_blocks(
-            atoms, given["dk"], given["dv"], values, given["choosing"], given["choosing_ends"], given["cum_seqlen_q"],
-            q.shape[0], blocks, given["scale_softmax"],
+            atoms, given["dk"], given["dv"], values, sums, given["choosing"], ends, given["cum_seqlen_q"], q.shape[0],
+            given["scale_softmax"],
         ).launch(
-            grid=[blocks * per_block * s.key_heads, 1, 1], block=[2 * GROUP, 1, 1], stream=given["stream"],
-            min_blocks_per_mp=2, preferred_smem_carveout=100,
+            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[2 * GROUP, 1, 1],
+            stream=given["stream"], min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
+        self.add_parts(sums, given["dk"], given["dv"], ends, given["cum_seqlen_q"], given["scale_softmax"]).launch(
+            grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
+        )
 
     def tile(self, rows: int, columns: int, stages: int = 1) -> Any:
         """A buffer's layout, rows of contiguous elements: (rows, columns, stages)."""
@@ -308,10 +318,10 @@ class SelectionBackward(Selection):
 
     @cute.kernel
     def by_blocks(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: cute.Tensor, choosing: cute.Tensor,
-        choosing_ends: cute.Tensor, offsets: cute.Tensor, rows: Int32, blocks: Int32, scale: Float32,
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: cute.Tensor, sums: cute.Tensor,
+        choosing: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor, rows: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """A CTA has up to 64 keys of a block. The first blocks come first: most rows chose them."""
+        """A CTA has up to 64 keys of a block and a part of the block's list."""
         s = self.s
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
@@ -325,7 +335,8 @@ class SelectionBackward(Selection):
         places = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
         once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, STAGES, STAGES))
         self.initialise(full, empty, STAGES, once, thread)
-        mine = self.chosen(index, choosing_ends, offsets, blocks)
+        per_block = -(-s.block // ROWS)
+        mine = self.part(index // per_block, index % per_block, ends, offsets)
         if mine.keys > 0:
             if group == 0:
                 cute.arch.setmaxregister_decrease(FEW)
@@ -333,22 +344,40 @@ class SelectionBackward(Selection):
                     self.fetch_for_block(atoms, buffers, places, (once, full, empty), values, choosing, mine, rows)
             else:
                 cute.arch.setmaxregister_increase(MANY)
-                self.differentiate_block(dk, dv, buffers, places, (once, full, empty), mine, scale, thread - GROUP)
+                own_sums = sums[None, None, index % per_block, mine.slot]
+                self.differentiate_block(
+                    dk, dv, own_sums, buffers, places, (once, full, empty), mine, scale, thread - GROUP
+                )
 
     name(by_blocks, "cudnn_attention_selection_backward_blocks_sm90")
 
     @cute.jit
-    def chosen(self, index: Int32, ends: cute.Tensor, offsets: cute.Tensor, blocks: Int32) -> Chosen:
-        """What a CTA has. All lanes of a warp take part."""
+    def part(self, part: Int32, tile: Int32, ends: cute.Tensor, offsets: cute.Tensor) -> Chosen:
+        """What a CTA has: a part, of those of all lists. All lanes of a warp take part."""
+        lists = ends.shape[0] - 1
+        low, high = Int32(0), Int32(lists)  # the last list that begins with this part or before
+        while low + 1 < high:
+            middle = (low + high) // 2
+            before = ends[middle, 1] <= part
+            low, high = Int32(select_(before, middle, low)), Int32(select_(before, high, middle))
+        mine = self.chosen(low, tile, ends, offsets)
+        number = part - ends[low, 1]
+        begin = mine.begin + number * self.b.part
+        keys = Int32(select_(part < ends[lists, 1], mine.keys, Int32(0)))
+        end = cutlass.min(begin + self.b.part, mine.end)
+        return Chosen(mine.head, mine.key, mine.first, keys, begin, end, mine.parts, mine.slot + number)
+
+    @cute.jit
+    def chosen(self, number: Int32, tile: Int32, ends: cute.Tensor, offsets: cute.Tensor) -> Chosen:
+        """A list by its number, and what of its block's keys a tile has."""
         s = self.s
-        per_block = -(-s.block // ROWS)
-        head, part, block = index % s.key_heads, index // s.key_heads % per_block, index // s.key_heads // per_block
-        sequence, own = sequences.find_block(offsets, block, s.block)
+        blocks = (ends.shape[0] - 1) // s.key_heads
+        sequence, own = sequences.find_block(offsets, number % blocks, s.block)
         first = Int32(offsets[sequence])
-        key = own * s.block + part * ROWS
+        key = own * s.block + tile * ROWS
         keys = cutlass.min(offsets[sequence + 1] - first - key, min(s.block, ROWS))
-        place = head * blocks + block
-        return Chosen(head, key, first, keys, ends[place], ends[place + 1])
+        parts = ends[number + 1, 1] - ends[number, 1]
+        return Chosen(number // blocks, key, first, keys, ends[number, 0], ends[number + 1, 0], parts, ends[number, 2])
 
     @cute.jit
     def fetch_for_block(
@@ -407,8 +436,8 @@ class SelectionBackward(Selection):
 
     @cute.jit
     def differentiate_block(
-        self, dk: cute.Tensor, dv: cute.Tensor, buffers: Any, places: cute.Tensor, barriers: Any, mine: Chosen,
-        scale: Float32, thread: Int32,
+        self, dk: cute.Tensor, dv: cute.Tensor, sums: cute.Tensor, buffers: Any, places: cute.Tensor, barriers: Any,
+        mine: Chosen, scale: Float32, thread: Int32,
     ) -> None:  # fmt: skip
         """The warpgroup: dK and dV of the keys. S^T and dP^T have keys in rows, and go on from registers."""
         s, m = self.s, self.columns
@@ -453,12 +482,52 @@ class SelectionBackward(Selection):
             self.multiply(dk_mma, acc_dk, operand, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(0)
             self.release(empty + stage)
+        if mine.parts == 1:
+            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, thread)
+        else:
+            for i in cutlass.range_constexpr(s.head // 2):
+                sums[thread, i] = acc_dk[i]
+            for i in cutlass.range_constexpr(s.head_v // 2):
+                sums[thread, s.head // 2 + i] = acc_dv[i]
+
+    @cute.jit
+    def write_keys(
+        self, dk: cute.Tensor, dv: cute.Tensor, acc_dk: cute.Tensor, acc_dv: cute.Tensor, mine: Chosen, scale: Float32,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """dK and dV of the keys."""
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(thread, slot)
             if row < mine.keys:
                 out = mine.first + mine.key + row
-                self.write_pairs(dk[out, mine.head, None], acc_dk, s.head, slot, scale, thread)
-                self.write_pairs(dv[out, mine.head, None], acc_dv, s.head_v, slot, Float32(1.0), thread)
+                self.write_pairs(dk[out, mine.head, None], acc_dk, self.s.head, slot, scale, thread)
+                self.write_pairs(dv[out, mine.head, None], acc_dv, self.s.head_v, slot, Float32(1.0), thread)
+
+    @cute.kernel
+    def add_parts(
+        self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor,
+        scale: Float32,
+    ) -> None:  # fmt: skip
+        """dK and dV of blocks whose lists have several parts, in the order of the parts."""
+        s = self.s
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        per_block = -(-s.block // ROWS)
+        tile = index % per_block
+        mine = self.chosen(index // per_block, tile, ends, offsets)
+        if (mine.parts > 1) & (mine.keys > 0):
+            acc_dk, acc_dv = (cute.make_rmem_tensor(width // 2, Float32) for width in (s.head, s.head_v))
+            acc_dk.fill(0.0)
+            acc_dv.fill(0.0)
+            for part in cutlass.range(mine.parts, unroll=1):
+                some = sums[None, None, tile, mine.slot + part]
+                for i in cutlass.range_constexpr(s.head // 2):
+                    acc_dk[i] = acc_dk[i] + some[thread, i]
+                for i in cutlass.range_constexpr(s.head_v // 2):
+                    acc_dv[i] = acc_dv[i] + some[thread, s.head // 2 + i]
+            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, thread)
+
+    name(add_parts, "cudnn_attention_selection_backward_parts_sm90")
 
     def of_columns(self, values: cute.Tensor, which: int, thread: Int32) -> cute.Tensor:
         """One of the two values of each column that a thread has: a head of a row. Two columns are neighbours."""

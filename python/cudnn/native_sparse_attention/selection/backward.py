@@ -34,8 +34,8 @@ class SelectionAttentionBackward(Sparse):
 
     dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
     results do not change from call to call. Rows behind the last sequence are left as they are. Hopper (sm_90a) only so
-    far. A call needs a workspace of 8 bytes for every row of every head of q, which PyTorch's allocator provides on the
-    stream of the call.
+    far. A call needs a workspace of 8 bytes for every row of every head of q, and (d + dv) / 8 for every entry of
+    the lists, which PyTorch's allocator provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
@@ -51,7 +51,7 @@ class SelectionAttentionBackward(Sparse):
         TensorSpec("lse", AnyRowValues(), ("float32",)), queries("dq", "d", written=True),
         keys("dk", "d", written=True), keys("dv", "dv", written=True), *LISTS,
         TensorSpec("choosing", Contiguous("choices", alignment=4), ("int32",)),
-        TensorSpec("choosing_ends", Contiguous("numbered", alignment=4), ("int32",)),
+        TensorSpec("choosing_ends", Contiguous("numbered", "columns", alignment=4), ("int32",)),
     )  # fmt: skip
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax",)
@@ -90,7 +90,7 @@ class SelectionAttentionBackward(Sparse):
         found = super().sizes_of(shapes, options)
         rows, chosen, ends = found["sq"], shapes["block_indices"][-1], shapes["cum_seqlen_q"][0]
         numbered = found["hk"] * (rows // options["block_size"] + ends - 1) + 1
-        more = {"dv": shapes["v"][-1], "chosen": chosen, "ends": ends, "numbered": numbered, "s": rows}
+        more = {"dv": shapes["v"][-1], "chosen": chosen, "ends": ends, "numbered": numbered, "s": rows, "columns": 3}
         return {**found, **more, "sk": rows, "choices": rows * found["hk"] * chosen}
 
     def check_rules(self, sizes: Sizes) -> None:

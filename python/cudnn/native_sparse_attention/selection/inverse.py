@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.lazy import torch
+from cudnn_kernels.attention.sparse import PART
 
 
 def choosing_rows(
-    block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size: int, is_causal: bool = False
+    block_indices: Any,
+    block_counts: Any,
+    cum_seqlen: Any,
+    block_size: int,
+    is_causal: bool = False,
+    part: int = PART,
 ) -> tuple[Any, Any]:
     """The rows that chose each block, in ascending order, and where each block's rows end; on the lists' device.
 
@@ -16,11 +22,13 @@ def choosing_rows(
         block_indices, block_counts, cum_seqlen: (t, hk, n), (t, hk) and (sequences + 1,), int32.
         block_size: rows of a block.
         is_causal: leaves out blocks that begin behind a row.
+        part: rows of a list that the kernel takes at a time.
 
     Returns:
-        ``choosing``, int32, (t * hk * n,): rows. ``choosing_ends``, int32, (hk * blocks + 1,), where blocks are
+        ``choosing``, int32, (t * hk * n,): rows. ``choosing_ends``, int32, (hk * blocks + 1, 3), where blocks are
         ``t // block_size + sequences``: block b of sequence i has number ``cum_seqlen[i] // block_size + i + b`` of its
-        head of k, and the rows from ``choosing_ends[number]`` to the next. A block that a row lists twice has it twice.
+        head of k, and the rows from ``choosing_ends[number, 0]`` to the next. A block that a row lists twice has it
+        twice. The other columns count the parts before: all, and those of lists with several.
     """
     rows, heads, most = block_indices.shape
     device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
@@ -36,4 +44,7 @@ def choosing_rows(
     number += (blocks * torch.arange(heads, device=device, dtype=torch.int32))[:, None]
     numbers, order = number.masked_fill(~listed, heads * blocks).flatten().sort(stable=True)
     ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32))
-    return (order // (heads * most)).int(), ends.int()
+    parts = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
+    several = parts.where(parts > 1, 0)
+    before = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (parts, several))
+    return (order // (heads * most)).int(), torch.stack([ends, *before], 1).int()
