@@ -67,6 +67,9 @@ class TMA:
         low = [max(0, -c) for c in place]
         high = [min(b, d - c) for b, d, c in zip(tensor.box, tensor.dims, place, strict=True)]
         if any(h <= l for l, h in zip(low, high, strict=True)):  # noqa: E741
+            # Nothing is copied, but an H200 faults where the tensor's own address is no memory.
+            what = f"the beginning of a tensor, of a copy wholly outside it, at coordinates {place},"
+            self.machine.memory.check_global(np.array([tensor.address]), 16, np.array([lane]), site, what)
             return None
         address = tensor.at([c + s for c, s in zip(place, low, strict=True)])
         shape = [h - s for s, h in zip(low, high, strict=True)]

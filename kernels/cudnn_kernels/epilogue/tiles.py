@@ -141,7 +141,8 @@ class StoreTile(_StagedTile):
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
         if self.o.pointers:
             columns = arguments["n"] * self.width // self.plan.width
-            return matrices(self.element, arguments["m"], columns // FORMATS[self.o.dtype].packed, self.o.major == "n")
+            columns, pointers = columns // FORMATS[self.o.dtype].packed, arguments[self.o.tensor]
+            return matrices(self.element, arguments["m"], columns, self.o.major == "n", pointers)
         return super().view(arguments)
 
     def rows(self, tile: Tile) -> tuple[Any, Any]:

@@ -68,34 +68,41 @@ def descriptor(tensor: cute.Tensor, shape: tuple[Any, int], layout: Any, share: 
     return cpasync.make_tiled_tma_atom(op, tensor, layout, shape, num_multicast=share, internal_type=kind)
 
 
-LOW, HIGH = 30, 23  # bits of an address, in pieces, that the two parts of a last index have: all of 57
+HALF = 30  # bits of a distance, in pieces, that each of two parts of a last index has: together all 60
 
 
-def everywhere(element: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> cute.Tensor:
+def everywhere(element: Any, shape: tuple[Any, ...], stride: tuple[Any, ...], pointers: cute.Tensor) -> cute.Tensor:
     """A view of all memory as tensors of a shape: the last index, an :func:`address`, says where one begins.
 
-    So tensors that lie anywhere need one descriptor, which nobody edits. It begins at the first multiple of 16 bytes,
-    and the last index has two dimensions, since one has no more than 2^31 coordinates.
+    So tensors that lie anywhere need one descriptor, which nobody edits. The last index counts from the list of their
+    addresses, once around all 2^64 bytes, and has two dimensions, since one has no more than 2^31 coordinates. The view
+    must begin in memory that exists: a box that lies wholly outside a tensor is filled with zeros, but on Hopper it
+    faults where the view's first address cannot be read.
     """
     piece = granule(element, True)
-    near, far = (cute.assume(Int64(piece << bits), piece) for bits in (0, LOW))
-    start = cute.make_ptr(element, Int64(PIECE), cute.AddressSpace.gmem, assumed_align=PIECE)
-    layout = cute.make_layout((*shape, (1 << LOW, 1 << HIGH)), stride=(*stride, (near, far)))
+    near, far = (cute.assume(Int64(piece << bits), piece) for bits in (0, HALF))
+    start = cute.make_ptr(element, origin(pointers), cute.AddressSpace.gmem, assumed_align=PIECE)
+    layout = cute.make_layout((*shape, (1 << HALF, 1 << HALF)), stride=(*stride, (near, far)))
     return cute.make_tensor(start, layout)
 
 
-def matrices(element: Any, rows: Any, columns: Any, row_major: bool) -> cute.Tensor:
+def origin(pointers: cute.Tensor) -> Int64:
+    """Where the view of a list of addresses begins."""
+    return pointers.iterator.toint() // PIECE * PIECE
+
+
+def matrices(element: Any, rows: Any, columns: Any, row_major: bool, pointers: cute.Tensor) -> cute.Tensor:
     """The same for matrices without gaps between rows or columns, which are multiples of 16 bytes."""
     pitch = cute.assume(Int64(columns if row_major else rows), granule(element, True))
-    return everywhere(element, (rows, columns), (pitch, 1) if row_major else (1, pitch))
+    return everywhere(element, (rows, columns), (pitch, 1) if row_major else (1, pitch), pointers)
 
 
 def address(pointers: cute.Tensor | None, number: Any) -> Any:
     """The last index of a tensor whose address is in a list; its number, where there is no list."""
     if pointers is None:
         return number
-    piece = (Int64(pointers[number]) - PIECE) // PIECE
-    return Int32(piece & ((1 << LOW) - 1)), Int32(piece >> LOW)
+    piece = (Int64(pointers[number]) - origin(pointers)) // PIECE
+    return Int32(piece & ((1 << HALF) - 1)), Int32((piece >> HALF) & ((1 << HALF) - 1))
 
 
 def ending(tensor: cute.Tensor, dim: int, extent: int) -> cute.Tensor:

@@ -136,7 +136,7 @@ class _Values(TileOperand):
             packed = self.operand.packed
             element = Uint8 if packed > 1 else self.element
             k = arguments["a"].shape[1] // packed
-            tensor = matrices(element, arguments["n"], k, self.operand.major == "k")
+            tensor = matrices(element, arguments["n"], k, self.operand.major == "k", arguments["b_ptrs"])
         if self.clips:
             tensor = ending(tensor, 1, self.c.tile[2] * self.element.width // tensor.element_type.width)
         return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
@@ -226,7 +226,9 @@ class _Factors(TileOperand):
         shape = arguments[self.name.removeprefix("sf")].shape
         if tensor is None:
             layout = blockscaled.tile_atom_to_shape_SF((*shape[:2], 1), self.vector)
-            return everywhere(self.element, layout.shape[:2], layout.stride[:2])
+            return everywhere(
+                self.element, layout.shape[:2], layout.stride[:2], arguments[f"{self.name}_ptrs"]
+            )
         return cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
 
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:

@@ -99,7 +99,7 @@ class Gemm:
         a, b, pointers = arguments["a"], arguments.get("b"), None
         if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
             pointers = arguments["b_ptrs"]
-            b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k")
+            b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k", pointers)
         gathered = tuple((arguments[x], arguments[getattr(self.c, x).index]) for x in self.c.gathers)
         a, b = (selected(x, arguments.get(o.index), self.tiles.clips_k) for x, o in ((a, self.c.a), (b, self.c.b)))
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}

@@ -94,8 +94,8 @@ class Preparation:
         if self.c.source.pointers:
             pointers, scale_pointers, packed = source, scale, self.c.source.packed
             element = Uint8 if packed > 1 else DTYPES[self.c.source.dtype]
-            source = matrices(element, target.shape[0], target.shape[1] // packed, self.k_major)
-            scale = self.scales_anywhere(target.shape) if self.scaled else None
+            source = matrices(element, target.shape[0], target.shape[1] // packed, self.k_major, pointers)
+            scale = self.scales_anywhere(target.shape, scale) if self.scaled else None
         scales = (scale, scale_pointers, arguments.get("offsets")) if self.to_bfloat16 else ()
         along, across = self.directions((target.shape[0], target.shape[1]))
         tiles = (cute.ceil_div(along, self.tile[0]), cute.ceil_div(across, self.tile[1]))
@@ -103,11 +103,11 @@ class Preparation:
         divisors = tuple(cute.fast_divmod_create_divisor_v2(size) for size in tiles)
         return (source, pointers, *scales, target, divisors, total)
 
-    def scales_anywhere(self, shape: Any) -> cute.Tensor:
+    def scales_anywhere(self, shape: Any, pointers: cute.Tensor) -> cute.Tensor:
         """The scales of operands of a shape (mn, k, l) at any addresses."""
         rows, blocks = cute.ceil_div(shape[0], ROWS), cute.ceil_div(shape[1], self.depth)
         strides = (16, 4, cute.assume(Int64(blocks) * ATOM, ATOM), 1, ATOM)
-        return everywhere(DTYPES[self.c.source.scale.dtype], (32, 4, rows, 4, blocks), strides)
+        return everywhere(DTYPES[self.c.source.scale.dtype], (32, 4, rows, 4, blocks), strides, pointers)
 
     def directions(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """(mn, k) as (along, across) the source's contiguous dimension, or the other way round."""
