@@ -67,9 +67,6 @@ class TMA:
         low = [max(0, -c) for c in place]
         high = [min(b, d - c) for b, d, c in zip(tensor.box, tensor.dims, place, strict=True)]
         if any(h <= l for l, h in zip(low, high, strict=True)):  # noqa: E741
-            # Nothing is copied, but an H200 faults where the tensor's own address is no memory.
-            what = f"the beginning of a tensor, of a copy wholly outside it, at coordinates {place},"
-            self.machine.memory.check_global(np.array([tensor.address]), 16, np.array([lane]), site, what)
             return None
         address = tensor.at([c + s for c, s in zip(place, low, strict=True)])
         shape = [h - s for s, h in zip(low, high, strict=True)]
@@ -100,7 +97,10 @@ class TMA:
         def fetch(lane: int, tensor: TensorMap, where: tuple[int, ...], issue: Issue | None, signal: int) -> Array:
             box = np.zeros(tensor.box[::-1], UNSIGNED[tensor.element])
             inside = self._box(tensor, where, lane, site)
-            if inside is not None:
+            if inside is None:  # an H200 faults where the tensor's own address is no memory; of a store, it does not
+                what = f"the beginning of a tensor, of a load wholly outside it at coordinates {where},"
+                memory.check_global(np.array([tensor.address]), 16, np.array([lane]), site, what)
+            else:
                 box[inside[1]] = inside[0]
                 number = int(np.searchsorted(memory.first, inside[2], side="right")) - 1
                 if issue is not None and number in memory.global_shadows:  # only what this launch writes can race

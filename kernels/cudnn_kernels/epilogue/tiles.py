@@ -17,7 +17,7 @@ from cudnn_kernels.epilogue.fragment import Fragment, Some, indices
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile, first_warp
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.pipeline.copy import address, ending, matrices
+from cudnn_kernels.pipeline.copy import address, clipped, ending, matrices
 
 
 class _StagedTile(Operation):
@@ -55,7 +55,7 @@ class _StagedTile(Operation):
             (m, n, batch), (row, column, far) = tensor.shape, tensor.stride
             layout = cute.make_layout((m, n // 2, (2, batch)), stride=(row, column, (Int64(n // 2) * column, far)))
             return cute.make_tensor(tensor.iterator, layout)
-        return ending(tensor, 0, self.plan.rows) if self.plan.clips_rows else tensor
+        return ending(tensor, 0) if self.plan.clips_rows else tensor
 
     def bytes(self) -> int:
         return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
@@ -108,8 +108,7 @@ class _StagedTile(Operation):
         """The row of the copy engine's view where the tile begins, and the view's last index."""
         if not self.plan.clips_rows:
             return tile.row, tile.batch
-        count = cutlass.max(cutlass.min(tile.end - tile.row, self.plan.rows), 0)
-        return self.plan.rows - count, tile.row + count
+        return clipped(tile.row, tile.end, self.plan.rows, 1)
 
     def thread_copy(self, matrix: Any, tile: Tile) -> tuple[Any, Any]:
         """The copy between registers and shared memory: of 8 x 8 matrices, or of a thread's neighbouring columns."""

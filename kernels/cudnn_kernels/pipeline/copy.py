@@ -105,23 +105,30 @@ def address(pointers: cute.Tensor | None, number: Any) -> Any:
     return Int32(piece & ((1 << HALF) - 1)), Int32((piece >> HALF) & ((1 << HALF) - 1))
 
 
-def ending(tensor: cute.Tensor, dim: int, extent: int) -> cute.Tensor:
-    """A view of (rows, columns, 1) whose boxes, ``extent`` long in ``dim``, end where their last index says.
+def ending(tensor: cute.Tensor, dim: int) -> cute.Tensor:
+    """A view of (rows, columns, 1) whose boxes end in ``dim`` where their last index says.
 
-    Element r of the dimension and last index s is the tensor's element s + r - extent. A box that begins at
-    extent - count and has the last index first + count holds ``count`` elements from ``first`` on, and beyond them what
-    is outside the view: zeros when it is loaded, nothing when it is stored. So a part of a tensor that ends in the
-    middle of a tile needs no descriptor of its own.
-
-    Where the dimension's stride is 1, the last index counts :func:`granule` elements.
+    The dimension ends at an element with a high number, :func:`far`. A box that begins ``count`` elements before it
+    holds ``count`` elements and, beyond them, what is outside the view: zeros when it is loaded, nothing when it is
+    stored. The last index says where in the tensor that is: it moves the view by elements, or by :func:`granule` where
+    they are contiguous, and back to the tensor by steps that add up to nearly 2^64 bytes, as addresses wrap around. So
+    a part of a tensor that ends in the middle of a tile needs no descriptor of its own, and the view begins where the
+    tensor does, in memory that exists, as a view must (see :func:`everywhere`).
     """
     shape, stride = list(tensor.shape), list(tensor.stride)
-    contiguous = isinstance(stride[dim], int) and stride[dim] == 1
-    step = granule(tensor.element_type, contiguous)
-    start = tensor.iterator - Int64(extent) * stride[dim]
-    stride[2] = step if contiguous else stride[dim]
-    shape[dim], shape[2] = extent, tensor.shape[dim] // step + 1
-    return cute.make_tensor(start.align(PIECE), cute.make_layout(tuple(shape), stride=tuple(stride)))
+    step = granule(tensor.element_type, isinstance(stride[dim], int) and stride[dim] == 1)
+    steps, end = far(step)
+    once = step * stride[dim]
+    turn = (1 << 64) // steps * 8 // tensor.element_type.width
+    shape[2], stride[2] = (tensor.shape[dim] // step + 1, steps + 1), (once, turn - once)
+    shape[dim] = end
+    return cute.make_tensor(tensor.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
+def far(step: int) -> tuple[int, int]:
+    """How many steps lead a view of :func:`ending` back to its tensor, and the element where its dimension ends."""
+    steps = 1 << (26 if step > 1 else 30)
+    return steps, steps * step
 
 
 def granule(element: Any, contiguous: bool) -> int:
@@ -129,9 +136,10 @@ def granule(element: Any, contiguous: bool) -> int:
     return PIECE * 8 // element.width if contiguous else 1
 
 
-def clipped(first: Int32, end: Int32, extent: int, step: int) -> tuple[Int32, Int32]:
-    """Where a box of :func:`ending` begins that holds what there is from ``first`` to before ``end``, and its last
-    index. ``step`` is the granule.
+def clipped(first: Int32, end: Int32, extent: int, step: int) -> tuple[Int32, Any]:
+    """Where a box of :func:`ending`, ``extent`` long, begins that holds what there is from ``first`` to before ``end``,
+    and its last index. ``step`` is the granule.
     """
-    count = cutlass.min(end - first, extent)
-    return extent - count, (first + count) // step
+    count = cutlass.max(cutlass.min(end - first, extent), 0)
+    steps, last = far(step)
+    return last - count, ((first + count) // step, steps)

@@ -70,7 +70,8 @@ class Tiles(ABC):
 
     def prepare(self, a: Any, b: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: the kernel's parameters."""
-        m, n, k, batch = (Int32(size) for size in (a.shape[0], b.shape[0], a.shape[1], a.shape[2]))
+        batch = 1 if self.clips_k else a.shape[2]  # experts' parts of k are of one matrix
+        m, n, k, batch = (Int32(size) for size in (a.shape[0], b.shape[0], a.shape[1], batch))
         tiles = (Int32(cute.ceil_div(m, self.rows)), Int32(cute.ceil_div(n, self.columns)))
         given = [arguments[slot.name] for slot in self.o.slots()]
         return (m, n, k, batch, *tiles, Int32(self.count(*tiles, batch, *given)), *given)

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import PIECE, clipped, ending, everywhere, granule, matrices, woven, woven_rows
+from cudnn_kernels.pipeline.copy import clipped, ending, everywhere, far, granule, matrices, woven, woven_rows
 from cudnn_kernels.schedule.tiles import Extent, Work
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
@@ -138,7 +138,7 @@ class _Values(TileOperand):
             k = arguments["a"].shape[1] // packed
             tensor = matrices(element, arguments["n"], k, self.operand.major == "k", arguments["b_ptrs"])
         if self.clips:
-            tensor = ending(tensor, 1, self.c.tile[2] * self.element.width // tensor.element_type.width)
+            tensor = ending(tensor, 1)
         return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
 
     def rounded(self) -> Any:
@@ -218,17 +218,16 @@ class _Factors(TileOperand):
         self.atoms = c.tile[2] // self.atom  # of a k tile and 128 rows
 
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
-        if self.clips:  # of 128 rows and a k tile's depth, the last index is the number of the atom where it ends
-            rows, k = ((32, 4), 1), ((self.vector, 4), self.atoms)
-            shape = (rows, k, tensor.shape[0] // ATOM + 1)
-            layout = cute.make_layout(shape, stride=(((16, 4), 0), ((0, 1), ATOM), ATOM))
-            return cute.make_tensor((tensor.iterator - self.atoms * ATOM).align(PIECE), layout)
+        if self.clips:  # of 128 rows, as by ``ending``: the last index is the number of the atom where a k tile ends
+            steps, end = far(1)
+            shape = (((32, 4), 1), ((self.vector, 4), end), (tensor.shape[0] // ATOM + 1, steps + 1))
+            stride = (((16, 4), 0), ((0, 1), ATOM), (ATOM, (1 << 64) // steps - ATOM))
+            return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
         shape = arguments[self.name.removeprefix("sf")].shape
         if tensor is None:
             layout = blockscaled.tile_atom_to_shape_SF((*shape[:2], 1), self.vector)
-            return everywhere(
-                self.element, layout.shape[:2], layout.stride[:2], arguments[f"{self.name}_ptrs"]
-            )
+            pointers = arguments[f"{self.name}_ptrs"]
+            return everywhere(self.element, layout.shape[:2], layout.stride[:2], pointers)
         return cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
 
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:
@@ -241,10 +240,10 @@ class _Factors(TileOperand):
         work, rows = place.work, (place.extent.m, place.extent.n)[self.side]
         before, mine = work.k // self.atom, (place.k - work.k) // self.atom
         count = (work.k_end - work.k + self.atom - 1) // self.atom
-        first, last = clipped(mine, count, self.atoms, 1)
+        first, (last, steps) = clipped(mine, count, self.atoms, 1)
         last = last + (rows + ROWS - 1) // ROWS * before + place.mine[self.side] // ROWS * count
         moved = cute.domain_offset((0, ((0, 0), first), 0), tensor)
-        return cute.local_tile(moved, (ROWS, depth), (0, 0, last))
+        return cute.local_tile(moved, (ROWS, depth), (0, 0, (last, steps)))
 
     @property
     def vector(self) -> int:

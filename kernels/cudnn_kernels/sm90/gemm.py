@@ -109,7 +109,7 @@ class Gemm:
         clusters = cutlass.min(self.tiles.limit(scheduled), arguments["multiprocessors"] // self.cluster.size)
         layouts = [cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1)]
         if const_expr(self.tiles.clips_k):
-            a, b = ending(a, 1, self.tile_k), ending(b, 1, self.tile_k)
+            a, b = ending(a, 1), ending(b, 1)
         if const_expr(self.c.halves):
             b = woven(b, BLOCK)
         made = [
