@@ -10,7 +10,6 @@ import torch
 
 import cudnn
 from cudnn.sdpa import (
-    SdpaBackward,
     SdpaForward,
     SdpafwdSm100D256,
     sdpa_bwd_wrapper_sm100_d256,
@@ -84,13 +83,13 @@ def test_softcap_and_sinks() -> None:
         SdpaForward(q, k, v, o, lse, softcap=-1.0).check_support()
 
 
-@pytest.mark.parametrize("as_batch", brief([False, True], 1))
-def test_the_kernels_run_from_the_wrappers(as_batch: bool) -> None:
+@pytest.mark.parametrize(("kernels", "as_batch"), brief([("sm_90a", False), ("sm_90a", True), ("sm_100a", True)], 1))
+def test_the_kernels_run_from_the_wrappers(kernels: str, as_batch: bool) -> None:
     ends = offsets(0, 30, 70)
     q, k, v, do = (torch.randint(-2, 2, (70, heads, 256)).half() for heads in (2, 1, 1, 2))
     lse = torch.full((70, 2), 10.0)
     results = []
-    for arch in ("", "sm_90a"):
+    for arch in ("", kernels):
         given = [x[None] if as_batch and arch else x for x in (q, k, v)]
         with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
             o, found = sdpa_fwd_wrapper_sm100_d256(*given, ends, ends, **CAUSAL)
@@ -140,9 +139,3 @@ def test_offsets_belong_to_packed_sequences() -> None:
         attention.execute(q, q, q, o, lse, offsets(0, 32), offsets(0, 32))
     with pytest.raises(ValueError, match="where each sequence ends"):
         SdpaForward(*(x[0].transpose(0, 1) for x in (q, q, q, o)), lse[0].t(), offsets(0), offsets(0))
-
-
-def test_there_is_no_backward_kernel_for_blackwell_yet() -> None:
-    q = matrix(1, 32, 2)
-    with pytest.raises(RuntimeError, match="sm_90a"):
-        SdpaBackward(*[q] * 5, torch.empty(1, 2, 32), *[q] * 3, arch="sm_100a").check_support()

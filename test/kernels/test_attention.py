@@ -14,6 +14,7 @@ from cudnn.bench.sass import disassemble
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration
+from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
 from support.compiled import compile_kernel
 from support.selection import brief
@@ -147,8 +148,7 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
-
-
+SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
 
@@ -179,20 +179,28 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
 
 
 @pytest.mark.parametrize(
-    ("configuration", "problem"),
-    [
-        (PAIRED, replace(PACKED, heads=(2, 1), left=60)),
-        (
-            BACKWARD,
-            Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3)),
-        ),
-        pytest.param(
-            replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
-            Problem(((200, 290),) * 2, heads=(2, 2), right=5, dtype=torch.float16, nan=(1,)), marks=pytest.mark.full,
-        ),
-    ],
-)  # fmt: skip
-def test_backward(configuration: BackwardConfiguration, problem: Problem) -> None:
+    ("arch", "configuration", "problem"),
+    brief(
+        [
+            ("sm_90a", PAIRED, replace(PACKED, heads=(2, 1), left=60)),
+            ("sm_90a", BACKWARD, SHORT),
+            (
+                "sm_90a",
+                replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+                Problem(((200, 290),) * 2, heads=(2, 2), right=5, dtype=torch.float16, nan=(1,)),
+            ),
+            ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), SHORT),
+            ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), replace(PACKED, heads=(2, 1), left=60)),
+            ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), Problem(((130, 200),))),
+            ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2))),
+            ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
+        ],
+        0,
+        1,
+        3,
+    ),
+)
+def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
     given = drawn(problem, configuration.head, configuration.head_v)
     for index in range(len(problem.lengths)):
         found = sequence(given, problem, index)
@@ -204,7 +212,7 @@ def test_backward(configuration: BackwardConfiguration, problem: Problem) -> Non
     rows = given["q"].shape[0 if problem.packed else 2]
     size = workspace_size(configuration.slots(), {"sq": rows, "hq": heads, "b": ends})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
-    run("sm_90a", configuration, given)
+    run(arch, configuration, given)
     assert_right(given, replace(problem, sink=False), ("dq", "dk", "dv"))
 
 
@@ -231,6 +239,8 @@ def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
         [
             replace(TWO_TILES, head=192, head_v=128, packed=True, right=True, left=True, softcap=True, sink=True),
             replace(BLACKWELL, right=True, left=True, softcap=True),
+            GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 256, 256, packed=True, right=True, left=True),
         ],
         0,
     ),

@@ -37,14 +37,13 @@ from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100 import tensor_memory
-from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows
+from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
 
 ROWS = LANES  # of a tile
 KEYS = 128  # of a block
 GROUP = 128  # threads of a softmax
 BUFFERS = 2  # of S
 REGISTERS = {2: (72, 216)}  # of a thread of the last warpgroup, and of others, by tiles; for one tile all have enough
-VECTOR = 8  # elements of 16 bytes
 ONE = tcgen05.CtaGroup.ONE
 
 
@@ -338,7 +337,7 @@ class AttentionForward(Forward):
             if n >= whole_end or n < whole_begin:
                 self.hide(scores, p, row, thread, n)
             (correction,) = softmax.update(state, scores, self.score_rows, KEYS)
-            self.put(pointer + buffer * KEYS, scores, thread)
+            tensor_memory.store_rounded(pointer + buffer * KEYS, thread, scores, self.dtype)
             if block > 0:
                 if cute.arch.vote_any_sync(correction != 1.0):
                     cute.arch.mbarrier_wait(b.o_full + tile, (block - 1) % 2)
@@ -354,7 +353,9 @@ class AttentionForward(Forward):
                 lse[p.first_query + row + thread, p.head, batch] = log_sum
         sO = cute.make_tensor(sQ.iterator, self.layout(c.head_v, self.tiles).outer)
         sO = cute.make_tensor(sO.iterator + tile * (ROWS * c.head), sO[None, None, 0].layout)
-        self.finish(out, sO, b, factor * scale_output, tile, thread, end - begin)
+        if end > begin:
+            cute.arch.mbarrier_wait(b.o_full + tile, (end - begin - 1) % 2)
+        tensor_memory.to_shared(out, thread, factor * scale_output, sO, end > begin)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP + tile, GROUP)
         if thread < 32:
@@ -364,12 +365,6 @@ class AttentionForward(Forward):
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
 
-    def put(self, pointer: cute.Pointer, scores: cute.Tensor, thread: Int32) -> None:
-        """Stores P, rounded, where S was: two keys in 32 bits."""
-        rounded = cute.make_rmem_tensor(KEYS, self.dtype)
-        rounded.store(scores.load().to(self.dtype))
-        tensor_memory.store(cute.recast_ptr(pointer, dtype=Int32), thread, cute.recast_tensor(rounded, Int32))
-
     def correct(self, out: cute.Pointer, factor: Float32, thread: Int32) -> None:
         """Multiplies a thread's row of O."""
         values = cute.make_rmem_tensor(CHUNK, Float32)
@@ -378,30 +373,3 @@ class AttentionForward(Forward):
             cute.arch.fence_view_async_tmem_load()
             values.store(values.load() * factor)
             tensor_memory.store(out + first, thread, values)
-
-    @cute.jit
-    def finish(
-        self, out: cute.Pointer, sO: cute.Tensor, b: Barriers, factor: Float32, tile: Int32, thread: Int32,
-        blocks: Int32,
-    ) -> None:  # fmt: skip
-        """A thread's row of O, in shared memory, where Q was. Zeros, where there was no block."""
-        if blocks > 0:
-            cute.arch.mbarrier_wait(b.o_full + tile, (blocks - 1) % 2)
-        for chunk in cutlass.range_constexpr(self.c.head_v // CHUNK):
-            values = cute.make_rmem_tensor(CHUNK, Float32)
-            values.fill(0.0)
-            if blocks > 0:
-                tensor_memory.load(out + chunk * CHUNK, thread, values)
-                cute.arch.fence_view_async_tmem_load()
-            rounded = cute.make_rmem_tensor(CHUNK, self.dtype)
-            rounded.store((values.load() * factor).to(self.dtype))
-            for i in cutlass.range_constexpr(CHUNK // VECTOR):
-                source = cute.make_tensor(rounded.iterator + i * VECTOR, cute.make_layout((1, VECTOR)))
-                where = (thread, chunk * (CHUNK // VECTOR) + i)
-                cute.autovec_copy(source, cute.local_tile(sO, (1, VECTOR), where))
-
-
-def commit(barrier: cute.Pointer) -> None:
-    """Lets a barrier know when the products issued so far are done."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)

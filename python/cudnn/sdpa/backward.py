@@ -13,6 +13,7 @@ from cudnn.lazy import torch
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, cached, keys, queries, row_values
 from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.attention.gradients import GradientsConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -22,7 +23,16 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
     (128, 128): {"tile": (64, 128)},
     (256, 256): {"tile": (64, 80), "pair": True},
 }
-"""Query rows of a step and keys of a CTA by head sizes, and whether two CTAs exchange dS."""
+"""On Hopper: query rows of a step and keys of a CTA by head sizes, and whether two CTAs exchange dS."""
+
+
+def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
+    """What an architecture's kernels are compiled for."""
+    choices = {
+        "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **TILES[heads], **ends),
+        "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
+    }
+    return choices[arch]()
 
 
 class SdpaBackward(Attention):
@@ -32,16 +42,16 @@ class SdpaBackward(Attention):
         ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
-    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. dq is
-    added up in float32 in an order that changes from call to call. Hopper (sm_90a) only so far.
+    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. On
+    Hopper (sm_90a), dq is added up in float32 in an order that changes from call to call. The kernels for Blackwell
+    (sm_100a) have run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
-    results are overwritten. A call needs a workspace of about 4 bytes for every element of q, which PyTorch's
-    allocator provides on the stream of the call.
+    results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q, on Blackwell 8
+    for every row, which PyTorch's allocator provides on the stream of the call.
     """
 
     title = "attention, backward"
-    architectures = ("sm_90a",)
     tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
                row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
                keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip
@@ -81,8 +91,7 @@ class SdpaBackward(Attention):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
-        kind = name_of(self.dtype("q"))
-        return kernel_plan(arch, BackwardConfiguration(kind, *heads, **TILES[heads], **self.ends()))
+        return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, self.ends()))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)
