@@ -28,6 +28,7 @@ from cudnn_kernels.signature import bind
 THREADS = WARP * WARPS
 REMOVED = -(2**31)  # below the key of every number
 ADDING_WARPS = 32
+MOST_SORTED = 4  # experts that a lane sorts in registers
 LEAST_SUM = 1e-20  # added to sums of sigmoids
 
 
@@ -81,7 +82,8 @@ class Route:
 
     def __init__(self, configuration: RouteConfiguration) -> None:
         c = self.c = configuration
-        self.steps = c.share  # a lane reads every 32nd expert's logit ...
+        self.is_sorted = c.share <= MOST_SORTED and c.rule is not None and c.rule.n_group == 1
+        self.steps = c.share  # without, a lane reads every 32nd expert's logit ...
         self.pitch = c.share | 1  # ... and finds the best of `share` consecutive ones, each lane in banks of its own
 
     @cute.jit
@@ -123,7 +125,8 @@ class Route:
         first = (block * WARPS + warp) * per_warp
         end = cutlass.min(first + per_warp, indices.shape[0])
         if const_expr(c.rule is not None):
-            keys = smem.allocate_tensor(Int32, cute.make_layout((WARP * self.pitch, WARPS)), byte_alignment=16)
+            places = c.top_k if self.is_sorted else WARP * self.pitch
+            keys = smem.allocate_tensor(Int32, cute.make_layout((places, WARPS)), byte_alignment=16)
             ahead = cute.make_rmem_tensor(self.steps, Float32)
             if first < end:
                 self.load(logits, first, lane, ahead)
@@ -170,11 +173,21 @@ class Route:
 
     @cute.jit
     def load(self, logits: cute.Tensor, token: Int32, lane: Int32, values: cute.Tensor) -> None:
-        """Every 32nd logit of a token; -inf beyond the last expert."""
+        """A lane's logits of a token; -inf beyond the last expert."""
         for j in cutlass.range_constexpr(self.steps):
             values[j] = -Float32.inf
-            if self.is_expert(lane, j):
-                values[j] = logits[token, lane + j * WARP].to(Float32)
+            if self.is_logit(lane, j):
+                values[j] = logits[token, self.logit(lane, j)].to(Float32)
+
+    def logit(self, lane: Int32, j: int) -> Any:
+        """The expert of a lane's j-th logit."""
+        return lane * self.c.share + j if self.is_sorted else lane + j * WARP
+
+    def is_logit(self, lane: Int32, j: int) -> Any:
+        """Whether there is one."""
+        if self.is_sorted and self.c.experts % WARP:
+            return self.logit(lane, j) < self.c.experts
+        return self.is_expert(lane, j)
 
     @cute.jit
     def count(
@@ -207,23 +220,55 @@ class Route:
         softmax = None
         if const_expr(rule.is_dense or (is_scored and rule.score == "softmax")):
             softmax = Softmax(values)
+        mine = cute.make_rmem_tensor(self.steps, Int32)
         for j in cutlass.range_constexpr(self.steps):
-            expert, key, value = lane + j * WARP, Int32(REMOVED), values[j]
+            expert, value = self.logit(lane, j), values[j]
+            mine[j] = REMOVED
             if const_expr(is_scored):
                 value = self.score(value, softmax)
-            if self.is_expert(lane, j):
+            if self.is_logit(lane, j):
                 if const_expr(c.biased):
                     value += bias[expert]
-                key = key_of(value)
-            keys[expert // c.share * self.pitch + expert % c.share] = key
-        cute.arch.sync_warp()
-        if const_expr(rule.n_group > 1):
-            self.remove_groups(keys, lane)
-        expert = self.best(keys, lane)
+                mine[j] = key_of(value)
+            if const_expr(not self.is_sorted):
+                keys[expert // c.share * self.pitch + expert % c.share] = mine[j]
+        if const_expr(self.is_sorted):
+            expert = self.best_of_sorted(mine, keys, lane)
+        else:
+            cute.arch.sync_warp()
+            if const_expr(rule.n_group > 1):
+                self.remove_groups(keys, lane)
+            expert = self.best(keys, lane)
         logit = -Float32.inf
         if lane < rule.top_k:
             logit = logits[token, expert].to(Float32)
         return expert, self.weight(logit, softmax) * scaling_factor
+
+    @cute.jit
+    def best_of_sorted(self, keys: cute.Tensor, chosen: cute.Tensor, lane: Int32) -> Int32:
+        """The lane-th best of all experts, of which each lane has a few in registers. The best one's lane writes it."""
+        c, last = self.c, self.c.share - 1
+        experts = cute.make_rmem_tensor(c.share, Int32)
+        for j in cutlass.range_constexpr(c.share):
+            experts[j] = lane * c.share + j
+        for end in cutlass.range_constexpr(last, 0, -1):
+            for j in cutlass.range_constexpr(end):
+                if keys[j] < keys[j + 1]:  # equal ones stay
+                    for x in (keys, experts):
+                        x[j], x[j + 1] = x[j + 1], x[j]
+        for k in cutlass.range_constexpr(c.rule.top_k):
+            top = cute.arch.warp_redux_sync(keys[0], "max")
+            lanes = cute.arch.vote_ballot_sync(keys[0] == top)
+            if lanes & -lanes == Int32(1) << lane:
+                chosen[k] = experts[0]
+                for j in cutlass.range_constexpr(last):
+                    keys[j], experts[j] = keys[j + 1], experts[j + 1]
+                keys[last] = REMOVED
+        cute.arch.sync_warp()
+        expert = Int32(0)
+        if lane < c.rule.top_k:
+            expert = chosen[lane]
+        return expert
 
     @cute.jit
     def best(self, keys: cute.Tensor, lane: Int32) -> Int32:
