@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,20 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
     for function, names in ((api, {key: f"sample_{key}" for key in sampled}), (api.execute, api.parameters)):
         parameters = inspect.signature(function).parameters
         assert {key for key, parameter in names.items() if parameters[parameter].default is None} <= optional
+
+
+def test_signatures_that_existing_programs_know() -> None:
+    """Names of arguments in their order, those after ``*`` by name only; ours may have more."""
+    text = (ROOT / "test" / "support" / "data" / "grouped_signatures.txt").read_text()
+    known = re.findall(r"^(\S+)\n((?: +.+\n)+)", text, re.MULTILINE)
+    assert len(known) > 25
+    for path, arguments in known:
+        function: Any = functools.reduce(getattr, path.split("."), cudnn)
+        mine = {p.name: p.kind for p in inspect.signature(function).parameters.values() if p.name != "self"}
+        positional, _, named = arguments.partition("*")
+        order = [name for name, kind in mine.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+        assert order[: len(positional.split())] == positional.split(), path
+        assert {*named.split()} <= {*mine}, path
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -419,6 +419,17 @@ def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
     scaled_gradients(where, **given)
 
 
+def test_what_functions_say_of_themselves() -> None:
+    """Programs ask the functions what they support, and how large a workspace is that our kernels do not use."""
+    assert cudnn.grouped_gemm_quant_wrapper_sm100.supports_optional_amax
+    assert cudnn.grouped_gemm_glu_wrapper_sm100.supports_external_scheduler_counter
+    assert not hasattr(cudnn.grouped_gemm_srelu_wrapper_sm100, "supports_canonical_layouts")
+    size = cudnn.get_grouped_gemm_wgrad_workspace_size_sm100
+    assert (size(3), size(2, output_mode="discrete", input_order="tensor_ragged")) == (1536, 1280)
+    with pytest.raises(ValueError, match="num_experts: got 0; allowed: at least 1"):
+        size(0)
+
+
 def test_gradients_of_no_tokens_are_zero() -> None:
     out = torch.full((2, 16, 32), 7.0)
     offsets = torch.zeros(2, dtype=torch.int32)

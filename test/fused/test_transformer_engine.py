@@ -1,4 +1,4 @@
-"""A mixture's feed-forward layer as Transformer Engine calls it with MXFP8: the same arguments, views and buffers.
+"""A mixture's feed-forward layer as Transformer Engine calls it, in MXFP8 and NVFP4: its arguments, views, buffers.
 
 One call's results are the next one's operands. Each call is compared in float64 with what its own operands mean.
 """
@@ -14,7 +14,7 @@ import torch
 
 import cudnn
 from support import gemms
-from support.gemms import BF16, E4M3, E8M0, F32
+from support.gemms import BF16, E4M3, E8M0, F32, FP4
 from support.selection import ARCHES, brief
 
 ENDS = (256, 256, 768)
@@ -252,3 +252,114 @@ def test_one_expert_whose_offsets_are_a_view() -> None:
         use_single_group_runtime_offsets=True, current_stream=0,
     )  # fmt: skip
     gemms.assert_rounded(up["c_tensor"][..., 0], x.values @ w.values[0].T, 1e-5)
+
+
+# NVFP4, with weights behind addresses: FC2 and the gradients of weights are other products of the client's.
+
+
+def in_float4(rows: int, k: int, experts: int = 1) -> tuple[gemms.Operand, dict[str, Any]]:
+    """An operand, and the arguments of weights that lie anywhere."""
+    x = gemms.scaled(rows, k, experts, FP4, E4M3, 16)
+    raw = [t.view(torch.uint8) for t in (x.tensor, x.scales.permute(5, 2, 4, 0, 1, 3).permute(1, 2, 3, 4, 5, 0))]
+    parts = [[t[..., i].clone() for i in range(experts)] for t in raw]
+    kept.extend([*parts[0], *parts[1]])
+    b_ptrs, sfb_ptrs = (torch.tensor([part.data_ptr() for part in each]) for each in parts)
+    return x, {"b_ptrs": b_ptrs, "sfb_ptrs": sfb_ptrs, "n": rows, "b_dtype": FP4, "b_major": "k"}
+
+
+@pytest.mark.parametrize("act_func", ["swiglu", "srelu"])
+@pytest.mark.parametrize("where", brief(["reference", *ARCHES], 0))
+def test_nvfp4(where: str, act_func: str) -> None:
+    torch.manual_seed(0)
+    with cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext():
+        forward_and_backward_of_nvfp4(act_func)
+    kept.clear()
+
+
+def forward_and_backward_of_nvfp4(act_func: str) -> None:
+    gated = act_func == "swiglu"
+    offsets, alpha = torch.tensor(ENDS, dtype=torch.int32), torch.rand(EXPERTS) / 64 + 0.01
+    common: dict[str, Any] = {"padded_offsets": offsets, "cd_major": "n", "sf_vec_size": 16, "use_dynamic_sched": True}
+    prob = torch.rand(TOKENS) + 0.5
+    of_token = alpha.double()[OWNERS, None]
+
+    # FC1, the activation, and the largest magnitudes for the quantiser of its result.
+    x, _ = in_float4(TOKENS, HIDDEN)
+    w1, weights1 = in_float4(FFN * (1 + gated), HIDDEN, EXPERTS)
+    up = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(
+        a_tensor=x.tensor, sfa_tensor=x.scales, **weights1, **common, alpha_tensor=alpha, bias_tensor=None,
+        prob_tensor=column(prob), acc_dtype=F32, c_dtype=BF16, d_dtype=BF16, act_func=act_func,
+        use_tmem_post_rht_amax=False, current_stream=None,
+    )  # fmt: skip
+    z = of_token * product(x.values[..., 0], w1.values.permute(2, 0, 1))
+    gemms.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
+    gate, other, s = swiglu(z) if gated else (z, z, torch.ones(()))
+    h = (gate * s * other if gated else z.clamp(min=0) ** 2) * prob.double()[:, None]
+    d = up["d_tensor"].view(TOKENS, FFN)
+    gemms.assert_rounded(d, h, 1e-4)
+    signs = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(16)] for i in range(16)])
+    rotated = (signs @ d.float().unflatten(0, (-1, 16)) / 4).abs()
+    for expert, (first, last) in enumerate(zip((0, *ENDS[:-1]), ENDS, strict=True)):
+        own = rotated[first // 16 : last // 16]
+        expected = own.max() if last > first else torch.zeros(())
+        torch.testing.assert_close(up["post_rht_amax_tensor"].view(-1)[expert], expected, rtol=1e-5, atol=0)
+        expected = h[first:last].abs().max().float() if last > first else torch.zeros(())
+        torch.testing.assert_close(up["amax_tensor"].view(-1)[expert], expected, rtol=1e-4, atol=0)
+
+    # FC2's gradient and the activation's.
+    dy, _ = in_float4(TOKENS, HIDDEN)
+    w2, weights2 = in_float4(FFN, HIDDEN, EXPERTS)
+    dprob = torch.zeros(TOKENS)
+    given = {"a_tensor": dy.tensor, "sfa_tensor": dy.scales, "c_tensor": up["c_tensor"], **weights2, **common,
+             "alpha_tensor": alpha, "prob_tensor": column(prob), "dprob_tensor": column(dprob), "generate_dbias": True,
+             "norm_const_tensor": None, "d_dtype": BF16, "discrete_col_sfd": False, "current_stream": None}  # fmt: skip
+    g = of_token * product(dy.values[..., 0], w2.values.permute(2, 0, 1))
+    c, weight = up["c_tensor"][..., 0].double(), prob.double()[:, None]
+    if gated:
+        down = cudnn.grouped_gemm_dglu_wrapper_sm100(**given, beta_tensor=torch.ones(EXPERTS), act_func="dswiglu")
+        gate, other, s = swiglu(c)
+        g = g * of_token  # which is squared: the client passes the root
+        parts = [g * weight * other * s * (1 + gate * (1 - s)), g * weight * gate * s]
+        dz = torch.stack([each.unflatten(1, (-1, 32)) for each in parts], 2).flatten(1)
+        y = gate * s * other
+    else:
+        down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(**given, use_dsrelu_reuse=True)
+        dz, y = 2 * g * c.clamp(min=0) * weight, c.clamp(min=0) ** 2
+        gemms.assert_rounded(down.get("d_srelu_tensor").view(TOKENS, FFN), y * weight, 1e-5)
+        assert down.get("sfd_col_d_srelu_tensor") is None
+    gemms.assert_rounded(down["d_row_tensor"].view(TOKENS, -1), dz, 1e-4)
+    assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
+    torch.testing.assert_close(dprob.double(), (g * y).sum(1), rtol=1e-4, atol=1e-3)
+    dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, OWNERS, dz)
+    gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)
+
+
+def test_squared_relu_in_mxfp8() -> None:
+    """FC1 and FC2's gradient: results by rows and by columns, and what the forward pass made, again."""
+    torch.manual_seed(0)
+    common: dict[str, Any] = {"padded_offsets": torch.tensor(ENDS, dtype=torch.int32), "cd_major": "n",
+                              "alpha_tensor": torch.ones(EXPERTS, dtype=BF16), "norm_const_tensor": torch.ones(1),
+                              "sf_vec_size": 32, "use_dynamic_sched": True, "discrete_col_sfd": True}  # fmt: skip
+    x, dy = quantized(torch.randn(TOKENS, HIDDEN)), quantized(torch.randn(TOKENS, HIDDEN))
+    w1, w2 = (quantized(torch.randn(EXPERTS, FFN, HIDDEN) / 8) for _ in range(2))
+    prob = (torch.rand(TOKENS) + 0.5).to(BF16)
+    up = cudnn.grouped_gemm_srelu_wrapper_sm100(
+        **tokens(x, HIDDEN), **weights(w1, FFN, HIDDEN, "k", packed=False), **common, bias_tensor=None,
+        prob_tensor=column(prob), acc_dtype=F32, c_dtype=BF16, d_dtype=E4M3, current_stream=None,
+    )  # fmt: skip
+    z = product(x.values, w1.values)
+    gemms.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
+    h = z.clamp(min=0) ** 2 * prob.double()[:, None]
+    assert_near(dequantized(up["d_tensor"].view(TOKENS, FFN), up["sfd_row_tensor"]), h, 2**-4)
+    down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(
+        **tokens(dy, HIDDEN), **weights(w2, FFN, HIDDEN, "n", packed=False), **common, c_tensor=up["c_tensor"],
+        prob_tensor=column(prob.float()), dprob_tensor=column(torch.zeros(TOKENS)), generate_dbias=False,
+        d_dtype=E4M3, use_dsrelu_reuse=True, current_stream=None,
+    )  # fmt: skip
+    c = up["c_tensor"][..., 0].double().clamp(min=0)
+    dz = 2 * product(dy.values, w2.values) * c * prob.double()[:, None]
+    assert_near(dequantized(down["d_row_tensor"].view(TOKENS, FFN), down["sfd_row_tensor"]), dz, 2**-4)
+    memory = down.get("sfd_col_d_srelu_tensor").permute(5, 2, 4, 0, 1, 3).view(-1).view(torch.uint8)
+    again = dequantized_columns(down.get("d_srelu_tensor").view(TOKENS, FFN), memory)
+    assert_near(again, c**2 * prob.double()[:, None], 2**-4)
+    kept.clear()

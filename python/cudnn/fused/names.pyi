@@ -105,6 +105,12 @@ from cudnn.grouped_gemm.grouped_gemm_swiglu import (
 )
 from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgrad as GroupedGemmWgrad
 from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgradSm100 as GroupedGemmWgradSm100
+from cudnn.grouped_gemm.grouped_gemm_wgrad import (
+    get_grouped_gemm_wgrad_workspace_size as get_grouped_gemm_wgrad_workspace_size,
+)
+from cudnn.grouped_gemm.grouped_gemm_wgrad import (
+    get_grouped_gemm_wgrad_workspace_size_sm100 as get_grouped_gemm_wgrad_workspace_size_sm100,
+)
 from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper as grouped_gemm_wgrad_wrapper
 from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper_sm100 as grouped_gemm_wgrad_wrapper_sm100
 from cudnn.native_sparse_attention import NSA as NSA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,16 @@ def with_torch_types(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Mappi
     if all(arguments[name] is None or type(arguments[name]) is torch.dtype for name in names):
         return arguments
     return {**arguments, **{name: torch_type(arguments[name]) for name in names}}
+
+
+def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Says what a function supports, as programs ask it: by attributes of the function."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        vars(function).update({f"supports_{feature}": True for feature in features})
+        return function
+
+    return decorate
 
 
 def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:

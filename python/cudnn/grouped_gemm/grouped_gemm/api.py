@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output
 from cudnn.fused.layouts import Sizes
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -94,6 +94,7 @@ class GroupedGemmSm100(GroupedGemm):
     """:class:`GroupedGemm` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("bf16_canonical_layouts")
 def grouped_gemm_wrapper(
     a_tensor: Tensor, padded_offsets: Tensor, alpha_tensor: Tensor, b_tensor: Tensor | None = None,
     bias_tensor: Tensor | None = None, b_ptrs: Tensor | None = None, n: int | None = None,

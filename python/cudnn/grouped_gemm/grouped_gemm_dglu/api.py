@@ -8,7 +8,7 @@ from cudnn.fused.gated_experts import GATES, SITU, GatedExpertsBackward
 from cudnn.fused.grouped import FLOATS, bias_gradient, indexed
 from cudnn.fused.layouts import OneMatrix, TensorSpec
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -106,6 +106,7 @@ class GroupedGemmDgluSm100(GroupedGemmDglu):
     """:class:`GroupedGemmDglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("canonical_layouts", "bf16_canonical_layouts")
 @older_order(
     "a_tensor c_tensor sfa_tensor padded_offsets alpha_tensor beta_tensor prob_tensor dprob_tensor b_tensor sfb_tensor "
     "generate_dbias b_ptrs sfb_ptrs n b_dtype b_major norm_const_tensor acc_dtype d_dtype cd_major mma_tiler_mn "

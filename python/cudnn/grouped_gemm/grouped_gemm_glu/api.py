@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import COUNTER, indexed
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -99,6 +99,7 @@ class GroupedGemmGluSm100(GroupedGemmGlu):
     """:class:`GroupedGemmGlu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("canonical_layouts", "bf16_canonical_layouts", "external_scheduler_counter")
 @older_order(
     "a_tensor sfa_tensor padded_offsets alpha_tensor b_tensor sfb_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype b_major "
     "norm_const_tensor prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size "

@@ -10,7 +10,7 @@ from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
 from cudnn.fused.grouped import BIAS, FLOATS, PROB, ExpertsGemm, largest, operands, output
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import HADAMARD_SIZE, hadamard_matrix
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
@@ -149,6 +149,7 @@ class GroupedGemmGluHadamardSm100(GroupedGemmGluHadamard):
     """:class:`GroupedGemmGluHadamard` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("canonical_layouts")
 @older_order(
     "a_tensor b_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor prob_tensor bias_tensor acc_dtype c_dtype "
     "d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 m_aligned act_func use_dynamic_sched "

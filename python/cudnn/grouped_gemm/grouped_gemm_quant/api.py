@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.fused.grouped import BIAS, COUNTER, PROB, ExpertsGemm, operands, quantized
 from cudnn.fused.layouts import Sizes, TensorSpec, TokenColumn
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 from cudnn.gemm.formats import FLOAT8, name_of
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class GroupedGemmQuantSm100(GroupedGemmQuant):
     """:class:`GroupedGemmQuant` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("canonical_layouts", "optional_amax", "external_scheduler_counter")
 @older_order(
     "a_tensor sfa_tensor padded_offsets alpha_tensor b_tensor sfb_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype b_major "
     "norm_const_tensor prob_tensor acc_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 "

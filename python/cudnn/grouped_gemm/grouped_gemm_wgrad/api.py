@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.errors import refusal
 from cudnn.fused.gradients import ExpertGradients, WGradInputOrder
 from cudnn.fused.positional import older_order
-from cudnn.fused.wrapper import call
+from cudnn.fused.wrapper import call, supports
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -74,6 +74,7 @@ class GroupedGemmWgradSm100(GroupedGemmWgrad):
     """:class:`GroupedGemmWgrad` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@supports("canonical_layouts", "bf16_canonical_layouts")
 @older_order(
     "a_tensor b_tensor sfa_tensor sfb_tensor offsets_tensor output_mode wgrad_tensor wgrad_ptrs global_scale_a "
     "global_scale_b acc_dtype wgrad_dtype mma_tiler_mn cluster_shape_mn sf_vec_size accumulate_on_output current_stream"
@@ -100,5 +101,26 @@ def grouped_gemm_wgrad_wrapper(
     return call(GroupedGemmWgradSm100, locals())
 
 
+def get_grouped_gemm_wgrad_workspace_size(
+    num_experts: int, *, output_mode: str = "dense", input_order: Any = WGradInputOrder.Tensor2D
+) -> int:
+    """Bytes of a ``descriptor_workspace``, which our kernels do not use.
+
+    Raises:
+        ValueError: no number of experts, mode or order.
+    """
+    where = "get_grouped_gemm_wgrad_workspace_size"
+    orders = [order.value for order in WGradInputOrder]
+    for name, got, wrong, allowed in (
+        ("num_experts", num_experts, num_experts < 1, "at least 1"),
+        ("output_mode", repr(output_mode), output_mode not in ("dense", "discrete"), "dense, discrete"),
+        ("input_order", input_order, getattr(input_order, "value", input_order) not in orders, ", ".join(orders)),
+    ):
+        if wrong:
+            raise ValueError(refusal(where, name, got, allowed))
+    return 128 * (4 if output_mode == "dense" else 5) * num_experts
+
+
+get_grouped_gemm_wgrad_workspace_size_sm100 = get_grouped_gemm_wgrad_workspace_size
 grouped_gemm_wgrad_wrapper_sm100 = grouped_gemm_wgrad_wrapper
 _cache_of_GroupedGemmWgradObjects = _cache_of_GroupedGemmWgradSm100Objects = GroupedGemmWgrad.objects  # noqa: N816
