@@ -94,6 +94,9 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu_hadamard", "ends": (64, 208), "inputs": {"prob": F32}, "act_func": "srelu"},
     {"name": "grouped_gemm_glu_hadamard", "kind": "nvfp4", "ends": (256, 256, 512), "inputs": {"prob": F32},
      "act_func": "geglu", "semantics": "1.23"},
+    {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 256, 512), "k": 320, "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (256, 512), "inputs": {"bias": BF16}},
+    {"name": "grouped_gemm_dsrelu", "kind": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 
@@ -109,7 +112,7 @@ def test_the_reference(case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
-BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 11, "sm_100a"), (len(CASES) - 10, "sm_90a")]
+BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 14, "sm_100a"), (len(CASES) - 13, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
 KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
@@ -315,6 +318,13 @@ def test_wrong_addresses(changed: dict[str, Any], error: Any, words: str) -> Non
     p.options |= {key: value for key, value in changed.items() if key in p.options}
     p.given |= {key: value for key, value in changed.items() if key not in p.options}
     with pytest.raises(error, match=words):
+        grouped.run(p, "reference")
+
+
+def test_factors_of_sums_behind_addresses() -> None:
+    p = grouped.problem("grouped_gemm_quant", "fp8_128", (256,))
+    grouped.addressed(p)
+    with pytest.raises(NotImplementedError, match="scale factors of weights behind addresses: got float32"):
         grouped.run(p, "reference")
 
 

@@ -20,7 +20,7 @@ from cudnn.fused.grouped import (
     quantized,
 )
 from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT8, name_of
+from cudnn.gemm.formats import FLOAT8, SCALES, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -99,7 +99,7 @@ class GatedExperts(Activated):
         c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
         if given["sfa"] is None:
             return {"d": (d_dtype, "n"), **({"c": (c_dtype, "n")} if given.get("generate_c", True) else {})}
-        narrow = name_of(given["a"].dtype) in FLOAT8
+        narrow = cls.in_blocks(given)
         found = cls.quantized_results(given, "d", d_dtype, narrow)
         return {"c": (c_dtype, "n"), "d_col": (d_dtype, "n"), **found}
 
@@ -161,7 +161,7 @@ class GatedExpertsBackward(Activated):
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        eight = given["sfa"] is not None and name_of(given["a"].dtype) in FLOAT8  # allow no other result
+        eight = given["sfa"] is not None and cls.in_blocks(given)  # allow no other result
         d_dtype = cls.given_or(given["d_dtype"], torch.float8_e4m3fn if eight else None)
         dbias = {"dbias": (torch.bfloat16, "")} if given.get("generate_dbias") else {}
         if given["sfa"] is None:
@@ -182,7 +182,7 @@ class GatedExpertsBackward(Activated):
     def check_own_rules(self, sizes: Sizes) -> None:
         if sizes["n"] % 32:
             raise self.error("columns of the product", sizes["n"], "multiples of 32")
-        if self.scaled and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
+        if self.kind("sfa") in SCALES and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
             raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
 
     def quantizes(self) -> bool:
@@ -191,7 +191,7 @@ class GatedExpertsBackward(Activated):
     def _check_quantized(self) -> None:
         names = ("sfd_row", "sfd_col", "norm_const")
         if self.kind("d_row") in FLOAT8:
-            if self.scaled and self.kind("a") in FLOAT8 and not self.quantizes():
+            if self.kind("sfa") in SCALES and self.kind("a") in FLOAT8 and not self.quantizes():
                 wanted = f"{', '.join(names)} are required for FP8 input/FP8 output"
                 raise self.error(wanted, "None", "tensors")
             super()._check_quantized()

@@ -62,6 +62,7 @@ class ExpertGradients(ExpertsGemm):
     shapes = ((28672, 4096, 32768, 8), (2816, 2048, 32768, 64), (1536, 2048, 65536, 128))
     steps = (8, 8, 64, 1)
     tile_n = (64, 128, 192, 256)
+    vectors = (16, 32)
     hints = (*ExpertsGemm.hints, "wgrad_ptrs", "output_mode", "input_order", "descriptor_workspace")
     result = ("wgrad", "")
     addressed = ("wgrad_ptrs",)

@@ -31,7 +31,7 @@ from cudnn.fused.layouts import (
     Weights,
 )
 from cudnn.fused.wrapper import allocate
-from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
@@ -64,8 +64,8 @@ def operands() -> tuple[TensorSpec, ...]:
     return (
         TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
         TensorSpec("b", Weights("n", "k", "nk", "experts"), types, optional=True, same="a"),
-        TensorSpec("sfa", BlockScales("m", "k"), SCALES, optional=True),
-        TensorSpec("sfb", BlockScales("n", "k", "experts"), SCALES, optional=True, same="sfa"),
+        TensorSpec("sfa", BlockScales("m", "k"), (*SCALES, SUM_SCALES), optional=True),
+        TensorSpec("sfb", BlockScales("n", "k", "experts"), (*SCALES, SUM_SCALES), optional=True, same="sfa"),
         TensorSpec(
             "padded_offsets", Contiguous("experts", alignment=4), ("int32",), draw="ends",
             about="the row where each expert ends",
@@ -194,6 +194,7 @@ class ExpertsGemm(FusedGemm):
     result: ClassVar[tuple[str, str]] = ("d", "sfd_row")
     addressed: ClassVar[Sequence[str]] = ("b_ptrs", "sfb_ptrs")  # with num_experts
     tokens: ClassVar[str] = "m"
+    vectors = (16, 32, SUM_VECTOR)
     roles: ClassVar[int] = 1  # of the result's columns, in turn
     group_rows: ClassVar[int] = 1  # those of each expert are multiples of it, without scale factors too
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
@@ -261,6 +262,12 @@ class ExpertsGemm(FusedGemm):
 
     def quantizes(self) -> bool:
         return all(map(self.given, ("sfd_row", "sfd_col", "norm_const")))
+
+    @classmethod
+    def in_blocks(cls, given: Mapping[str, Any]) -> bool:
+        """Whether results of 8 bits have scale factors: where operands have 8 bits, unless theirs are those of sums."""
+        of_sums = given["sfa"] is not None and name_of(given["sfa"].dtype) == SUM_SCALES
+        return name_of(given["a"].dtype) in FLOAT8 and not of_sums
 
     @classmethod
     def given_or(cls, dtype: Any, other: Any = None) -> Any:
@@ -435,6 +442,8 @@ class ExpertsGemm(FusedGemm):
             raise self.error("b_shape and b_dtype", f"{self.b_shape} and {self.b_dtype}", "both, with num_experts")
         if self.kind("b") != self.kind("a"):
             raise self.error("b_dtype", self.b_dtype, f"{self.kind('a')}, the type of a")
+        if self.kind("sfa") == SUM_SCALES:
+            raise self.unsupported("scale factors of weights behind addresses", SUM_SCALES, " or ".join(SCALES))
         if self.kind("b") == FLOAT4 and self.b_major == "n":
             raise self.error("b_major", "'n'", "'k', for packed elements")
 

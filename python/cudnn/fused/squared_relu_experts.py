@@ -62,7 +62,7 @@ class SquaredReluExpertsBackward(ExpertsGemm):
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         d_dtype = cls.given_or(given["d_dtype"])
-        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
+        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
         found = {**cls.quantized_results(given, "d_row", d_dtype, narrow), "dprob": (torch.float32, "")}
         if not cls.follows_older(given):
             found["d_srelu"] = (d_dtype, "n")

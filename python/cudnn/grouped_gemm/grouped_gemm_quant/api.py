@@ -99,7 +99,7 @@ class GroupedGemmQuant(ExpertsGemm):
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         d_dtype = cls.given_or(given["d_dtype"])
-        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
+        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
         found = cls.quantized_results(given, "d", d_dtype, narrow)
         return found if given["generate_amax"] else {name: made for name, made in found.items() if name != "amax"}
 

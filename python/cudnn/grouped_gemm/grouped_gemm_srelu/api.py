@@ -77,7 +77,7 @@ class GroupedGemmSrelu(ExpertsGemm):
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         d_dtype = cls.given_or(given["d_dtype"])
-        narrow = name_of(given["a"].dtype) in FLOAT8 and name_of(d_dtype) in FLOAT8
+        narrow = cls.in_blocks(given) and name_of(d_dtype) in FLOAT8
         return {"c": (cls.given_or(given["c_dtype"]), "n"), **cls.quantized_results(given, "d", d_dtype, narrow)}
 
     def check_options(self) -> None:
