@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr, select_
+from cutlass import Int32, Int64, Uint8, const_expr, select_
 from cutlass._mlir.dialects import nvvm
 
 from cudnn_kernels.pipeline.copy import PIECE
@@ -22,6 +22,8 @@ from cudnn_kernels.schedule.feed import Feed
 WARPS = 2  # that start copies
 LINE, LINES = 128, 8  # bytes of a line of an atom, and its lines
 CHUNKS = LINE // PIECE  # of a line: one for each lane, so that a warp copies four lines at once
+WARP = 32
+ADDRESS = 8  # bytes, of a line
 IN_FLIGHT = 4  # k tiles that are being copied, at most
 
 
@@ -30,11 +32,13 @@ class Lines:
     ``index[i]``; a number that no line has stands for zeros.
 
     A CTA's tile has ``shape`` (rows, k); ``place`` tells where an element of it lies in the first buffer of ``ring``.
+    Where a tile's lines begin in global memory stands in a table in shared memory, 0 for zeros: in registers, the
+    addresses of a warp's lines would be spilled.
     """
 
     def __init__(
         self, side: int, along_k: bool, tensor: cute.Tensor, index: cute.Tensor, ring: cute.Tensor,
-        shape: tuple[int, int], place: Callable[[int, int], int],
+        shape: tuple[int, int], place: Callable[[int, int], int], smem: Any,
     ) -> None:  # fmt: skip
         self.side, self.along_k, self.tensor, self.index = side, along_k, tensor, index
         self.size = tensor.element_type.width // 8  # bytes of an element
@@ -42,7 +46,9 @@ class Lines:
         across = LINE // self.size  # elements of an atom's line
         self.count, self.blocks = lines // LINES, width // across
         self.bytes = lines * width * self.size  # of a buffer
+        self.mine = lines // WARPS  # lines of a warp
         self.target = ring.iterator.toint()
+        self.table = smem.allocate_tensor(Int64, cute.make_layout((self.mine, WARPS)), byte_alignment=16)
 
         def start(line: int, block: int) -> int:
             at = (block * across, line) if along_k else (line, block * across)
@@ -50,40 +56,53 @@ class Lines:
 
         self.atoms = [[start(i * LINES, block) for block in range(self.blocks)] for i in range(self.count)]
         misplaced = any(x % (LINE * LINES) for line in self.atoms for x in line) or start(1, 0) != LINE
-        if lines % LINES or width % across or misplaced:
-            raise ValueError(f"a tile {shape}: not made of atoms of {LINES} lines of {LINE} bytes")
+        if self.mine % WARP or width % across or misplaced:
+            raise ValueError(f"a tile {shape}: not made of atoms of {LINES} lines of {LINE} bytes, for {WARPS} warps")
 
     def start(self, warp: Int32) -> None:
         """A warp's lane: which chunk it copies of which line of an atom."""
-        lane = cute.arch.lane_idx()
-        self.line, self.chunk = warp * (LINES // WARPS) + lane // CHUNKS, lane % CHUNKS
-        self.place = self.target + self.line * LINE + (self.chunk ^ self.line) * PIECE
-        self.numbers = cute.make_rmem_tensor(self.count, Int32)
+        self.warp, self.lane = warp, cute.arch.lane_idx()
+        self.of_warp, self.chunk = self.lane // CHUNKS, self.lane % CHUNKS  # its line, of the warp's in an atom
+        line = self.line(self.of_warp)
+        self.place = self.target + line * LINE + (self.chunk ^ line) * PIECE
+        self.numbers = cute.make_rmem_tensor(self.mine // WARP, Int32)
+
+    def line(self, number: Any) -> Any:
+        """The line of the tile that is a warp's line."""
+        four = LINES // WARPS
+        return number // four * LINES + self.warp * four + number % four
 
     def read(self, first: Int32, end: Int32) -> None:
         """Starts to read the numbers of a tile's lines, which are those from ``first`` to before ``end``."""
-        for i in range(self.count):
-            self.numbers[i] = self.index[cutlass.min(first + i * LINES + self.line, end - 1)]
+        for i in range(self.mine // WARP):
+            self.numbers[i] = self.index[cutlass.min(first + self.line(i * WARP + self.lane), end - 1)]
 
-    def check(self, first: Int32, end: Int32) -> None:
-        """Makes numbers of lines that are not there, or not the tile's, -1."""
-        there = Uint32(self.tensor.shape[1 if self.along_k else 0])
-        for i in range(self.count):
-            inside = (first + i * LINES + self.line < end) & (Uint32(self.numbers[i]) < there)
-            self.numbers[i] = Int32(select_(inside, self.numbers[i], Int32(-1)))
+    def keep(self, first: Int32, end: Int32) -> None:
+        """Puts into the table where the lines with these numbers begin."""
+        dim = 1 if self.along_k else 0
+        there, pitch = Int32(self.tensor.shape[dim]), Int64(Int32(self.tensor.stride[dim] * self.size))
+        cute.arch.sync_warp()
+        for i in range(self.mine // WARP):
+            own, number = i * WARP + self.lane, self.numbers[i]
+            inside = (first + self.line(own) < end) & (number >= 0) & (number < there)
+            address = self.tensor.iterator.toint() + Int64(number) * pitch
+            self.table[own, self.warp] = Int64(select_(inside, address, Int64(0)))
+        cute.arch.sync_warp()
 
     def copy(self, across: Int32, stage: Int32) -> None:
         """Starts to copy the lines, from their element ``across`` on, into a buffer."""
-        dim = 0 if self.along_k else 1
-        pitch = Int64(Int32(self.tensor.stride[1 - dim] * self.size))
-        for block in range(self.blocks):
-            first = across * self.size + block * LINE + self.chunk * PIECE
-            left = cutlass.max(cutlass.min(Int32(self.tensor.shape[dim] * self.size) - first, PIECE), 0)
-            source = self.tensor.iterator.toint() + Int64(first)
-            for i in range(self.count):
-                amount = Int32(select_(self.numbers[i] >= 0, left, Int32(0)))
-                target = self.place + (stage * self.bytes + self.atoms[i][block])
-                copy_some(target, source + Int64(self.numbers[i]) * pitch, amount)
+        dim, few = 0 if self.along_k else 1, 4
+        firsts = [across * self.size + block * LINE + self.chunk * PIECE for block in range(self.blocks)]
+        size = Int32(self.tensor.shape[dim] * self.size)
+        left = [cutlass.max(cutlass.min(size - first, PIECE), 0) for first in firsts]
+        place = self.place + stage * self.bytes
+        for start in range(0, self.count, few):
+            lines = range(start, min(start + few, self.count))
+            begins = [self.table[i * (LINES // WARPS) + self.of_warp, self.warp] for i in lines]  # in flight together
+            for i, begin in zip(lines, begins, strict=True):
+                for block in range(self.blocks):
+                    amount = Int32(select_(begin != 0, left[block], Int32(0)))
+                    copy_some(place + self.atoms[i][block], begin + Int64(firsts[block]), amount)
 
 
 def copy_some(target: Int32, source: Int64, amount: Int32) -> None:
@@ -163,13 +182,13 @@ class Gather:
             first, end = (work.k, work.k_end) if source.along_k else (rows[source.side], work.end)
             source.read(first, end)
             if not source.along_k:
-                source.check(first, end)
+                source.keep(first, end)
 
     def copy(self, rows: tuple[Int32, Int32], work: Any, k: Int32, stage: Int32) -> None:
         """Starts the copies of a k tile; where lines are along k, reads the numbers of the next one's meanwhile."""
         for source in self.sources:
             if source.along_k:
-                source.check(k, work.k_end)
+                source.keep(k, work.k_end)
             source.copy(rows[source.side] if source.along_k else k, stage)
             if source.along_k:
                 source.read(k + self.depth, work.k_end)

@@ -44,8 +44,8 @@ from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.pipeline.factors import Factors, Side
+from cudnn_kernels.pipeline.gather import ADDRESS, Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
@@ -153,7 +153,8 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides), self.stage_bytes())
+        addresses = len(self.c.gathers) * ADDRESS * (self.c.tile[2] if self.tiles.clips_k else ROWS)
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + addresses, self.stage_bytes())
 
     def plan(self) -> Plan:
         """What the epilogue must know."""
@@ -248,7 +249,7 @@ class Gemm:
             if warp == self.factor_warp:
                 self.factor_ring.serve(self.begins, self.c.tile[2], (0, 1))
         if const_expr(gatherers):
-            self.gathers = self.gather(gathered, every, shared, Ring(barriers, barriers + stages, stages), rank)
+            self.gathers = self.gather(gathered, every, shared, Ring(barriers, barriers + stages, stages), rank, smem)
             if warp >= self.gather_warp:
                 self.gathers.serve(warp - self.gather_warp, self.own)
         copied = [(x, buffers) for x, buffers in zip(every, shared, strict=True) if x.name not in self.c.gathers]
@@ -287,14 +288,15 @@ class Gemm:
         return row, column + bm % self.pair * (self.c.tile[1] // self.pair)
 
     def gather(
-        self, gathered: Any, operands: Sequence[TileOperand], rings: Sequence[Any], ring: Ring, rank: Int32
-    ) -> Gather:
+        self, gathered: Any, operands: Sequence[TileOperand], rings: Sequence[Any], ring: Ring, rank: Int32,
+        smem: Any,
+    ) -> Gather:  # fmt: skip
         """What brings operands whose lines have numbers; it tells the pair's first CTA, which multiplies."""
         c, leader = self.c, rank - rank % self.pair
         mine = {"a": (ROWS, c.tile[2]), "b": (c.tile[1] // self.pair, c.tile[2])}
         chosen = [(x, shared) for x, shared in zip(operands, rings, strict=True) if x.name in c.gathers]
         lines = [
-            Lines(x.side, self.tiles.clips_k, *given, shared, mine[x.name], x.place)
+            Lines(x.side, self.tiles.clips_k, *given, shared, mine[x.name], x.place, smem)
             for (x, shared), given in zip(chosen, gathered, strict=True)
         ]
         return Gather(tuple(lines), ring, self.feed, c.tile[2], lambda barrier: arrive_once(barrier, leader))

@@ -49,8 +49,8 @@ from cudnn_kernels.pipeline.copy import (
     woven_rows,
 )
 from cudnn_kernels.pipeline.factors import Factors, Side
+from cudnn_kernels.pipeline.gather import ADDRESS, Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
@@ -80,7 +80,7 @@ class Gemm:
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
         self.sides = self.factor_sides()
-        self.registers = COPY_REGISTERS if self.sides or c.gathers else REGISTERS
+        self.registers = COPY_REGISTERS if self.sides else REGISTERS
         self.copied = [side for side, operand in enumerate((c.a, c.b)) if not operand.index]  # by the copy engine
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
@@ -184,7 +184,8 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides), self.stage_bytes())
+        addresses = len(self.c.gathers) * ADDRESS * (self.tile_k if self.tiles.clips_k else self.tile_m)
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + addresses, self.stage_bytes())
 
     def stage_bytes(self, sides: Sequence[int] = (0, 1)) -> int:
         """Bytes of a tile of A and a tile of B, or of one of them."""
@@ -232,7 +233,7 @@ class Gemm:
 
         self.brought = self.copied_operands(atoms, tensors, (sA, sB))
         if const_expr(gatherers):
-            self.gathers = self.gather(gathered, ((sA, layout_a), (sB, layout_b)), ring)
+            self.gathers = self.gather(gathered, ((sA, layout_a), (sB, layout_b)), ring, smem)
         if group == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == LOAD_WARP:
@@ -285,12 +286,12 @@ class Gemm:
             for atom, tensor, side in zip(atoms, tensors, self.copied, strict=True)
         ]
 
-    def gather(self, gathered: Any, rings: Sequence[Any], ring: Ring) -> Gather:
+    def gather(self, gathered: Any, rings: Sequence[Any], ring: Ring, smem: Any) -> Gather:
         """What brings the other operands: tensors and numbers, into rings with their layouts."""
         sides = [side for side in (0, 1) if side not in self.copied]
         lines = [
             Lines(side, self.tiles.clips_k, *given, rings[side][0], (self.c.tile[side], self.tile_k),
-                  lambda row, k, outer=rings[side][1].outer: cute.crd2idx((row, k, 0), outer))
+                  lambda row, k, outer=rings[side][1].outer: cute.crd2idx((row, k, 0), outer), smem)
             for side, given in zip(sides, gathered, strict=True)
         ]  # fmt: skip
         return Gather(tuple(lines), ring, self.feed, self.tile_k, arrive_once)

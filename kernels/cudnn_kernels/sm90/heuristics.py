@@ -16,7 +16,7 @@ from cudnn_kernels.epilogue import needs_of
 from cudnn_kernels.problem import GemmProblem, Operand
 
 MANY_COLUMNS = 8192
-FEW_TOKENS = 2048  # of an expert, that a weight gradient adds up
+SHORT = 4096  # k of an expert's product, where hiding the epilogue pays
 ALONE = 64  # bits that an epilogue stages for each of the accumulator's columns, where each warpgroup has a tile
 
 
@@ -60,11 +60,12 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
 
     16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
     each has 128 x 192 of its own, which is 2 to 5 per cent faster; quantisers and rotations would not find registers
-    then. So have gates of experts' rows, and weight gradients of few tokens, where one tile's epilogue is hidden behind
-    the products of the next: 5 to 12 per cent. 8 bits: a second set of accumulators leaves room for 192 columns, or for
-    128 where the epilogue does not take those. With factors of sums, half of 256 columns are promoted at a time: as
-    many registers, whole blocks of B, and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through
-    the epilogue together, a tile has no more, or registers would be spilled. Clusters of two CTAs share B.
+    then. Where experts' products have short k, such tiles are 2 to 20 per cent faster, and so are 128 x 128 with a gate
+    and two tensors, or with quantisers to 8 bits: one tile's epilogue is hidden behind the next one's products. 8
+    bits: a second set of accumulators leaves room for 192 columns, or for 128 where the epilogue does not take
+    those. With factors of sums, half of 256 columns are promoted at a time: as many registers, whole blocks of B,
+    and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through the epilogue together, a tile
+    has no more, or registers would be spilled. Clusters of two CTAs share B.
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. The CTAs of a cluster fetch equal
@@ -75,8 +76,9 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     choice: dict[str, Any] = {"tile": (128, 128), "part": part}
     wide = 192 if (bits == 8) != bool(scale) else 256
     many = problem.n >= MANY_COLUMNS and not problem.halves
-    few = problem.k // problem.groups <= FEW_TOKENS if problem.schedule.splits_k else needs.width < 1
-    short = problem.schedule.searches and few and 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256)
+    depth = problem.k // (problem.groups if problem.schedule.splits_k else 1)
+    short = problem.schedule.searches and depth <= SHORT and not scale
+    turns = 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256) if short else many
     if needs.width > 1:
         alone = bits == 16 and needs.bits <= ALONE and not needs.registers and not scale
         choice |= {"part": 32, "pingpong": alone}
@@ -87,7 +89,11 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, wide), "part": part}
         elif bits == 8:
             choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
-        elif bits == 16 and (many or short) and len(needs.staged) == 1 and not needs.registers:
+        elif bits == 16 and short and needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32):
+            choice = {"tile": (128, 128), "part": 32, "pingpong": True}
+        elif bits == 16 and short and needs.width < 1 and len(needs.staged) == 2 and not needs.registers:
+            choice = {"tile": (128, 128), "part": 64, "pingpong": True}
+        elif bits == 16 and turns and len(needs.staged) == 1 and not needs.registers:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
