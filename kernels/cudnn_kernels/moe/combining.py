@@ -146,10 +146,8 @@ class CombineGradient(Combine):
                     self.store(self.part(d_rows, row[k], column), scaled)
         if const_expr(c.weighted):
             for k in cutlass.range_constexpr(c.top_k):
-                mine = Float32(
-                    select_(row[k] >= 0, products[k], Float32(0.0))
-                )  # where there is no row, `out` may be NaN
-                total = cute.arch.warp_reduction_sum(mine)
+                mine = select_(row[k] >= 0, products[k], Float32(0.0))  # not 0 times what `out` has for nobody
+                total = cute.arch.warp_reduction_sum(Float32(mine))
                 if thread % WARP == 0:
                     sums[k, thread // WARP] = total
             cute.arch.sync_threads()
