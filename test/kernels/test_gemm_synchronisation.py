@@ -71,6 +71,10 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     "k of experts": (
         BLACKWELL, gemm.configuration(STORE, tile=(128, 64, 128), part=32, schedule=GroupedK()), (256, 64, 928)
     ),
+    "rows by number": (
+        HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows(), index="a"),
+        (928, 64, 192)
+    ),
 }  # fmt: skip
 
 
@@ -116,6 +120,8 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "k of experts": {WAIT: (5, TAIL)},
     "dynamic": {WAIT: (5, TAIL), "fence.proxy.async.shared::cta": (4, ANSWER), "bar.warp.sync": (4, ANSWER), **CLUSTER},
 }
+LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
+EQUIVALENT["rows by number"] = {"bar.warp.sync": (4, LANES)}
 EQUIVALENT["weights behind pointers"] = EQUIVALENT["dynamic"]
 
 

@@ -351,7 +351,7 @@ class Gemm:
                 self.take_turn(group)
             if const_expr(c.promote):
                 self.promote(sA, sB, acc, ring, position, k_tiles, share, thread)
-            elif const_expr(self.tiles.clips_rows):
+            elif const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
                 if cute.arch.make_warp_uniform(tile.row) < work.end:
                     self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
                 else:
