@@ -263,7 +263,7 @@ def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     found = p.results["post_rht_amax_tensor"]
     for expert, start, end in zip(range(len(p.ends)), (0, *p.ends[:-1]), p.ends, strict=True):
         rotated = signs @ y[start:end].to(BF16).double().unflatten(0, (-1, 16))
-        largest = rotated.abs().max() / 4 if end > start else torch.zeros(())
+        largest = rotated.abs().max() / 4 if end > start else x.new_zeros(())
         torch.testing.assert_close(found[expert, 0].double(), largest.double(), rtol=1e-2, atol=0)
     return y
 
