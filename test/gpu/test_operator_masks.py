@@ -50,20 +50,23 @@ def by_hand(*given: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Te
     scores = q @ k.mT * D**-0.5 + sum(x.to(q.dtype) for x in bias)
     if seen is not None:
         scores = scores.masked_fill(~(seen | ~seen.any(-1, keepdim=True)), -torch.inf)
-    weights = scores.softmax(-1) * kept
+    weights = (scores.softmax(-1) * kept).to(v.dtype)
     if seen is not None:
         weights = weights * seen.any(-1, keepdim=True)
     return weights @ v
 
 
 def check(found: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
-    """At most twice the error of the same computation in the type, plus its rounding."""
+    """At most twice the error of the same computation in the type, plus its rounding; four times, where a gradient is 0
+    in exact arithmetic and what is computed is nothing but the sum of roundings.
+    """
     exact = gradients(functools.partial(by_hand, **options), [x.double() for x in given])
     rough = gradients(functools.partial(by_hand, **options), given)
     for place, (one, other, typed) in enumerate(zip(found, exact, rough, strict=True)):
         assert torch.isfinite(one).all(), place
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
-        allowed = 2 * peer + torch.finfo(one.dtype).eps * other.abs().max().item()
+        zero = other.abs().max().item() < 1e-9 * exact[0].abs().max().item()
+        allowed = (4 if zero else 2) * peer + torch.finfo(one.dtype).eps * other.abs().max().item()
         assert error <= allowed, f"{place}: error {error:.3e}, allowed {allowed:.3e}"
 
 

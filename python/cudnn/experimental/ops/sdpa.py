@@ -236,7 +236,7 @@ def describe_backward(
     _ragged(t, t)
     arguments = _arguments(t, dropout_p)
     if with_bias:
-        arguments["dBias"] = graph.tensor(t["bias"].get_dim(), t["bias"].get_stride(), t["bias"].get_data_type())
+        arguments["dBias"] = graph.tensor(t["bias"].get_dim(), t["bias"].get_stride(), t["q"].get_data_type())
     gradients = graph.sdpa_backward(t["q"], t["k"], t["v"], t["o"], t["do"], t["stats"], **arguments, **options)
     found = _ragged(t, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
     return {**found, "dbias": arguments["dBias"]} if with_bias else found
@@ -418,16 +418,19 @@ def sdpa_bias_bwd(
     seed: torch.Tensor | None = None,
     is_deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dQ, dK, dV, dBias) as of :func:`sdpa_bwd`, where nothing but the bias masks scores."""
+    """(dQ, dK, dV, dBias) as of :func:`sdpa_bwd`, where nothing but the bias masks scores.
+
+    cuDNN writes dBias in the type of q; it is converted to that of bias.
+    """
     _check(q, k, v, 0, {})
     _check_scores(q, k, bias, dropout_p, seed)
     options = _options(attn_scale, False, 0, -1, -1, dropout_p)
     options |= {"use_deterministic_algorithm": is_deterministic, "with_bias": True}
-    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    dbias = q.new_empty(bias.shape)
     if not q.numel() or not k.numel():
         dbias.zero_()
     gradients = _gradients(dO, (q, k, v, o, stats), options, (None, None, None, None), bias, seed, dbias)
-    return *gradients, dbias
+    return *gradients, dbias.to(bias.dtype)
 
 
 @sdpa_bias_bwd.register_fake
