@@ -105,6 +105,25 @@ def label(case: dict[str, Any]) -> str:
     return "-".join([case["name"].removeprefix("grouped_gemm_"), case.get("kind", "bf16"), *case.get("inputs", ())])
 
 
+@pytest.mark.parametrize("where", ["reference", pytest.param("sm_90a", marks=pytest.mark.full)])
+def test_a_gradient_rounded_to_the_type_of_operands(where: str) -> None:
+    """Of whole numbers, whose sums are exact: nothing but this rounding tells the results apart."""
+    inputs = {"c": BF16, "dprob": F32}
+    p = grouped.problem("grouped_gemm_dglu", n=96, inputs=inputs, round_dgrad_to_input_dtype=True)
+    for name in ("a", "b"):
+        p.given[name].copy_(torch.randint(-8, 9, p.given[name].shape))
+    p.given["alpha"].fill_(1.0)
+    a, b = p.given["a"].double(), p.given["b"].double()
+    for expert, (start, end) in enumerate(zip((0, *p.ends[:-1]), p.ends, strict=True)):
+        p.product[start:end] = a[start:end, :, 0] @ b[:, :, expert].T
+    assert not torch.equal(p.product, p.product.bfloat16().double())
+    grouped.run(p, where)
+    grouped.check(p)
+    p.options["round_dgrad_to_input_dtype"] = False
+    with pytest.raises(AssertionError):
+        grouped.check(p)
+
+
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_the_reference(case: dict[str, Any]) -> None:
     p = grouped.problem(**case)

@@ -285,6 +285,8 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     swiglu = act_func != "dgeglu"
     alpha = p.value("alpha")[p.experts]
     x = x / alpha if older and not swiglu else x * alpha
+    if p.options.get("round_dgrad_to_input_dtype"):
+        x = x.to(p.given["a"].dtype).double()
     c = flat(p.given["c"])[: p.rows].double()
     if p.given.get("beta") is not None and (swiglu or (p.given["sfa"] is None and not older)):
         c = c * p.value("beta")[p.experts]
