@@ -194,10 +194,11 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
             ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), Problem(((130, 200),))),
             ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2))),
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
+            ("sm_90a", PAIRED, replace(PACKED, left=60)),
         ],
-        0,
         1,
         3,
+        8,
     ),
 )
 def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
