@@ -333,6 +333,19 @@ def test_fp4_rounding(arch: str) -> None:
     assert set((stored & 0x77).flatten().tolist()) == {0x77}
 
 
+@ON_HOPPER
+def test_a_clamped_squared_relu_of_nan(arch: str) -> None:
+    """0, where the squared ReLU without a clamp keeps NaN."""
+    x = torch.tensor([math.nan, -math.inf, math.inf, -1.0, 0.5]).repeat(8)
+    clamped = (2 * torch.tanh(x.clamp(min=0) / 2)).square().nan_to_num(0.0)
+    for clamp, wanted in ((2.0, clamped), (None, x.relu().square())):
+        found = bias_run(arch, (SquaredRelu(clamp), StoreTile("d", "float32")), x)["d"][0, :, 0]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0, equal_nan=True)
+        values = {"x": x.clone()}
+        reference.squared_relu(SquaredRelu(clamp), values, {})
+        torch.testing.assert_close(values["x"], wanted, rtol=1e-5, atol=0, equal_nan=True)
+
+
 @ON_BLACKWELL
 def test_e8m0_factors(arch: str) -> None:
     """Up to a power of two, from 2^-127 to 2^127; NaN for NaN. No type's limit: factor and magnitude are the same."""

@@ -463,7 +463,7 @@ class Hadamard(Declaration):
 
 @dataclass(frozen=True)
 class SquaredRelu(Declaration):
-    """x = relu(x)^2, or (s tanh(relu(x) / s))^2 with the number s = ``clamp``."""
+    """x = relu(x)^2, or (s tanh(relu(x) / s))^2, 0 for NaN, with the number s = ``clamp``."""
 
     clamp: float | None = None
 

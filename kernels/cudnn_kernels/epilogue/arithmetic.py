@@ -262,11 +262,10 @@ def relu(x: Float32) -> Float32:
 
 
 def clamped_relu(x: Float32, clamp: float | None) -> tuple[Float32, Float32 | None]:
-    """max(x, 0), or s tanh(max(x, 0) / s) and its derivative where x is positive."""
-    y = relu(x)
+    """max(x, 0), NaN for NaN; or s tanh(max(x, 0) / s), 0 for NaN, and its derivative where x is positive."""
     if clamp is None:
-        return y, None
-    t = tanh(y * (1.0 / clamp))
+        return relu(x), None
+    t = tanh(cute.arch.fmax(x, Float32(0.0)) * (1.0 / clamp))
     return t * clamp, 1.0 - t * t
 
 

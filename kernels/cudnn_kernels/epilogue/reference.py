@@ -209,11 +209,10 @@ def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) 
 
 
 def clamped_relu(x: Any, clamp: float | None) -> tuple[Any, Any]:
-    """relu(x), or s tanh(relu(x) / s); and the derivative where x is positive."""
-    y = x.relu()
+    """relu(x), or s tanh(relu(x) / s), 0 for NaN; and the derivative where x is positive."""
     if clamp is None:
-        return y, 1.0
-    t = (y / clamp).tanh()
+        return x.relu(), 1.0
+    t = (x.where(x > 0, 0) / clamp).tanh()
     return t * clamp, 1 - t * t
 
 
