@@ -107,7 +107,10 @@ class Combine:
 
 
 class CombineGradient(Combine):
-    """The gradients of rows and of weights, from that of the sums, ``out``. A CTA has a token."""
+    """The gradients of rows and of weights, from that of the sums, ``out``. A CTA has a token, which it reads once.
+
+    Without weights it copies each token to its rows.
+    """
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -122,7 +125,7 @@ class CombineGradient(Combine):
 
     @cute.kernel
     def gradients(
-        self, rows: cute.Tensor, row_of_choice: cute.Tensor, weights: Any, out: cute.Tensor, d_rows: cute.Tensor,
+        self, rows: Any, row_of_choice: cute.Tensor, weights: Any, out: cute.Tensor, d_rows: cute.Tensor,
         d_weights: Any, threads: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
         c = self.c

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, addresses, vector
@@ -151,17 +151,17 @@ class CombineConfiguration(Pieces):
         """The arguments of the kernel."""
         choices, strides = ("tokens", self.top_k), (self.top_k, 1)
         align = 4 * min(4, self.top_k & -self.top_k)
-        weights = (Tensor("weights", "float32", choices, strides, align),) if self.weighted else ()
-        found: tuple[Slot, ...] = (
-            Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1)),
-            Tensor("row_of_choice", "int32", choices, strides, align),
-            *weights,
-        )
+        rows = Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1))
+        found: tuple[Slot, ...] = (Tensor("row_of_choice", "int32", choices, strides, align),)
+        if self.weighted or not self.gradient:
+            found = (rows, *found)
+        if self.weighted:
+            found += (Tensor("weights", "float32", choices, strides, align),)
         if self.sent:
             return (*found, addresses("targets", "ranks"), Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
         found += (Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)),)
         if self.gradient:
-            found += (Tensor("d_rows", self.dtype, ("rows", self.hidden), (None, 1)),)
+            found += (replace(rows, name="d_rows"),)
             found += (Tensor("d_weights", "float32", choices, strides, align=4),) if self.weighted else ()
         return (*found, Stream())
 

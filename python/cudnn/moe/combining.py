@@ -95,14 +95,21 @@ def moe_combine_bwd(
     """Gradients of rows and weights; that of weights has no elements where there are none."""
     if not has_kernel(rows, "combine"):
         return reference.combine_gradients(gradient, rows, row_of_choice, weights)
-    tokens, top_k = row_of_choice.shape
     d_rows = torch.zeros_like(rows)  # of rows that no choice names
     d_weights = rows.new_zeros(0 if weights is None else weights.shape, dtype=torch.float32)
-    if tokens and rows.shape[0]:
-        configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None, True)
-        results = (gradient, d_rows, *(() if weights is None else (d_weights,)))
-        run(_GRADIENT, configuration, rows, row_of_choice, *_present(weights), *results)
+    if row_of_choice.shape[0] and rows.shape[0]:
+        if weights is None:
+            spread(gradient, row_of_choice, d_rows)
+        else:
+            configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], row_of_choice.shape[1], True, True)
+            run(_GRADIENT, configuration, rows, row_of_choice, weights, gradient, d_rows, d_weights)
     return d_rows, d_weights
+
+
+def spread(tokens: torch.Tensor, row_of_choice: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies each token to the rows of its choices, in a kernel that reads it once; other rows stay what they are."""
+    configuration = CombineConfiguration(name_of(tokens.dtype), tokens.shape[1], row_of_choice.shape[1], False, True)
+    run(_GRADIENT, configuration, row_of_choice, tokens, rows)
 
 
 @moe_combine_bwd.register_fake

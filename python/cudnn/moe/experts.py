@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn import launch, registry, settings
 from cudnn.lazy import torch
+from cudnn.moe.combining import spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +37,13 @@ class Rows:
         """A matrix (T, columns) as an operand of the products by row: its rows and their numbers, or copies in order.
 
         Blackwell's kernels load rows by number. So can Hopper's; but on an H200 they take 1.25 to 1.9 times as long as
-        with copied rows, whose copies cost less. They are gone when the pass ends.
+        with copied rows, whose copies cost less. They are gone when the pass ends. Rows of no choice are not written.
         """
-        return (x.index_select(0, self.token), None) if _arch(x) == "sm_90a" else (x, self.token)
+        if _arch(x) != "sm_90a":
+            return x, self.token
+        copied = x.new_empty(self.count, x.shape[1])
+        spread(x, self.of_choice, copied)
+        return copied, None
 
     def scattered(self, values: Tensor) -> Tensor:
         """Values of choices, (T, K), as values of rows."""

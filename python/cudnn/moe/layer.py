@@ -79,9 +79,10 @@ def backward(
     tensors |= {"dprob": by_row, "d_row": by_hidden, "dbias": by_bias}
     if e.activation in GATED:
         tensors["activation"] = activated
-        execute("grouped_gemm_dglu", tensors, **down[1], act_func=f"d{e.activation}", **e.options)
+        options = {"act_func": f"d{e.activation}", "_deterministic": True, **e.options}
+        execute("grouped_gemm_dglu", tensors, **down[1], **options)
     else:
-        execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1])
+        execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1], deterministic=True)
     by_up = by_down = by_x = None
     offsets = {"offsets": rows.offsets}
     if needs.down:
