@@ -32,6 +32,7 @@ from cudnn.bench import (
     gemm,
     grouped,
     moe,
+    moe_peers,
     monitor,
     operands,
     report,
@@ -44,6 +45,11 @@ from cudnn.fused.gemm import OPERAND_TYPES
 NAMES = ", ".join(bench.BENCHMARKS)
 PEER = "benchmarks/triton_gemm_swiglu.py"
 YARDSTICKS = ("cuBLAS", "cuBLAS + SwiGLU")
+SONICMOE_PRINTS = """
+Fwd: 4.65 ms, 532 TFLOPS
+Fwd inference: 4.52 ms, 548 TFLOPS
+Bwd: 9.65 ms, 513 TFLOPS
+"""
 READING = Reading(1755.0, 690.5, 61.0)
 LARGE, SMALL = "8192x28672x4096 Llama 3 8B", "64x64x64"
 ROWS = [
@@ -392,18 +398,60 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> tor
     return torch.cat([a[x:y] @ b[e] for e, (x, y) in enumerate(spans)])
 
 
-def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(operands, "DEVICE", "cpu")
     monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    monkeypatch.setattr(bench, "_peak", lambda call: 5e9)
     benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
     assert moe.products(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
     clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
-    for problem in benchmark.problems(bench.Options("bf16", (shape,))):
-        rows = bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
-        assert [row.refused for row in rows] == ["", ""], problem.label
+    here = [moe.PEER, *([moe.TRANSFORMERS] if moe_peers.has_transformers() else []), moe.LOOP, moe.OURS, moe.SONICMOE]
+    yardsticks = (*benchmark.yardsticks, benchmark.outside)
+    shown = report.Report("", "bf16", "", "", yardsticks)
+    for problem in benchmark.problems(bench.Options("bf16", (shape,), sonicmoe=sonicmoe_folder(tmp_path))):
+        rows = bench.measure(dataclasses.replace(problem, clock=clock), yardsticks)
+        assert {row.name: row.refused for row in rows} == dict.fromkeys(here, ""), problem.label
+        assert {row.memory for row in rows[:-1]} == {5e9}
+        which = problem.label.split(", ", 1)[1]
+        assert rows[-1].microseconds == pytest.approx(dict(zip(moe.PASSES, (4650, 4520, 9650), strict=True))[which])
+        assert rows[2].ratios[1] == pytest.approx([rows[-1].microseconds / rows[2].microseconds] * 3)
+        shown.rows += rows
+    given = 2 * (4 * 64 * (3 * 32 + 1) + 2 * 50 * 64)  # bytes of weights and tokens
+    assert rows[-1].memory == 7e9 - given
+    assert "5.00" in printed(shown)
+    report.write_csv(shown, tmp_path / "run.csv")
+    assert report.read_csv(tmp_path / "run.csv").rows[-1].memory == rows[-1].memory
     assert len(benchmark.problems(bench.Options("bf16"))) == 9
-    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 24
-    assert "wrong result: y is off by" in moe.candidates(shape, "forward")[1].check({"y": torch.zeros(50, 64)})
+    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 3 * (3 + 9 + 5)
+    refused = {c.name: c.check({"y": torch.zeros(50, 64)}) for c in moe.candidates(shape, "forward")}
+    assert all("wrong result: y is off by" in refused[name] for name in here[:-1])
+
+
+def sonicmoe_folder(path: Path) -> Path:
+    """A folder whose benchmark prints what SonicMoE's does."""
+    script = path / "bench" / "moe-cute.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(
+        "import sys, torch\n"
+        "assert sys.argv[1:] == ['--thiek', '50,64,32,4,2', '--skip_test'], sys.argv\n"
+        "torch.cuda.max_memory_allocated = lambda: 7_000_000_000\n"
+        f"print({SONICMOE_PRINTS!r})\n"
+    )
+    return path
+
+
+def test_options_of_moe_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.find("moe").quick == moe.SHAPES[1]
+    for option in (["--quick"], ["--sonicmoe", str(sonicmoe_folder(tmp_path))]):
+        code, output = invoke("gemm_amax", *option)
+        assert code == 2
+        assert f"{option[0]}: " in output
+        assert "allowed: with moe" in output
+    assert "a folder that has bench/moe-cute.py" in invoke("moe", "--sonicmoe", str(tmp_path / "none"))[1]
+    assert "without --shapes and --all" in invoke("moe", "--quick", "--all")[1]
+    monkeypatch.setattr(moe_peers, "_run_sonicmoe", lambda *given: ("", "Traceback\n  File 'x'\nKeyError: 'no'"))
+    with pytest.raises(RuntimeError, match=r"printed no time of the pass; its last words: .*KeyError"):
+        moe_peers.sonicmoe(tmp_path, (1, 64, 32, 1, 1), "forward")
 
 
 def test_layers_of_models_and_routings() -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cudnn import registry
@@ -27,7 +28,7 @@ Call = Callable[[], Mapping[str, Any]]
 @dataclass(frozen=True)
 class Options:
     """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few. ``routing``:
-    how tokens are spread over experts, where there are such.
+    how tokens are spread over experts, where there are such. ``sonicmoe``: the folder of SonicMoE, a peer.
     """
 
     dtype: str
@@ -35,13 +36,15 @@ class Options:
     all: bool = False
     without_optional: bool = False
     routing: str = "uniform"
+    sonicmoe: Path | None = None
 
 
 @dataclass(frozen=True)
 class Benchmark:
     """Problems of one kind. The others are compared with the candidates whose names are in ``yardsticks``.
 
-    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number.
+    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number. ``quick``: the shape
+    that is measured when there is little time. ``outside``: a peer that is a program of its own.
     """
 
     title: str
@@ -51,6 +54,8 @@ class Benchmark:
     problems: Callable[[Options], list[Problem]]
     optional: str = ""  # a result that may be left out
     routings: tuple[str, ...] = ("uniform",)
+    quick: tuple[int, ...] = ()
+    outside: str = ""
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
         """Those of a list such as ``4096x4096x4096,8192x8192x8192``.
@@ -88,13 +93,15 @@ def find(name: str) -> Benchmark:
 class Candidate:
     """One way to compute a problem.
 
-    ``prepare`` allocates and compiles. ``check`` says what is wrong with the results of the first call, or nothing.
+    ``prepare`` allocates and compiles. ``check`` says what is wrong with the results of the first call, or nothing. A
+    program of its own says by ``outside`` what it has measured: seconds, and bytes at its peak.
     """
 
     name: str
-    prepare: Callable[[], Call]
-    check: Callable[[Mapping[str, Any]], str]
+    prepare: Callable[[], Call] | None = None
+    check: Callable[[Mapping[str, Any]], str] = lambda results: ""
     ours: bool = False
+    outside: Callable[[], tuple[float, float]] | None = None
 
 
 class Reading(NamedTuple):
@@ -117,7 +124,8 @@ class Ratio(NamedTuple):
 class Row:
     """A measurement; ``ratios`` in the order of the benchmark's yardsticks, None where a problem has no such one.
 
-    ``flops`` and ``bytes`` are what the problem needs at least. A ``refused`` candidate was not timed, and this is why.
+    ``flops`` and ``bytes`` are what the problem needs at least. ``memory``: bytes allocated at the peak, beside the
+    operands. A ``refused`` candidate was not timed, and this is why.
     """
 
     problem: str
@@ -129,6 +137,7 @@ class Row:
     ours: bool = False
     reading: Reading | None = None
     refused: str = ""
+    memory: float = float("nan")
 
     @property
     def teraflops(self) -> float:
@@ -192,13 +201,17 @@ HOST = Clock(host_seconds, rounds=40, burst=1e-3, warm=0.2e-3, summary=min)
 
 @dataclass(frozen=True)
 class Problem:
-    """``candidates`` allocates the operands, so that one problem's memory is free before the next one's is taken."""
+    """``candidates`` allocates the operands, so that one problem's memory is free before the next one's is taken.
+
+    ``memory``: whether the peak of memory is measured.
+    """
 
     label: str
     candidates: Callable[[], list[Candidate]]
     flops: float = 0.0
     bytes: float = 0.0
     clock: Clock = GPU
+    memory: bool = False
 
 
 def order(count: int, turn: int) -> list[int]:
@@ -245,26 +258,43 @@ def measure(
     blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes)
     rows: list[Row] = []
     calls: dict[int, Call] = {}
+    times: dict[int, list[float]] = {}
+    rounds = problem.clock.rounds
     for i, candidate in enumerate(candidates):
-        rows.append(replace(blank, name=candidate.name, ours=candidate.ours))
+        refused, memory = "", float("nan")
         try:
-            calls[i] = candidate.prepare()
-            refused = candidate.check(calls[i]())
+            if candidate.prepare is not None:
+                before = torch.cuda.memory_allocated()
+                call = candidate.prepare()
+                refused = candidate.check(call())
+                if not refused:
+                    calls[i] = call
+                    memory = _peak(call) - before if problem.memory else memory
+            elif candidate.outside is not None:
+                seconds, memory = candidate.outside()
+                times[i] = [seconds] * rounds
         except Exception as error:  # whatever a peer may raise: the others are still measured
             refused = f"{type(error).__name__}: {str(error).strip()}"
-        if refused:
             calls.pop(i, None)
-            rows[i] = replace(rows[i], refused=refused)
+        rows.append(replace(blank, name=candidate.name, ours=candidate.ours, refused=refused, memory=memory))
         progress((i + 1) / len(candidates) / 2)
-    rounds = problem.clock.rounds
     turns = iter(range(1, rounds + 1))
     read()
     found = compare(list(calls.values()), problem.clock, lambda: progress(0.5 + next(turns) / rounds / 2))
     reading = read()
-    times = dict(zip(calls, found, strict=True))
+    times |= dict(zip(calls, found, strict=True))
     names = {candidates[i].name: mine for i, mine in times.items()}
     for i, mine in times.items():
         ratios = tuple(ratio(names[name], mine) if name in names else None for name in yardsticks)
         typical = problem.clock.summary(mine) * 1e6
-        rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading)
+        rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading if i in calls else None)
     return rows
+
+
+def _peak(call: Call) -> float:
+    """Bytes allocated at the peak of a call."""
+    if not torch.cuda.is_available():
+        return float("nan")
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return float(torch.cuda.max_memory_allocated())

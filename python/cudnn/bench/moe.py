@@ -7,18 +7,30 @@ a weighted sum of each token's rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, operands
+from cudnn.bench import Benchmark, Call, Candidate, Options, Problem, moe_peers, operands
 from cudnn.bench.grouped import MODELS, TOKENS
 from cudnn.lazy import torch
 
 NAME = "moe"
-PEER = "torch._grouped_mm, compiled"
+PEER = "PyTorch"
+TRANSFORMERS = "transformers"
+LOOP = "cuBLAS, one by one"
+SONICMOE = "SonicMoE"
 OURS = "MoE"
 SHAPES = ((32768, 4096, 1024, 128, 8), (32768, 2048, 768, 128, 8), (32768, 4096, 256, 128, 8))
-PASSES = ("forward", "forward, inference", "backward")
+SWEEPS = (
+    *((tokens, 4096, 1024, 128, 8) for tokens in (2048, 4096, 8192, 16384)),
+    *((32768, 4096, 1024, experts, 8) for experts in (32, 64, 256)),
+    *((32768, 4096, inner, 128, 8) for inner in (512, 2048)),
+)
+"""Around the first shape: by tokens, experts and intermediate size."""
+PASSES = ("forward", "inference", "backward")
+NAMES = ("x", "up", "down", "router")
 SLACK = 0.02  # of the norm: each of the two rounds three times
 
 
@@ -30,6 +42,8 @@ def benchmark() -> Benchmark:
         dtypes=("bf16",),
         dimensions={"T": 1, "H": 64, "I": 32, "E": 1, "K": 1},
         problems=problems,
+        quick=SHAPES[1],
+        outside=SONICMOE,
     )
 
 
@@ -37,13 +51,17 @@ def problems(options: Options) -> list[Problem]:
     """Each shape's passes; TFLOP/s counts the products, 6 T H I K forward and twice as many backward."""
     shapes = dict.fromkeys(options.shapes or SHAPES, "")
     if options.all and not options.shapes:
+        shapes |= dict.fromkeys(SWEEPS, "")
         for model, (experts, chosen, hidden, inner) in MODELS.items():
             shapes |= {(tokens, hidden, inner, experts, chosen): f" {model}" for tokens in TOKENS}
-    return [
-        Problem(f"{'x'.join(map(str, shape))}{label}, {which}", functools.partial(candidates, shape, which), flops)
-        for shape, label in shapes.items()
-        for which, flops in zip(PASSES, products(shape), strict=True)
-    ]
+
+    def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
+        label = f"{'x'.join(map(str, shape))}{shapes[shape]}, {which}"
+        made = functools.partial(candidates, shape, which, options.sonicmoe)
+        return Problem(label, made, flops, memory=True)
+
+    passes_of = {shape: zip(PASSES, products(shape), strict=True) for shape in shapes}
+    return [problem(shape, which, flops) for shape, found in passes_of.items() for which, flops in found]
 
 
 def products(shape: tuple[int, ...]) -> tuple[float, float, float]:
@@ -53,23 +71,26 @@ def products(shape: tuple[int, ...]) -> tuple[float, float, float]:
     return forward, forward, 2 * forward
 
 
-def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
-    """Ours and the peer, on the same values."""
+def candidates(shape: tuple[int, ...], which: str, folder: Path | None = None) -> list[Candidate]:
+    """Ours and the peers, on the same values; SonicMoE where its folder is given."""
     from cudnn.nn import MoE
 
+    torch.compiler.reset()  # PyTorch compiles a function for a few shapes, and no more
     tokens, hidden, inner, experts, chosen = shape
     layer = MoE(hidden, inner, experts, chosen, device=operands.DEVICE)
     with torch.no_grad():
         layer.router.weight.normal_()
     x = (operands.normal(tokens, hidden) * hidden**-0.5).bfloat16().requires_grad_()
     gradient = operands.normal(tokens, hidden).bfloat16()
-    inputs = [x, *layer.parameters()]
-    peer = torch.compile(functools.partial(plain, chosen), dynamic=False)
+    inputs = [x, layer.up, layer.down, layer.router.weight]
+    grouped = functools.partial(moe_peers.plain, moe_peers.grouped, chosen)
+    compiled = torch.compile(grouped, dynamic=False)
+    loop = functools.partial(moe_peers.plain, moe_peers.one_by_one, chosen)
     with torch.no_grad():
         ours = layer.route(x)[1].indices.long()  # of equal logits, PyTorch may choose another
 
     def check(indices: Any, results: Mapping[str, Any]) -> str:
-        want = passes(lambda: plain(chosen, *inputs, indices=indices), inputs, gradient, which)()
+        want = passes(lambda: grouped(*inputs, indices=indices), inputs, gradient, which)()
         for name, expected in want.items():
             found, expected = results[name].detach().float(), expected.detach().float()
             error = float((found - expected).norm() / expected.norm().clamp(min=1e-9))
@@ -77,43 +98,38 @@ def candidates(shape: tuple[int, ...], which: str) -> list[Candidate]:
                 return f"wrong result: {name} is off by {error:.2e} of its norm, at most {SLACK} is right"
         return ""
 
-    return [
-        Candidate(PEER, lambda: passes(lambda: peer(*inputs), inputs, gradient, which), functools.partial(check, None)),
-        Candidate(
-            OURS, lambda: passes(lambda: layer(x), inputs, gradient, which), functools.partial(check, ours), True
-        ),
+    def candidate(name: str, run: Callable[[], Any], indices: Any = None, given: Sequence[Any] = inputs) -> Candidate:
+        prepare = functools.partial(passes, run, given, gradient, which)
+        return Candidate(name, prepare, functools.partial(check, indices), name == OURS)
+
+    made = [
+        candidate(PEER, lambda: compiled(*inputs)),
+        candidate(LOOP, lambda: loop(*inputs)),
+        candidate(OURS, lambda: layer(x), ours),
     ]
+    if moe_peers.has_transformers():
+        block = moe_peers.transformers_layer(shape, *inputs[1:])
+        given = [x, block.experts.gate_up_proj, block.experts.down_proj, block.gate.weight]
+        peer = candidate(TRANSFORMERS, lambda: block(x[None])[0], given=given)
+
+        def in_blocks(results: Mapping[str, Any]) -> str:
+            return check(None, {n: moe_peers.blocks(found) if n == "up" else found for n, found in results.items()})
+
+        made.insert(1, replace(peer, check=in_blocks))
+    if folder is not None:
+        measured = functools.partial(moe_peers.sonicmoe, folder, shape, which)
+        made.append(Candidate(SONICMOE, outside=measured))
+    return made
 
 
-def passes(run: Callable[[], Any], inputs: list[Any], gradient: Any, which: str) -> Call:
+def passes(run: Callable[[], Any], inputs: Sequence[Any], gradient: Any, which: str) -> Call:
     """A call of one pass."""
     if which == "backward":
         y = run()
-        names = ("x", "up", "down", "router")
-        return lambda: dict(zip(names, torch.autograd.grad(y, inputs, gradient, retain_graph=True), strict=True))
+        return lambda: dict(zip(NAMES, torch.autograd.grad(y, inputs, gradient, retain_graph=True), strict=True))
 
     def forward() -> Mapping[str, Any]:
         with torch.set_grad_enabled(which == "forward"):
             return {"y": run()}
 
     return forward
-
-
-def plain(chosen: int, x: Any, up: Any, down: Any, router: Any, indices: Any = None) -> Any:
-    """The layer in PyTorch; ``up`` in blocks of 32 gates and 32 others. ``indices``: a choice made elsewhere."""
-    experts = len(up)
-    scores = torch.nn.functional.linear(x, router).float().softmax(-1)
-    if indices is None:
-        indices = scores.topk(chosen).indices
-    weights = scores.gather(1, indices)
-    flat = indices.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    ends = counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0).int()
-    h = torch._grouped_mm(x[order // chosen], up.mT, offs=ends)
-    gate, other = h.unflatten(1, (-1, 2, 32)).unbind(2)
-    activated = (torch.nn.functional.silu(gate.float()) * other.float()).to(x.dtype).flatten(1)
-    rows = torch._grouped_mm(activated, down.mT, offs=ends)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=x.device)
-    return (rows[places].view(len(x), chosen, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)

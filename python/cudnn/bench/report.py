@@ -37,14 +37,16 @@ def write_csv(report: Report, path: Path) -> None:
         writer = csv.writer(file)
         ratios = [f"ratio {bound}: {name}" for name in report.yardsticks for bound in Ratio._fields]
         numbers = ["microseconds", "flops", "bytes", "TFLOP/s", "TB/s"]
-        writer.writerow([*_TEXTS, "problem", "name", "ours", *numbers, *ratios, *Reading._fields, "refused"])
+        writer.writerow([*_TEXTS, "problem", "name", "ours", *numbers, *ratios, *Reading._fields, "refused", "memory"])
         for row in report.rows:
             values = [row.microseconds, row.flops, row.bytes, row.teraflops, row.terabytes]
             found = [bound for r in row.ratios for bound in (r or ("",) * len(Ratio._fields))]
             found += [""] * (len(ratios) - len(found))
             texts = [getattr(report, name) for name in _TEXTS]
             reading = row.reading or ("",) * len(Reading._fields)
-            writer.writerow([*texts, row.problem, row.name, int(row.ours), *values, *found, *reading, row.refused])
+            writer.writerow(
+                [*texts, row.problem, row.name, int(row.ours), *values, *found, *reading, row.refused, row.memory]
+            )
 
 
 def read_csv(path: Path) -> Report:
@@ -79,6 +81,7 @@ def read_csv(path: Path) -> Report:
                 line["ours"] == "1",
                 Reading(*reading) if reading else None,
                 line["refused"],
+                float(line.get("memory") or "nan"),
             )
         )
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,10 @@ def main(
     routing: Annotated[
         str, typer.Option(help="Grouped APIs: tokens of experts, uniform or by Zipf's law (zipf).")
     ] = "uniform",
+    quick: Annotated[bool, typer.Option("--quick", help="moe: one shape, in less than 100 s.")] = False,
+    sonicmoe: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
+    ] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
     from_csv: Annotated[
@@ -81,7 +86,16 @@ def main(
         wanted = benchmark.shapes(shapes) if shapes else ()
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
-    options = bench.Options(dtype, wanted, every, no_ab12, routing)
+    if quick:
+        if not benchmark.quick or shapes or every:
+            raise typer.BadParameter("allowed: with moe, and without --shapes and --all.", param_hint="--quick")
+        wanted = (benchmark.quick,)
+    if sonicmoe is not None:
+        if not benchmark.outside or not (sonicmoe / "bench" / "moe-cute.py").is_file():
+            allowed = "with moe, a folder that has bench/moe-cute.py"
+            raise typer.BadParameter(f"got {sonicmoe}; allowed: {allowed}.", param_hint="--sonicmoe")
+        benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
+    options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve())
     raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
 
 
@@ -143,7 +157,8 @@ def table(report: reports.Report) -> Group:
     table.add_column("rate", justify="right", no_wrap=True)
     for name in report.yardsticks:
         table.add_column(f"/ {_short(name, report.yardsticks)}", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    memory = any(row.memory == row.memory for row in report.rows)
+    table.add_column("GB" if memory else "", justify="right" if memory else "left", no_wrap=True)
     before = ""
     for row in report.rows:
         if row.problem != before:
@@ -156,8 +171,11 @@ def table(report: reports.Report) -> Group:
             table.add_row(f"  {row.name}", "not run", style="red")
             continue
         ratios = [_ratio(found) for found in row.ratios]
-        bar = _bar(row.ratios[0].median) if row.ratios and row.ratios[0] else ""
-        table.add_row(f"  {row.name}", f"{row.microseconds:.1f}", row.rate, *ratios, bar, style=style)
+        if memory:
+            last = f"{row.memory * 1e-9:.2f}" if row.memory == row.memory else ""
+        else:
+            last = _bar(row.ratios[0].median) if row.ratios and row.ratios[0] else ""
+        table.add_row(f"  {row.name}", f"{row.microseconds:.1f}", row.rate, *ratios, last, style=style)
     heading = Text(f"{report.title}, {report.dtype}", style="bold")
     refused = [row for row in report.rows if row.refused]
     notes = [Text(f"not run: {row.problem}, {row.name}: {row.refused}", style="red") for row in refused]

@@ -1,0 +1,149 @@
+"""Peers of a whole layer of experts: in PyTorch, in transformers, and SonicMoE in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cudnn.lazy import torch
+
+_SECONDS = 240  # it compiles for more than a minute
+_SCRIPT = """
+import runpy, sys, torch
+sys.path[0], sys.argv = "bench", sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("\\npeak bytes", torch.cuda.max_memory_allocated(), flush=True)
+"""
+
+
+Product = Callable[[Any, Any, Any], Any]
+"""Of rows (R, k), weights (E, n, k) and where each expert's rows end."""
+
+
+def plain(product: Product, chosen: int, x: Any, up: Any, down: Any, router: Any, indices: Any = None) -> Any:
+    """The layer in PyTorch; ``up`` in blocks of 32 gates and 32 others. ``indices``: a choice made elsewhere."""
+    scores = torch.nn.functional.linear(x, router).float().softmax(-1)
+    if indices is None:
+        indices = scores.topk(chosen).indices
+    weights = scores.gather(1, indices)
+    flat = indices.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
+    ends = counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0).int()
+    h = product(x[order // chosen], up, ends)
+    gate, other = h.unflatten(1, (-1, 2, 32)).unbind(2)
+    activated = (torch.nn.functional.silu(gate.float()) * other.float()).to(x.dtype).flatten(1)
+    rows = product(activated, down, ends)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    return (rows[places].view(len(x), chosen, -1).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+
+def grouped(rows: Any, weights: Any, ends: Any) -> Any:
+    """PyTorch's grouped product."""
+    return torch._grouped_mm(rows, weights.mT, offs=ends)
+
+
+def one_by_one(rows: Any, weights: Any, ends: Any) -> Any:
+    """cuBLAS for each expert; the host waits for the sizes."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ weight.T for part, weight in zip(rows.split(sizes), weights.unbind(), strict=True)])
+
+
+def halves(up: Any) -> Any:
+    """Weights (E, 2 I, H) in blocks of 32 as halves, gates first."""
+    return up.unflatten(1, (-1, 2, 32)).transpose(1, 2).flatten(1, 3)
+
+
+def blocks(up: Any) -> Any:
+    """Halves, gates first, as blocks of 32."""
+    return up.unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
+
+
+def has_transformers() -> bool:
+    """Whether Hugging Face transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def transformers_layer(shape: tuple[int, ...], up: Any, down: Any, router: Any) -> Any:
+    """Qwen3-MoE's block of Hugging Face transformers with its experts on ``torch._grouped_mm``, and copied weights."""
+    from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe  # pyright: ignore
+
+    _, hidden, inner, experts, chosen = shape
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=chosen,
+        norm_topk_prob=False,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        block = modeling_qwen3_moe.Qwen3MoeSparseMoeBlock(config)
+    for module, name, weight in (
+        (block.experts, "gate_up_proj", halves(up.detach()).contiguous()),
+        (block.experts, "down_proj", down.detach()),
+        (block.gate, "weight", router.detach()),
+    ):
+        setattr(module, name, torch.nn.Parameter(weight))
+    return block
+
+
+def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, float]:
+    """Seconds of a pass of SonicMoE and, with the backward pass, the peak of memory beside weights and tokens in bytes.
+
+    Its own benchmark, ``bench/moe-cute.py`` in the folder, measures it in a process of its own, on random tokens
+    and a random router. The peak is that of all its passes.
+
+    Raises:
+        RuntimeError: it failed, took more than four minutes, or printed no times.
+    """
+    text, error = _run_sonicmoe(folder, shape)
+    times = sonicmoe_times(text)
+    if which not in times:
+        words = " ".join((error or text).split())[-300:]
+        raise RuntimeError(f"bench/moe-cute.py printed no time of the pass; its last words: {words}")
+    tokens, hidden, inner, experts, _ = shape
+    given = 2.0 * (experts * hidden * (3 * inner + 1) + 2 * tokens * hidden)
+    peak = re.search(r"^peak bytes (\d+)$", text, re.MULTILINE)
+    return times[which], float(peak[1]) - given if peak and which == "backward" else float("nan")
+
+
+@functools.lru_cache(maxsize=1)
+def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
+    """What its benchmark writes. The folder has its packages, and the CuTe DSL that it needs, which is not ours."""
+    paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUTE_DSL_ARCH": "sm_90a"}
+    command = [sys.executable, "-c", _SCRIPT, "bench/moe-cute.py", "--thiek", ",".join(map(str, shape)), "--skip_test"]
+    try:
+        found = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no end within {_SECONDS} s"
+    return found.stdout, found.stderr
+
+
+def sonicmoe_times(text: str) -> dict[str, float]:
+    """Seconds of each pass, from lines that name it and end in milliseconds."""
+    found = {}
+    for line in text.lower().splitlines():
+        time = re.search(r"([\d.]+) ?ms\b", line)
+        if not time:
+            continue
+        if "inference" in line:
+            which = "inference"
+        elif re.search(r"\b(bwd|backward)\b", line) and not re.search(r"\b(fwd|forward|e2e)\b", line):
+            which = "backward"
+        elif re.search(r"\b(fwd|forward)\b", line) and not re.search(r"\b(bwd|backward|e2e)\b", line):
+            which = "forward"
+        else:
+            continue
+        found.setdefault(which, float(time[1]) * 1e-3)
+    return found
