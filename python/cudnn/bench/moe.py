@@ -56,7 +56,7 @@ def problems(options: Options) -> list[Problem]:
             shapes |= {(tokens, hidden, inner, experts, chosen): f" {model}" for tokens in TOKENS}
 
     def problem(shape: tuple[int, ...], which: str, flops: float) -> Problem:
-        label = f"{'x'.join(map(str, shape))}{shapes[shape]}, {which}"
+        label = f"{'x'.join(map(str, shape))}{shapes[shape]} {which}"
         made = functools.partial(candidates, shape, which, options.sonicmoe)
         return Problem(label, made, flops, memory=True)
 
