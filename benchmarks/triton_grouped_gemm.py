@@ -16,7 +16,7 @@ import triton.language as tl
 
 def configurations() -> list[triton.Config]:
     """Tiles that fit into Hopper's shared memory."""
-    tiles = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4))
+    tiles = ((128, 256, 64, 3, 8), (128, 128, 64, 4, 4))
     return [
         triton.Config({"TILE_M": m, "TILE_N": n, "TILE_K": k}, num_stages=stages, num_warps=warps)
         for m, n, k, stages, warps in tiles

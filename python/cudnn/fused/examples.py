@@ -23,12 +23,14 @@ class Comparison:
         return self.error <= self.allowed
 
 
-def draw(spec: TensorSpec, shape: Sequence[int], device: str) -> Any:
-    """Random float32 values, or one value, for an input; drawn on the CPU, the same for every device."""
+def draw(spec: TensorSpec, shape: Sequence[int], device: str, drawn_on: str = "cpu") -> Any:
+    """Random float32 values, or one value, for an input; drawn on the CPU, they are the same for every device."""
     if isinstance(spec.draw, float):
-        values = torch.full(tuple(shape), spec.draw)
+        values = torch.full(tuple(shape), spec.draw, device=drawn_on)
+    elif spec.draw == "normal":
+        values = torch.randn(*shape, device=drawn_on)
     else:
-        values = torch.randn(*shape) if spec.draw == "normal" else torch.rand(*shape) + 0.5
+        values = torch.rand(*shape, device=drawn_on) + 0.5
     return values.to(device)
 
 

@@ -10,6 +10,7 @@ from cudnn.api_base import TupleDict
 from cudnn.cli.programs import Problem, Program
 from cudnn.cli.programs.gemm_operands import judge
 from cudnn.fused.examples import Comparison, draw
+from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm, operands
 from cudnn.lazy import torch
 
@@ -40,16 +41,18 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> Problem
     return Problem(lambda: wrapper(**arguments), compared)
 
 
-def inputs(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> dict[str, Any]:
-    """Random inputs of bfloat16 by name; weights, and their addresses where an API takes nothing else."""
-    sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True)))
-    given = api.blank(shape, "bf16", device)
+def inputs(
+    api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16", drawn_on: str = "cpu"
+) -> dict[str, Any]:
+    """Random inputs by name, of a kind of operands; weights, and their addresses where an API takes nothing else."""
+    sizes = api.example_sizes(dict(zip(api.example[0], shape, strict=True))) | {"vector": OPERAND_TYPES[kind].vector}
+    given = api.blank(shape, kind, device)
     for spec in (*operands(), *api.tensors) if api.takes_addresses() else api.tensors:
         if spec.name in given:
             if spec.draw == "ends":
                 values = ends(sizes["experts"], sizes[api.tokens], device)
             else:
-                values = draw(spec, spec.layout.shape(sizes), device)
+                values = draw(spec, spec.layout.shape(sizes), device, drawn_on)
             given[spec.name].copy_(values)
     if api.takes_addresses():
         given["b_ptrs"] = torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=device)
