@@ -263,8 +263,10 @@ def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_h
     assert not extra & {address(pack) for pack in packs}
     assert len(plan.packs) == bound
 
+    plan.calls[2 << 40] = (packs[2],)
     for i in range(ExecutionPlan.MAX_MISSES):
         plan.pack(key(5000 + i))
+    assert not plan.calls  # they held packs that are destroyed
     newest = key(5000 + ExecutionPlan.MAX_MISSES - 1)
     assert newest in plan.packs  # the first ones made room
     assert key(1) not in plan.packs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -188,13 +189,16 @@ class Recorder:
 
     def __init__(self) -> None:
         self.packs: dict[Any, Any] = {}
+        self.calls: dict[int, Any] = {}
         self.argument, self.launched, self.checked, self.elsewhere = 0, 0, 0, 0
+        self.last: Any = None
 
     def pack(self, key: Any) -> Any:
-        return self.packs.setdefault(key, 1)
+        return self.packs.setdefault(key, key)
 
-    def launch(self, *_: Any) -> int:
+    def launch(self, *arguments: Any) -> int:
         self.launched += 1
+        self.last = arguments
         return 0
 
     def failure(self, status: int) -> Exception:
@@ -217,7 +221,7 @@ class Bound:
 
 
 class Handle:
-    device, ptr, argument = -1, 1, 0  # the device of CPU tensors
+    device, ptr, argument = -1, 1, 1  # the device of CPU tensors
 
 
 @pytest.fixture
@@ -241,6 +245,22 @@ def test_types_are_compared_where_addresses_are_known(call: tuple[Any, Recorder]
     run({1: x.view(torch.int32), 2: scalar})
     run({1: x, 2: scalar.view(torch.int32)})
     assert (plan.launched, plan.checked, plan.elsewhere) == (3, 0, 2)
+
+
+def test_each_call_gets_its_own_addresses_and_handle(call: tuple[Any, Recorder]) -> None:
+    run, plan = call
+    tensors = [torch.zeros(4, 8), torch.zeros(4, 8)], [torch.ones(1), torch.ones(1)]
+    handles = [Handle(), Handle()]
+    for number, handle in enumerate(handles, 1):
+        handle.ptr, handle.argument = number, number
+    calls = [*itertools.product(*tensors, handles)]
+    for x, scalar, handle in [*calls, *calls, *calls, *(one for one in calls for _ in range(3))]:
+        run({1: x, 2: scalar}, None, handle)
+        assert plan.last == (handle.ptr, plan.argument, (x.data_ptr(), scalar.data_ptr(), 0, handle.ptr))
+    handle = handles[0]
+    handle.ptr, handle.argument = 0, None  # destroyed
+    run({1: tensors[0][0], 2: tensors[1][0]}, None, handle)
+    assert plan.last[-1][-1] == 0  # looked for among the packs, where a real plan would refuse it
 
 
 def test_all_is_checked_that_is_new_and_not_like_what_was_accepted(call: tuple[Any, Recorder]) -> None:
