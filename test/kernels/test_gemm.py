@@ -28,6 +28,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
 )
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
+from cudnn_kernels.schedule.tiles import share  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 from support.selection import brief, in_turn  # noqa: E402
@@ -257,6 +258,20 @@ def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: 
     schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
     launch = check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
     assert launch.grid[2] > 4 or not choice.get("dynamic")
+
+
+@given(st.integers(1, 5000), st.integers(1, 148))
+def test_as_few_clusters_as_take_no_more_turns(tiles: int, clusters: int) -> None:
+    found, turns = share(tiles, clusters), -(-tiles // clusters)
+    assert -(-tiles // found) == turns
+    assert found == 1 or -(-tiles // (found - 1)) > turns
+
+
+def test_a_grid_of_as_many_clusters() -> None:
+    """Five tiles take four CTAs two turns, and three."""
+    c = configured(HOPPER, PLAIN[0], tile=(128, 128))
+    _, _, report = gemm.run(HOPPER, c, 128, 5 * 128, 64, multiprocessors=4)
+    assert report.launches[0].grid[2] == 3
 
 
 def test_a_warpgroup_without_rows_multiplies_nothing() -> None:

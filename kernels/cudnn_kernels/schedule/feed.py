@@ -3,9 +3,10 @@
 Where a tile is found by arithmetic, every role computes it. Where it takes a search, or an answer of the hardware, one
 warp of the CTA finds it, ahead of the others, and puts it in a small ring in shared memory that all other roles read.
 
-Clusters take every n-th tile, of n clusters, or what Blackwell's cluster launch control hands out: then there are as
-many clusters as tiles, most of which never start; a running one cancels one that has not, and takes its tile. Clusters
-that are done early take more, which is for tiles that differ in what they cost.
+Clusters take every n-th tile, of n clusters, as few as take no more turns than all would; or what Blackwell's cluster
+launch control hands out: then there are as many clusters as tiles, most of which never start; a running one cancels one
+that has not, and takes its tile. Clusters that are done early take more, which is for tiles that differ in what they
+cost.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cutlass import Int32, const_expr
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineClcFetchAsync
 
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
-from cudnn_kernels.schedule.tiles import Extent, Tiles, Work
+from cudnn_kernels.schedule.tiles import Extent, Tiles, Work, share
 
 STAGES = 4
 NONE = 1 << 30  # the number of no tile
@@ -137,7 +138,7 @@ class Feed:
     def serve(self) -> None:
         """One warp: finds the tiles for all roles. With cluster launch control, that of the first CTA asks for all."""
         stage, phase = Int32(0), Int32(1)
-        index, more, ends = self.index, Int32(1), Int32(self.ends)
+        index, step, more, ends = self.index, self.step, Int32(1), Int32(self.ends)
         state = self.tiles.start()
         if const_expr(self.dynamic):
             writer, reader = self.queries.make_producer(), self.queries.make_consumer()
@@ -152,7 +153,12 @@ class Feed:
             more = work.valid
             ends -= 1 - more
             if const_expr(not self.dynamic):
-                index += self.step
+                if const_expr(not self.tiles.counts):
+                    if index == self.index and more != 0:
+                        # All have their first tile. The others are for as many clusters as take no more turns.
+                        step = share(self.tiles.all(self.parameters) - self.step, self.step)
+                        index = self.step - step + self.index if self.index < step else Int32(NONE)
+                index += step
             elif more != 0:  # whoever was told that there are no more may not ask again
                 if leads:
                     free = writer.acquire_and_advance()

@@ -64,6 +64,7 @@ class Tiles(ABC):
     clips_k = False  # whether k tiles end where experts do
     clips_rows = False  # whether tiles of rows do
     row_offsets = ""  # the argument that says where groups of rows end
+    counts = True  # whether the host knows how many tiles there are
 
     def __init__(self, declaration: Any, rows: int, columns: int) -> None:
         self.o, self.rows, self.columns = declaration, rows, columns
@@ -83,6 +84,11 @@ class Tiles(ABC):
     def limit(self, parameters: Any) -> Any:
         """How many tiles there can be, at most."""
         return self.extent(parameters).limit
+
+    def clusters(self, parameters: Any, most: Any) -> Any:
+        """How many clusters to start, on the host, of ``most`` at a time."""
+        count = self.limit(parameters)
+        return share(count, most) if self.counts else cutlass.min(count, most)
 
     @abstractmethod
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
@@ -131,6 +137,8 @@ class DenseTiles(Tiles):
 class GroupedRowsTiles(Tiles):
     """Strips of each expert's product, experts one after the other."""
 
+    counts = False
+
     def __init__(self, declaration: Any, rows: int, columns: int) -> None:
         super().__init__(declaration, rows, columns)
         self.clips_rows = declaration.aligned % rows != 0
@@ -144,6 +152,10 @@ class GroupedRowsTiles(Tiles):
 
     def last(self, group: Any) -> tuple[Any, Any, Any]:
         return Int32(0), group, Int32(0)
+
+    def all(self, parameters: Any) -> Int32:
+        """How many tiles there are. All lanes of a warp take part."""
+        return all_tiles(parameters[SIZES], self.extent(parameters).tile_columns, self.rows)
 
     def find(self, parameters: Any, index: Any, state: Any) -> tuple[Work, Any]:
         e, offsets = self.extent(parameters), parameters[SIZES]
@@ -192,6 +204,15 @@ def tiles_of(declaration: Any, rows: int, columns: int) -> Tiles:
     return TILES[type(declaration)](declaration, rows, columns)
 
 
+def share(tiles: Any, clusters: Any) -> Any:
+    """The fewest clusters, of so many, that take no more turns for the tiles than all of them: the SMs that would have
+    nothing to do in the last turn leave the others their power in all.
+    """
+    most = cutlass.max(cutlass.min(tiles, clusters), 1)
+    turns = cutlass.max((tiles + (most - 1)) // most, 1)
+    return (tiles + (turns - 1)) // turns
+
+
 def strips(index: Any, m: Any, n: Any, height: int) -> tuple[Any, Any]:
     """Row and column of a tile where m x n tiles are taken ``height`` rows at a time, column after column.
 
@@ -212,6 +233,20 @@ def expert_range(offsets: cute.Tensor, expert: Int32) -> tuple[Int32, Int32, Int
         if expert > 0:
             start = offsets[expert - 1]
     return start, end, valid
+
+
+@cute.jit
+def all_tiles(offsets: cute.Tensor, n: Int32, height: cutlass.Constexpr[int]) -> Int32:
+    """The tiles of all experts, n to a row. Each lane counts those of every 32nd expert."""
+    expert, tiles = cute.arch.lane_idx(), Int32(0)
+    while expert < offsets.shape[0]:
+        start, end, _ = expert_range(offsets, expert)
+        tiles += (end - start + (height - 1)) // height * n
+        expert += WARP
+    cute.arch.sync_warp()
+    for step in cutlass.range_constexpr(5):
+        tiles += cute.arch.shuffle_sync_bfly(tiles, 1 << step)
+    return tiles
 
 
 @cute.jit

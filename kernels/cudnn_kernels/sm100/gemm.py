@@ -100,9 +100,8 @@ class Gemm:
         scheduled = self.tiles.prepare(a, b, arguments)
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         parameters = self.epilogue.prepare(arguments)
-        clusters = self.tiles.limit(scheduled)
-        if const_expr(not c.dynamic):
-            clusters = cutlass.min(clusters, arguments["multiprocessors"] // (cm * cn))
+        most = arguments["multiprocessors"] // (cm * cn)
+        clusters = self.tiles.limit(scheduled) if const_expr(c.dynamic) else self.tiles.clusters(scheduled, most)
         factors = tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else ()
         copied = [operand for operand in operands if operand.name not in c.gathers]
         made = [operand.descriptor(views[operand.name]) for operand in copied]

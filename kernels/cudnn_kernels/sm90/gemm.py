@@ -106,7 +106,7 @@ class Gemm:
         cm, cn = self.c.cluster
         scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
-        clusters = cutlass.min(self.tiles.limit(scheduled), arguments["multiprocessors"] // self.cluster.size)
+        clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // self.cluster.size)
         layouts = [cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1)]
         if const_expr(self.tiles.clips_k):
             a, b = ending(a, 1), ending(b, 1)

@@ -17,6 +17,7 @@ from cudnn_kernels.problem import GemmProblem, Operand
 
 MANY_COLUMNS = 8192
 SHORT = 4096  # k of an expert's product, where hiding the epilogue pays
+DEEP = 4096  # k from which an epilogue is too short a part for that
 ALONE = 64  # bits that an epilogue stages for each of the accumulator's columns, where each warpgroup has a tile
 
 
@@ -61,11 +62,12 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
     each has 128 x 192 of its own, which is 2 to 5 per cent faster; quantisers and rotations would not find registers
     then. Where experts' products have short k, such tiles are 2 to 20 per cent faster, and so are 128 x 128 with a gate
-    and two tensors, or with quantisers to 8 bits: one tile's epilogue is hidden behind the next one's products. 8
-    bits: a second set of accumulators leaves room for 192 columns, or for 128 where the epilogue does not take
-    those. With factors of sums, half of 256 columns are promoted at a time: as many registers, whole blocks of B,
-    and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through the epilogue together, a tile
-    has no more, or registers would be spilled. Clusters of two CTAs share B.
+    and two tensors, or with quantisers to 8 bits: one tile's epilogue is hidden behind the next one's products. Where
+    their k is long, both share 256 x 128, and two CTAs share A, which was up to 8 per cent faster. Rows that are
+    gathered arrive too slowly for two tiles. 8 bits: a second set of accumulators leaves room for 192 columns, or for
+    128 where the epilogue does not take those. With factors of sums, half of 256 columns are promoted at a time: as
+    many registers, whole blocks of B, and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through
+    the epilogue together, a tile has no more, or registers would be spilled. Clusters of two CTAs share B.
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. The CTAs of a cluster fetch equal
@@ -77,8 +79,11 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     wide = 192 if (bits == 8) != bool(scale) else 256
     many = problem.n >= MANY_COLUMNS and not problem.halves
     depth = problem.k // (problem.groups if problem.schedule.splits_k else 1)
-    short = problem.schedule.searches and depth <= SHORT and not scale
+    gathered = bool(problem.a.index or problem.b.index)
+    grouped = bits == 16 and problem.schedule.searches and not gathered
+    short = grouped and depth <= SHORT
     turns = 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256) if short else many
+    one = len(needs.staged) == 1 and not needs.registers
     if needs.width > 1:
         alone = bits == 16 and needs.bits <= ALONE and not needs.registers and not scale
         choice |= {"part": 32, "pingpong": alone}
@@ -89,14 +94,16 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, wide), "part": part}
         elif bits == 8:
             choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
-        elif bits == 16 and short and needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32):
+        elif short and needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32):
             choice = {"tile": (128, 128), "part": 32, "pingpong": True}
-        elif bits == 16 and short and needs.width < 1 and len(needs.staged) == 2 and not needs.registers:
+        elif short and needs.width < 1 and len(needs.staged) == 2 and not needs.registers:
             choice = {"tile": (128, 128), "part": 64, "pingpong": True}
-        elif bits == 16 and turns and len(needs.staged) == 1 and not needs.registers:
+        elif grouped and depth >= DEEP and one:
+            choice = {"tile": (256, 128), "part": 64, "cluster": (1, 2)}
+        elif turns and one and not gathered:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
     if bits == 8 or scale:
         choice["promote"] = scale.vector * bits // (8 * K_BYTES) if scale else 1
-    return configured(problem, cluster=(2, 1), **choice)
+    return configured(problem, **{"cluster": (2, 1), **choice})
