@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import itertools
@@ -28,6 +29,7 @@ from cudnn.bench import (
     Ratio,
     Reading,
     Row,
+    attention,
     declared,
     gemm,
     grouped,
@@ -441,7 +443,7 @@ def sonicmoe_folder(path: Path) -> Path:
 
 
 def test_options_of_moe_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench.find("moe").quick == moe.SHAPES[1]
+    assert bench.find("moe").quick == (moe.SHAPES[1],)
     for option in (["--quick"], ["--sonicmoe", str(sonicmoe_folder(tmp_path))]):
         code, output = invoke("gemm_amax", *option)
         assert code == 2
@@ -452,6 +454,21 @@ def test_options_of_moe_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(moe_peers, "_run_sonicmoe", lambda *given: ("", "Traceback\n  File 'x'\nKeyError: 'no'"))
     with pytest.raises(RuntimeError, match=r"printed no time of the pass; its last words: .*KeyError"):
         moe_peers.sonicmoe(tmp_path, (1, 64, 32, 1, 1), "forward")
+
+
+def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    benchmark, shape = bench.find("sdpa"), (2, 70, 4, 2, 64, 64)
+    for case in (attention.Case(*shape), attention.Case(*shape, causal=True, window=20, dtype="fp16")):
+        for which in attention.PASSES:
+            found = [x for x in attention.candidates(case, which) if x.name != attention.FLEX]
+            assert [x.check(x.prepare()()) for x in found] == [""] * len(found), (case.label, which)
+            assert found[-1].ours
+            assert "wrong result: " in found[-1].check(collections.defaultdict(lambda: torch.zeros(2, 4, 70, 64)))
+    assert attention.Case(1, 4, 1, 1, 8, 8, causal=True, window=1).flops("forward") == 2 * (8 - 2) * 16
+    assert len(benchmark.problems(bench.Options("bf16", benchmark.quick, quick=True))) == 5
+    assert len(benchmark.problems(bench.Options("bf16", all=True))) > 100
 
 
 def test_layers_of_models_and_routings() -> None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from cudnn import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = (*registry.packages(), "moe")
-"""Names of the fused APIs, and of a whole layer of experts."""
+BENCHMARKS = (*registry.packages(), "moe", "sdpa")
+"""Names of the fused APIs, of a whole layer of experts, and of attention."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
@@ -28,7 +28,8 @@ Call = Callable[[], Mapping[str, Any]]
 @dataclass(frozen=True)
 class Options:
     """What the user asked for. Without ``shapes``: the benchmark's own, ``all`` of them or the first few. ``routing``:
-    how tokens are spread over experts, where there are such. ``sonicmoe``: the folder of SonicMoE, a peer.
+    how tokens are spread over experts, where there are such. ``sonicmoe``: the folder of SonicMoE, a peer. ``quick``:
+    in less time.
     """
 
     dtype: str
@@ -37,6 +38,7 @@ class Options:
     without_optional: bool = False
     routing: str = "uniform"
     sonicmoe: Path | None = None
+    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Benchmark:
     problems: Callable[[Options], list[Problem]]
     optional: str = ""  # a result that may be left out
     routings: tuple[str, ...] = ("uniform",)
-    quick: tuple[int, ...] = ()
+    quick: tuple[tuple[int, ...], ...] = ()
     outside: str = ""
 
     def shapes(self, text: str) -> tuple[tuple[int, ...], ...]:
@@ -78,12 +80,13 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
-    from cudnn.bench import declared, grouped, moe, whole
+    from cudnn.bench import attention, declared, grouped, moe, whole
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    if name == moe.NAME:
-        return moe.benchmark()
+    for module in (moe, attention):
+        if name == module.NAME:
+            return module.benchmark()
     api: Any = registry.find(name)
     kinds = {DenseGemm: declared.benchmark, ExpertsGemm: grouped.benchmark}
     return next((made for kind, made in kinds.items() if issubclass(api, kind)), whole.benchmark)(api)
@@ -195,6 +198,7 @@ def host_seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 GPU = Clock(gpu_seconds, rounds=6, burst=40e-3, warm=10e-3, summary=statistics.median)
+QUICK = replace(GPU, rounds=4, burst=20e-3)
 HOST = Clock(host_seconds, rounds=40, burst=1e-3, warm=0.2e-3, summary=min)
 """The least of 40 bursts of some 200 calls."""
 

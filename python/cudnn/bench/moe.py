@@ -42,7 +42,7 @@ def benchmark() -> Benchmark:
         dtypes=("bf16",),
         dimensions={"T": 1, "H": 64, "I": 32, "E": 1, "K": 1},
         problems=problems,
-        quick=SHAPES[1],
+        quick=(SHAPES[1],),
         outside=SONICMOE,
     )
 

@@ -27,7 +27,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"The fused API, or moe: {', '.join(bench.BENCHMARKS)}.")] = "",
+    name: Annotated[str, typer.Argument(help=f"The fused API, moe or sdpa: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
     every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
@@ -37,7 +37,9 @@ def main(
     routing: Annotated[
         str, typer.Option(help="Grouped APIs: tokens of experts, uniform or by Zipf's law (zipf).")
     ] = "uniform",
-    quick: Annotated[bool, typer.Option("--quick", help="moe: one shape, in less than 100 s.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="moe and sdpa: few shapes, in less than 100 and 60 s.")
+    ] = False,
     sonicmoe: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
     ] = None,
@@ -88,14 +90,16 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--shapes") from None
     if quick:
         if not benchmark.quick or shapes or every:
-            raise typer.BadParameter("allowed: with moe, and without --shapes and --all.", param_hint="--quick")
-        wanted = (benchmark.quick,)
+            raise typer.BadParameter(
+                "allowed: with moe and sdpa, and without --shapes and --all.", param_hint="--quick"
+            )
+        wanted = benchmark.quick
     if sonicmoe is not None:
         if not benchmark.outside or not (sonicmoe / "bench" / "moe-cute.py").is_file():
             allowed = "with moe, a folder that has bench/moe-cute.py"
             raise typer.BadParameter(f"got {sonicmoe}; allowed: {allowed}.", param_hint="--sonicmoe")
         benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
-    options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve())
+    options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
     raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
 
 

@@ -1,0 +1,268 @@
+"""Benchmark of attention, forward and backward: beside FlashAttention-4, where it is installed, cuDNN and PyTorch.
+
+FlashAttention-4: ``pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torch-c-dlpack-ext einops``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, operands
+from cudnn.lazy import torch
+from cudnn.sdpa import SdpaBackward, SdpaForward
+
+NAME = "sdpa"
+OURS, FLASH, GRAPH, FLEX = "cudnn.sdpa", "FlashAttention-4", "cuDNN", "flex attention"
+SHAPES = (
+    (4, 4096, 16, 16, 128, 128), (1, 16384, 16, 16, 128, 128), (4, 4096, 32, 32, 64, 64), (2, 8192, 16, 16, 192, 128),
+    (4, 4096, 8, 8, 256, 256), (1, 16384, 8, 8, 256, 256), (4, 4096, 16, 2, 256, 256),
+)  # fmt: skip
+"""Batch, sequence, heads of q, heads of k and v, elements of a head, those of v's."""
+LENGTHS = tuple(1 << i for i in range(9, 18))
+TOKENS = 16384
+MODELS = {"128": (32, 8, 128, 128), "256": (8, 8, 256, 256)}
+"""Heads and their sizes, for all lengths."""
+WINDOW = 1024
+ROWS = 512  # of q, for which the exact result is computed at a time
+SLACK = 0.01  # of the norm; rounding to bfloat16 costs 0.003
+PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, and the keys that a row sees: all, or with ``causal`` up to its own, of which ``window`` before it."""
+
+    batch: int
+    length: int
+    heads: int
+    key_heads: int
+    head: int
+    head_v: int
+    causal: bool = False
+    window: int = 0
+    dtype: str = "bf16"
+
+    @property
+    def label(self) -> str:
+        """The shape and the mask."""
+        sizes = (self.batch, self.length, self.heads, self.key_heads, self.head, self.head_v)
+        mask = f"window {self.window}" if self.window else "causal" if self.causal else "full"
+        return f"{'x'.join(map(str, sizes))} {mask}"
+
+    def flops(self, which: str) -> float:
+        """Two products forward and five backward, of the scores that count."""
+        seen = self.length**2 / (1 + self.causal)
+        if self.window:
+            hidden = max(self.length - self.window - 1, 0)
+            seen -= hidden**2 / 2
+        share = self.head + self.head_v if which == "forward" else 3 * self.head + 2 * self.head_v
+        return 2.0 * self.batch * self.heads * seen * share
+
+    def bytes(self, which: str) -> float:
+        """Each operand and result once."""
+        queries, keys = self.batch * self.heads * self.length, self.batch * self.key_heads * self.length
+        passes = 1 if which == "forward" else 2  # and dO
+        size = self.head + self.head_v
+        return 2.0 * (passes * size * (queries + keys) + (passes - 1) * self.head_v * queries) + 4.0 * queries
+
+
+def benchmark() -> Benchmark:
+    """The benchmark: a shape is batch, sequence, heads of q, heads of k and v, elements of a head, those of v's."""
+    return Benchmark(
+        title="Attention",
+        yardsticks=(FLASH, GRAPH),
+        dtypes=("bf16", "fp16"),
+        dimensions={"B": 1, "S": 1, "HQ": 1, "HK": 1, "D": 8, "DV": 8},
+        problems=problems,
+        quick=(SHAPES[0], SHAPES[4]),
+    )
+
+
+def cases(options: Options) -> list[Case]:
+    """What is measured: full and causal; on request all lengths, and windows; little where it has to be quick."""
+    shapes: Any = options.shapes or SHAPES
+    found: list[Any] = [
+        (shape, causal, 0) for shape in shapes for causal in ((True,) if options.quick else (False, True))
+    ]
+    if options.all and not options.shapes:
+        for heads in MODELS.values():
+            for length in LENGTHS:
+                shape = (max(TOKENS // length, 1), length, *heads)
+                found += [(shape, causal, 0) for causal in (False, True)]
+                found += [(shape, True, WINDOW)] * (length > WINDOW)
+    return [Case(*shape, causal, window, options.dtype) for shape, causal, window in found]
+
+
+def problems(options: Options) -> list[Problem]:
+    """Both passes of each case, and the copy that the roofline needs."""
+    clock = QUICK if options.quick else GPU
+    found = [
+        Problem(
+            f"{case.label}, {which}", functools.partial(candidates, case, which, options.quick), case.flops(which),
+            case.bytes(which), clock,
+        )
+        for case in cases(options)
+        for which in PASSES
+    ]  # fmt: skip
+    return [*found, Problem("device copy", gemm.copy_candidates, bytes=2.0 * gemm.COPY_BYTES, clock=clock)]
+
+
+def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
+    """All that can compute the case; flex attention, which takes long to compile, only where there is time."""
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    q, k, v, do = (
+        operands.normal(case.batch, case.length, heads, head).to(kind).transpose(1, 2)
+        for heads, head in ((case.heads, case.head), (case.key_heads, case.head), (case.key_heads, case.head_v),
+                            (case.heads, case.head_v))
+    )  # fmt: skip
+    check = functools.partial(wrong, exact(case, q, k, v, do, which))
+    kinds: dict[str, Callable[..., Call]] = {FLASH: flash_attention, GRAPH: graph, FLEX: flex_attention, OURS: ours}
+    if importlib.util.find_spec("flash_attn") is None:
+        del kinds[FLASH]
+    if quick:
+        del kinds[FLEX]
+    if (case.head, case.head_v) not in (SdpaForward if which == "forward" else SdpaBackward).head_sizes:
+        del kinds[OURS]
+    return [
+        Candidate(name, functools.partial(make, case, which, q, k, v, do), check, name == OURS)
+        for name, make in kinds.items()
+    ]
+
+
+def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, Any]:
+    """The results in float32 of the first batch and its first head of k, some rows of q at a time."""
+    share = case.heads // case.key_heads
+    q, k, v, do = (x[0, :heads].float() for x, heads in ((q, share), (k, 1), (v, 1), (do, share)))
+    scale = case.head**-0.5
+    keys = torch.arange(case.length, device=q.device)
+    parts: list[Any] = []
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for first in range(0, case.length, ROWS):
+        rows = slice(first, first + ROWS)
+        place = keys[rows, None]
+        scores = scale * q[:, rows] @ k.mT
+        if case.causal:
+            scores.masked_fill_(keys > place, -torch.inf)
+        if case.window:
+            scores.masked_fill_(keys < place - case.window, -torch.inf)
+        p = scores.softmax(-1)
+        o = p @ v
+        if which == "forward":
+            parts.append(o)
+            continue
+        ds = p * (do[:, rows] @ v.mT - (o * do[:, rows]).sum(-1, keepdim=True))
+        parts.append(scale * ds @ k)
+        dk += (scale * ds.mT @ q[:, rows]).sum(0)
+        dv += (p.mT @ do[:, rows]).sum(0)
+    whole = torch.cat(parts, 1)
+    return {"o": whole} if which == "forward" else {"dq": whole, "dk": dk, "dv": dv}
+
+
+def wrong(expected: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """What is wrong with results, of which the first heads of the first batch are known."""
+    for name, want in expected.items():
+        found = results[name][0, : len(want)].detach().float()
+        error = float((found - want).norm() / want.norm().clamp(min=1e-9))
+        if not error <= SLACK:
+            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {SLACK} is right"
+    return ""
+
+
+def ours(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
+    """Our kernels."""
+    options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.window or -1, -1)}
+    o, lse = torch.empty_like(do), torch.empty(q.shape[:3], device=q.device)
+    forward = SdpaForward(q, k, v, o, lse, **options)
+    forward.compile()
+    run, results = functools.partial(forward.execute, q, k, v, o, lse), {"o": o}
+    if which == "backward":
+        run()
+        results = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        backward = SdpaBackward(q, k, v, o, do, lse, *results.values(), **options)
+        backward.compile()
+        run = functools.partial(backward.execute, q, k, v, o, do, lse, *results.values())
+    return lambda: run() or results
+
+
+def differentiated(run: Callable[..., Any], which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
+    """A pass of a function that autograd knows."""
+    if which == "forward":
+
+        def forward() -> Mapping[str, Any]:
+            with torch.no_grad():
+                return {"o": run(q, k, v)}
+
+        return forward
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = run(*inputs)
+    gradients = functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True)
+    return lambda: dict(zip(("dq", "dk", "dv"), gradients(), strict=True))
+
+
+def flash_attention(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
+    """FlashAttention-4, whose tensors are (b, s, h, d)."""
+    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    window = (case.window, 0) if case.window else (None, None)
+    options = {"causal": case.causal and not case.window, "window_size": window}
+
+    def run(*tensors: Any) -> Any:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in tensors), **options)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return differentiated(run, which, q, k, v, do)
+
+
+def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
+    """cuDNN, through the Graph API."""
+    import cudnn
+
+    kinds = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+    bounds = {"diagonal_band_right_bound": 0} if case.causal else {}
+    bounds |= {"diagonal_band_left_bound": case.window + 1} if case.window else {}
+    options: dict[str, Any] = {"attn_scale": case.head**-0.5, **bounds}
+
+    def built(made: Any, given: Mapping[Any, Any], written: Mapping[Any, Any]) -> Callable[[], Any]:
+        for tensor, x in written.items():
+            tensor.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride()))
+        made.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        workspace = torch.empty(made.get_workspace_size(), dtype=torch.uint8, device=q.device)
+        return functools.partial(made.execute, {**given, **written}, workspace)
+
+    def new() -> Any:
+        wide = cudnn.data_type.FLOAT
+        return cudnn.pygraph(io_data_type=kinds[q.dtype], intermediate_data_type=wide, compute_data_type=wide)
+
+    o, stats = torch.empty_like(do), torch.empty((*q.shape[:3], 1), device=q.device)
+    made = new()
+    tensors = {made.tensor_like(x): x for x in (q, k, v)}
+    to, tstats = made.sdpa(*tensors, generate_stats=True, **options)
+    tstats.set_data_type(cudnn.data_type.FLOAT)
+    run, results = built(made, tensors, {to: o, tstats: stats}), {"o": o}
+    if which == "backward":
+        run()
+        results = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
+        made = new()
+        tensors = {made.tensor_like(x): x for x in (q, k, v, o, do)}
+        tstats = made.tensor_like(stats)
+        gradients = made.sdpa_backward(*tensors, tstats, **options)
+        run = built(made, {**tensors, tstats: stats}, dict(zip(gradients, results.values(), strict=True)))
+    return lambda: run() or results
+
+
+def flex_attention(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
+    """PyTorch's flex attention, compiled, with a block mask."""
+    from torch.nn.attention import flex_attention as flex  # pyright: ignore[reportMissingImports]
+
+    def visible(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        return (key <= row) & (key >= row - case.window) if case.window else key <= row
+
+    torch._dynamo.reset()
+    mask = flex.create_block_mask(visible, None, None, case.length, case.length, str(q.device)) if case.causal else None
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    run = functools.partial(compiled, block_mask=mask, enable_gqa=case.heads != case.key_heads)
+    return differentiated(run, which, q, k, v, do)
