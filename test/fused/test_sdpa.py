@@ -10,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn.sdpa import (
+    SdpaBackward,
     SdpaForward,
     SdpafwdSm100D256,
     sdpa_bwd_wrapper_sm100_d256,
@@ -106,6 +107,14 @@ def test_rows_that_see_nothing() -> None:
     assert (o[0, 0, :4] == 0).all()
     assert torch.equal(lse[0, 0, :4], torch.full((4,), -torch.inf))
     assert lse[0, 0, 4:].isfinite().all()
+
+
+def test_deterministic_gradients_of_heads_of_256_are_refused() -> None:
+    q, lse = matrix(1, 32, 2), torch.empty(1, 2, 32)
+    with pytest.raises(NotImplementedError, match=r"deterministic.*64, 128"):
+        SdpaBackward(q, q, q, q, q, lse, q, q, q, deterministic=True, arch="sm_90a").check_support()
+    half = [x[..., :128] for x in (q,) * 8]
+    SdpaBackward(*half[:5], lse, *half[5:], deterministic=True, arch="sm_90a").check_support()
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
     brief(
         [
             ("sm_90a", PAIRED, replace(PACKED, heads=(2, 1), left=60)),
-            ("sm_90a", BACKWARD, SHORT),
+            ("sm_90a", replace(BACKWARD, deterministic=True), SHORT),
             (
                 "sm_90a",
                 replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
@@ -195,6 +195,8 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
             ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2))),
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
             ("sm_90a", PAIRED, replace(PACKED, left=60)),
+            ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
+            ("sm_90a", replace(BACKWARD, deterministic=True), Problem(((150, 290), (70, 400)), packed=True, left=100)),
         ],
         1,
         3,

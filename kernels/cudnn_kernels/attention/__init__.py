@@ -96,7 +96,8 @@ class Rows:
 class BackwardConfiguration:
     """dQ, dK and dV; the fields are those of :class:`ForwardConfiguration`.
 
-    ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS.
+    ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
+    in the order of keys.
     """
 
     dtype: str
@@ -109,6 +110,7 @@ class BackwardConfiguration:
     pair: bool = False
     compressed: bool = False
     lse: str = "by head"
+    deterministic: bool = False
 
     @property
     def kernel(self) -> str:
@@ -131,4 +133,6 @@ class BackwardConfiguration:
     def regions(self) -> tuple[Rows, ...]:
         """The regions of the workspace: float32 values of every row."""
         values = {"row_products": 1, "log_sums": 1, "dq_sums": self.head}
+        if self.deterministic:
+            values["turns"] = 1
         return tuple(Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())

@@ -43,19 +43,23 @@ class RowProducts:
 
     def launch(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        dq_sums: cute.Tensor, offsets: Any, stream: Any,
+        dq_sums: cute.Tensor, offsets: Any, stream: Any, turns: Any = None,
     ) -> None:  # fmt: skip
-        """O, dO (s, d, h, b); LSE (s, h, b); D, LSE * log2(e) and dQ's sums with rows rounded up to blocks."""
+        """O, dO (s, d, h, b); LSE (s, h, b); D, LSE * log2(e) and dQ's sums with rows rounded up to blocks.
+
+        ``turns`` become zeros too.
+        """
         blocks = products.shape[0] // (THREADS // WARP)
         zeros = cute.make_tensor(dq_sums.iterator, cute.make_layout((self.c.head, *products.shape)))
-        self.kernel(o, do, lse, products, log_sums, zeros, offsets).launch(
+        counts = None if turns is None else cute.make_tensor(turns.iterator, products.layout)
+        self.kernel(o, do, lse, products, log_sums, zeros, counts, offsets).launch(
             grid=[blocks, o.shape[2], o.shape[3]], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        zeros: cute.Tensor, offsets: Any,
+        zeros: cute.Tensor, counts: Any, offsets: Any,
     ) -> None:  # fmt: skip
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
@@ -85,6 +89,8 @@ class RowProducts:
         if lane == 0:
             products[place, head, batch] = total
             log_sums[place, head, batch] = log_sum
+            if const_expr(counts is not None):
+                counts[place, head, batch] = 0
 
     name(kernel, "cudnn_attention_row_products")
 

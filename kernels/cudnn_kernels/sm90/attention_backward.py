@@ -8,12 +8,15 @@ blocks of keys is added up in global memory, in float32.
 
 Two warpgroups multiply. Each has half of the keys: their S^T and dP^T have keys in rows, so that P^T and dS^T go
 into the products for dV and dK from registers. Only dS passes through shared memory, for dQ, of which each warpgroup
-has half. One warp of a third warpgroup lets the copy engine fetch.
+has half. Of a third warpgroup, one warp lets the copy engine fetch, another one lets it add up dQ.
+
+``deterministic``: additions to a block of queries take turns, in the order of the keys: from the last ones on with
+a causal mask, since their CTAs come to a block first, and from the first ones on without. CTAs start in that order too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -59,11 +62,12 @@ class Block:
 
 @dataclass
 class Values:
-    """What belongs to query rows in the workspace: LSE * log2(e), D, and dQ's sums."""
+    """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them."""
 
     log_sums: cute.Tensor
     products: cute.Tensor
     dq_sums: cute.Tensor
+    turns: Any = None
 
 
 class Backward:
@@ -100,22 +104,28 @@ class Backward:
             self.region(given["workspace"], "row_products", per_row, sizes),
             self.region(given["workspace"], "dq_sums", per_block, sizes),
         )
-        RowProducts(c).launch(o, do, lse, values.products, values.log_sums, values.dq_sums, offsets[0], stream)
+        if const_expr(c.deterministic):
+            values.turns = self.region(given["workspace"], "turns", (self.m, *per_block[2:]), sizes, Int32)
+        RowProducts(c).launch(
+            o, do, lse, values.products, values.log_sums, values.dq_sums, offsets[0], stream, values.turns
+        )  # fmt: skip
         clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
         self.kernel(
-            self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums), offsets, q.shape[0],
-            k.shape[0], q.shape[2] // k.shape[2], scale, given["right"], given["left"],
+            self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets,
+            q.shape[0], k.shape[0], q.shape[2] // k.shape[2], scale, given["right"], given["left"],
         ).launch(
             grid=[self.cluster * clusters, k.shape[2], q.shape[3]], block=[GROUP * (1 + GROUPS), 1, 1],
             cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
         QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)
 
-    def region(self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]) -> cute.Tensor:
-        """A region of the workspace as float32 values."""
+    def region(
+        self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any], kind: Any = Float32
+    ) -> cute.Tensor:  # fmt: skip
+        """A region of the workspace as values of 32 bits."""
         (slot,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
         start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
-        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=Float32)
+        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=kind)
         return cute.make_tensor(first, cute.make_layout(shape))
 
     def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
@@ -171,6 +181,8 @@ class Backward:
         """What this CTA's keys are. All CTAs of a cluster take the same query blocks."""
         c, size = self.c, self.cluster * self.n
         index, head, batch = cute.arch.block_idx()
+        if const_expr(c.deterministic and c.right):
+            index = cute.arch.grid_dim()[0] - 1 - index
         s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
         if const_expr(c.packed):
             batch, cluster = sequences.find_block(offsets[1], index // self.cluster, size)
@@ -262,19 +274,6 @@ class Backward:
         head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
         return values.dq_sums[None, None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
 
-    def add(self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32) -> None:
-        """Adds a part of dQ to a block's sums: four values of a thread at a time, threads next to each other.
-
-        Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
-        """
-        vectors = cute.size(acc) // 4
-        for i in range(vectors):
-            place = cute.domain_offset((thread * 4, part * vectors + i), sums).iterator
-            cute.arch.inline_ptx(
-                "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[place.toint(), *(acc[4 * i + j] for j in range(4))],
-            )
-
     @cute.jit
     def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, width: int, thread256: Int32) -> None:
         """Writes the rows of dK or dV that exist, from shared memory."""
@@ -329,10 +328,13 @@ class AttentionBackward(Backward):
             "k": self.allocate(smem, self.tile(self.n, c.head)), "v": self.allocate(smem, self.tile(self.n, c.head_v)),
             "ds": self.allocate(smem, self.tile(self.m, self.n, STAGES)),
         }  # fmt: skip
+        dq = cute.make_layout((512, self.m * c.head // 512))
+        buffers["dq"] = smem.allocate_tensor(Float32, dq, byte_alignment=128)
         per_row = cute.make_layout((self.m, STAGES))
         buffers |= {x: smem.allocate_tensor(Float32, per_row, byte_alignment=128) for x in ("log_sums", "products")}
         ring = {"full": (STAGES, 1), "empty": (STAGES, 4 * GROUPS)}
         counts = {f"{x}_{state}": count for x in ("q", "do") for state, count in ring.items()}
+        counts |= {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
         barriers = self.barriers(smem, {"kv_full": (1, 1), **counts}, thread)
         block, values = self.block(offsets, queries, keys, right, left, 0), Values(*values)
         if group == 0:
@@ -340,6 +342,8 @@ class AttentionBackward(Backward):
             if warp_index == 0:
                 named = dict(zip(("q", "do", "k", "v"), atoms, strict=True))
                 self.produce(named, buffers, barriers, values, block, group_heads)
+            if warp_index == 1:
+                self.accumulate(buffers["dq"], barriers, values, block, group_heads)
         else:
             cute.arch.setmaxregister_increase(MANY)
             self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, group - 1, thread - GROUP)
@@ -424,7 +428,9 @@ class AttentionBackward(Backward):
         steps = block.end - block.begin
         total = steps * group_heads
         mask, key = block.mask.turned(), block.key + group * ROWS
-        q_full, q_empty, do_full, do_empty = (barriers[x] for x in ("q_full", "q_empty", "do_full", "do_empty"))
+        q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
+            barriers[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
+        )
         if total > 0:
             cute.arch.mbarrier_wait(barriers["kv_full"], 0)
         for step in cutlass.range(total, unroll=1):
@@ -451,7 +457,8 @@ class AttentionBackward(Backward):
             self.multiply(self.key_mma(c.head), acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.release(do_empty + stage)
-            self.add(acc_dq, self.sums(values, block, step, steps, group_heads), group, thread)
+            cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
+            self.hand_over(acc_dq, buffers["dq"], dq_full + group, group, thread)
             warpgroup.wait_group(0)
             self.release(q_empty + stage)
         self.all_multiplying()  # both have used K
@@ -462,6 +469,78 @@ class AttentionBackward(Backward):
             self.put(mma, self.rounded(acc, factor), mine, False, 4, thread)
             self.all_multiplying()
             self.write(buffer, out, block, head, thread256)
+
+    @cute.jit
+    def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:
+        """Writes a part of dQ to where the copy engine adds it from: four values of each thread after the other's."""
+        vectors = cute.size(acc) // 4
+        for i in cutlass.range_constexpr(vectors):
+            four = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(4):
+                four[j] = acc[4 * i + j]
+            cute.autovec_copy(four, cute.local_tile(buffer[None, part * vectors + i], (4,), (thread,)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.release(full)
+
+    @cute.jit
+    def accumulate(
+        self, buffer: cute.Tensor, barriers: Any, values: Values, block: Block, group_heads: Int32
+    ) -> None:  # fmt: skip
+        """One warp: lets the copy engine add both warpgroups' parts of dQ, step by step."""
+        c = self.c
+        steps = block.end - block.begin
+        batch = 0 if const_expr(c.packed) else block.batch
+        chunks = self.m * c.head // 512 // GROUPS
+        size, number = Int32(4 * 512 * chunks), block.key // self.n
+        mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
+        for step in cutlass.range(steps * group_heads, unroll=1):
+            head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
+            for part in cutlass.range_constexpr(GROUPS):
+                cute.arch.mbarrier_wait(barriers["dq_full"] + part, step % 2)
+                sums = values.dq_sums[None, None, block.first_block + m_block, head, batch]
+                source, target = (cute.domain_offset((0, part * chunks), x).iterator.toint() for x in (buffer, sums))
+                if const_expr(c.deterministic):
+                    turns = values.turns[None, block.first_block + m_block, head, batch]
+                    self.wait_for_turn(cute.domain_offset((part,), turns).iterator, self.turn(mask, number, m_block))
+                with cute.arch.elect_one():
+                    cute.arch.inline_ptx(
+                        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                        read_only_args=[target, source, size],
+                    )
+                    cute.arch.cp_async_bulk_commit_group()
+                cute.arch.sync_warp()
+            for part in cutlass.range_constexpr(GROUPS):
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=not c.deterministic)
+                    cute.arch.mbarrier_arrive(barriers["dq_empty"] + part)
+                    if const_expr(c.deterministic):
+                        turns = values.turns[None, block.first_block + m_block, head, batch]
+                        self.end_turn(cute.domain_offset((part,), turns).iterator)
+                cute.arch.sync_warp()
+
+    def turn(self, mask: Mask, number: Int32, m_block: Int32) -> Int32:
+        """How many CTAs add to a block of queries before the one with this number."""
+        row = m_block * self.m
+        if self.c.right:
+            return (mask.end(row + self.m - 1) - 1) // self.n - number
+        return number - mask.begin(row) // self.n
+
+    @cute.jit
+    def wait_for_turn(self, place: Any, turn: Int32) -> None:
+        """Waits until so many CTAs have added what they had."""
+        found = Int32(-1)
+        while found != turn:
+            found = cute.arch.inline_ptx(
+                "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place.toint()]
+            )
+        cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
+
+    @cute.jit
+    def end_turn(self, place: Any) -> None:
+        """The engine's additions are done: lets the next CTA add."""
+        cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
+        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[place.toint()])
 
     def columns(self, values: cute.Tensor, thread: Int32) -> cute.Tensor:
         """The values, in shared memory, of the query rows that a thread has as columns."""

@@ -43,14 +43,16 @@ class SdpaBackward(Attention):
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. On
-    Hopper (sm_90a), dq is added up in float32 in an order that changes from call to call. The kernels for Blackwell
-    (sm_100a) have run in the emulator only, never on a chip.
+    Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``,
+    which head size 256 does not have yet. The kernels for Blackwell (sm_100a) always sum in the same order; they have
+    run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
     results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q, on Blackwell 8
     for every row, which PyTorch's allocator provides on the stream of the call.
     """
 
+    deterministic: bool
     title = "attention, backward"
     tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv"), queries("do", "dv"),
                row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
@@ -67,7 +69,7 @@ class SdpaBackward(Attention):
         max_s_q: int | None = None, max_s_k: int | None = None, acc_dtype: dtype = torch.float32,
         mma_tiler_mn: tuple[int, int] = (128, 128), dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
         is_causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None,
-        arch: str | None = None,
+        arch: str | None = None, deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -90,8 +92,13 @@ class SdpaBackward(Attention):
             raise self.error("dkdv_mma_tiler_mn", tiler, "(128, 64); the kernel chooses its tiles")
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        heads = (sizes["d"], sizes["dv"])
-        return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, self.ends()))
+        heads, options = (sizes["d"], sizes["dv"]), self.ends()
+        if self.deterministic and arch == "sm_90a":
+            found = [d for (d, _), choice in TILES.items() if "pair" not in choice]
+            if heads[0] not in found:
+                raise self.unsupported("deterministic", f"True, head size {heads[0]}", f"False, or head sizes {found}")
+            options["deterministic"] = True
+        return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)
