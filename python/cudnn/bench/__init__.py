@@ -45,8 +45,8 @@ class Options:
 class Benchmark:
     """Problems of one kind. The others are compared with the candidates whose names are in ``yardsticks``.
 
-    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number. ``quick``: the shape
-    that is measured when there is little time. ``outside``: a peer that is a program of its own.
+    ``dtypes`` begins with the default. A shape has ``dimensions``, each a multiple of the number. ``quick``: the shapes
+    that are measured when there is little time. ``outside``: a peer that is a program of its own.
     """
 
     title: str
