@@ -1,10 +1,13 @@
 # No `from __future__ import annotations`, as for the operators.
 
+import functools
+
 import torch
 
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import refusal
-from cudnn.experimental.ops.sdpa import attend
+from cudnn.experimental.ops.sdpa import attend, sdpa
+from cudnn.ops import _sinks
 
 _WHERE = "scaled_dot_product_attention"
 _SEEDS = 2**63 - 1
@@ -28,6 +31,7 @@ def scaled_dot_product_attention(
     seq_len_kv: Maybe = None,
     cumulative_seq_len_q: Maybe = None,
     cumulative_seq_len_kv: Maybe = None,
+    sinks: Maybe = None,
 ) -> torch.Tensor:
     """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and bands and lengths. Differentiable.
 
@@ -52,12 +56,15 @@ def scaled_dot_product_attention(
         cumulative_seq_len_q, cumulative_seq_len_kv: Integers, B + 1 of them, from 0 up; both or none. All tensors are
             packed: entry b has the tokens ``cumulative[b]`` to ``cumulative[b + 1] - 1`` of the B * S tokens that
             ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
+        sinks: ``[H_q]``: a logit of each head that joins the softmax of every row without a value (gpt-oss);
+            differentiable. Excludes lengths, and a gradient of the mask.
 
     Returns:
         ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
 
     Raises:
-        ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1.
+        ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1, sinks beside
+            lengths or a mask that has a gradient.
         TypeError: the type of the mask.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
@@ -66,13 +73,14 @@ def scaled_dot_product_attention(
     if not 0 <= dropout_p < 1:
         raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
     seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
+    operator = sdpa if sinks is None else functools.partial(_sinks.attend, sinks)
     if attn_mask is None:
-        return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed)
+        return attend(query, key, value, scale, enable_gqa, bounds, lengths, None, dropout_p, seed, operator)
     if bounds != (False, 0, -1, -1) or any(x is not None for x in lengths):
         got, cure = "a tensor beside bounds or lengths", "put all of them into the mask"
         raise ValueError(refusal(_WHERE, "attn_mask", got, "a mask without other masks", cure))
     bias, seen = _bias(query, key, attn_mask)
-    out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed)
+    out = attend(query, key, value, scale, enable_gqa, bounds, lengths, bias, dropout_p, seed, operator)
     return out.masked_fill(~seen, 0)
 
 

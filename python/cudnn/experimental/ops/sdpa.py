@@ -88,14 +88,18 @@ def attend(
     bias: Maybe = None,
     dropout_p: float = 0.0,
     seed: Maybe = None,
+    operator: Any = None,
 ) -> torch.Tensor:
-    """O of :func:`sdpa`, with a default scale, and with the same number of heads unless ``enable_gqa``."""
+    """O of :func:`sdpa`, or of another operator, with a default scale, and with the same number of heads unless
+    ``enable_gqa``.
+    """
     heads = [x.shape[1] for x in (query, key, value) if x.ndim == 4]
     if not enable_gqa and len(set(heads)) > 1:
         got = f"{', '.join(map(str, heads))} of query, key and value"
         raise ValueError(refusal(_WHERE, "heads", got, "the same number", "pass enable_gqa=True"))
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return sdpa(query, key, value, factor, *bounds, *lengths, bias=bias, dropout_p=dropout_p, seed=seed)[0]
+    operator = sdpa if operator is None else operator
+    return operator(query, key, value, factor, *bounds, *lengths, bias=bias, dropout_p=dropout_p, seed=seed)[0]
 
 
 class Layout:

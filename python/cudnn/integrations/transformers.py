@@ -1,0 +1,153 @@
+"""Hugging Face transformers 5: experts and attention named ``"cudnn"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn.errors import refusal
+from cudnn.ops._moe_mlp import moe_mlp
+from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention
+
+NAME = "cudnn"
+_WHERE = "cudnn.integrations.transformers"
+_SILU = ("SiLU", "SiLUActivation")
+_GPT_OSS = "GptOssExperts._apply_gate"
+
+
+def register() -> None:
+    """Adds "cudnn" to the implementations of experts and of attention that transformers knows.
+
+        cudnn.integrations.transformers.register()
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", attn_implementation="cudnn",
+                                                     experts_implementation="cudnn")
+
+    Either can be asked for alone. Weights stay those of the model's own classes, so checkpoints load and save as ever.
+
+    Raises:
+        ImportError: transformers 5 is not there.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore[reportMissingImports]
+        from transformers.integrations.moe import ExpertsInterface  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            refusal(_WHERE, "transformers", str(error), "version 5", "pip install transformers")
+        ) from error
+    ExpertsInterface.register(NAME, experts)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a module with transformers' weights, by :func:`cudnn.ops.moe_mlp`.
+
+    SiLU gates, gpt-oss's clamped ones, and squared ReLU without gates; with or without biases. ``gate_up_proj`` is
+    brought into the order of the kernels in every pass, its gradient back: a copy each, of the weights' size.
+
+    Args:
+        module: What transformers' ``use_experts_implementation`` made of a class of experts.
+        hidden_states: (T, H), bfloat16 or float16, or any under autocast.
+        top_k_index, top_k_weights: (T, K); experts outside of 0 to E - 1 are left out.
+
+    Raises:
+        ValueError: an activation that the kernels do not have; types and shapes.
+    """
+    activation, numbers = _activation(module)
+    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    up_bias = down_bias = None
+    if module.has_bias:
+        up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        down_bias = module.down_proj_bias
+    if module.is_transposed:
+        up, down = up.mT, down.mT.contiguous()
+    if module.has_gate:
+        up = _in_blocks(up, module.is_concatenated)
+        up_bias = None if up_bias is None else _in_blocks(up_bias, module.is_concatenated)
+    routing = (top_k_index, top_k_weights.float())
+    return moe_mlp(hidden_states, routing, up.contiguous(), down, up_bias, down_bias, activation=activation, **numbers)
+
+
+def _activation(module: Any) -> tuple[str, dict[str, float]]:
+    """The name and the numbers of a module's activation for :func:`cudnn.ops.moe_mlp`."""
+    act, gate = getattr(module, "act_fn", None), type(module)._apply_gate
+    if module.has_gate and gate.__name__ == "_default_apply_gate" and type(act).__name__ in _SILU:
+        return "swiglu", {}
+    if module.has_gate and gate.__qualname__ == _GPT_OSS:
+        limits = {"glu_clamp_max": module.limit, "glu_clamp_min": -module.limit}
+        return "geglu", {"linear_offset": 1.0, "geglu_alpha": module.alpha, **limits}
+    if not module.has_gate and type(act).__name__ == "ReLUSquaredActivation":
+        return "srelu", {}
+    got = f"{type(act).__name__} through {gate.__qualname__} in {type(module).__name__}"
+    allowed = "SiLU gates, those of gpt-oss, or squared ReLU without gates"
+    raise ValueError(refusal(f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts'))
+
+
+def _in_blocks(x: Tensor, is_concatenated: bool) -> Tensor:
+    """(E, 2 I, ...) with gates in the first half, or first in each pair, as blocks of 32 gates and 32 others."""
+    pairs = (
+        x.unflatten(1, (2, -1, 32)).transpose(1, 2) if is_concatenated else x.unflatten(1, (-1, 32, 2)).transpose(2, 3)
+    )
+    return pairs.flatten(1, 3)
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    s_aux: Tensor | None = None, softcap: float | None = None, position_bias: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of a model, by :func:`cudnn.ops.scaled_dot_product_attention`: causal, windows, sinks, any mask.
+
+    Args:
+        module: Its ``is_causal`` counts where the argument is None.
+        query, key, value: ``[B, H, S, D]``; fewer heads of key and value are shared.
+        attention_mask: What :func:`mask` made: ``[B, 1, S_q, S_kv]``, or None for a causal one or a window of one.
+        sliding_window: Keys that a row sees, its own included, where there is no mask.
+        s_aux: The logit of each head's sink, (H,).
+
+    Returns:
+        ``[B, S, H, D]``, and None: the weights are not formed.
+
+    Raises:
+        ValueError: softcap or position_bias.
+    """
+    for name, given in (("softcap", softcap), ("position_bias", position_bias)):
+        if given is not None:
+            cure = 'choose the "eager" attention'
+            raise ValueError(refusal(f"{_WHERE}.attention", name, "a value", "None", cure))
+    rows, keys = query.shape[2], key.shape[2]
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = is_causal and attention_mask is None and rows > 1
+    left = -1
+    if is_causal:
+        if keys > rows:  # room of a static cache
+            key, value = key[:, :, :rows], value[:, :, :rows]
+        left = sliding_window if sliding_window is not None and sliding_window < rows else -1
+    out = scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout, is_causal, scaling, True, left_bound=left, sinks=s_aux
+    )
+    return out.transpose(1, 2), None
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, *, mask_function: Any,
+    local_size: int | None = None, **others: Any,
+) -> Tensor | None:  # fmt: skip
+    """As transformers' mask of "sdpa", but None also for a causal sliding window over a whole sequence."""
+    from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
+
+    whole = isinstance(q_offset, int) and q_offset == 0 and q_length > 1
+    if local_size is not None and whole and _is_window(mask_function, local_size):
+        local_size = None  # it decides from now on as for a causal mask
+    given = {"mask_function": mask_function, "local_size": local_size, **others}
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, **given)
+
+
+def _is_window(mask_function: Any, size: int) -> bool:
+    """Whether a local mask is a causal window of a size, and not one of chunks, or of both sides."""
+    if torch.compiler.is_compiling():
+        return False
+    rows, keys = torch.tensor([[size, size, 0], [1, 0, 1]])
+    return mask_function(torch.tensor(0), torch.tensor(0), rows, keys).tolist() == [True, False, False]

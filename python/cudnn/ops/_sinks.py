@@ -1,0 +1,67 @@
+"""Attention with a sink in each head: a logit that joins the softmax of every row, without a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn.errors import refusal
+from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
+
+_WHERE = "scaled_dot_product_attention"
+
+
+def check(sinks: Tensor, query: Tensor, bias: Tensor | None, lengths: tuple[Any, ...]) -> None:
+    """Refuses what :func:`attend` cannot do."""
+    heads = query.shape[1] if query.ndim == 4 else None
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != query.device:
+        got = f"{sinks.dtype} of the shape {tuple(sinks.shape)} on {sinks.device}"
+        raise ValueError(
+            refusal(_WHERE, "sinks", got, f"floating-point numbers of the shape ({heads},), {query.device}")
+        )
+    if any(x is not None for x in lengths):
+        raise ValueError(refusal(_WHERE, "sinks", "lengths beside them", "none", "put the lengths into a mask"))
+    if bias is not None and bias.requires_grad:
+        raise ValueError(refusal(_WHERE, "sinks", "a mask with a gradient", "a mask without one", "detach the mask"))
+
+
+class Attend(torch.autograd.Function):
+    """Attention times the share of a row's softmax that its keys have, ``sigmoid(lse - sink)``.
+
+    The gradient of attention subtracts from that of each weight the product of a row's result and its gradient. With
+    the result as the sink leaves it, and the gradient times the share, it is the gradient with a sink.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], bias: Tensor | None,
+        dropout_p: float, seed: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        o, lse = sdpa(q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
+        share = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1, 1))
+        o = (o * share).to(q.dtype)
+        ctx.save_for_backward(sinks, q, k, v, o, lse, share, bias, seed)
+        ctx.options, ctx.dropout_p = options, dropout_p
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (d_o,), (sinks, q, k, v, o, lse, share, bias, seed) = gradients, ctx.saved_tensors
+        by_row = (d_o.to(share.dtype) * o).sum(-1, keepdim=True)
+        d_sinks = ((share - 1) * by_row).sum((0, 2, 3)).to(sinks.dtype)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        given = ((d_o * share).to(q.dtype), q, k, v, o, lse, *ctx.options, *[None] * 4)
+        return d_sinks, *sdpa_bwd(*given, deterministic, bias, ctx.dropout_p, seed), None, None, None, None
+
+
+def attend(
+    sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, alignment: int, left: int,
+    right: int, *lengths: Any, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
+) -> tuple[Tensor]:  # fmt: skip
+    """The result of attention, in place of the operator's that has no sinks."""
+    check(sinks, q, bias, lengths)
+    if torch.is_autocast_enabled(q.device.type):  # the operator's rule comes too late for what is kept
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    return (Attend.apply(sinks, q, k, v, (scale, is_causal, alignment, left, right), bias, dropout_p, seed),)

@@ -1,0 +1,83 @@
+"""Attention with sinks: a logit of each head that joins the softmax of every row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.ops import scaled_dot_product_attention
+
+F64 = torch.float64
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "left_bound": 3},
+    "mask": {"attn_mask": torch.rand(2, 1, 9, 11, generator=torch.Generator().manual_seed(1)) < 0.3},
+}
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and sinks: 4 heads, of which two share those of keys."""
+    torch.manual_seed(0)
+    shapes = [(2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 8), (4,)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **masks: Any) -> torch.Tensor:
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ k.mT * 16**-0.5
+    row, key = torch.arange(9)[:, None], torch.arange(11)
+    seen = masks.get("attn_mask", torch.ones(9, 11, dtype=torch.bool))
+    if masks.get("is_causal"):
+        seen = (key <= row) & (key > row - masks.get("left_bound", 99))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    column = sinks.view(1, -1, 1, 1).expand(2, -1, 9, 1)
+    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str) -> None:
+    given = tensors(F64)
+    found = scaled_dot_product_attention(*given[:3], enable_gqa=True, sinks=given[3], **CASES[name])
+    expected = formula(*given, **CASES[name])
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(found.shape, dtype=F64)
+    pairs = zip(torch.autograd.grad(found, given, weights), torch.autograd.grad(expected, given, weights), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
+
+
+def test_compiled_and_in_autocast() -> None:
+    q, k, v, sinks = tensors(torch.float32)
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, sinks=sinks)
+
+    expected = step(q)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), [q])
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(q)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), [q])[0], expected_gradient)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = step(q)
+    (gradient,) = torch.autograd.grad(half.sum(), [q])
+    assert half.dtype is torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sinks": torch.zeros(2)}, r"sinks: got torch.float32 of the shape \(2,\) on cpu; allowed: .* \(4,\)"),
+        ({"sinks": torch.zeros(4, dtype=torch.int32)}, "sinks: got torch.int32"),
+        ({"seq_len_q": torch.tensor([9, 9])}, "sinks: got lengths beside them"),
+        ({"attn_mask": torch.zeros(9, 11, dtype=F64).requires_grad_()}, "sinks: got a mask with a gradient"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], words: str) -> None:
+    q, k, v, sinks = tensors(F64)
+    with pytest.raises(ValueError, match=words):
+        scaled_dot_product_attention(q, k, v, enable_gqa=True, **{"sinks": sinks, **changed})
