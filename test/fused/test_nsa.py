@@ -269,16 +269,17 @@ def test_wrappers_as_existing_programs_stub_them(name: str, monkeypatch: pytest.
     api.objects.clear()
 
 
-def compression_call(queries: int, keys: int, d: int = 64) -> dict[str, Any]:
+def compression_call(queries: int, keys: int, d: int = 64, key_heads: int = 1) -> dict[str, Any]:
     """Two sequences of one length, two heads of Q for one of K."""
-    names = {"q_tensor": (queries, 2), "k_tensor": (keys, 1), "v_tensor": (keys, 1)}
+    names = {"q_tensor": (queries, 2 * key_heads), "k_tensor": (keys, key_heads), "v_tensor": (keys, key_heads)}
     return {n: torch.randn(2, rows, heads, d).half().transpose(1, 2) for n, (rows, heads) in names.items()}
 
 
 def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """O and the log-sum-exp in float64."""
     q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
-    scores = scale * q @ k.expand(-1, 2, -1, -1).mT
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = scale * q @ k.mT
     ratio = q.shape[2] // k.shape[2]
     for row in range(q.shape[2]):
         scores[..., row, (row + 1) // ratio :] = -math.inf
@@ -367,10 +368,10 @@ def test_what_compression_refuses(change: dict[str, Any], error: type[Exception]
     ),
 )  # fmt: skip
 def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
-    call = compression_call(queries, keys, d)
+    call = compression_call(queries, keys, d, key_heads=2)
     of = {name: x.double().requires_grad_() for name, x in call.items()}
     o, lse = compressed(of, d**-0.5)
-    d_o = torch.randn(2, queries, 2, d).half().transpose(1, 2)
+    d_o = torch.randn(2, queries, 4, d).half().transpose(1, 2)
     expected = torch.autograd.grad(o, list(of.values()), d_o.double())
     given = {**call, "o_tensor": o.detach().half().transpose(1, 2).contiguous().transpose(1, 2), "do_tensor": d_o}
     lse, ends = lse.detach().float(), {}

@@ -9,7 +9,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """A region of the workspace: a gradient of K or V for every head of Q, 16 bits an element."""
+
+    name: str
+    width: int
+    packed: bool
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return sizes["sk"] * sizes["hq"] * (1 if self.packed else sizes["b"]) * (2 * self.width)
+
+
+@dataclass(frozen=True)
+class CompressionBackwardConfiguration(BackwardConfiguration):
+    """The gradients of attention to compressed keys: so few that a CTA takes them for one head of Q alone."""
+
+    compressed: bool = True
+    lse: str = "by strides"
+
+    kernel = "compression_backward:CompressionBackward"
+
+    def regions(self) -> tuple[Any, ...]:
+        """The regions of the workspace."""
+        widths = {"head_dk": self.head, "head_dv": self.head_v}
+        return (*super().regions(), *(HeadGradients(x, width, self.packed) for x, width in widths.items()))
 
 
 @dataclass(frozen=True)

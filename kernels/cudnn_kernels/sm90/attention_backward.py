@@ -94,9 +94,9 @@ class Backward:
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
         offsets = (given.get("cum_seqlen_q"), given.get("cum_seqlen_k"))
         batches = offsets[0].shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        scale, stream = given["scale_softmax"], given["stream"]
+        scale, stream, key_heads = given["scale_softmax"], given["stream"], cute.size(k, mode=[2])
         blocks = sequences.blocks_of(q.shape[0], batches, self.m, c.packed)
-        sizes = {"sq": Int64(q.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
+        sizes = {"sq": Int64(q.shape[0]), "sk": Int64(k.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
         per_row = (blocks * self.m, q.shape[2], q.shape[3])
         per_block = (512, self.m * c.head // 512, blocks, q.shape[2], q.shape[3])
         values = Values(
@@ -112,9 +112,9 @@ class Backward:
         clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
         self.kernel(
             self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets,
-            q.shape[0], k.shape[0], q.shape[2] // k.shape[2], scale, given["right"], given["left"],
+            q.shape[0], k.shape[0], q.shape[2] // key_heads, scale, given["right"], given["left"],
         ).launch(
-            grid=[self.cluster * clusters, k.shape[2], q.shape[3]], block=[GROUP * (1 + GROUPS), 1, 1],
+            grid=[self.cluster * clusters, key_heads, q.shape[3]], block=[GROUP * (1 + GROUPS), 1, 1],
             cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
         QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)

@@ -14,7 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
 from cudnn.sdpa.backward import TILES
 from cudnn.sdpa.base import OFFSETS, keys, queries
-from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +30,10 @@ class CompressionAttentionBackward(Sparse):
         ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
-    dk and dv are summed over the heads of q that share one of k. dq is added up in float32 in an order that changes
-    from call to call. Hopper (sm_90a) only so far. Heads have 64 or 128 elements; offsets are int32. A call needs a
-    workspace of about 4 bytes for every element of q, which PyTorch's allocator provides on the stream of the call.
+    dk and dv are summed over the heads of q that share one of k, each rounded before. dq is added up in float32 in an
+    order that changes from call to call. Hopper (sm_90a) only so far. Heads have 64 or 128 elements; offsets are int32.
+    A call needs a workspace of about 4 bytes for every element of q, which PyTorch's allocator provides on the stream
+    of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get: o, do and dq like q, dk and dv
@@ -87,8 +88,8 @@ class CompressionAttentionBackward(Sparse):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
-        configuration = BackwardConfiguration(
-            name_of(self.dtype("q")), *heads, **TILES[heads], packed=self.packed, compressed=True, lse="by strides"
+        configuration = CompressionBackwardConfiguration(
+            name_of(self.dtype("q")), *heads, **TILES[heads], packed=self.packed
         )
         return kernel_plan(arch, configuration)
 
