@@ -60,6 +60,16 @@ class Selected:
         """Heads of Q that share one of K."""
         return self.heads // self.key_heads
 
+    @property
+    def padded(self) -> int:
+        """Heads of a group with those that there are not: rows of a product come in multiples of it."""
+        return 8 if self.group <= 8 else -(-self.group // 16) * 16
+
+    @property
+    def together(self) -> int:
+        """Rows of Q whose heads are the 64 rows of a warpgroup's product."""
+        return max(64 // self.padded, 1)
+
     def matrices(self, *names: str) -> tuple[Tensor, ...]:
         """Tensors by name: those like Q, K, V and O, and their gradients."""
         kinds = {"q": (self.heads, self.head), "k": (self.key_heads, self.head), "v": (self.key_heads, self.head_v),
@@ -82,13 +92,14 @@ class Selected:
 
 @dataclass(frozen=True)
 class SelectionConfiguration(Selected):
-    """Forward. ``tile`` is (rows, keys) of a step of a CTA, which has up to 64 heads of one row that share a head of K.
+    """Forward. ``tile`` is (rows, keys) of a step of a CTA, whose rows are heads of Q that share one of K.
 
-    So ``tile[1] / block`` blocks are taken at a time, or a part of one.
+    They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
+    blocks are taken at a time, or a part of one.
     """
 
-    tile: tuple[int, int] = (64, 64)
-    stages: int = 2
+    tile: tuple[int, int] = (192, 64)
+    stages: int = 5
 
     kernel = "selection:Selection"
     cluster = 1
@@ -137,23 +148,18 @@ class PartSums:
 class SelectionBackwardConfiguration(Selected):
     """Backward: dQ by rows, then dK and dV by blocks of keys, from the rows that chose each.
 
-    ``stages`` are those of K and V, for dQ. The rows that chose block b of head h of K are ``choosing`` from
-    ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences: sequence i has
-    the blocks from ``cum_seqlen_q[i] / block + i`` on. They are taken in parts of ``part`` rows; the other columns of
-    ``choosing_ends`` count parts, and parts of lists that have several.
+    ``tile`` and ``stages`` are those for dQ, as forward. The rows that chose block b of head h of K are ``choosing``
+    from ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences: sequence i
+    has the blocks from ``cum_seqlen_q[i] / block + i`` on. They are taken in parts of ``part`` rows; the other columns
+    of ``choosing_ends`` count parts, and parts of lists that have several.
     """
 
-    tile: tuple[int, int] = (64, 64)
-    stages: int = 2
+    tile: tuple[int, int] = (128, 64)
+    stages: int = 4
     part: int = PART
 
     kernel = "selection_backward:SelectionBackward"
     cluster = 1
-
-    @property
-    def padded(self) -> int:
-        """Heads of a group with those that there are not: rows of a product come in multiples of it."""
-        return 8 if self.group <= 8 else -(-self.group // 16) * 16
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""

@@ -3,9 +3,10 @@
     P = exp(scale Q K^T - LSE)   dP = dO V^T   dS = P (dP - D)   D = the sum of O dO over a row
     dQ = scale dS K              dV = P^T dO   dK = scale dS^T Q
 
-Two kernels. For dQ, a CTA has one row and goes through its list of blocks, as forward. For dK and dV, a CTA has a block
-of keys and goes through a part of the list of rows that chose it: four rows of 16 heads make a step's 64 columns of
-S^T, so the tensor cores multiply nothing in vain. Every sum has one order: results do not change from call to call.
+Two kernels. For dQ, a CTA has neighbouring rows, as :mod:`cudnn_kernels.sm90.selected_rows` says. For dK and dV, a CTA
+has a block of keys and goes through a part of the list of rows that chose it: four rows of 16 heads make a step's 64
+columns of S^T, so the tensor cores multiply nothing in vain. Every sum has one order: results do not change from call
+to call.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.softmax import LOG2_E
@@ -29,11 +28,12 @@ from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.wgmma import register_operand
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
-from cudnn_kernels.sm90.selection import HEADS, THREADS, WARP, Row, Selection
+from cudnn_kernels.sm90.selected_rows import LOADING_BARRIER, WARP, SelectedRows, Steps, Tile
+from cudnn_kernels.sm90.selection import REGISTERS
 
 VECTOR = 8  # elements of 16 bits that a thread loads at once
 STAGES = 2  # of the rows that chose a block
-FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread
+FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread, for dK and dV
 
 
 @dataclass
@@ -54,14 +54,14 @@ class Chosen:
     slot: Int32
 
 
-class SelectionBackward(Selection):
+class SelectionBackward(SelectedRows):
     """The kernels for one :class:`SelectionBackwardConfiguration`."""
 
     def __init__(self, configuration: SelectionBackwardConfiguration) -> None:
-        super().__init__(configuration)  # type: ignore[arg-type]  # it has what the products need
+        super().__init__(configuration)
         self.b = configuration
         self.padded = configuration.padded
-        self.slots = max(ROWS // self.padded, 1)  # rows of a step
+        self.slots = configuration.together  # rows of a step for dK and dV
         self.columns = self.slots * self.padded
 
     @cute.jit
@@ -69,7 +69,7 @@ class SelectionBackward(Selection):
         """The arguments that the configuration's signature lists."""
         s = self.b
         given = bind(s.slots(), arguments)
-        q, do = given["q"], given["do"]
+        q = given["q"]
         choices, ends = given["choosing"].shape[0], given["choosing_ends"]
         per_block = -(-s.block // ROWS)
         pointers = divided(s.slots(), given, s.regions())
@@ -80,48 +80,25 @@ class SelectionBackward(Selection):
                 ("part_sums", (GROUP, (s.head + s.head_v) // 2, per_block, choices * 2 // s.part)),
             )
         )
-        by_head = {
-            x: cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0])) for x in ("q", "do")
-        }
-        copied = {x: sequences.copied(given[x], True) for x in ("k", "v")}
-        widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
-        atoms = [self.atom(by_head[x] if x in by_head else copied[x], HEADS if x in by_head else self.size, widths[x])
-                 for x in widths]  # fmt: skip
+        widths, offsets = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}, given["cum_seqlen_q"]
+        tiles = self.tiles(q.shape[0], offsets)
         self.by_rows(
-            atoms, given["o"], do, given["lse"], given["dq"], values, given["block_indices"], given["block_counts"],
-            given["cum_seqlen_q"], q.shape[0], given["scale_softmax"],
-        ).launch(grid=[q.shape[0] * s.key_heads, 1, 1], block=[THREADS, 1, 1], stream=given["stream"])  # fmt: skip
-        atoms = [self.atom(by_head[x] if x in by_head else copied[x], self.padded if x in by_head else ROWS, widths[x])
-                 for x in widths]  # fmt: skip
+            self.atoms(given, widths), given["o"], given["do"], given["lse"], given["dq"], values,
+            given["block_indices"], given["block_counts"], offsets, tiles, given["scale_softmax"],
+        ).launch(
+            grid=[tiles * s.key_heads, 1, 1], block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"],
+            min_blocks_per_mp=1,
+        )  # fmt: skip
         self.by_blocks(
-            atoms, given["dk"], given["dv"], values, sums, given["choosing"], ends, given["cum_seqlen_q"], q.shape[0],
-            given["scale_softmax"],
+            self.atoms(given, widths, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"],
+            ends, offsets, q.shape[0], given["scale_softmax"],
         ).launch(
             grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[2 * GROUP, 1, 1],
             stream=given["stream"], min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
-        self.add_parts(sums, given["dk"], given["dv"], ends, given["cum_seqlen_q"], given["scale_softmax"]).launch(
+        self.add_parts(sums, given["dk"], given["dv"], ends, offsets, given["scale_softmax"]).launch(
             grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
         )
-
-    def tile(self, rows: int, columns: int, stages: int = 1) -> Any:
-        """A buffer's layout, rows of contiguous elements: (rows, columns, stages)."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
-
-    def atom(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
-        """How the copy engine fetches a box: an atom and the tensor of its coordinates."""
-        layout = cute.slice_(self.tile(max(rows, ROWS), columns), (None, None, 0))
-        box = (rows, columns)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, tensor, cute.composition(layout, box), box)
-
-    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
-        """Swizzled buffers by name: (rows, columns, stages)."""
-        found = {}
-        for x, (rows, columns, stages) in shapes.items():
-            layout = self.tile(rows, columns, stages)
-            found[x] = smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-        return found
 
     def mma(self, columns: int, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
         """The product of 64 rows, whose elements are contiguous or in registers, and ``columns``."""
@@ -144,127 +121,103 @@ class SelectionBackward(Selection):
         rounded.store(values.load().to(self.dtype))
         return register_operand(mma, rounded, (ROWS, columns))
 
-    @cute.jit
-    def initialise(self, full: Any, empty: Any, stages: int, once: Any, thread: Int32) -> None:
-        """Makes barriers ready: those that one arrival completes, and those that the multiplying warps complete."""
-        if thread == 0:
-            if const_expr(once is not None):
-                cute.arch.mbarrier_init(once, 1)
-            for stage in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, self.warps)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-
     # dQ, and what dK and dV need of every row.
 
     @cute.kernel
     def by_rows(
         self, atoms: Any, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dq: cute.Tensor, values: cute.Tensor,
-        indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, rows: Int32, scale: Float32,
+        indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, tiles: Int32, scale: Float32,
     ) -> None:  # fmt: skip
-        """A CTA has a row: one warpgroup multiplies, one warp lets the copy engine fetch."""
+        """The roles of the warpgroups."""
         s = self.s
         thread, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // WARP)
+        group = cute.arch.make_warp_uniform(thread // GROUP)
         smem = SmemAllocator()
-        buffers = self.buffers(smem, {"q": (ROWS, s.head, 1), "do": (ROWS, s.head_v, 1),
+        buffers = self.buffers(smem, {"q": (self.tile_m, s.head, 1), "do": (self.tile_m, s.head_v, 1),
                                       "k": (self.tile_n, s.head, s.stages),
                                       "v": (self.tile_n, s.head_v, s.stages)})  # fmt: skip
-        own = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2)), byte_alignment=16)
-        present = smem.allocate_tensor(Int32, cute.make_layout((self.parts, s.stages)), byte_alignment=16)
-        once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, s.stages, s.stages))
-        self.initialise(full, empty, s.stages, once, thread)
-        mine, exists = self.row(index, rows, offsets, counts, indices.shape[2])
+        own = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, self.groups)), byte_alignment=16)
+        lists, steps, once = self.lists(smem), self.steps(smem), smem.allocate_array(cutlass.Int64, 1)
+        self.initialise(steps, once, thread)
+        mine = self.tile(index, tiles, offsets)
         if index < s.key_heads:  # what stands in for rows at the end of a list
             if thread < self.padded:
-                values[thread, 0, index, rows] = Float32.inf
-                values[thread, 1, index, rows] = Float32(0.0)
-        if exists:
-            if warp_index == self.warps:
-                self.fetch_for_row(atoms, buffers, present, (once, full, empty), indices, mine)
+                values[thread, 0, index, values.shape[3] - 1] = Float32.inf
+                values[thread, 1, index, values.shape[3] - 1] = Float32(0.0)
+        few, many = REGISTERS[self.groups]
+        if mine.rows > 0:
+            if group == 0:
+                cute.arch.setmaxregister_decrease(few)
+                (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
+                if thread < WARP:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(self.tile_m, s.head + s.head_v))
+                    self.copy_rows(atom_q, mQ, buffers["q"][None, None, 0], s.head, once, mine)
+                    self.copy_rows(atom_do, mdO, buffers["do"][None, None, 0], s.head_v, once, mine)
+                sides = [self.side(atom_k, mK, buffers["k"], s.head, mine),
+                         self.side(atom_v, mV, buffers["v"], s.head_v, mine)]  # fmt: skip
+                size = self.bytes(self.tile_n, s.head + s.head_v)
+                self.fetch(sides, size, indices, counts, lists, steps, mine, thread)
             else:
-                self.prepare(o, do, lse, values, own, mine, thread)
-                self.differentiate_row(dq, buffers, own, present, (once, full, empty), mine, scale, thread)
+                cute.arch.setmaxregister_increase(many)
+                mine_values = own[None, None, group - 1]
+                self.prepare(o, do, lse, values, mine_values, mine, group - 1, thread - GROUP * group)
+                cute.arch.mbarrier_wait(once, 0)
+                self.differentiate_rows(dq, buffers, mine_values, steps, mine, scale, group - 1, thread - GROUP * group)
 
     name(by_rows, "cudnn_attention_selection_backward_rows_sm90")
 
     @cute.jit
-    def fetch_for_row(
-        self, atoms: Any, buffers: Any, present: cute.Tensor, barriers: Any, indices: cute.Tensor, mine: Row
-    ) -> None:  # fmt: skip
-        """One warp: fetches Q and dO, and K and V of the blocks."""
-        s = self.s
-        (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
-        once, full, empty = barriers
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(ROWS, s.head + s.head_v))
-        self.copy_row(atom_q, mQ, buffers["q"][None, None, 0], s.head, once, mine)
-        self.copy_row(atom_do, mdO, buffers["do"][None, None, 0], s.head_v, once, mine)
-        keys_of = (mine.key_head, Int32(0), mine.first_key, mine.keys)
-        sides = []
-        for atom, tensor, buffer, width in ((atom_k, mK, "k", s.head), (atom_v, mV, "v", s.head_v)):
-            box = (self.size, width)
-            source = cute.local_tile(sequences.copied_rows(tensor, *keys_of), box, (None, 0))
-            target = cute.local_tile(buffers[buffer], (*box, s.stages), (None, 0, 0))
-            sides.append((atom, *partition(atom, 0, 1, target, source)))
-        held = Int32(-1)
-        for step in cutlass.range(cute.ceil_div(mine.count, self.parts), unroll=1):
-            stage, phase = step % s.stages, step // s.stages % 2
-            held, blocks, keys = self.blocks(step, held, indices, mine)
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                for part in cutlass.range_constexpr(self.parts):
-                    present[part, stage] = keys[part]
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.bytes(self.tile_n, s.head + s.head_v))
-            for part in cutlass.range_constexpr(self.parts):
-                for copy, to, of in sides:
-                    cute.copy(copy, of[None, blocks[part]], to[None, stage, part], tma_bar_ptr=full + stage)
-
-    @cute.jit
     def prepare(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: cute.Tensor, own: cute.Tensor, mine: Row,
-        thread: Int32,
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: cute.Tensor, own: cute.Tensor, mine: Tile,
+        group: Int32, thread: Int32,
     ) -> None:  # fmt: skip
-        """LSE * log2(e) and D of the row's heads, for this CTA and for the other kernel. Where there is no head, or no
-        key, they make P 0. Eight threads have a head.
+        """LSE * log2(e) and D of a warpgroup's rows, for this CTA and for the other kernel. Where there is no head, or
+        no key, they make P 0. Eight threads have a head.
         """
-        for first in cutlass.range_constexpr(0, self.padded, GROUP // 8):
-            head = first + thread // 8
+        for first in cutlass.range_constexpr(0, ROWS, GROUP // 8):
+            number = first + thread // 8
+            query, head = group * self.s.together + number // self.padded, number % self.padded
+            row = mine.row + query
             total, log_sum = Float32(0.0), Float32.inf
-            if head < mine.heads:
+            exists = (query < mine.rows) & (number < self.columns)
+            if exists & (head < mine.heads):
                 for i in cutlass.range_constexpr(self.s.head_v // (8 * VECTOR)):
                     factors = []
                     for tensor in (o, do):
-                        source = tensor[mine.row, mine.first_head + head, None]
+                        source = tensor[row, mine.first_head + head, None]
                         part = cute.make_rmem_tensor(VECTOR, self.dtype)
                         cute.autovec_copy(cute.local_tile(source, (VECTOR,), (thread % 8 + 8 * i,)), part)
                         factors.append(part.load().to(Float32))
                     total += (factors[0] * factors[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                log_sum = lse[mine.row, mine.first_head + head] * LOG2_E
+                log_sum = lse[row, mine.first_head + head] * LOG2_E
                 log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
             for distance in (1, 2, 4):
                 total += cute.arch.shuffle_sync_bfly(total, distance)
             if thread % 8 == 0:
-                if head < self.padded:
-                    own[head, 0], own[head, 1] = log_sum, total
-                    values[head, 0, mine.key_head, mine.row] = log_sum
-                    values[head, 1, mine.key_head, mine.row] = total
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUP)
+                own[number, 0], own[number, 1] = log_sum, total
+                if exists:
+                    values[head, 0, mine.key_head, row] = log_sum
+                    values[head, 1, mine.key_head, row] = total
+        cute.arch.barrier(barrier_id=LOADING_BARRIER + 1 + group, number_of_threads=GROUP)
 
     @cute.jit
-    def differentiate_row(
-        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, present: cute.Tensor, barriers: Any, mine: Row,
-        scale: Float32, thread: Int32,
+    def differentiate_rows(
+        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, steps: Steps, mine: Tile, scale: Float32, group: Int32,
+        thread: Int32,
     ) -> None:  # fmt: skip
-        """The warpgroup: dQ of the row's heads. Warps whose rows are no heads have nothing but zeros to multiply."""
+        """A warpgroup: dQ of its rows."""
         s = self.s
-        once, full, empty = barriers
         score_mma = self.mma(self.tile_n, OperandMajorMode.K)
         query_mma = self.mma(s.head, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
         score, query = score_mma.get_slice(thread), query_mma.get_slice(thread)
-        tSrQ, tSrdO = (score_mma.make_fragment_A(score.partition_A(buffers[x][None, None, 0])) for x in ("q", "do"))
+        tSrQ, tSrdO = (
+            score_mma.make_fragment_A(
+                score.partition_A(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (group, 0)))
+            )
+            for x, width in (("q", s.head), ("do", s.head_v))
+        )
         tSrK, tSrV = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in "kv")
         tQrK = query_mma.make_fragment_B(query.partition_B(sequences.turned(buffers["k"])))
         scores, gradients = (
@@ -274,45 +227,32 @@ class SelectionBackward(Selection):
         acc.fill(0.0)
         shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
-            row = cutlass.min(self.score_rows.row(thread, slot), self.padded - 1)
+            row = self.score_rows.row(thread, slot)
             shifts[slot], products[slot] = own[row, 0], own[row, 1]
-        busy = cute.arch.make_warp_uniform(thread // WARP) * 16 < mine.heads
-        cute.arch.mbarrier_wait(once, 0)
-        for step in cutlass.range(cute.ceil_div(mine.count, self.parts), unroll=1):
-            stage, phase = step % s.stages, step // s.stages % 2
-            cute.arch.mbarrier_wait(full + stage, phase)
-            self.multiply(score_mma, scores, tSrQ, tSrK[None, None, None, stage], False)
-            self.multiply(score_mma, gradients, tSrdO, tSrV[None, None, None, stage], False)
-            keys = self.present_keys(present, stage)
-            warpgroup.wait_group(0)
-            if busy:
-                self.hide_absent(scores, keys, thread)
+        stage, phase = Int32(0), Int32(0)
+        tile = self.arrived(steps, stage, phase)
+        while tile >= 0:
+            if self.wanted(steps, stage, group):
+                self.multiply(score_mma, scores, tSrQ, tSrK[None, None, None, stage], False)
+                self.multiply(score_mma, gradients, tSrdO, tSrV[None, None, None, stage], False)
+                warpgroup.wait_group(0)
+                self.hide_unchosen(scores, steps, stage, mine, group, thread)
                 for slot in cutlass.range_constexpr(2):
                     for i in self.score_rows.order(self.tile_n, slot):
                         p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
                         scores[i] = p * (gradients[i] - products[slot])
-            else:
-                scores.fill(0.0)
-            operand = self.operand(query_mma, scores, self.tile_n)
-            self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
-            warpgroup.wait_group(0)
-            self.release(empty + stage)
+                operand = self.operand(query_mma, scores, self.tile_n)
+                self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
+                warpgroup.wait_group(0)
+            self.release(steps.empty + stage)
+            stage += 1
+            if stage == s.stages:
+                stage, phase = Int32(0), phase ^ 1
+            tile = self.arrived(steps, stage, phase)
         for slot in cutlass.range_constexpr(2):
-            row = self.score_rows.row(thread, slot)
-            if row < mine.heads:
-                self.write_pairs(dq[mine.row, mine.first_head + row, None], acc, s.head, slot, scale, thread)
-
-    def write_pairs(
-        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
-    ) -> None:  # fmt: skip
-        """A thread's values of a row, times a factor."""
-        order = self.score_rows.order(width, slot)
-        pair = cute.make_rmem_tensor(2, self.dtype)
-        for place in range(0, len(order), 2):
-            for i in range(2):
-                pair[i] = (acc[order[place + i]] * factor).to(self.dtype)
-            column = self.score_rows.column(thread, place)
-            cute.autovec_copy(pair, cute.local_tile(out, (2,), (column // 2,)))
+            row, head, exists = self.head_of(mine, group, self.score_rows.row(thread, slot))
+            if exists:
+                self.write_pairs(dq[row, head, None], acc, s.head, slot, scale, thread)
 
     # dK and dV.
 
@@ -334,7 +274,13 @@ class SelectionBackward(Selection):
         buffers["values"] = smem.allocate_tensor(Float32, layout, byte_alignment=16)
         places = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
         once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, STAGES, STAGES))
-        self.initialise(full, empty, STAGES, once, thread)
+        if thread == 0:
+            cute.arch.mbarrier_init(once, 1)
+            for stage in cutlass.range_constexpr(STAGES):
+                cute.arch.mbarrier_init(full + stage, 1)
+                cute.arch.mbarrier_init(empty + stage, GROUP // WARP)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
         per_block = -(-s.block // ROWS)
         mine = self.part(index // per_block, index % per_block, ends, offsets)
         if mine.keys > 0:

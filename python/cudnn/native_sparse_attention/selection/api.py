@@ -19,8 +19,13 @@ from cudnn_kernels.attention.sparse import SelectionConfiguration
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-STAGES = {(64, 64): 4, (128, 128): 3, (192, 128): 2, (256, 256): 2}
-"""Buffers of a CTA by head sizes: two CTAs share a multiprocessor, but for heads of 256 elements."""
+TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"tile": (192, 64), "stages": 8},
+    (128, 128): {"tile": (192, 64), "stages": 5},
+    (192, 128): {"tile": (192, 64), "stages": 3},
+    (256, 256): {"tile": (128, 64), "stages": 2},
+}
+"""Rows and keys of a step, and buffers, by head sizes."""
 BLOCKS = (16, 32, 64, 128)
 LISTS = (
     TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
@@ -63,7 +68,7 @@ class SelectionAttention(Sparse):
     scalars = ("scale_softmax",)
     sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
     most_heads = 1 << 30
-    head_sizes = tuple(STAGES)
+    head_sizes = tuple(TILES)
     example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
     usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
 
@@ -118,7 +123,7 @@ class SelectionAttention(Sparse):
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            stages=STAGES[heads],
+            **TILES[heads],
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 

@@ -1,0 +1,349 @@
+"""Neighbouring rows, on Hopper, of which each attends to blocks of keys of its own choice.
+
+A CTA has some rows of a sequence, as many as its warpgroups have rows of products for: a group of 16 heads of Q that
+share a head of K takes 16 of a warpgroup's 64. The loading warpgroup reads the rows' lists, 32 places at a time, and
+finds their union. One warp of it lets the copy engine fetch each block of the union once, and says which rows chose it.
+A warpgroup passes over blocks that none of its rows chose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, const_expr, select_
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+
+from cudnn_kernels.attention import sequences
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, partition
+
+WARP = 32
+PLACES = 32  # of a list that are read at a time, one by each lane
+AGAIN = 1 << 26  # is added to a block for every time that the row listed it before
+LOADING_BARRIER = 1  # of the loading warpgroup
+
+
+@dataclass
+class Tile:
+    """What a CTA has: ``rows`` from ``row`` on, at ``place`` of their sequence; some heads of Q, with that of K."""
+
+    row: Int32
+    rows: Int32
+    place: Int32
+    key_head: Int32
+    first_head: Int32
+    heads: Int32
+    first_key: Int32
+    keys: Int32
+
+
+@dataclass
+class Lists:
+    """In shared memory: the rows' lists, which places of them are new to the union, and the union with its rows."""
+
+    keys: cute.Tensor
+    firsts: cute.Tensor
+    blocks: cute.Tensor
+    masks: cute.Tensor
+
+
+@dataclass
+class Steps:
+    """The ring of blocks: barriers, and in shared memory of every part of a step its tile of keys and its rows.
+
+    A tile of -1 is the end.
+    """
+
+    full: Any
+    empty: Any
+    tiles: cute.Tensor
+    masks: cute.Tensor
+
+
+class SelectedRows(AttentionForward):
+    """What the kernels have in common whose CTAs have neighbouring rows."""
+
+    def __init__(self, configuration: Any) -> None:
+        super().__init__(configuration)
+        s = self.s = configuration
+        self.size = min(s.block, self.tile_n)  # keys that one copy fetches
+        self.per_block = s.block // self.size
+        self.parts = self.tile_n // self.size
+        self.shares = -(-s.group // ROWS)  # CTAs that share a row's heads
+        self.queries = self.groups * s.together
+        self.box = min(s.padded, 16)  # heads of Q that one copy fetches
+
+    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+        """A buffer's layout, rows of contiguous elements: (rows, columns, stages)."""
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+
+    def atom(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
+        """How the copy engine fetches a box: an atom and the tensor of its coordinates."""
+        layout = cute.slice_(self.layout(max(rows, ROWS), columns), (None, None, 0))
+        box = (rows, columns)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(load, tensor, cute.composition(layout, box), box)
+
+    def atoms(self, given: dict[str, Any], widths: dict[str, int], heads: int = 0, keys: int = 0) -> list[Any]:
+        """Of tensors like Q, some heads of a row, and of those like K and V, some keys: a part of a block."""
+        found = []
+        for x, width in widths.items():
+            if x in ("k", "v"):
+                found.append(self.atom(sequences.copied(given[x], True), keys or self.size, width))
+            else:
+                by_head = cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0]))
+                found.append(self.atom(by_head, heads or self.box, width))
+        return found
+
+    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
+        """Swizzled buffers by name: (rows, columns, stages)."""
+        found = {}
+        for x, (rows, columns, stages) in shapes.items():
+            layout = self.layout(rows, columns, stages)
+            found[x] = smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        return found
+
+    def tiles(self, rows: Any, offsets: cute.Tensor) -> Any:
+        """CTAs of a head of K."""
+        return sequences.blocks_of(rows, offsets.shape[0] - 1, self.queries, True) * self.shares
+
+    @cute.jit
+    def tile(self, index: Int32, tiles: Int32, offsets: cute.Tensor) -> Tile:
+        """What a CTA has. All rows of a head come before the next head's, so that L2 holds its keys."""
+        s = self.s
+        key_head, number, share = index // tiles, index % tiles // self.shares, index % self.shares
+        sequence, own = sequences.find_block(offsets, number, self.queries)
+        first = offsets[cutlass.max(sequence, 0)]
+        keys, place = offsets[sequence + 1] - first, own * self.queries
+        rows = Int32(select_(sequence >= 0, cutlass.min(keys - place, self.queries), Int32(0)))
+        heads = cutlass.min(s.group - share * ROWS, ROWS)
+        return Tile(first + place, rows, place, key_head, key_head * s.group + share * ROWS, heads, first, keys)
+
+    def seen(self, mine: Tile, row: Any) -> Int32:
+        """How many keys of the sequence a row of the tile may see."""
+        return mine.place + row + 1 if const_expr(self.s.causal) else mine.keys
+
+    def lists(self, smem: Any) -> Lists:
+        """Shared memory for lists."""
+        shapes = ((PLACES, self.queries), self.queries, PLACES * self.queries, PLACES * self.queries)
+        return Lists(*(smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes))
+
+    def steps(self, smem: Any) -> Steps:
+        """Shared memory for the ring's barriers and what they tell."""
+        stages = self.s.stages
+        full, empty = (smem.allocate_array(cutlass.Int64, stages) for _ in range(2))
+        layout = cute.make_layout((self.parts, stages))
+        return Steps(full, empty, *(smem.allocate_tensor(Int32, layout, byte_alignment=16) for _ in range(2)))
+
+    @cute.jit
+    def initialise(self, steps: Steps, once: Any, thread: Int32) -> None:
+        """Makes barriers ready: that of the rows, and the ring's."""
+        if thread == 0:
+            cute.arch.mbarrier_init(once, 1)
+            for stage in cutlass.range_constexpr(self.s.stages):
+                cute.arch.mbarrier_init(steps.full + stage, 1)
+                cute.arch.mbarrier_init(steps.empty + stage, self.warps)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    def copy_rows(self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, width: int, full: Any, mine: Tile) -> None:
+        """Starts copies of heads of Q, or dO, (heads, width, rows), and of zeros where there are none."""
+        box = (self.box, width)
+        source = cute.local_tile(cute.domain_offset((mine.first_head, 0, 0), tensor), box, (None, 0, None))
+        to, of = partition(atom, 0, 1, cute.local_tile(buffer, box, (None, 0)), source)
+        for part in range(self.groups * ROWS // self.box):
+            group, row = divmod(part * self.box, ROWS)
+            query, head = group * self.s.together + row // self.s.padded, row % self.s.padded
+            exists = (query < mine.rows) & (head < mine.heads) & (row // self.s.padded < self.s.together)
+            some = Int32(select_(exists, Int32(head // self.box), Int32(self.s.heads)))  # beyond the last head: zeros
+            cute.copy(
+                atom, of[None, some, mine.row + cutlass.min(query, mine.rows - 1)], to[None, part], tma_bar_ptr=full
+            )
+
+    @cute.jit
+    def unite(
+        self, first: Int32, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, mine: Tile, thread: Int32
+    ) -> Int32:  # fmt: skip
+        """The union of the places from ``first`` on of the rows' lists: how many blocks. The loading warpgroup's work.
+
+        A lane has a place of a list; a warp has every fourth row. What a row lists again is another element.
+        """
+        lane, warp_index, most = cute.arch.lane_idx(), thread // WARP, indices.shape[2]
+        rows = -(-self.queries // 4)
+        own, masks = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(rows, Int32)
+        keys, firsts = lists.keys, lists.firsts
+        masks.fill(0)
+        for i in cutlass.range_constexpr(rows):
+            row, key = i * 4 + warp_index, Int32(-1)
+            if row < mine.rows:
+                if first + lane < cutlass.min(counts[mine.row + row, mine.key_head], most):
+                    block = indices[mine.row + row, mine.key_head, first + lane]
+                    if (block >= 0) & (block <= (self.seen(mine, row) - 1) // self.s.block):
+                        key = block
+            before = cute.arch.popc(cute.arch.match_sync(0xFFFFFFFF, key) & cute.arch.lanemask_lt())
+            if key >= 0:
+                key += Int32(before) * AGAIN
+            if row < self.queries:
+                keys[lane, row] = key
+            own[i] = key
+        self.loading()
+        places = cute.ceil_div(cutlass.min(most - first, PLACES), 4)
+        for row in cutlass.range(mine.rows, unroll=1):
+            found, four = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(4, Int32)
+            found.fill(0)
+            for place in cutlass.range(places, unroll=1):
+                cute.autovec_copy(cute.local_tile(keys[None, row], (4,), (place,)), four)
+                for i in cutlass.range_constexpr(rows):
+                    for j in cutlass.range_constexpr(4):
+                        found[i] = Int32(select_(four[j] == own[i], Int32(1), found[i]))
+            for i in cutlass.range_constexpr(rows):
+                masks[i] = masks[i] | (found[i] << row)
+        for i in cutlass.range_constexpr(rows):
+            row = i * 4 + warp_index
+            new = (own[i] >= 0) & ((masks[i] & ((1 << row) - 1)) == 0)
+            ballot = cute.arch.vote_ballot_sync(new)
+            if (lane == 0) & (row < self.queries):
+                firsts[row] = Int32(ballot)
+        self.loading()
+        return self.write_union(own, masks, lists, mine, thread)
+
+    @cute.jit
+    def write_union(self, own: cute.Tensor, masks: cute.Tensor, lists: Lists, mine: Tile, thread: Int32) -> Int32:
+        """The first places of all lists, then the second ones: so all warpgroups have something to do all the time."""
+        lane, warp_index, count = cute.arch.lane_idx(), thread // WARP, Int32(0)
+        places = cute.make_rmem_tensor(cute.size(own), Int32)
+        firsts, blocks, chosen_by = lists.firsts, lists.blocks, lists.masks
+        places.fill(0)
+        for row in cutlass.range(mine.rows, unroll=1):
+            word = firsts[row]
+            before = Int32(cute.arch.popc(word & Int32(cute.arch.lanemask_lt())))
+            here = (word >> lane) & 1
+            count += Int32(cute.arch.popc(word))
+            for i in cutlass.range_constexpr(cute.size(own)):
+                places[i] = places[i] + before + Int32(select_(row < i * 4 + warp_index, here, Int32(0)))
+        for i in cutlass.range_constexpr(cute.size(own)):
+            row = i * 4 + warp_index
+            if (own[i] >= 0) & ((masks[i] & ((1 << row) - 1)) == 0):
+                blocks[places[i]] = own[i] % AGAIN
+                chosen_by[places[i]] = masks[i]
+        self.loading()
+        return count
+
+    def loading(self) -> None:
+        """Waits for the loading warpgroup."""
+        cute.arch.barrier(barrier_id=LOADING_BARRIER, number_of_threads=GROUP)
+
+    @cute.jit
+    def fetch(
+        self, sides: Any, size: int, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, steps: Steps, mine: Tile,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """The loading warpgroup: finds the union of the lists and fetches its blocks, ``size`` bytes a step."""
+        done, most, tiles = Int32(0), indices.shape[2], steps.tiles
+        for first in cutlass.range(0, most, PLACES, unroll=1):
+            count = self.unite(first, indices, counts, lists, mine, thread)
+            if thread < WARP:
+                for step in cutlass.range(cute.ceil_div(count, self.parts) * self.per_block, unroll=1):
+                    self.fetch_step(sides, size, step, done + step, count, lists, steps, mine)
+            done += cute.ceil_div(count, self.parts) * self.per_block
+        if thread < WARP:
+            stage, phase = done % self.s.stages, done // self.s.stages % 2
+            cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                tiles[0, stage] = -1
+                cute.arch.mbarrier_arrive(steps.full + stage)
+
+    @cute.jit
+    def fetch_step(
+        self, sides: Any, size: int, step: Int32, number: Int32, count: Int32, lists: Lists, steps: Steps, mine: Tile
+    ) -> None:  # fmt: skip
+        """One warp: fetches the parts of a step."""
+        stage, phase = number % self.s.stages, number // self.s.stages % 2
+        full = steps.full + stage
+        tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
+        told, told_masks = steps.tiles, steps.masks
+        for part in cutlass.range_constexpr(self.parts):
+            place = step // self.per_block * self.parts + part
+            tiles[part], masks[part] = cute.ceil_div(mine.keys, self.size), Int32(0)  # beyond all keys
+            if place < count:
+                tiles[part] = lists.blocks[place] * self.per_block + step % self.per_block
+                masks[part] = lists.masks[place]
+        cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            for part in cutlass.range_constexpr(self.parts):
+                told[part, stage], told_masks[part, stage] = tiles[part], masks[part]
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        for part in cutlass.range_constexpr(self.parts):
+            for atom, to, of in sides:
+                cute.copy(atom, of[None, tiles[part]], to[None, stage, part], tma_bar_ptr=full)
+
+    def side(self, atom: Any, tensor: cute.Tensor, ring: cute.Tensor, width: int, mine: Tile) -> Any:
+        """Of K or V: how it is copied, and the parts of the ring and the tiles."""
+        rows = sequences.copied_rows(tensor, mine.key_head, Int32(0), mine.first_key, mine.keys)
+        box, every = (self.size, width), (None, 0)
+        to = cute.local_tile(ring, (*box, self.s.stages), (*every, 0))
+        return atom, *partition(atom, 0, 1, to, cute.local_tile(rows, box, every))
+
+    def arrived(self, steps: Steps, stage: Int32, phase: Int32) -> Int32:
+        """Waits for a step and tells its first tile of keys, -1 at the end."""
+        cute.arch.mbarrier_wait(steps.full + stage, phase)
+        return steps.tiles[0, stage]
+
+    def wanted(self, steps: Steps, stage: Int32, group: Int32) -> Boolean:
+        """Whether rows of a warpgroup chose any part of a step."""
+        mask = Int32(0)
+        for part in range(self.parts):
+            mask = mask | steps.masks[part, stage]
+        mine = (1 << self.s.together) - 1
+        return cute.arch.make_warp_uniform(mask >> (group * self.s.together)) & mine != 0
+
+    @cute.jit
+    def hide_unchosen(
+        self, scores: cute.Tensor, steps: Steps, stage: Int32, mine: Tile, group: Int32, thread: Int32
+    ) -> None:  # fmt: skip
+        """Makes scores -inf of keys that a row did not choose or does not see."""
+        ends = [[Int32(0)] * self.parts for _ in range(2)]
+        fewest = Int32(self.size)
+        for slot in cutlass.range_constexpr(2):
+            row = group * self.s.together + self.score_rows.row(thread, slot) // self.s.padded
+            for part in cutlass.range_constexpr(self.parts):
+                chose = (steps.masks[part, stage] >> row) & 1
+                end = self.seen(mine, row) - steps.tiles[part, stage] * self.size
+                ends[slot][part] = Int32(select_(chose == 1, end, Int32(0)))
+                fewest = cutlass.min(fewest, ends[slot][part])
+        if fewest < self.size:
+            for slot in cutlass.range_constexpr(2):
+                for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
+                    part = place // 2 * 8 // self.size  # four threads have eight columns next to each other
+                    exists = self.score_rows.column(thread, place) - part * self.size < ends[slot][part]
+                    scores[i] = Float32(select_(exists, scores[i], -Float32.inf))
+
+    @cute.jit
+    def release(self, empty: Any) -> None:
+        """A warp is done with a step."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(empty)
+
+    def head_of(self, mine: Tile, group: Int32, number: Int32) -> tuple[Int32, Int32, Boolean]:
+        """What a row of a warpgroup's product is: a row of Q, a head, and whether there is one."""
+        own, head = number // self.s.padded, number % self.s.padded
+        row = group * self.s.together + own
+        exists = (row < mine.rows) & (head < mine.heads) & (own < self.s.together)
+        return mine.row + row, mine.first_head + head, exists
+
+    def write_pairs(
+        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
+    ) -> None:  # fmt: skip
+        """A thread's values of a row, times a factor."""
+        order = self.score_rows.order(width, slot)
+        pair = cute.make_rmem_tensor(2, self.dtype)
+        for place in range(0, len(order), 2):
+            for i in range(2):
+                pair[i] = (acc[order[place + i]] * factor).to(self.dtype)
+            column = self.score_rows.column(thread, place)
+            cute.autovec_copy(pair, cute.local_tile(out, (2,), (column // 2,)))
