@@ -36,6 +36,7 @@ from cudnn.bench import (
     moe,
     moe_peers,
     monitor,
+    nsa,
     operands,
     report,
 )
@@ -469,6 +470,39 @@ def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.Monkey
     assert attention.Case(1, 4, 1, 1, 8, 8, causal=True, window=1).flops("forward") == 2 * (8 - 2) * 16
     assert len(benchmark.problems(bench.Options("bf16", benchmark.quick, quick=True))) == 5
     assert len(benchmark.problems(bench.Options("bf16", all=True))) > 100
+
+
+def test_candidates_of_native_sparse_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    monkeypatch.setattr(nsa, "CHECKED", 128)
+    benchmark, shape = bench.find("nsa"), (128, 2, 1, 64)
+    assert benchmark.quick == ((65536, 64, 4, 128),)
+    assert nsa.products(shape, nsa.PARTS[3]) == 4 * 128 * 2 * 64 * 2 * 64
+    assert len(benchmark.problems(bench.Options("bf16", all=True))) == 6 * len(nsa.PARTS)
+    for problem, part in zip(benchmark.problems(bench.Options("bf16", (shape,))), nsa.PARTS, strict=True):
+        peer, ours, *_ = problem.candidates()
+        assert (peer.name, ours.name, ours.ours) == (nsa.PEER, nsa.OURS, True)
+        assert ours.prepare is not None
+        results = ours.prepare()()
+        assert ours.check(results) == "", problem.label
+        changed = {x: found.roll(1, 1) + 1 for x, found in results.items()}
+        small = nsa.tensors(shape, part.alike)
+        assert nsa.wrong(part, small, changed).startswith("wrong result: "), problem.label
+
+
+def test_lists_of_blocks_that_rows_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    shared = []
+    for alike in (False, True):
+        rows = nsa.lists(8192, 2, alike)[0]
+        assert rows.shape == (8192, 2, 16)
+        own = torch.arange(8192)[:, None] // 64
+        assert (rows.amax(-1) == own).all()
+        assert (rows == 0).any(-1).all()
+        kept = rows.sort(-1).values
+        assert ((kept.diff(dim=-1) > 0) | (kept[..., 1:] < 0)).all()
+        shared.append(sum(len(set(x) & set(y)) for x, y in itertools.pairwise(rows[4096:, 0].tolist())) / 4095)
+    assert shared[0] < 7 < 13 < shared[1]
 
 
 def test_layers_of_models_and_routings() -> None:

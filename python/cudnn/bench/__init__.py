@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from cudnn import registry
 from cudnn.lazy import torch
 
-BENCHMARKS = (*registry.packages(), "moe", "sdpa")
-"""Names of the fused APIs, of a whole layer of experts, and of attention."""
+BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")
+"""Names of the fused APIs, of a whole layer of experts, of native sparse attention, and of attention."""
 
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
@@ -80,11 +80,11 @@ class Benchmark:
 
 def find(name: str) -> Benchmark:
     """The benchmark of a name in ``BENCHMARKS``, from the API's declaration."""
-    from cudnn.bench import attention, declared, grouped, moe, whole
+    from cudnn.bench import attention, declared, grouped, moe, nsa, whole
     from cudnn.fused.dense import DenseGemm
     from cudnn.fused.grouped import ExpertsGemm
 
-    for module in (moe, attention):
+    for module in (moe, nsa, attention):
         if name == module.NAME:
             return module.benchmark()
     api: Any = registry.find(name)

@@ -27,7 +27,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"The fused API, moe or sdpa: {', '.join(bench.BENCHMARKS)}.")] = "",
+    name: Annotated[str, typer.Argument(help=f"The fused API, moe, nsa or sdpa: {', '.join(bench.BENCHMARKS)}.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp8 (e4m3), mxfp8 or nvfp4; default: bf16.")] = "",
     shapes: Annotated[str, typer.Option(metavar="MxNxK,...", help="Instead of the benchmark's own sizes.")] = "",
     every: Annotated[bool, typer.Option("--all", help="All shapes of the language models, not only some.")] = False,
@@ -38,7 +38,7 @@ def main(
         str, typer.Option(help="Grouped APIs: tokens of experts, uniform or by Zipf's law (zipf).")
     ] = "uniform",
     quick: Annotated[
-        bool, typer.Option("--quick", help="moe and sdpa: few shapes, in less than 100 and 60 s.")
+        bool, typer.Option("--quick", help="moe, nsa and sdpa: few shapes, in less than 100 s.")
     ] = False,
     sonicmoe: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
@@ -91,7 +91,7 @@ def main(
     if quick:
         if not benchmark.quick or shapes or every:
             raise typer.BadParameter(
-                "allowed: with moe and sdpa, and without --shapes and --all.", param_hint="--quick"
+                "allowed: with moe, nsa and sdpa, and without --shapes and --all.", param_hint="--quick"
             )
         wanted = benchmark.quick
     if sonicmoe is not None:
