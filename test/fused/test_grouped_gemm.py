@@ -97,6 +97,10 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 256, 512), "k": 320, "inputs": {"prob": F32}},
     {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (256, 512), "inputs": {"bias": BF16}},
     {"name": "grouped_gemm_dsrelu", "kind": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
+    {"name": "grouped_gemm_glu", "m": 220, "n": 320, "inputs": {"prob": F32, "bias": BF16}, "generate_c": True,
+     "glu_layout": "concatenated"},
+    {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "generate_dbias": True, "glu_layout": "concatenated",
+     "inputs": {"c": F16, "prob": F32, "dprob": F32, "activation": BF16}},
 ]  # fmt: skip
 """Problems by the arguments of ``grouped.problem``."""
 
@@ -131,7 +135,7 @@ def test_the_reference(case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
-BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 13, "sm_90a")]
+BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 15, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
 KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")

@@ -225,9 +225,7 @@ def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
     if p.results["c_tensor"] is not None:
         gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
-    columns = torch.arange(c.shape[1] // 2, device=c.device)
-    gate = columns // 32 * 64 + columns % 32
-    g, u = c[:, gate], c[:, gate + 32]
+    g, u = (c[:, columns] for columns in gates_and_others(p, c))
     if p.options.get("act_func") == "situglu":
         return situ(p, g, u) * p.value("prob")
     if p.options.get("act_func") == "geglu":
@@ -235,6 +233,14 @@ def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
         g, u = g.clamp(max=top), u.clamp(bottom, top) + linear_offset(p)
     slope = p.options.get("geglu_alpha", 1.702) if p.options.get("act_func") == "geglu" else 1.0
     return u * g / (1 + torch.exp(-slope * g)) * p.value("prob")
+
+
+def gates_and_others(p: Problem, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of their columns in c."""
+    columns = torch.arange(c.shape[1] // 2, device=c.device)
+    if p.options.get("glu_layout") == "concatenated":
+        return columns, columns + len(columns)
+    return columns // 32 * 64 + columns % 32, columns // 32 * 64 + columns % 32 + 32
 
 
 def situ(p: Problem, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -290,9 +296,8 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = flat(p.given["c"])[: p.rows].double()
     if p.given.get("beta") is not None and (swiglu or (p.given["sfa"] is None and not older)):
         c = c * p.value("beta")[p.experts]
-    columns = torch.arange(x.shape[1], device=x.device)
-    gate = columns // 32 * 64 + columns % 32
-    g, u = c[:, gate].requires_grad_(), c[:, gate + 32].requires_grad_()
+    gate, other = gates_and_others(p, c)
+    g, u = c[:, gate].requires_grad_(), c[:, other].requires_grad_()
     numbers = {"glu_clamp_max": 7.0, "glu_clamp_min": -7.0, "linear_offset": linear_offset(p), "geglu_alpha": 1.702}
     top, bottom, offset, slope = (p.options.get(key, value) for key, value in numbers.items())
     offset, slope = (0.0, 1.0) if swiglu else (offset, slope)
@@ -302,7 +307,7 @@ def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     if "activation" in p.given:
         gemms.assert_rounded(flat(p.given["activation"])[: p.rows], y.detach() * p.value("prob"), slack)
     d = torch.empty(p.rows, c.shape[1], dtype=torch.float64, device=x.device)
-    d[:, gate], d[:, gate + 32] = by_gate, by_other
+    d[:, gate], d[:, other] = by_gate, by_other
     if p.results["dprob_tensor"] is not None:
         gemms.assert_rounded(p.results["dprob_tensor"].reshape(-1)[: p.rows], (x * y.detach()).sum(1), 10 * slack)
     if "activation" in p.given:

@@ -283,12 +283,14 @@ class MultiplyColumn(Declaration):
 class AddRow(Declaration):
     """x[m, n] = x[m, n] + v[n], ``v`` of the shape (n, l), of any float type; l is the batch, or the expert.
 
-    With a ``factor``, it is added v[n] * f[m]: ``f`` as that of :class:`MultiplyColumn`.
+    With a ``factor``, it is added v[n] * f[m]: ``f`` as that of :class:`MultiplyColumn`. ``halves``: of v, as those of
+    the columns of :class:`StoreTile`.
     """
 
     tensor: str
     dtype: str
     factor: MultiplyColumn | None = None
+    halves: bool = False
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         factors = self.factor.slots(place) if self.factor else ()
@@ -568,12 +570,13 @@ class BlockSums(Region):
 class SumColumn(Declaration):
     """s[i, n] = the sum of a value over the rows of expert i, or of batch i; ``s`` of the shape (experts, n), of any
     float type, n contiguous. Sums of 64 rows are put into the workspace, and added up in their order by a second
-    kernel.
+    kernel. ``halves`` as of :class:`AddRow`.
     """
 
     tensor: str
     dtype: str = "float32"
     value: str = "x"
+    halves: bool = False
 
     def width(self, widths: Widths) -> Fraction:
         return widths[self.value]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cudnn_kernels.epilogue import BLOCK, Gate
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, Some, indices, pick
 from cudnn_kernels.epilogue.operation import Operation, Tile
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.copy import unwoven
 
 
 class Scale(Operation):
@@ -91,7 +92,7 @@ class AddRow(Operation):
         else:
             self.factors = [pick(each < tile.end, 1.0, 0.0) for each in rows]
         for start in range(0, self.columns(), self.plan.threads):
-            load_columns(row, tile, self.buffers, tile.thread + start, self.columns())
+            load_columns(row, tile, self.buffers, tile.thread + start, self.columns(), self.o.halves)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values["x"]
@@ -319,10 +320,13 @@ def load_row(tensor: cute.Tensor, row: Int32, tile: Tile) -> Float32:
 
 
 @cute.jit
-def load_columns(row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int) -> None:
+def load_columns(row: cute.Tensor, tile: Tile, buffers: cute.Tensor, column: Int32, columns: int, halves: bool) -> None:
     """One thread: an element of a tensor (n, l) for a column of the tile, 0 beyond the last one, into shared memory."""
     if column < columns:
         value = Float32(0.0)
         if tile.column * columns + column < row.shape[0]:
-            value = Float32(row[tile.column * columns + column, tile.expert])
+            place = tile.column * columns + column
+            if const_expr(halves):
+                place = unwoven(place, row.shape[0], BLOCK)
+            value = Float32(row[place, tile.expert])
         buffers[column, tile.group] = value

@@ -24,6 +24,7 @@ from cudnn_kernels.epilogue.fragment import (
 )
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import unwoven
 from cudnn_kernels.schedule.tiles import expert_range
 
 
@@ -226,6 +227,8 @@ class SumColumn(Operation):
             total = Float32(0.0)
             for i in cutlass.range((end - start + BlockSums.ROWS - 1) // BlockSums.ROWS, unroll=4):
                 total += cute.arch.load(blocks + (Int64(first + i) * columns + column), Float32)
+            if const_expr(self.o.halves):
+                column = unwoven(column, columns, BLOCK)
             target[group, column] = total.to(target.element_type)
 
     name(add_blocks, "cudnn_sum_columns")

@@ -70,6 +70,7 @@ def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Argum
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
     row, groups = arguments[o.tensor].float().unsqueeze(0), values[GROUPS]
+    row = woven(row) if o.halves else row
     if groups is not None:
         row = row.transpose(0, 2)[groups]
     x = values["x"]
@@ -244,6 +245,7 @@ def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
 
 def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
     x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
+    x = unwoven(x) if o.halves else x
     if groups is None:
         target.copy_(x.sum(0).t())
     else:

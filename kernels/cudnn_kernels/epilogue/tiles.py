@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, Uint8
+from cutlass import Float32, Int32, Uint8, select_
 from cutlass.cute.nvgpu import CopyUniversalOp, cpasync, warp
 from cutlass.tensor_utils import LayoutEnum
 
@@ -36,8 +36,8 @@ class _StagedTile(Operation):
             raise ValueError(f"{declaration.tensor}: {declaration.dtype} is packed along n, so major must be n")
         if plan.clips_rows and declaration.major != "n":
             raise ValueError(f"{declaration.tensor}: got major m; allowed: n, where experts end in the middle of tiles")
-        if declaration.halves and (plan.clips_rows or plan.pieces > 1 or self.packed):
-            allowed = "a dense product, parts in one piece, types of 8 bits and more"
+        if declaration.halves and (plan.pieces > 1 or self.packed):
+            allowed = "parts in one piece, types of 8 bits and more"
             raise ValueError(f"{declaration.tensor}: got halves; allowed: none but of {allowed}")
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -47,14 +47,9 @@ class _StagedTile(Operation):
     def view(self, arguments: Mapping[str, Any]) -> cute.Tensor:
         """The tensor as the copy engine sees it: where experts end in tiles, so that its boxes end there too.
 
-        What is beyond is loaded as zeros, so that another expert's values are in no reduction, and is not stored. Where
-        the columns are halves, the number of a half is part of the last index.
+        What is beyond is loaded as zeros, so that another expert's values are in no reduction, and is not stored.
         """
         tensor = arguments[self.o.tensor]
-        if self.o.halves:
-            (m, n, batch), (row, column, far) = tensor.shape, tensor.stride
-            layout = cute.make_layout((m, n // 2, (2, batch)), stride=(row, column, (Int64(n // 2) * column, far)))
-            return cute.make_tensor(tensor.iterator, layout)
         return ending(tensor, 0) if self.plan.clips_rows else tensor
 
     def bytes(self) -> int:
@@ -95,9 +90,10 @@ class _StagedTile(Operation):
         found = []
         for which in range(self.pieces):
             place = (0, self.piece(tile, part, which), last)
-            if self.o.halves:
-                pairs = (tile.column * self.plan.parts + part) * (self.pieces // 2)
-                place = (0, pairs + which // 2, (which % 2, last))
+            if self.o.halves:  # whole blocks, those beyond the first half beyond the tensor
+                blocks = Int32(tensor.shape[1]) // (2 * BLOCK)
+                pair = (tile.column * self.plan.parts + part) * (self.pieces // 2) + which // 2
+                place = (0, Int32(select_(pair < blocks, pair + which % 2 * blocks, 2 * blocks)), last)
             gD = cute.local_tile(moved, self.shape, place)
             sD = self.buffers[None, None, self.stage(tile, part) * self.pieces + which]
             two = (cute.group_modes(x, 0, 2) for x in (sD, gD))

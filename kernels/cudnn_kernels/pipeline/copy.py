@@ -53,6 +53,11 @@ def woven(tensor: cute.Tensor, block: int) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
 
+def unwoven(row: Int32, rows: Int32, block: int) -> Int32:
+    """The number in the tensor of a row of such a view."""
+    return row // (2 * block) * block + row // block % 2 * (rows // 2) + row % block
+
+
 def woven_rows(count: int, block: int) -> tuple[int, int, int]:
     """The shape of so many rows of such a view."""
     return (block, 2, count // (2 * block))

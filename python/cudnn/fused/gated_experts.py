@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from cudnn.errors import refusal
+from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import (
     BIAS,
@@ -41,6 +42,7 @@ class Activated(ExpertsGemm):
     activations: ClassVar[Sequence[str]] = ("swiglu", "geglu")
 
     act_func: str
+    glu_layout: str = LAYOUTS[0]
     linear_offset: float | None
     geglu_alpha: float = 1.702
     glu_clamp_max: float = 7.0
@@ -53,6 +55,19 @@ class Activated(ExpertsGemm):
         if offset is None:
             offset = self.older_offset if self.follows_older(given) else 1.0
         super().__init__({**given, "linear_offset": offset})
+
+    @property
+    def halves(self) -> bool:
+        return self.glu_layout == LAYOUTS[1]
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.glu_layout not in LAYOUTS:
+            raise self.error("glu_layout", repr(self.glu_layout), " or ".join(map(repr, LAYOUTS)))
+        if self.halves and (self.scaled or self.quantizes()):
+            allowed = f"None, for glu_layout={self.glu_layout!r}"
+            cure = "interleave the weights once, by cudnn.interleave_glu_weights, before quantising them"
+            raise self.unsupported("scale factors", "tensors", allowed, cure)
 
     def check_activation(self, allowed: Sequence[str]) -> None:
         """Raises for another activation, or for numbers that it cannot have."""
@@ -90,9 +105,12 @@ class GatedExperts(Activated):
     act_func = "swiglu"
 
     def operations(self) -> tuple[Any, ...]:
-        stored = (self.store("c"),) if self.given("c") else ()
+        stored = (self.store("c", halves=self.halves),) if self.given("c") else ()
         activation = (epilogue.Gated(GATES[self.act_func], gate_first=True), *self.multiplied_by("prob"))
         return (*self.scaled_product(), *self.biased(), *stored, *activation, *self.result_epilogue("d"))
+
+    def weaves(self) -> bool:
+        return self.halves
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -110,6 +128,10 @@ class GatedExperts(Activated):
     def check_own_rules(self, sizes: Sizes) -> None:
         if sizes["n"] % 64:
             raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
+        if self.halves and (self.given("b_ptrs") or self.major("b") != "k"):
+            got = "weights behind addresses" if self.given("b_ptrs") else f"major {self.major('b')}"
+            cure = "interleave the weights once, by cudnn.interleave_glu_weights"
+            raise self.unsupported("b", got, f"a tensor, k-major, for glu_layout={self.glu_layout!r}", cure)
 
 
 class GatedExpertsBackward(Activated):
@@ -142,7 +164,7 @@ class GatedExpertsBackward(Activated):
         geglu, newer = self.act_func == "dgeglu", self.semantics != "1.23"
         product = self.scaled_product(power=2) if newer or not geglu else ()
         rounded = (epilogue.Round(self.kind("a")),) if self.round_dgrad_to_input_dtype else ()
-        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2)
+        saved = epilogue.LoadTile("c", self.kind("c"), "n", times=2, halves=self.halves)
         betas = self.given("beta") and (not geglu or (newer and not self.scaled))
         factors = (epilogue.MultiplyGroup("beta", self.kind("beta"), value="c"),) if betas else ()
         backward = epilogue.GatedBackward(GATES[self.act_func[1:]], gate_first=True)
@@ -150,7 +172,7 @@ class GatedExpertsBackward(Activated):
         rest = (*sums, *self.recomputed(), *self.multiplied_by("prob"))
         return (
             *product, *rounded, saved, *factors, backward, *rest, *self.summed_columns(),
-            *self.result_epilogue("d_row"),
+            *self.result_epilogue("d_row", self.halves),
         )  # fmt: skip
 
     def recomputed(self) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.epilogue.reference import woven
 from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense, GroupedRows
 
@@ -242,13 +243,18 @@ class ExpertsGemm(FusedGemm):
         if not self.given("bias"):
             return ()
         factors = self.multiplied_by(factor)
-        return (epilogue.AddRow("bias", self.kind("bias"), *factors),)
+        return (epilogue.AddRow("bias", self.kind("bias"), *factors, halves=self.halves),)
 
     def summed_columns(self) -> tuple[Any, ...]:
         """The gradient of a bias, where it is asked for: each column's sum over the tokens of an expert."""
-        return (epilogue.SumColumn("dbias", self.kind("dbias")),) if self.given("dbias") else ()
+        return (epilogue.SumColumn("dbias", self.kind("dbias"), halves=self.halves),) if self.given("dbias") else ()
 
-    def result_epilogue(self, name: str) -> tuple[Any, ...]:
+    @property
+    def halves(self) -> bool:
+        """Whether gates and others are halves of the columns, instead of blocks of 32 that take turns."""
+        return False
+
+    def result_epilogue(self, name: str, halves: bool = False) -> tuple[Any, ...]:
         """The end of every epilogue: largest magnitudes, quantisers, stores."""
         operations: list[Any] = [epilogue.Amax("amax", by_expert=True, roles=self.roles)] if self.given("amax") else []
         if self.quantizes():
@@ -258,7 +264,7 @@ class ExpertsGemm(FusedGemm):
                 self.store("d_col", "columns"),
                 epilogue.QuantizeRows("sfd_row", kind, self.kind("sfd_row"), self.sf_vec_size),
             ]
-        return (*operations, self.store(name))
+        return (*operations, self.store(name, halves=halves))
 
     def quantizes(self) -> bool:
         return all(map(self.given, ("sfd_row", "sfd_col", "norm_const")))
@@ -510,6 +516,7 @@ class ExpertsGemm(FusedGemm):
         if not ends[-1]:
             return
         groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
+        product = woven(product) if self.weaves() else product
         layouts = {spec.name: spec.layout for spec in self.tensors}
         used = {n: x if x is None or n not in layouts else _first(x, layouts[n], ends[-1]) for n, x in tensors.items()}
         evaluate(self.operations(), product, used, groups)

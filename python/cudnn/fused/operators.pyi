@@ -231,6 +231,7 @@ def grouped_gemm_dglu(
     deterministic: bool = False,
     semantics: str | None = None,
     a_index: Tensor | None = None,
+    glu_layout: str = "interleaved",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + dGLU: d_row, d_col, dprob, dbias, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmDglu`."""
@@ -308,6 +309,7 @@ def grouped_gemm_glu(
     generate_c: bool = False,
     semantics: str | None = None,
     a_index: Tensor | None = None,
+    glu_layout: str = "interleaved",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Grouped GEMM + GLU: c, d, d_col, amax, sfd_row, sfd_col; what there is not has no elements. See
     :class:`cudnn.GroupedGemmGlu`."""

@@ -38,6 +38,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
         round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.
+        glu_layout: that of c, d_row and dbias, as of :class:`cudnn.GroupedGemmGlu`.
         sample_activation: (m, n), y * prob[m], which the weights' gradient needs; None: not stored.
         _deterministic: the sums of dprob are added up in an order that does not vary, by a second kernel.
         others: as those of :class:`cudnn.GroupedGemmGlu`.
@@ -76,7 +77,7 @@ class GroupedGemmDglu(GatedExpertsBackward):
         geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, situ_beta1: float = 4.0,
         situ_beta2: float = 25.0, round_dgrad_to_input_dtype: bool = False, sample_activation: Tensor | None = None,
         _deterministic: bool = False, *, semantics: str | None = None, sample_a_index: Tensor | None = None,
-        arch: str | None = None,
+        glu_layout: str = "interleaved", arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -128,6 +129,7 @@ def grouped_gemm_dglu_wrapper(
     use_single_group_runtime_offsets: bool = False, current_stream: Any = None,
     round_dgrad_to_input_dtype: bool = False, activation_tensor: Tensor | None = None, deterministic: bool = False,
     *, semantics: str | None = None, a_index: Tensor | None = None,
+    glu_layout: str = "interleaved",
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

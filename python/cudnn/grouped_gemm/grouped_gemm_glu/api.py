@@ -41,6 +41,9 @@ class GroupedGemmGlu(GatedExperts):
             for linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps, 4.0 and 25.0 for those of situglu,
             which are positive.
         situ_beta1: what None is for it in calls.
+        glu_layout: ``"interleaved"``: gates and others take turns in blocks of 32 columns of c, rows of b and elements
+            of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
+            tensor, k-major, without scale factors.
         generate_c: for the wrapper, whether c is stored for operands without scale factors.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
     """
@@ -69,7 +72,7 @@ class GroupedGemmGlu(GatedExperts):
         m_aligned: int = 256, discrete_col_sfd: bool = False, act_func: str = "swiglu", situ_beta1: float = 4.0,
         b_major: str = "k", use_dynamic_sched: bool = False, use_single_group_runtime_offsets: bool = False,
         generate_c: bool = False, *, sample_scheduler_counter: Tensor | None = None, semantics: str | None = None,
-        sample_a_index: Tensor | None = None, arch: str | None = None,
+        sample_a_index: Tensor | None = None, glu_layout: str = "interleaved", arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -118,6 +121,7 @@ def grouped_gemm_glu_wrapper(
     use_dynamic_sched: bool = False, use_single_group_runtime_offsets: bool = False, current_stream: Any = None,
     generate_c: bool = False, sf_fp8_dtype_override: str | None = None, *,
     scheduler_counter_tensor: Tensor | None = None, semantics: str | None = None, a_index: Tensor | None = None,
+    glu_layout: str = "interleaved",
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 
