@@ -20,6 +20,7 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels.epilogue import (  # noqa: E402
     Amax,
+    GatedBackward,
     LoadTile,
     SquaredReluBackward,
     StoreTile,
@@ -27,8 +28,10 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     reference,
 )
 from cudnn_kernels.formats import bits  # noqa: E402
-from cudnn_kernels.schedule import GroupedK, GroupedRows  # noqa: E402
+from cudnn_kernels.problem import GemmProblem, Operand  # noqa: E402
+from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows  # noqa: E402
 from cudnn_kernels.schedule.tiles import share  # noqa: E402
+from cudnn_kernels.sm90 import heuristics  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 from support.selection import brief, in_turn  # noqa: E402
@@ -272,6 +275,38 @@ def test_a_grid_of_as_many_clusters() -> None:
     c = configured(HOPPER, PLAIN[0], tile=(128, 128))
     _, _, report = gemm.run(HOPPER, c, 128, 5 * 128, 64, multiprocessors=4)
     assert report.launches[0].grid[2] == 3
+
+
+@pytest.mark.parametrize(("n", "cluster"), [(1024, (1, 2)), (384, (1, 1))])
+def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int]) -> None:
+    """Each warpgroup has a tile, though three tensors are staged; a cluster's CTAs share A where columns suffice."""
+    back = (LoadTile("c", "bfloat16", times=2), GatedBackward(gate_first=True),
+            StoreTile("activation", "bfloat16", value="activation"), StoreTile("d", "bfloat16"))  # fmt: skip
+    operands = Operand("bfloat16"), Operand("bfloat16", "mn")
+    c = heuristics.configure_gemm(GemmProblem(*operands, back, GroupedRows(), n, 4096))
+    assert (c.pingpong, c.part, c.cluster) == (True, 32, cluster)
+    assert not heuristics.configure_gemm(GemmProblem(*operands, back, Dense(), n, 4096)).pingpong
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "index", "splits", "expected"),
+    [
+        (4096, 1024, "", False, ((128, 128, 64), (1, 2), 2)),
+        (4096, 4000, "", False, ((128, 128, 64), (1, 2), 8)),
+        (4096, 256, "", False, ((128, 192, 64), (1, 2), 8)),
+        (4096, 8192, "", False, ((256, 128, 64), (1, 2), 8)),
+        (1152, 1024, "", False, ((128, 128, 64), (2, 1), 8)),
+        (512, 4096, "a", False, ((128, 256, 64), (1, 1), 8)),
+        (4096, 8 * 2048, "", True, ((256, 128, 64), (1, 2), 8)),
+        (4096, 8 * 512, "", True, ((128, 192, 64), (2, 1), 8)),
+    ],
+)
+def test_what_experts_products_get(n: int, k: int, index: str, splits: bool, expected: tuple[Any, ...]) -> None:
+    a = Operand("bfloat16", "mn" if splits else "k", index="a_index" if index else "")
+    schedule = GroupedK() if splits else GroupedRows()
+    problem = GemmProblem(a, Operand("bfloat16", "mn"), (StoreTile("d", "bfloat16"),), schedule, n, k, groups=8)
+    c = heuristics.configure_gemm(problem)
+    assert (c.tile, c.cluster, c.schedule.strip) == expected
 
 
 def test_a_warpgroup_without_rows_multiplies_nothing() -> None:

@@ -12,13 +12,16 @@ from cudnn_kernels.configuration import (
     PreparedGemmConfiguration,
     configured,
 )
-from cudnn_kernels.epilogue import needs_of
+from cudnn_kernels.epilogue import Needs, needs_of
 from cudnn_kernels.problem import GemmProblem, Operand
 
 MANY_COLUMNS = 8192
 SHORT = 4096  # k of an expert's product, where hiding the epilogue pays
-DEEP = 4096  # k from which an epilogue is too short a part for that
+DEEP = 4096  # k from which an epilogue is too short a part for that; of weights' gradients half as many
+SHORTEST = 256  # k where wider tiles pay, which read A more seldom
+CACHED = 1 << 24  # bytes of an expert's weights
 ALONE = 64  # bits that an epilogue stages for each of the accumulator's columns, where each warpgroup has a tile
+ALONE_EXPERTS = 80  # the same for experts' products, whose activation is written anew
 
 
 def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfiguration:
@@ -56,54 +59,89 @@ def columns(n: int, tile: int) -> int:
     return -(-n // tile) * tile
 
 
+def beside(n: int, tile: int) -> bool:
+    """Whether two tiles side by side waste few of n columns."""
+    return 20 * columns(n, 2 * tile) <= 21 * columns(n, tile)
+
+
+def strip(problem: GemmProblem) -> int:
+    """Rows of tiles that are taken together where two CTAs share A: few, where the L2 cache has room for B twice."""
+    return 2 if problem.n * problem.k * problem.b.bits <= 8 * CACHED else problem.schedule.strip
+
+
+def for_experts(problem: GemmProblem, needs: Needs) -> dict[str, Any]:
+    """What is special about experts' products of 16 bits, with an epilogue of one tensor, or of two and a gate.
+
+    Where k is long, both warpgroups share 256 x 128, up to 8 per cent faster than 128 x 256. Where it is short, each
+    has a tile: one tile's epilogue is hidden behind the other's products. Two CTAs share A rather than B then, so that
+    a cluster has 128 rows, not 256, of which an expert's last ones may be few: 128 x 128 is 3 to 8 per cent faster than
+    128 x 192 with a shared B, but for a gate and one tensor, and weights' gradients. Rows that are gathered arrive too
+    slowly for two tiles, and the two CTAs of a cluster wait for each other's.
+    """
+    splits, one = problem.schedule.splits_k, len(needs.staged) == 1
+    depth = problem.k // (problem.groups if splits else 1)
+    if problem.a.index or problem.b.index:
+        return {"tile": (256, 128) if problem.b.index else (128, 256), "part": 64, "cluster": (1, 1)}
+    if one and depth >= (DEEP // 2 if splits else DEEP):
+        return {"tile": (256, 128), "part": 64, "cluster": (1, 2)}
+    if depth > SHORT or not (one or (needs.width < 1 and len(needs.staged) == 2)):
+        return {}
+    alone: dict[str, Any] = {"tile": (128, 128), "part": 64, "pingpong": True}
+    if one and (splits or needs.width < 1):
+        fits = 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256)
+        return {**alone, "tile": (128, 192)} if fits and not problem.halves else {}
+    if one and depth <= SHORTEST and beside(problem.n, 192):
+        return {**alone, "tile": (128, 192), "cluster": (1, 2)}
+    return {**alone, "cluster": (1, 2), "strip": strip(problem)} if beside(problem.n, 128) else alone
+
+
 def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     """The best of the configurations measured on an H200, by type, width and what the epilogue stages.
 
     16 bits: two warpgroups share 128 x 256. Where tiles of 192 columns waste little and the epilogue stages one tensor,
     each has 128 x 192 of its own, which is 2 to 5 per cent faster; quantisers and rotations would not find registers
-    then. Where experts' products have short k, such tiles are 2 to 20 per cent faster, and so are 128 x 128 with a gate
-    and two tensors, or with quantisers to 8 bits: one tile's epilogue is hidden behind the next one's products. Where
-    their k is long, both share 256 x 128, and two CTAs share A, which was up to 8 per cent faster. Rows that are
-    gathered arrive too slowly for two tiles. 8 bits: a second set of accumulators leaves room for 192 columns, or for
-    128 where the epilogue does not take those. With factors of sums, half of 256 columns are promoted at a time: as
-    many registers, whole blocks of B, and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through
-    the epilogue together, a tile has no more, or registers would be spilled. Clusters of two CTAs share B.
+    then. Experts' products differ, see :func:`for_experts`; with quantisers to 8 bits and short k, each warpgroup has
+    128 x 128. 8 bits: a second set of accumulators leaves room for 192 columns, or for 128 where the epilogue does not
+    take those. With factors of sums, half of 256 columns are promoted at a time: as many registers, whole blocks of B,
+    and fewer idle SMs at 4096 columns; not timed yet. Where 128 columns pass through the epilogue together, a tile has
+    no more, or registers would be spilled. Clusters of two CTAs share B.
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
-    each warpgroup if what it stages leaves room for the operands, else one for both. The CTAs of a cluster fetch equal
-    shares of B's halves, which tiles of 192 columns have not.
+    each warpgroup if what it stages leaves room for the operands, else one for both. For experts, the CTAs of a cluster
+    share A then: with 256 rows in a cluster, a warpgroup may have none, which took 1.6 to 1.9 times as long. The CTAs
+    of a cluster fetch equal shares of B's halves, which tiles of 192 columns have not.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
     choice: dict[str, Any] = {"tile": (128, 128), "part": part}
     wide = 192 if (bits == 8) != bool(scale) else 256
-    many = problem.n >= MANY_COLUMNS and not problem.halves
-    depth = problem.k // (problem.groups if problem.schedule.splits_k else 1)
-    gathered = bool(problem.a.index or problem.b.index)
-    grouped = bits == 16 and problem.schedule.searches and not gathered
-    short = grouped and depth <= SHORT
-    turns = 20 * columns(problem.n, 192) <= 21 * columns(problem.n, 256) if short else many
-    one = len(needs.staged) == 1 and not needs.registers
+    gathered, one = bool(problem.a.index or problem.b.index), len(needs.staged) == 1
+    grouped = bits == 16 and problem.schedule.searches
     if needs.width > 1:
-        alone = bits == 16 and needs.bits <= ALONE and not needs.registers and not scale
+        most = ALONE_EXPERTS if grouped and not gathered else ALONE
+        alone = bits == 16 and needs.bits <= most and not needs.registers and not scale
         choice |= {"part": 32, "pingpong": alone}
+        if grouped and alone:
+            shared = beside(problem.n, 128) and not gathered
+            choice |= {"cluster": (1, 2), "strip": strip(problem)} if shared else {"cluster": (1, 1)}
     elif problem.n > 128 and part == 64 and not (problem.halves and wide == 192) and (
         (bits != 8 and not scale) or wide % needs.columns == 0
     ):
+        quantizes = needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32)
         if scale:
             choice = {"tile": (128, wide), "part": part}
         elif bits == 8:
-            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if len(needs.staged) == 1 else 1}
-        elif short and needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32):
+            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if one else 1}
+        elif grouped and not gathered and quantizes and problem.k <= SHORT:
             choice = {"tile": (128, 128), "part": 32, "pingpong": True}
-        elif short and needs.width < 1 and len(needs.staged) == 2 and not needs.registers:
-            choice = {"tile": (128, 128), "part": 64, "pingpong": True}
-        elif grouped and depth >= DEEP and one:
-            choice = {"tile": (256, 128), "part": 64, "cluster": (1, 2)}
-        elif turns and one and not gathered:
+        elif grouped and not needs.registers and (special := for_experts(problem, needs)):
+            choice = special
+        elif problem.n >= MANY_COLUMNS and one and not needs.registers and not problem.halves and not gathered:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
     if bits == 8 or scale:
         choice["promote"] = scale.vector * bits // (8 * K_BYTES) if scale else 1
+    if "strip" in choice:
+        problem = replace(problem, schedule=replace(problem.schedule, strip=choice.pop("strip")))
     return configured(problem, **{"cluster": (2, 1), **choice})
