@@ -31,6 +31,7 @@ class Case:
     indices: torch.Tensor
     activation: str
     out: torch.Tensor
+    glu_layout: str = "interleaved"
 
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         found = {name: t.detach().clone() for name, t in self.tensors.items()}
@@ -40,6 +41,7 @@ class Case:
 def case(
     tokens: int = 40, hidden: int = 64, inner: int = 32, experts: int = 4, top_k: int = 2, *,
     activation: str = "swiglu", dtype: torch.dtype = BF16, bias: bool = False, skew: float = 0.0, dropped: bool = False,
+    glu_layout: str = "interleaved",
 ) -> Case:  # fmt: skip
     """Random arguments; ``skew`` leads tokens to the first experts, ``dropped`` removes some choices."""
     wide = inner if activation == "srelu" else 2 * inner
@@ -58,13 +60,15 @@ def case(
             "up_bias": torch.randn(experts, wide).to(dtype),
             "down_bias": torch.randn(experts, hidden).to(dtype),
         }
-    return Case(tensors, indices, activation, torch.randn(tokens, hidden).to(dtype))
+    return Case(tensors, indices, activation, torch.randn(tokens, hidden).to(dtype), glu_layout)
 
 
-def activated(h: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(h: torch.Tensor, activation: str, glu_layout: str) -> torch.Tensor:
     if activation == "srelu":
         return h.relu() ** 2
     g, u = h.unflatten(1, (-1, 2, 32)).unbind(2)
+    if glu_layout == "concatenated":
+        g, u = h.unflatten(1, (2, -1, 32)).unbind(1)
     if activation == "geglu":
         g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0)
         return ((u + 1) * g * torch.sigmoid(1.702 * g)).flatten(1)
@@ -77,14 +81,16 @@ def formula(c: Case, t: dict[str, torch.Tensor]) -> torch.Tensor:
     for expert in range(len(t["up"])):
         token, choice = (c.indices == expert).nonzero(as_tuple=True)
         h = t["x"][token] @ t["up"][expert].T + (t["up_bias"][expert] if "up_bias" in t else 0.0)
-        out = activated(h, c.activation) @ t["down"][expert].T + (t["down_bias"][expert] if "up_bias" in t else 0.0)
+        out = activated(h, c.activation, c.glu_layout) @ t["down"][expert].T
+        out = out + (t["down_bias"][expert] if "up_bias" in t else 0.0)
         y = y.index_add(0, token, out * t["weights"][token, choice, None])
     return y
 
 
 def ours(c: Case, t: dict[str, Any], **options: Any) -> torch.Tensor:
     biases = (t.get("up_bias"), t.get("down_bias"))
-    return moe_mlp(t["x"], (c.indices, t["weights"]), t["up"], t["down"], *biases, activation=c.activation, **options)
+    given = (t["x"], (c.indices, t["weights"]), t["up"], t["down"])
+    return moe_mlp(*given, *biases, activation=c.activation, glu_layout=c.glu_layout, **options)
 
 
 def results(c: Case, run: Callable[..., torch.Tensor], t: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -115,19 +121,29 @@ def listed(t: dict[str, torch.Tensor]) -> dict[str, Any]:
 def test_any_configuration(data: st.DataObject) -> None:
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    experts = draw(st.integers(1, 6))
+    experts, lists = draw(st.integers(1, 6)), draw(st.booleans())
+    activation = draw(st.sampled_from(["swiglu", "geglu", "srelu"]))
+    whole = draw(st.booleans()) or lists or activation == "srelu"
     c = case(
         draw(st.integers(0, 60)), 8 * draw(st.integers(1, 9)), 32 * draw(st.integers(1, 3)), experts,
-        draw(st.integers(1, experts)), activation=draw(st.sampled_from(["swiglu", "geglu", "srelu"])),
+        draw(st.integers(1, experts)), activation=activation, glu_layout="interleaved" if whole else "concatenated",
         dtype=draw(st.sampled_from([BF16, F16])), bias=draw(st.booleans()), skew=draw(st.sampled_from([0.0, 30.0])),
         dropped=draw(st.booleans()),
     )  # fmt: skip
     t = c.leaves()
-    check(c, results(c, ours, listed(t) if draw(st.booleans()) else t))
+    check(c, results(c, ours, listed(t) if lists else t))
+
+
+KERNELS: list[dict[str, Any]] = [
+    {"bias": True},
+    {"bias": True, "glu_layout": "concatenated", "inner": 96},
+    {"activation": "geglu", "dropped": True},
+    {"activation": "srelu"},
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"bias": True}, {"activation": "geglu", "dropped": True}, {"activation": "srelu"}])
+@pytest.mark.parametrize("options", KERNELS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_kernels(arch: str, options: dict[str, Any]) -> None:
     c = case(70, **options)
@@ -183,11 +199,13 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
 
 def test_tokens_are_copied_in_order_on_hopper_alone() -> None:
+    """And not for products of few columns."""
     x, token = torch.randn(4, 8), torch.tensor([3, 0, 0])  # the last row is nobody's
     rows = Rows(torch.tensor([2]), token, torch.tensor([[1], [-1], [-1], [0]], dtype=torch.int32))
     for arch, copied in (("sm_90a", True), ("sm_100a", False)):
         with cudnn.emulation(arch, races=True):
             found, index = rows.read(x)
+            assert rows.read(x, 512)[0] is x
         assert torch.equal(found[:2], x[[3, 0]]) if copied else found is x
         assert (index is None) == copied
 
@@ -244,6 +262,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.zeros(40, 2).bfloat16()}, "types of indices and weights: got torch.int64 and torch.bfloat16"),
     ({"up": torch.zeros(4, 64, 64).bfloat16().mT}, "strides of up: got"),
     ({"up": [torch.zeros(64, 64).bfloat16()] * 3}, "shapes: got"),
+    ({"glu_layout": "halves"}, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
+    ({"up": [torch.zeros(64, 64).bfloat16()] * 4, "glu_layout": "concatenated"}, "'concatenated': got a list"),
     ({"down": torch.zeros(4, 64, 64).bfloat16()}, "N = 2 I"),
     ({"up_bias": torch.zeros(4, 32).bfloat16()}, "shape of up_bias"),
     ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),
@@ -293,7 +313,13 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     assert torch.equal(layer.up[:, 32:], up)
     for weight in (layer.up, layer.down):
         weight.main_grad = torch.zeros(weight.shape)
-    layer(torch.randn(9, 64).bfloat16()).sum().backward()
+    x = torch.randn(9, 64).bfloat16()
+    layer(x).sum().backward()
+    halves = MoE(64, 32, 4, 2, correction_bias=True, glu_layout="concatenated")
+    halves.load_state_dict(layer.state_dict())
+    halves.load_gate_up(torch.cat([gate, up], 1))
+    assert torch.equal(halves.up[:, 32:], up)
+    assert torch.equal(halves(x), layer(x))
     assert layer.up.grad is None
     assert bool(layer.up.main_grad.any())
     assert layer.router.weight.grad is not None

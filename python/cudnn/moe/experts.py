@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
+COPIED = 896  # columns of a product from which on rows are copied into their order first, on Hopper
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -33,34 +34,37 @@ class Rows:
     def count(self) -> int:
         return self.token.shape[0]
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A matrix (T, columns) as an operand of the products by row: its rows and their numbers, or copies in order.
+    def read(self, x: Tensor, columns: int = COPIED) -> tuple[Tensor, Tensor | None]:
+        """A matrix (T, H) as an operand of a product by row, of so many ``columns``: its rows and their numbers, or
+        copies in order, which are gone when the pass ends. Rows of no choice are not written there.
 
-        Blackwell's kernels load rows by number. So can Hopper's; but on an H200 they take 1.25 to 1.9 times as long as
-        with copied rows, whose copies cost less. They are gone when the pass ends. Rows of no choice are not written.
+        Blackwell's kernels load rows by number. So do Hopper's, but at no more than 2.3 TB/s on an H200, each row once
+        for 256 columns; a copy takes 0.6 ps for an element of a row. So copies pay from about 900 columns on, and for
+        gradients, where one copy serves two products, or a product over rows has rows by number.
         """
-        if _arch(x) != "sm_90a":
+        if _arch(x) != "sm_90a" or columns < COPIED:
             return x, self.token
         copied = x.new_empty(self.count, x.shape[1])
         spread(x, self.of_choice, copied)
         return copied, None
 
     def scattered(self, values: Tensor) -> Tensor:
-        """Values of choices, (T, K), as values of rows."""
-        place = self.of_choice.flatten().long()
-        place = place.where(place >= 0, self.count)  # those that were dropped, behind the rows
-        return values.new_empty(self.count + 1).index_copy_(0, place, values.flatten())[:-1]
+        """Values of choices, (T, K), as values of rows, and one more: where choices were dropped, in row -1."""
+        found = values.new_empty(self.count + 1)
+        found[self.of_choice.flatten().long()] = values.flatten()
+        return found
 
     def of_choices(self, values: Tensor) -> Tensor:
-        """Values of rows as values of choices, (T, K); 0 where one was dropped."""
-        return values[self.of_choice.long()].masked_fill_(self.of_choice < 0, 0.0)
+        """Values of rows, and one more, as values of choices, (T, K)."""
+        return values[self.of_choice.long()]
 
 
 @dataclass(frozen=True)
 class Experts:
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one for each expert.
 
-    N is I or, for a gated activation, 2 I: of every 64 rows, the first 32 are gates.
+    N is I or, for a gated activation, 2 I: of every 64 rows, the first 32 are gates, or those of the first half, as
+    ``glu_layout`` says.
     """
 
     up: Sequence[Tensor]
@@ -69,11 +73,12 @@ class Experts:
     down_bias: Tensor | None
     activation: str
     numbers: Sequence[float]
+    glu_layout: str
 
     @property
     def options(self) -> dict[str, Any]:
         """What an API of gated activations is told."""
-        return dict(zip(NUMBERS, self.numbers, strict=True))
+        return {"glu_layout": self.glu_layout, **dict(zip(NUMBERS, self.numbers, strict=True))}
 
 
 def is_list(weights: Sequence[Tensor]) -> bool:
@@ -117,14 +122,22 @@ _OBJECTS: dict[Any, Any] = {}
 
 
 def execute(name: str, tensors: dict[str, Any], **options: Any) -> None:
-    """Runs a fused API by its name on tensors by theirs; it is compiled where no call of the kind has been."""
+    """Runs a fused API by its name on tensors by theirs; it is compiled where no call of the kind has been.
+
+    Kinds differ in types, options, and the sizes and strides of weights or, for gradients of weights, in their size and
+    the number of tokens to an expert, as a power of two: other sizes have other tiles.
+    """
     api = registry.find(name)
     scalars = {option: options.pop(option) for option in api.run_time if option in options}
-    given = {s.name: None if tensors.get(s.name) is None else api.fitted(s.name, tensors[s.name]) for s in api.tensors}
-    weights = given.get("b")
-    shape = None if weights is None else weights.shape  # other sizes have other tiles
-    kinds = (api.cache_key(given, options), shape, tuple(options.items()))
-    key = (name, kinds, settings.CLUSTER_OVERLAP_MARGIN.get())
+    a, b = tensors["a"], tensors.get("b")
+    sizes: Any = None  # of weights behind addresses, in options
+    if b is not None and "offsets" in tensors:
+        sizes = (a.shape[0], b.shape[1], (b.shape[0] // tensors["offsets"].shape[0]).bit_length())
+    elif b is not None:
+        sizes = (b.shape, b.stride())
+    types = tuple([(n, t.dtype) for n, t in tensors.items() if t is not None])
+    environment = (settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get())
+    key = (name, a.device, sizes, types, tuple(options.items()), environment)
     operation = _OBJECTS.get(key)
     if operation is None:
         operation = api(**api.samples(tensors), **options)

@@ -48,7 +48,7 @@ def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> 
     made = x.new_empty(rows.count, columns)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     up, down = operand(e.up), operand(e.down)
-    of_rows, index = rows.read(x)
+    of_rows, index = rows.read(x, wide)
     tensors = {**given, **up[0], "a": of_rows, "a_index": index, "bias": _vectors(e.up_bias)}
     tensors |= {"c": hidden, "d": activated}
     if gated:
@@ -71,12 +71,12 @@ def backward(
     needs = Needs(*needed)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
-    by_row = weights.new_zeros(rows.count)
+    by_row = weights.new_zeros(rows.count + 1)  # the last one is that of choices that were dropped
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
     down, up = operand(e.down, True), operand(e.up, True)
     of_rows, index = rows.read(gradient)
-    tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)}
-    tensors |= {"dprob": by_row, "d_row": by_hidden, "dbias": by_bias}
+    tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)[:-1]}
+    tensors |= {"dprob": by_row[:-1], "d_row": by_hidden, "dbias": by_bias}
     if e.activation in GATED:
         tensors["activation"] = activated
         options = {"act_func": f"d{e.activation}", "_deterministic": True, **e.options}

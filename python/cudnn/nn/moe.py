@@ -24,7 +24,8 @@ class MoE(torch.nn.Module):
 
         - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden).
         - ``up`` (experts + shared_experts, N, hidden) with N = 2 intermediate or, for "srelu", intermediate. Of every
-          64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies weights in halves.
+          64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies weights in halves. With
+          ``glu_layout="concatenated"``, the first half are gates.
         - ``down`` (experts + shared_experts, hidden, intermediate).
         - ``up_bias``, ``down_bias`` with ``bias``.
 
@@ -34,7 +35,7 @@ class MoE(torch.nn.Module):
     Args:
         hidden, intermediate: Sizes, multiples of 8 and of 32.
         experts, top_k: How many there are, and how many a token sees.
-        activation: "swiglu", "geglu" or "srelu".
+        activation, glu_layout: of :func:`cudnn.ops.moe_mlp`.
         bias: The experts have biases.
         shared_experts, shared_gate: See above.
         correction_bias: See above.
@@ -52,11 +53,12 @@ class MoE(torch.nn.Module):
 
     def __init__(
         self, hidden: int, intermediate: int, experts: int, top_k: int, *, activation: str = "swiglu",
-        bias: bool = False, shared_experts: int = 0, shared_gate: bool = False, correction_bias: bool = False,
-        into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True, renormalize: bool = False,
-        n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0, linear_offset: float = 1.0,
-        geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, group: Any = None,
-        time_limit: float = 600.0, device: Any = None, dtype: torch.dtype = torch.bfloat16,
+        glu_layout: str = "interleaved", bias: bool = False, shared_experts: int = 0, shared_gate: bool = False,
+        correction_bias: bool = False, into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True,
+        renormalize: bool = False, n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0,
+        linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
+        glu_clamp_min: float = -7.0, group: Any = None, time_limit: float = 600.0, device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -67,7 +69,7 @@ class MoE(torch.nn.Module):
                 refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
             )
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
-        self.into_main_grad = into_main_grad
+        self.glu_layout, self.into_main_grad = glu_layout, into_main_grad
         self._route: dict[str, Any] = {
             "score": score, "pre_softmax": pre_softmax, "renormalize": renormalize, "n_group": n_group,
             "topk_group": topk_group, "scaling_factor": scaling_factor,
@@ -105,9 +107,10 @@ class MoE(torch.nn.Module):
         if self.activation not in GATED or gate_up.shape != self.up.shape:
             got = f"{tuple(gate_up.shape)}, for the activation {self.activation!r}"
             raise ValueError(refusal("MoE.load_gate_up", "gate_up", got, f"{tuple(self.up.shape)}, of a gated one"))
-        blocks = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
+        if self.glu_layout == "interleaved":
+            gate_up = gate_up.detach().unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3)
         with torch.no_grad():
-            self.up.copy_(blocks)
+            self.up.copy_(gate_up)
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
@@ -134,8 +137,8 @@ class MoE(torch.nn.Module):
         both: tuple[Any, Any] = (self.up, self.down)
         sums = (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
         return moe_mlp(
-            x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation, main_grads=sums,
-            **self._numbers, **self._ranks,
+            x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation,
+            glu_layout=self.glu_layout, main_grads=sums, **self._numbers, **self._ranks,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

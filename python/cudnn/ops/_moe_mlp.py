@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cudnn.errors import refusal
+from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer
 from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Rows, is_list, shape_of
 from cudnn.moe.parallel import Ranks, on_ranks
@@ -27,6 +28,7 @@ def moe_mlp(
     down_bias: torch.Tensor | None = None,
     *,
     activation: str = "swiglu",
+    glu_layout: str = "interleaved",
     linear_offset: float = 1.0,
     geglu_alpha: float = 1.702,
     glu_clamp_max: float = 7.0,
@@ -48,11 +50,13 @@ def moe_mlp(
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
             and ``weights``, float32 ``[T, K]``, differentiable.
         up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of
-            every 64 rows, the first 32 are gates, see ``cudnn.interleave_gate_up``; else I.
+            every 64 rows, the first 32 are gates, see ``cudnn.interleave_glu_weights``; else I.
         down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
         up_bias, down_bias: ``[E, N]`` and ``[E, H]``.
         activation: "swiglu", "geglu" or "srelu", as in :class:`cudnn.GroupedGemmGlu` and
             :class:`cudnn.GroupedGemmSrelu`.
+        glu_layout: "interleaved", or "concatenated" where the gates are the first I rows of ``up``, one tensor, and the
+            first I elements of ``up_bias``.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
             and down to; then these get none.
@@ -80,7 +84,7 @@ def moe_mlp(
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
 
     def run(tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers)
+        given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout)
         return _on_one_rank(tokens, routing, *given)
 
     if ranks is None:
@@ -93,14 +97,14 @@ def moe_mlp(
 def _on_one_rank(
     tokens: torch.Tensor, routing: Routing, up: list[torch.Tensor], down: list[torch.Tensor],
     up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, up_sums: list[torch.Tensor],
-    down_sums: list[torch.Tensor], activation: str, numbers: list[float],
+    down_sums: list[torch.Tensor], activation: str, numbers: list[float], glu_layout: str,
 ) -> torch.Tensor:  # fmt: skip
     """The layer of these experts alone."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     y, _ = moe_mlp_fwd_primitive(
         tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
-        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, keeps,
+        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, keeps,
     )  # fmt: skip
     return y
 
@@ -122,6 +126,13 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
     if e.activation not in ACTIVATIONS:
         allowed = " or ".join(map(repr, ACTIVATIONS))
         raise ValueError(refusal(_WHERE, "activation", repr(e.activation), allowed))
+    if e.glu_layout not in LAYOUTS:
+        allowed = " or ".join(map(repr, LAYOUTS))
+        raise ValueError(refusal(_WHERE, "glu_layout", repr(e.glu_layout), allowed))
+    if e.glu_layout == LAYOUTS[1] and (is_list(e.up) or e.activation not in GATED):
+        got = "a list of tensors" if is_list(e.up) else f"the activation {e.activation!r}"
+        cure = "interleave the weights once, by cudnn.interleave_glu_weights"
+        raise ValueError(refusal(_WHERE, "glu_layout 'concatenated'", got, "one tensor, and gates", cure))
     _check_choices(x, indices, weights)
     for name, given in (("up", e.up), ("down", e.down)):
         shapes = {tuple(w.shape) for w in given}
@@ -168,10 +179,11 @@ def moe_mlp_fwd_primitive(
     down_sums: Sequence[torch.Tensor],
     activation: str,
     numbers: Sequence[float],
+    glu_layout: str,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y of :func:`moe_mlp`, and what the backward pass needs where it ``keeps`` it, else no elements."""
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     if not token_of_row.numel():
         y, kept = _empty(x, token_of_row, experts, keeps)
@@ -189,9 +201,10 @@ def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool)
 @moe_mlp_fwd_primitive.register_fake
 def _(
     x: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any, row_of_choice: Any, up: Any, down: Any,
-    up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any, activation: str, numbers: Any, keeps: bool,
+    up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any, activation: str, numbers: Any, glu_layout: str,
+    keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     return _empty(x, token_of_row, experts, keeps)
 
@@ -214,13 +227,14 @@ def moe_mlp_bwd_primitive(
     down_sums: Sequence[torch.Tensor],
     activation: str,
     numbers: Sequence[float],
+    glu_layout: str,
     needed: Sequence[bool],
 ) -> Six:
     """The gradients that are ``needed``, of x, weights, up, down and the biases: for others tensors without elements.
 
     Those of up and down are added to ``up_sums`` and ``down_sums`` where there are some.
     """
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
     if not token_of_row.numel():
         made = _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
         return tuple(gradient.zero_() for gradient in made)  # pyright: ignore[reportReturnType]
@@ -246,9 +260,9 @@ def _gradients_like(
 def _(
     gradient: Any, x: Any, hidden: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any,
     row_of_choice: Any, up: Any, down: Any, up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any,
-    activation: str, numbers: Any, needed: Any,
+    activation: str, numbers: Any, glu_layout: str, needed: Any,
 ) -> Six:  # fmt: skip
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
     return _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
 
 
@@ -257,7 +271,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(
         x, output[1], weights, indices, offsets, token_of_row, row_of_choice, up_bias, down_bias, *up, *down
     )
-    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, _) = len(up), rest
+    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, _) = len(up), rest
     ctx.set_materialize_grads(False)
 
 
@@ -266,14 +280,15 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     *tensors, up_bias, down_bias = saved[:9]
     up, down = (list(part) for part in (saved[9 : 9 + ctx.count], saved[9 + ctx.count :]))
     if gradient is None:
-        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, None, None, None
+        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 4
     x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
     needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
-    given: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *ctx.sums, ctx.activation, ctx.numbers, needed)
+    rest = (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, needed)
+    given: tuple[Any, ...] = (*tensors, up, down, up_bias, down_bias, *rest)
     found = moe_mlp_bwd_primitive(gradient, *given)
     by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
     by_each = [_of_each(y, like, s) for y, like, s in zip((by_up, by_down), (up, down), ctx.sums, strict=True)]
-    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, None, None, None
+    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, *[None] * 4
 
 
 def _of_each(gradient: torch.Tensor | None, like: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
