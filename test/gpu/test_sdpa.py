@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.sdpa import SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+import cudnn
+from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,9 +93,46 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
     torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
     first = o.clone()
-    for _ in range(100):
+    for _ in range(1000):
         attention.execute(q, k, v, o, lse)
     assert torch.equal(o, first)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head", [64, 128])
+def test_deterministic_gradients(head: int, causal: bool) -> None:
+    options = {**(CAUSAL if causal else {}), "deterministic": True}
+    q, do = (drawn(1000, 4, head, integers=False) for _ in range(2))
+    k, v = (drawn(1000, 2, head, integers=False) for _ in range(2))
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    expected, lse, _ = formula(*leaves, causal, head**-0.5)
+    expected.backward(do.float())
+    o, lse = expected.detach().half().transpose(1, 2).contiguous().transpose(1, 2), lse.detach()
+    gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    attention = SdpaBackward(q, k, v, o, do, lse, *gradients, **options)
+    attention.compile()
+    attention.execute(q, k, v, o, do, lse, *gradients)
+    first = [x.clone() for x in gradients]
+    for found, leaf in zip(first, leaves, strict=True):
+        assert leaf.grad is not None
+        assert (found.float() - leaf.grad).norm() <= 4e-3 * leaf.grad.norm()
+    differences = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        attention.execute(q, k, v, o, do, lse, *gradients)
+        differences += sum((x != y).sum() for x, y in zip(gradients, first, strict=True))
+    assert differences == 0
+
+
+@pytest.mark.parametrize(("head", "causal"), [(128, True), (256, False), (256, True)])
+def test_the_operator_chooses_our_kernels(head: int, causal: bool) -> None:
+    leaves = [torch.randn(1, 32, 4096, head, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    results = []
+    for backend in (None, "fused", "cudnn"):
+        o = cudnn.ops.scaled_dot_product_attention(*leaves, is_causal=causal, backend=backend)
+        results.append([o, *torch.autograd.grad(o.float().square().sum(), leaves)])
+    assert torch.equal(results[0][0], results[1][0])
+    for chosen, theirs in zip(results[0], results[2], strict=True):
+        assert (chosen.float() - theirs.float()).norm() <= 1e-2 * theirs.float().norm()
 
 
 def test_capture() -> None:

@@ -7,6 +7,7 @@ import torch
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import attend, sdpa
+from cudnn.ops import _fused_attention as fused
 from cudnn.ops import _sinks
 
 _WHERE = "scaled_dot_product_attention"
@@ -32,6 +33,7 @@ def scaled_dot_product_attention(
     cumulative_seq_len_q: Maybe = None,
     cumulative_seq_len_kv: Maybe = None,
     sinks: Maybe = None,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """``dropout(softmax(scale * Q K^T, masked)) V``: PyTorch's arguments, and bands and lengths. Differentiable.
 
@@ -58,13 +60,18 @@ def scaled_dot_product_attention(
             ``x.transpose(1, 2).flatten(0, 1)`` shows. Lengths follow unless they are given as well.
         sinks: ``[H_q]``: a logit of each head that joins the softmax of every row without a value (gpt-oss);
             differentiable. Excludes lengths, and a gradient of the mask.
+        backend: "cudnn": graphs of cuDNN. "fused": the kernels of :mod:`cudnn.sdpa`, for their head sizes, without
+            masks, lengths and dropout; bounds: ``right_bound=0``, a ``left_bound`` only beside it, and rows and keys
+            equally many unless ``diagonal_alignment=1``. None: the latter where docs/performance.md has them faster
+            on this chip, which the log says once.
 
     Returns:
         ``[B, H_q, S_q, D_v]``, contiguous; packed, where query is packed, with each token contiguous.
 
     Raises:
         ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1, sinks beside
-            lengths or a mask that has a gradient.
+            lengths or a mask that has a gradient, a backend.
+        NotImplementedError: what the fused backend does not have.
         TypeError: the type of the mask.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
@@ -72,6 +79,16 @@ def scaled_dot_product_attention(
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     if not 0 <= dropout_p < 1:
         raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
+    if backend not in (None, "cudnn", "fused"):
+        raise ValueError(refusal(_WHERE, "backend", backend, 'None, "cudnn" or "fused"'))
+    if backend != "cudnn":
+        others = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
+        obstacle = fused.obstacle(query, key, value, bounds, others)
+        if backend and obstacle:
+            raise NotImplementedError(refusal(_WHERE, 'backend "fused"', obstacle, "what it has", "pass backend=None"))
+        causal = is_causal or right_bound == 0
+        if backend or (not obstacle and left_bound == -1 and fused.is_faster(query, key, value, causal)):
+            return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)
     seed = torch.randint(_SEEDS, (1,), device=query.device) if dropout_p else None
     operator = sdpa if sinks is None else functools.partial(_sinks.attend, sinks)
     if attn_mask is None:

@@ -108,6 +108,7 @@ class SdpabwdSm100D256(SdpaBackward):
     """:class:`SdpaBackward` for heads of 256 elements, by the name that existing programs use."""
 
     head_sizes = ((256, 256),)
+    any_order = False
 
 
 def sdpa_bwd_wrapper_sm100_d256(

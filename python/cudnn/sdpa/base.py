@@ -46,6 +46,8 @@ class Attention(FusedAPI):
     usual_types = ("bf16", "fp16")
     head_sizes: ClassVar[Sequence[tuple[int, int]]]
     """Elements of a head, in Q and K and in V."""
+    any_order: ClassVar[bool] = True
+    """Whether matrices may have their dimensions in another order in memory than (b, s, h, d) and (t, h, d)."""
 
     is_causal: bool
     window_size: tuple[int, int]
@@ -125,6 +127,14 @@ class Attention(FusedAPI):
         left, right = self.window_size
         if not self.is_causal and (left, right) != (-1, -1):
             raise self.unsupported("window_size", (left, right), "(-1, -1), unless is_causal=True")
+        for name, desc in self.descs.items() if not self.any_order else ():
+            if desc is not None and isinstance(self.spec(name).layout, Heads):
+                order = (0, 1) if self.packed else (0, 2, 1)
+                strides = [desc.stride[i] for i in order if desc.shape[i] != 1]
+                if strides != sorted(strides, reverse=True):
+                    allowed = "the order (t, h, d)" if self.packed else "the order (b, s, h, d)"
+                    cure = "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
+                    raise self.error(f"{name} tensor stride", desc.stride, f"{allowed} in memory", cure)
         longest_q, longest_k = self.longest
         if self.window.left is not None and self.window.left >= longest_k - 1:
             raise self.error("window_size, left", left, f"less than {longest_k - 1}, or -1 for no end")

@@ -49,9 +49,9 @@ class SdpaForward(Attention):
     | cum_seqlen | none                            | (b + 1,)                  | int32: 0, then where sequences end |
     | sink       | (hq,), or none                  | (hq,), or none            | float32                           |
 
-    Matrices (b, h, s, d) are transposed (b, s, h, d) ones. Packed row values lie head by head in memory, whatever the
-    strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq is a multiple of hk. A compiled object
-    serves tensors of all sizes but d and dv.
+    Matrices may have any strides with a last one of 1 and others that are multiples of 16 bytes. Packed row values lie
+    head by head in memory, whatever the strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq
+    is a multiple of hk. A compiled object serves tensors of all sizes but d and dv.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
@@ -121,6 +121,7 @@ class SdpafwdSm100D256(SdpaForward):
     """:class:`SdpaForward` for heads of 256 elements, by the name that existing programs use."""
 
     head_sizes = ((256, 256),)
+    any_order = False
 
 
 def sdpa_fwd_wrapper_sm100_d256(

@@ -15,7 +15,8 @@ from cudnn.lazy import torch
 class Heads(Layout):
     """The rows of every head by the names of sizes; the elements of a head have the stride 1.
 
-    Sequences of one length are (b, h, s, d), a transposed (b, s, h, d); packed ones (t, h, d).
+    Sequences of one length are (b, h, s, d), packed ones (t, h, d), with any strides as long as rows do not overlap.
+    What is made is a transposed (b, s, h, d).
     """
 
     rows: str
@@ -34,15 +35,11 @@ class Heads(Layout):
         return [(row, head, 1)] if sizes["packed"] else [(rows * row, head, row, 1)]
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        """The dense order, rows and heads possibly further apart by multiples of the alignment."""
-        inner, outer = (1, 0) if sizes["packed"] else (1, 2)
-        order = [-1, inner, outer] if sizes["packed"] else [-1, inner, outer, 0]
+        """Any order, apart by multiples of the alignment."""
         if stride[-1] != 1:
             return False
         reach = shape[-1]
-        for dim in order[1:]:
-            if shape[dim] == 1:
-                continue
+        for dim in sorted((i for i in range(len(shape) - 1) if shape[i] != 1), key=lambda i: stride[i]):
             if stride[dim] < reach or stride[dim] * bits % (8 * self.alignment):
                 return False
             reach = stride[dim] * shape[dim]
@@ -51,7 +48,7 @@ class Heads(Layout):
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         dense, _ = super().allowed(sizes, written)
         cure = "" if sizes["packed"] else "pass tensor.transpose(1, 2).contiguous().transpose(1, 2)"
-        return f"{dense}, or further apart by multiples of {self.alignment} bytes", cure
+        return f"{dense}, or others with 1 last and multiples of {self.alignment} bytes before", cure
 
     def fitted(self, tensor: Any) -> Any:
         return tensor

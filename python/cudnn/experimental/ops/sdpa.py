@@ -172,7 +172,7 @@ def _layouts(q: torch.Tensor, k: torch.Tensor, lengths: tuple[Maybe, ...]) -> tu
     return Layout("q", q, lengths[0], lengths[2], varying), Layout("kv", k, lengths[1], lengths[3], varying)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bounds: Mapping[str, int]) -> None:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bounds: Mapping[str, int]) -> None:
     shapes = {"query": tuple(q.shape), "key": tuple(k.shape), "value": tuple(v.shape)}
     ranks = [x.ndim == 4 for x in (q, k, v)]
     if not all(ranks) or q.shape[0] != k.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
@@ -311,7 +311,7 @@ def sdpa(
     bias ``[B or 1, H_q or 1, S_q, S_kv]`` is added to the scores. Each weight is dropped with probability dropout_p;
     seed, one int64, chooses which.
     """
-    _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
+    check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
     _check_scores(q, k, bias, dropout_p, seed)
     rows, keys = _layouts(q, k, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
     o, stats = _results(q, v, cumulative_seq_len_q is not None)
@@ -392,7 +392,7 @@ def sdpa_bwd(
 
     ``is_deterministic`` asks cuDNN for the same bits every time.
     """
-    _check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
+    check(q, k, v, diagonal_alignment, {"left_bound": left_bound, "right_bound": right_bound})
     _check_scores(q, k, bias, dropout_p, seed)
     options = _options(attn_scale, is_causal, diagonal_alignment, left_bound, right_bound, dropout_p)
     options["use_deterministic_algorithm"] = is_deterministic
@@ -426,7 +426,7 @@ def sdpa_bias_bwd(
 
     cuDNN writes dBias in the type of q; it is converted to that of bias.
     """
-    _check(q, k, v, 0, {})
+    check(q, k, v, 0, {})
     _check_scores(q, k, bias, dropout_p, seed)
     options = _options(attn_scale, False, 0, -1, -1, dropout_p)
     options |= {"use_deterministic_algorithm": is_deterministic, "with_bias": True}
@@ -473,7 +473,7 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
 sdpa.register_autograd(_backward, setup_context=_setup)
 
 
-def _over_batches(operator: Any) -> Any:
+def over_batches(operator: Any) -> Any:
     """The rule for ``torch.vmap``: the dimension becomes a part of the batch. With dropout, one call after the other.
 
     One seed would draw other numbers for a larger batch than it drew, or has to draw, for each.
@@ -507,4 +507,4 @@ def _over_batches(operator: Any) -> Any:
 
 
 for _operator in (sdpa, sdpa_bwd, sdpa_bias_bwd):
-    _operator.register_vmap(_over_batches(_operator))
+    _operator.register_vmap(over_batches(_operator))

@@ -1,0 +1,149 @@
+"""Attention by the kernels of ``cudnn.sdpa``, as an operator that autograd knows."""
+
+# No `from __future__ import annotations`: PyTorch reads the types.
+
+from typing import Any
+
+import torch
+
+from cudnn import launch
+from cudnn.experimental.ops.sdpa import check, over_batches
+from cudnn.fused.call import say
+from cudnn.ops._registration import custom_op
+from cudnn.sdpa import FASTER_THAN_CUDNN, SdpaBackward, SdpaForward
+from cudnn.sdpa.base import cached
+
+NAMES = "q", "k", "v"
+_LARGE = 4096 * 32, 4096
+"""Rows of all heads, and keys: what the measurements had at least."""
+
+
+def obstacle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[bool, int, int, int], others: bool
+) -> str:  # fmt: skip
+    """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
+    is_causal, alignment, left, right = bounds
+    heads, differentiable = (q.shape[-1], v.shape[-1]), torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+    )  # fmt: skip
+    sizes = (SdpaBackward if differentiable else SdpaForward).head_sizes
+    if others:
+        return "a mask, lengths, sinks or dropout: it has bounds alone"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        return f"{q.ndim} dimensions: it takes (B, H, S, D)"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"{q.dtype}: it takes torch.float16 and torch.bfloat16"
+    if heads not in sizes:
+        return f"head sizes {heads}: it has {', '.join(map(str, sizes))}{' with gradients' * differentiable}"
+    bounded = is_causal or right == 0
+    if right > 0 or (left != -1 and (left < 1 or not bounded)):
+        return f"left_bound={left}, right_bound={right}: it has the right bound 0, and then left ones from 1 up"
+    if bounded and alignment == 0 and q.shape[2] != k.shape[2]:
+        return f"{q.shape[2]} rows and {k.shape[2]} keys from the top left: with bounds it has diagonal_alignment=1"
+    return ""
+
+
+def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
+    """Whether docs/performance.md has the kernels faster than cuDNN, on this chip and at such sizes."""
+    if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return False
+    rows, keys = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2]
+    if rows < _LARGE[0] or keys < _LARGE[1]:
+        return False
+    with_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    measured = FASTER_THAN_CUDNN.get(launch.device_architecture(q.device.index), {})
+    return (q.shape[-1], v.shape[-1], causal, with_gradients) in measured
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool, alignment: int, left: int,
+    right: int, *nothing: None, **neither: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """O and the log-sum-exp, where there is no :func:`obstacle`: with the arguments of cuDNN's operator."""
+    check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
+    return fused_sdpa(q, k, v, scale, is_causal or right == 0, left)
+
+
+def _options(causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
+    """Of both classes. One row sees all keys up to the last one, so it needs no diagonal."""
+    window = left - 1 if 0 < left < keys else -1
+    causal = causal and (rows > 1 or window >= 0)
+    return {"is_causal": causal, "window_size": (window, -1), "scale_softmax": scale}
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels take it; a copy where its memory is arranged otherwise."""
+    sizes = dict(zip(("b", "h", "s", "d"), x.shape, strict=True))
+    layout = SdpaForward.spec("q").layout
+    readable = layout.accepts(x.shape, x.stride(), {**sizes, "packed": 0}, 8 * x.element_size(), False)
+    return x if readable and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@custom_op("fused_sdpa", autocast=NAMES)
+def fused_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, left_bound: int
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(O, log-sum-exp ``[B, H_q, S_q]``). With ``is_causal``, row i sees the keys up to i + S_k - S_q, and with a
+    ``left_bound`` that is not -1 only so many.
+    """
+    o, lse = _results(q, v)
+    if not q.numel() or not k.numel():
+        return o.zero_(), lse.fill_(-torch.inf)
+    tensors = (*map(_readable, (q, k, v)), o, lse, None, None)
+    options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    if q.is_cuda:
+        say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
+    operation: Any = cached(SdpaForward, tensors, options)
+    operation.execute(*tensors)
+    return o, lse
+
+
+@fused_sdpa.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _results(q, v)
+
+
+@custom_op("fused_sdpa_bwd")
+def fused_sdpa_bwd(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    attn_scale: float, is_causal: bool, left_bound: int, is_deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dQ, dK, dV), contiguous, from what :func:`fused_sdpa` got and gave, and the gradient of O."""
+    gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return tuple(x.zero_() for x in gradients)  # pyright: ignore[reportReturnType]
+    tensors = (*map(_readable, (q, k, v, o, do)), lse, *gradients, None, None)
+    options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    operation: Any = cached(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
+    operation.execute(*tensors)
+    return gradients  # pyright: ignore[reportReturnType]
+
+
+@fused_sdpa_bwd.register_fake
+def _(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q, k, v
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, d_o: torch.Tensor, d_lse: Any) -> tuple[Any, ...]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    q, k, v, o, lse = ctx.saved_tensors
+    scale, causal, left = ctx.options
+    return *fused_sdpa_bwd(d_o, q, k, v, o, lse, scale, causal, left, deterministic), None, None, None
+
+
+fused_sdpa.register_autograd(_backward, setup_context=_setup)
+for _operator in (fused_sdpa, fused_sdpa_bwd):
+    _operator.register_vmap(over_batches(_operator))

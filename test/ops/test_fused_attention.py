@@ -1,0 +1,115 @@
+"""``cudnn.ops.scaled_dot_product_attention`` by the library's own kernels; on the CPU, by their reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cudnn.ops import _fused_attention as fused
+from cudnn.ops import scaled_dot_product_attention as attention
+
+BOTTOM_RIGHT = 1
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def drawn(heads: tuple[int, int] = (4, 2), rows: tuple[int, int] = (20, 30), head: int = 64) -> list[torch.Tensor]:
+    """q, k and v in three orders of memory, and the gradient of the result."""
+    torch.manual_seed(0)
+    q = torch.randn(2, heads[0], rows[0], head).bfloat16()
+    k = torch.randn(2, rows[1], heads[1], head).bfloat16().transpose(1, 2)
+    v = torch.randn(heads[1], 2, rows[1], head + 3).bfloat16().transpose(0, 1)[..., :head]
+    return [q, k, v, torch.randn(2, heads[0], rows[0], head).bfloat16()]
+
+
+def passes(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    """The result and the gradients."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    o = attention(*leaves, enable_gqa=True, **options)
+    return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ((20, 30), {}),
+        ((30, 30), {"is_causal": True, "scale": 0.2}),
+        ((20, 30), {"right_bound": 0, "left_bound": 7, "diagonal_alignment": BOTTOM_RIGHT}),
+        ((30, 30), {"is_causal": True, "left_bound": 30}),
+        ((1, 30), {"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}),
+        ((0, 30), {}),
+    ],
+)
+def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]) -> None:
+    tensors = drawn(rows=rows)
+    found, expected = (passes(tensors, backend=name, **options) for name in ("fused", "cudnn"))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
+        assert one.shape == other.shape
+    assert found[0].is_contiguous()
+
+
+def test_what_is_refused() -> None:
+    q, k, v, _ = drawn()
+    for arguments, options, message in [
+        ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "it has bounds alone"),
+        ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "it has bounds alone"),
+        ((q, k, v), {"is_causal": True}, "20 rows and 30 keys from the top left"),
+        ((q, k, v), {"left_bound": 3}, "it has the right bound 0"),
+        ((q.float(), k.float(), v.float()), {}, "torch.float32: it takes"),
+        ((q[..., :32], k[..., :32], v[..., :32]), {}, r"head sizes \(32, 32\): it has"),
+    ]:
+        with pytest.raises(NotImplementedError, match=message):
+            attention(*arguments, enable_gqa=True, backend="fused", **options)
+    with pytest.raises(ValueError, match=r'got.*allowed: None, "cudnn" or "fused"'):
+        attention(q, k, v, backend="flash")
+    with pytest.raises(ValueError, match="pass enable_gqa=True"):
+        attention(q, k, v, backend="fused")
+
+
+def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.launch, "device_architecture", lambda index: "sm_90a")
+
+    def tensor(head: int, rows: int = 4096, device: int | None = 0, grad: bool = False) -> Any:
+        shape = torch.Size((4, 8, rows, head))
+        return SimpleNamespace(
+            shape=shape, requires_grad=grad, is_cuda=device is not None, device=SimpleNamespace(index=device)
+        )
+
+    def chosen(head: int, causal: bool, head_v: int = 0, **options: Any) -> bool:
+        x = tensor(head, **options)
+        return fused.is_faster(x, x, tensor(head_v or head, **options), causal)
+
+    assert chosen(256, False, grad=True)
+    assert chosen(128, True, grad=True)
+    assert not chosen(128, False)
+    assert chosen(192, True, head_v=128)
+    assert not chosen(192, True, head_v=128, grad=True)
+    assert not chosen(64, True)
+    assert not chosen(256, False, rows=2048)
+    assert not chosen(256, False, device=None)
+    monkeypatch.setattr(fused.launch, "device_architecture", lambda index: "sm_100a")
+    assert not chosen(256, False)
+
+
+def test_the_choice_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = drawn()
+    calls: list[Any] = []
+    monkeypatch.setattr(fused, "attend", lambda *given, **others: calls.append(given) or given[:1])
+    for faster in (True, False):
+        monkeypatch.setattr(fused, "is_faster", lambda *given, faster=faster: faster)
+        attention(q, k, v, enable_gqa=True)
+        attention(q, k, v, enable_gqa=True, backend="cudnn")
+    attention(q, k, v, enable_gqa=True, left_bound=3)  # no kernel of ours has it
+    assert len(calls) == 1
+
+
+def test_registered_right() -> None:
+    q, k, v, _ = drawn(heads=(2, 2), rows=(8, 8))
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    torch.library.opcheck(torch.ops.cudnn.fused_sdpa.default, (*leaves, 0.125, True, -1), test_utils=CHECKS)
+    many = torch.stack([q, 2 * q])
+    together = torch.vmap(lambda x: attention(x, k, v, backend="fused"))(many)
+    torch.testing.assert_close(together[1], attention(2 * q, k, v, backend="fused"))
