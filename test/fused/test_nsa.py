@@ -207,7 +207,7 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"k_value": 33}, ValueError, "k_value"),
+        ({"k_value": 65}, ValueError, "k_value"),
         ({"compress_stride": 6}, ValueError, "selection_block_size and compress_stride"),
         ({"compress_stride": 1, "selection_block_size": 256}, NotImplementedError, "selection_block_size"),
         ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),

@@ -1,9 +1,10 @@
 """The blocks of keys with the largest probabilities, for every row, on Hopper.
 
 A row of the product is a row of one head of Q. The heads that share a head of K follow each other, padded to a power of
-two, so that a warp's 16 rows of the accumulator are all heads of 16, 8, 4, 2 rows of Q, or of one. A warp adds up the
-probabilities of heads, in registers and by shuffles, and those of a block's keys, through shared memory. It keeps the
-best blocks of each row of Q in its lanes, sorted: few candidates ever beat the least of them.
+two, so that a warp's 16 rows of the accumulator are all heads of 16, 8, 4, 2 rows of Q, or of one, or some of one's.
+A warp adds up the probabilities of heads, in registers and by shuffles, and those of a block's keys, through shared
+memory, where a team of warps that share a row of Q meets. The first of a team keeps the best blocks of each row of Q in
+its lanes, sorted: few candidates ever beat the least of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ VECTOR = 8  # elements of 16 bits that a thread loads at once
 
 @dataclass
 class Best:
-    """The best blocks so far of each of a warp's rows of Q: lane i has the i-th best score and its block."""
+    """The best blocks so far of each of a warp's rows of Q: lane i has the i-th best score and its block, and those 32
+    places behind.
+    """
 
     scores: cute.Tensor
     blocks: cute.Tensor
@@ -52,7 +55,10 @@ class TopK:
         self.tile_m, self.tile_n = c.tile
         self.padded = 1 << (c.group - 1).bit_length()  # heads of a row of Q, with those that there are not
         self.queries = self.tile_m // self.padded
-        self.warp_queries = WARP_ROWS // self.padded
+        self.team = -(-self.padded // WARP_ROWS)  # warps that share a row of Q
+        self.warp_queries = WARP_ROWS * self.team // self.padded
+        self.buffers = 2 if self.team > 1 else 1  # of sums: one is read while the other is written
+        self.halves = -(-c.count // WARP)  # places of a list that a lane has
         self.warps = self.tile_m // WARP_ROWS
         self.share = c.block // c.stride  # keys of a block
         self.blocks = self.tile_n // self.share  # of a step
@@ -116,7 +122,7 @@ class TopK:
         )
         sQ = sQ[None, None, 0]
         sums = smem.allocate_tensor(
-            Float32, cute.make_layout((self.tile_n, self.warp_queries, self.warps)), byte_alignment=16
+            Float32, cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.buffers)), byte_alignment=16
         )
         full, empty = (smem.allocate_array(cutlass.Int64, c.stages) for _ in range(2))
         if thread == 0:
@@ -193,7 +199,7 @@ class TopK:
         c = self.c
         group, member = thread // GROUP, thread % GROUP
         warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
-        mine = sums[None, None, warp_index]
+        leader = warp_index // self.team * self.team
         mma = self.mma()
         part = mma.get_slice(member)
         tSrQ = mma.make_fragment_A(part.partition_A(cute.local_tile(sQ, (ROWS, c.head), (group, 0))))
@@ -206,25 +212,38 @@ class TopK:
             shift[slot] = -Float32.inf
             if (query < s.queries) & (index < c.group):
                 shift[slot] = lse[s.first_query + query, head * c.group + index, place]
-        best = Best(cute.make_rmem_tensor(self.warp_queries, Float32), cute.make_rmem_tensor(self.warp_queries, Int32))
+        places = (self.warp_queries, self.halves)
+        best = Best(cute.make_rmem_tensor(places, Float32), cute.make_rmem_tensor(places, Int32))
         best.scores.fill(-math.inf)
         best.blocks.fill(-1)
-        query = first + warp_index * self.warp_queries
+        query = first + warp_index // self.team * self.warp_queries
         for step in cutlass.range(steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
             cute.arch.mbarrier_wait(full + stage, phase)
             self.multiply(mma, acc, tSrQ, tSrK, stage)
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
-            self.add_heads(acc, shift, scale, mine, member)
-            cute.arch.sync_warp()
-            for slot in cutlass.range_constexpr(self.warp_queries):
-                self.compare(best, slot, mine, s, query + slot, step)
+            shared = sums[None, None, None, step % self.buffers]
+            self.add_heads(acc, shift, scale, shared[None, None, warp_index], member)
+            self.meet(warp_index)
+            if warp_index == leader:
+                for slot in cutlass.range_constexpr(self.warp_queries):
+                    self.compare(best, slot, shared, leader, s, query + slot, step)
             cute.arch.sync_warp()
         for slot in cutlass.range_constexpr(self.warp_queries):
-            if (query + slot < s.queries) & (lane < c.count):
-                scores[s.first_query + query + slot, lane, head, place] = best.scores[slot]
-                indices[s.first_query + query + slot, lane, head, place] = best.blocks[slot]
+            for half in cutlass.range_constexpr(self.halves):
+                listed = half * WARP + lane
+                if (warp_index == leader) & (query + slot < s.queries) & (listed < c.count):
+                    scores[s.first_query + query + slot, listed, head, place] = best.scores[slot, half]
+                    indices[s.first_query + query + slot, listed, head, place] = best.blocks[slot, half]
+
+    @cute.jit
+    def meet(self, warp_index: Int32) -> None:
+        """Waits for the team."""
+        if const_expr(self.team > 1):
+            cute.arch.barrier(barrier_id=1 + warp_index // self.team, number_of_threads=self.team * WARP)
+        else:
+            cute.arch.sync_warp()
 
     def multiply(self, mma: Any, acc: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
         """Q K^T of a step."""
@@ -245,7 +264,7 @@ class TopK:
             [cute.math.exp2(acc[i] * scale + shift[slot], fastmath=True) for i in self.rows.order(self.tile_n, slot)]
             for slot in range(2)
         ]
-        if self.padded == WARP_ROWS:
+        if self.padded >= WARP_ROWS:
             values = [[a + b for a, b in zip(*values, strict=True)]]
         apart = min(self.padded, WARP_ROWS // 2)  # lanes / 4 that have heads of the same row of Q
         for slot, found in enumerate(values):
@@ -255,7 +274,9 @@ class TopK:
                 sums[self.rows.column(thread, start + i), query] = value
 
     @cute.jit
-    def compare(self, best: Best, slot: int, sums: cute.Tensor, s: Sequence, query: Int32, step: Int32) -> None:
+    def compare(
+        self, best: Best, slot: int, sums: cute.Tensor, leader: Int32, s: Sequence, query: Int32, step: Int32
+    ) -> None:  # fmt: skip
         """The blocks of a step, with the best of a row of Q so far."""
         lane = cute.arch.lane_idx()
         end = self.candidates(s, query)
@@ -266,21 +287,36 @@ class TopK:
                 score = Float32(0.0)
                 for x in cutlass.range_constexpr(self.share):
                     if index * self.share + x < s.keys:
-                        score += sums[block * self.share + x, slot]
-            least = cute.arch.shuffle_sync(best.scores[slot], self.c.count - 1)
+                        for member in cutlass.range_constexpr(self.team):
+                            score += sums[block * self.share + x, slot, leader + member]
+            least = self.least(best, slot)
             better = cute.arch.vote_ballot_sync(score > least)
             while better != 0:
                 source = cute.arch.popc((better & -better) - 1)  # the first lane, which has the lowest block
                 self.insert(best, slot, cute.arch.shuffle_sync(score, source), index - lane + source)
-                least = cute.arch.shuffle_sync(best.scores[slot], self.c.count - 1)
+                least = self.least(best, slot)
                 better = cute.arch.vote_ballot_sync((score > least) & (lane > source))
+
+    def least(self, best: Best, slot: int) -> Float32:
+        """The last score of a list."""
+        half, lane = divmod(self.c.count - 1, WARP)
+        return cute.arch.shuffle_sync(best.scores[slot, half], lane)
 
     def insert(self, best: Best, slot: int, score: Float32, block: Int32) -> None:
         """Puts a block behind those whose scores are at least its own."""
         lane = cute.arch.lane_idx()
-        scores, blocks = best.scores[slot], best.blocks[slot]
-        before, block_before = (cute.arch.shuffle_sync_up(x, 1) for x in (scores, blocks))
-        stays = scores >= score
-        is_next = (lane == 0) | (before >= score)
-        best.scores[slot] = Float32(select_(stays, scores, Float32(select_(is_next, score, before))))
-        best.blocks[slot] = Int32(select_(stays, blocks, Int32(select_(is_next, block, block_before))))
+        for half in range(self.halves - 1, -1, -1):
+            scores, blocks = best.scores[slot, half], best.blocks[slot, half]
+            before, block_before = (cute.arch.shuffle_sync_up(x, 1) for x in (scores, blocks))
+            is_next = before >= score
+            if half:
+                ends = (cute.arch.shuffle_sync(x[slot, half - 1], WARP - 1) for x in (best.scores, best.blocks))
+                end, block_end = ends
+                before = Float32(select_(lane == 0, end, before))
+                block_before = Int32(select_(lane == 0, block_end, block_before))
+                is_next = before >= score
+            else:
+                is_next = (lane == 0) | is_next
+            stays = scores >= score
+            best.scores[slot, half] = Float32(select_(stays, scores, Float32(select_(is_next, score, before))))
+            best.blocks[slot, half] = Int32(select_(stays, blocks, Int32(select_(is_next, block, block_before))))

@@ -13,9 +13,6 @@ from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import RowValues
 
-GROUP = 16
-"""As many heads of Q may share one of K and V."""
-
 
 @dataclass(frozen=True)
 class AnyRowValues(RowValues):
@@ -31,7 +28,8 @@ class Sparse(FusedAPI):
     sized_by = ("q", "k")
     architectures = ("sm_90a",)
     usual_types = ("bf16", "fp16")
-    most_heads: ClassVar[int] = GROUP  # of q that share one of k
+    most_heads: ClassVar[int] = 1 << 30
+    """So many heads of Q may share one of K."""
     head_sizes: ClassVar[Sequence[tuple[int, ...]]]
     """Elements of a head, in Q and K and, where there is one, in V."""
 

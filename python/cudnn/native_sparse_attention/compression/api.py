@@ -61,7 +61,6 @@ class CompressionAttention(Sparse):
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
-    most_heads = 1 << 30
     head_sizes = tuple(TILES)
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in TILES)

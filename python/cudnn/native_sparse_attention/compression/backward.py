@@ -51,7 +51,6 @@ class CompressionAttentionBackward(Sparse):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
-    most_heads = 1 << 30
     head_sizes = HEADS
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)

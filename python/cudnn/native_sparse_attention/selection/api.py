@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -12,7 +12,8 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import Sparse, cached
+from cudnn.native_sparse_attention.base import cached
+from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 
@@ -26,15 +27,9 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile": (128, 64), "stages": 2},
 }
 """Rows and keys of a step, and buffers, by head sizes."""
-BLOCKS = (16, 32, 64, 128)
-LISTS = (
-    TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
-    TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
-    TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)),
-)
 
 
-class SelectionAttention(Sparse):
+class SelectionAttention(Selected):
     """Attention of each row to the keys of blocks that it chooses, for packed sequences.
 
         s = scale_softmax * q k^T         in float32, over the keys of the row's blocks
@@ -65,15 +60,7 @@ class SelectionAttention(Sparse):
         *LISTS, OFFSETS[1],
     )  # fmt: skip
     returns = ("o", "l", "m")
-    scalars = ("scale_softmax",)
-    sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
-    most_heads = 1 << 30
     head_sizes = tuple(TILES)
-    example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
-    usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
-
-    block_size: int
-    is_causal: bool
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_l: Tensor,
@@ -108,17 +95,6 @@ class SelectionAttention(Sparse):
                    block_counts_tensor, cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
         self.run(tensors, (scale_softmax or None,), current_stream, None)
 
-    @classmethod
-    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
-        more = {"dv": shapes["v"][-1], "chosen": shapes["block_indices"][-1], "ends": shapes["cum_seqlen_q"][0]}
-        found = super().sizes_of(shapes, options)
-        return {**found, **more, "sk": found["sq"]}
-
-    def check_rules(self, sizes: Sizes) -> None:
-        super().check_rules(sizes)
-        if self.block_size not in BLOCKS:
-            raise self.error("block_size", self.block_size, ", ".join(map(str, BLOCKS)))
-
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
@@ -129,12 +105,6 @@ class SelectionAttention(Sparse):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.selection(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
-
-    @classmethod
-    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d, dv, _ = shape
-        more = {"b": 1, "chosen": 16, "ends": 2}
-        return [{"packed": True, "hq": hq, "hk": hk, "sq": s, "sk": s, "d": d, "dv": dv, **more}]
 
 
 def selection_attention_wrapper(

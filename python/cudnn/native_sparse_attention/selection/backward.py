@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -11,8 +11,8 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
-from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.native_sparse_attention.selection.api import BLOCKS, LISTS
+from cudnn.native_sparse_attention.base import AnyRowValues, cached
+from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn.sdpa.base import keys, queries
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
@@ -25,7 +25,7 @@ HEADS = ((64, 64), (128, 128))
 MOST_HEADS = 64
 
 
-class SelectionAttentionBackward(Sparse):
+class SelectionAttentionBackward(Selected):
     """The gradients of :class:`SelectionAttention`.
 
         p  = exp(scale_softmax * q k^T - lse)    over the keys of a row's blocks; d[i] = the sum of o do over row i
@@ -54,15 +54,8 @@ class SelectionAttentionBackward(Sparse):
         TensorSpec("choosing_ends", Contiguous("numbered", "columns", alignment=4), ("int32",)),
     )  # fmt: skip
     returns = ("dq", "dk", "dv")
-    scalars = ("scale_softmax",)
-    sized_by = ("q", "k", "v", "block_indices", "cum_seqlen_q")
     most_heads = MOST_HEADS
     head_sizes = HEADS
-    example = (("s", "hq", "hk", "d", "dv", "block"), (128, 16, 1, 64, 64, 64))
-    usual_shapes = ((128, 64, 4, 128, 128, 64), (128, 16, 1, 128, 128, 64))
-
-    block_size: int
-    is_causal: bool
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
@@ -88,15 +81,9 @@ class SelectionAttentionBackward(Sparse):
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         found = super().sizes_of(shapes, options)
-        rows, chosen, ends = found["sq"], shapes["block_indices"][-1], shapes["cum_seqlen_q"][0]
-        numbered = found["hk"] * (rows // options["block_size"] + ends - 1) + 1
-        more = {"dv": shapes["v"][-1], "chosen": chosen, "ends": ends, "numbered": numbered, "s": rows, "columns": 3}
-        return {**found, **more, "sk": rows, "choices": rows * found["hk"] * chosen}
-
-    def check_rules(self, sizes: Sizes) -> None:
-        super().check_rules(sizes)
-        if self.block_size not in BLOCKS:
-            raise self.error("block_size", self.block_size, ", ".join(map(str, BLOCKS)))
+        rows, heads = found["sq"], found["hk"]
+        numbered = heads * (rows // options["block_size"] + found["ends"] - 1) + 1
+        return {**found, "numbered": numbered, "s": rows, "columns": 3, "choices": rows * heads * found["chosen"]}
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
@@ -107,18 +94,6 @@ class SelectionAttentionBackward(Sparse):
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.selection_backward(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
-
-    @classmethod
-    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
-        s, hq, hk, d, dv, _ = shape
-        shapes = {
-            "q": (s, hq, d),
-            "k": (s, hk, d),
-            "v": (s, hk, dv),
-            "block_indices": (s, hk, 16),
-            "cum_seqlen_q": (2,),
-        }
-        return [{**cls.sizes_of(shapes, {"packed": True, "block_size": 64}), "b": 1}]
 
 
 def selection_attention_backward_wrapper(

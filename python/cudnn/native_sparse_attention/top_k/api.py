@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TILES = {64: (128, 128), 128: (128, 128), 192: (128, 64), 256: (128, 64)}
 """Rows of heads and keys of a CTA by head sizes."""
-MOST = 32  # blocks that a warp keeps
+MOST = 64  # blocks that a warp keeps
 
 
 class TopKReduction(Sparse):
@@ -66,6 +66,7 @@ class TopKReduction(Sparse):
     returns = ("topk_scores", "topk_indices")
     scalars = ("scale_softmax",)
     aliases = {"cumulative_s_q_tensor": "cum_seqlen_q", "cumulative_s_k_tensor": "cum_seqlen_k"}  # noqa: RUF012
+    most_heads = 128
     head_sizes = tuple((d,) for d in TILES)
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = ((512, 64, 4, 128), (512, 16, 1, 128))
