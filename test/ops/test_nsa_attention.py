@@ -11,6 +11,7 @@ import torch
 
 import cudnn
 from cudnn.ops import nsa_attention
+from cudnn.ops._nsa_gates import nsa_gates
 from support.selection import brief
 
 BLOCK, STRIDE, WINDOW = 8, 4, 6
@@ -131,6 +132,26 @@ def test_numeric_gradients() -> None:
         return nsa_attention(**dict(zip(names, given, strict=True)), **rest, block_indices=lists, **OPTIONS)
 
     assert torch.autograd.gradcheck(attend, leaves(call), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "d", "dtype", "gates"),
+    brief([(3, 64, torch.float16, torch.float32), (1, 256, torch.bfloat16, torch.bfloat16)], 0),
+)
+def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torch.dtype) -> None:
+    branches = [torch.randn(13, heads, d).to(dtype) for _ in range(3)]
+    given = [x.requires_grad_() for x in (*branches, torch.rand(13, heads, 3).to(gates))]
+    wide = [x.detach().double().requires_grad_() for x in given]
+    d_out = torch.randn(13, heads, d).to(dtype)
+    with cudnn.emulation("sm_90a", races=True):
+        found = nsa_gates(*given)
+        gradients = torch.autograd.grad(found, given, d_out)
+    expected = sum(x * g[..., None] for x, g in zip(wide[:3], wide[3].unbind(-1), strict=True))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, atol=eps, rtol=eps)
+    for mine, other in zip(gradients, torch.autograd.grad(expected, wide, d_out.double()), strict=True):
+        torch.testing.assert_close(mine.double(), other, atol=1e-4, rtol=eps)
+    torch.library.opcheck(nsa_gates, [x.detach() for x in given])
 
 
 def test_lists_of_the_caller() -> None:

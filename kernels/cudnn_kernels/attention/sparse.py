@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
@@ -218,3 +219,35 @@ class TopKConfiguration:
     def _matrix(self, name: str, dtype: str, rows: str, heads: int, width: int, align: int = 16) -> Tensor:
         shape = (rows, heads, width) if self.packed else ("b", heads, rows, width)
         return Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1), align)
+
+
+BRANCHES = ("compressed", "selected", "near")
+"""The attentions that native sparse attention adds up."""
+
+
+@dataclass(frozen=True)
+class GateConfiguration:
+    """The sum of the branches' rows of ``width`` elements, each times its gate; or its ``gradient``.
+
+    ``gates`` is the type of gates. A row is one of a head; ``width`` is 8 times a power of two up to 32.
+    """
+
+    dtype: str
+    gates: str
+    width: int
+    gradient: bool = False
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel: of the gradient, ``out`` is that of the sum."""
+
+        def rows(*names: str) -> tuple[Slot, ...]:
+            return tuple(Tensor(x, self.dtype, ("rows", self.width), (self.width, 1)) for x in names)
+
+        gates = (vector_of_rows("gates", self.gates), *[vector_of_rows("d_gates", self.gates)] * self.gradient)
+        changes = [f"d_{x}" for x in BRANCHES] if self.gradient else []
+        return (*rows(*BRANCHES, "out", *changes), *gates, Stream())
+
+
+def vector_of_rows(name: str, dtype: str) -> Tensor:
+    """A number of every row for each branch."""
+    return Tensor(name, dtype, ("rows", len(BRANCHES)), (len(BRANCHES), 1), align=FORMATS[dtype].bits // 8)

@@ -11,6 +11,7 @@ from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
+from cudnn.ops._nsa_gates import nsa_gates
 from cudnn.ops._registration import custom_op
 
 _WHERE = "nsa_attention"
@@ -101,8 +102,7 @@ def nsa_attention(
         lists = block_indices if packed else block_indices.transpose(1, 2).flatten(0, 1)
     selected, _ = nsa_selection(q, k, v, lists.int().contiguous(), ends, factor, block_size)
     near, _ = nsa_window(q, k, v, ends, factor, window_size, longest)
-    g = g.unsqueeze(-1)
-    out = (g[:, :, 0] * compressed + g[:, :, 1] * selected + g[:, :, 2] * near).to(query.dtype)
+    out = nsa_gates(compressed, selected, near, g if g.element_size() <= compressed.element_size() else g.float())
     return out if packed else out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 
 
