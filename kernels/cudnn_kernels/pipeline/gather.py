@@ -12,8 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, const_expr, select_
-from cutlass._mlir.dialects import nvvm
+from cutlass import Int32, Int64, const_expr, select_
 
 from cudnn_kernels.pipeline.copy import PIECE
 from cudnn_kernels.pipeline.ring import Ring, advanced
@@ -23,7 +22,8 @@ WARPS = 2  # that start copies
 LINE, LINES = 128, 8  # bytes of a line of an atom, and its lines
 CHUNKS = LINE // PIECE  # of a line: one for each lane, so that a warp copies four lines at once
 WARP = 32
-ADDRESS = 8  # bytes, of a line
+FOUR = LINES // WARPS  # lines of an atom that a warp copies
+ENTRY = 4  # bytes, of a line's number
 IN_FLIGHT = 4  # k tiles that are being copied, at most
 
 
@@ -32,8 +32,8 @@ class Lines:
     ``index[i]``; a number that no line has stands for zeros.
 
     A CTA's tile has ``shape`` (rows, k); ``place`` tells where an element of it lies in the first buffer of ``ring``.
-    Where a tile's lines begin in global memory stands in a table in shared memory, 0 for zeros: in registers, the
-    addresses of a warp's lines would be spilled.
+    The numbers of a tile's lines stand in a table in shared memory, -1 for zeros: those that a lane copies lie next to
+    each other, so that it reads four at once.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Lines:
         self.bytes = lines * width * self.size  # of a buffer
         self.mine = lines // WARPS  # lines of a warp
         self.target = ring.iterator.toint()
-        self.table = smem.allocate_tensor(Int64, cute.make_layout((self.mine, WARPS)), byte_alignment=16)
+        self.table = smem.allocate_tensor(Int32, cute.make_layout((self.count, FOUR, WARPS)), byte_alignment=PIECE)
 
         def start(line: int, block: int) -> int:
             at = (block * across, line) if along_k else (line, block * across)
@@ -56,21 +56,21 @@ class Lines:
 
         self.atoms = [[start(i * LINES, block) for block in range(self.blocks)] for i in range(self.count)]
         misplaced = any(x % (LINE * LINES) for line in self.atoms for x in line) or start(1, 0) != LINE
-        if self.mine % WARP or width % across or misplaced:
+        if self.mine % WARP or self.count % FOUR or width % across or misplaced:
             raise ValueError(f"a tile {shape}: not made of atoms of {LINES} lines of {LINE} bytes, for {WARPS} warps")
 
     def start(self, warp: Int32) -> None:
-        """A warp's lane: which chunk it copies of which line of an atom."""
+        """A warp's lane: which chunk it copies of which line of an atom, and where the numbers of its lines stand."""
         self.warp, self.lane = warp, cute.arch.lane_idx()
-        self.of_warp, self.chunk = self.lane // CHUNKS, self.lane % CHUNKS  # its line, of the warp's in an atom
-        line = self.line(self.of_warp)
+        of_warp, self.chunk = self.lane // CHUNKS, self.lane % CHUNKS  # its line, of the warp's in an atom
+        line = self.line(of_warp)
         self.place = self.target + line * LINE + (self.chunk ^ line) * PIECE
+        self.entries = self.table.iterator.toint() + (warp * FOUR + of_warp) * (self.count * ENTRY)
         self.numbers = cute.make_rmem_tensor(self.mine // WARP, Int32)
 
     def line(self, number: Any) -> Any:
         """The line of the tile that is a warp's line."""
-        four = LINES // WARPS
-        return number // four * LINES + self.warp * four + number % four
+        return number // FOUR * LINES + self.warp * FOUR + number % FOUR
 
     def read(self, first: Int32, end: Int32) -> None:
         """Starts to read the numbers of a tile's lines, which are those from ``first`` to before ``end``."""
@@ -78,40 +78,38 @@ class Lines:
             self.numbers[i] = self.index[cutlass.min(first + self.line(i * WARP + self.lane), end - 1)]
 
     def keep(self, first: Int32, end: Int32) -> None:
-        """Puts into the table where the lines with these numbers begin."""
-        dim = 1 if self.along_k else 0
-        there, pitch = Int32(self.tensor.shape[dim]), Int64(Int32(self.tensor.stride[dim] * self.size))
+        """Puts these numbers into the table."""
+        there = Int32(self.tensor.shape[1 if self.along_k else 0])
         cute.arch.sync_warp()
         for i in range(self.mine // WARP):
             own, number = i * WARP + self.lane, self.numbers[i]
             inside = (first + self.line(own) < end) & (number >= 0) & (number < there)
-            address = self.tensor.iterator.toint() + Int64(number) * pitch
-            self.table[own, self.warp] = Int64(select_(inside, address, Int64(0)))
+            self.table[own // FOUR, own % FOUR, self.warp] = Int32(select_(inside, number, Int32(-1)))
         cute.arch.sync_warp()
 
     def copy(self, across: Int32, stage: Int32) -> None:
         """Starts to copy the lines, from their element ``across`` on, into a buffer."""
-        dim, few = 0 if self.along_k else 1, 4
-        firsts = [across * self.size + block * LINE + self.chunk * PIECE for block in range(self.blocks)]
-        size = Int32(self.tensor.shape[dim] * self.size)
-        left = [cutlass.max(cutlass.min(size - first, PIECE), 0) for first in firsts]
+        dim = 0 if self.along_k else 1
+        pitch, first = Int64(Int32(self.tensor.stride[1 - dim] * self.size)), across * self.size + self.chunk * PIECE
+        begin, size = self.tensor.iterator.toint() + Int64(first), Int32(self.tensor.shape[dim] * self.size)
+        beyond = [Int32(select_(first + block * LINE < size, Int32(0), Int32(-1))) for block in range(self.blocks)]
         place = self.place + stage * self.bytes
-        for start in range(0, self.count, few):
-            lines = range(start, min(start + few, self.count))
-            begins = [self.table[i * (LINES // WARPS) + self.of_warp, self.warp] for i in lines]  # in flight together
-            for i, begin in zip(lines, begins, strict=True):
+        for start in range(0, self.count, FOUR):
+            entries = cute.make_ptr(Int32, self.entries + start * ENTRY, cute.AddressSpace.smem, assumed_align=PIECE)
+            numbers = cute.make_rmem_tensor(FOUR, Int32)
+            numbers.store(cute.make_tensor(entries, cute.make_layout(FOUR)).load())
+            for i in range(FOUR):
+                line = begin + Int64(numbers[i]) * pitch
                 for block in range(self.blocks):
-                    amount = Int32(select_(begin != 0, left[block], Int32(0)))
-                    copy_some(place + self.atoms[i][block], begin + Int64(firsts[block]), amount)
+                    target = place + self.atoms[start + i][block]
+                    copy_or_clear(target, line + block * LINE, (numbers[i] | beyond[block]) < 0)
 
 
-def copy_some(target: Int32, source: Int64, amount: Int32) -> None:
-    """Starts a copy to an address in shared memory: of so many bytes of 16, and zeros for the rest."""
-    pointers = [
-        cute.make_ptr(Uint8, address, space, assumed_align=PIECE).to_llvm_ptr()
-        for address, space in ((target, cute.AddressSpace.smem), (source, cute.AddressSpace.gmem))
-    ]
-    nvvm.cp_async_shared_global(*pointers, PIECE, nvvm.LoadCacheModifierKind.CG, cp_size=amount.ir_value())
+def copy_or_clear(target: Int32, source: Int64, clears: cutlass.Boolean) -> None:
+    """Starts a copy of 16 bytes to an address in shared memory, or of zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[target, source, clears]
+    )
 
 
 def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> cute.Tensor:
@@ -133,11 +131,13 @@ def arrive_once(barrier: cute.Pointer, rank: Int32 | None = None) -> None:
 class Gather:
     """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
 
-    WARPS warps serve; each arrives at a buffer's barrier by ``arrive`` when its copies are done.
+    WARPS warps serve. Each thread arrives at a buffer's barrier when its copies are done; who reads the buffer by
+    another proxy needs a fence then. Or each warp does, by ``arrive``, after a fence of its own, at a barrier of
+    another CTA, which no copy reaches; that fence waits for later copies too.
     """
 
     def __init__(
-        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None]
+        self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None] | None
     ) -> None:
         self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
         self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for
@@ -157,19 +157,23 @@ class Gather:
             for k in cutlass.range(work.k_tiles(depth), unroll=1):
                 cute.arch.mbarrier_wait(ring.empty + stage, phase)
                 self.copy(rows, work, work.k + k * depth, stage)
-                cute.arch.cp_async_commit_group()
-                if waiting == self.ahead:
-                    self.hand_over(self.ahead)
-                    self.arrive(ring.full + oldest)
-                    oldest, _ = advanced(ring, oldest, Int32(0))
+                if const_expr(self.arrive is None):
+                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
                 else:
-                    waiting += 1
+                    cute.arch.cp_async_commit_group()
+                    if waiting == self.ahead:
+                        self.hand_over(self.ahead)
+                        self.arrive(ring.full + oldest)
+                        oldest, _ = advanced(ring, oldest, Int32(0))
+                    else:
+                        waiting += 1
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
         self.hand_over(0)
-        for _ in cutlass.range(waiting, unroll=1):
-            self.arrive(ring.full + oldest)
-            oldest, _ = advanced(ring, oldest, Int32(0))
+        if const_expr(self.arrive is not None):
+            for _ in cutlass.range(waiting, unroll=1):
+                self.arrive(ring.full + oldest)
+                oldest, _ = advanced(ring, oldest, Int32(0))
 
     def start(self, warp: Int32) -> None:
         """Before all: what a lane copies."""

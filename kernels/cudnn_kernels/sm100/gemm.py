@@ -44,7 +44,7 @@ from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.pipeline.factors import Factors, Side
-from cudnn_kernels.pipeline.gather import ADDRESS, Gather, Lines, arrive_once, selected
+from cudnn_kernels.pipeline.gather import ENTRY, Gather, Lines, arrive_once, selected
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring
@@ -152,8 +152,8 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        addresses = len(self.c.gathers) * ADDRESS * (self.c.tile[2] if self.tiles.clips_k else ROWS)
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + addresses, self.stage_bytes())
+        numbers = len(self.c.gathers) * ENTRY * (self.c.tile[2] if self.tiles.clips_k else ROWS)
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
 
     def plan(self) -> Plan:
         """What the epilogue must know."""

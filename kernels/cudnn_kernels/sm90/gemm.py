@@ -49,7 +49,7 @@ from cudnn_kernels.pipeline.copy import (
     woven_rows,
 )
 from cudnn_kernels.pipeline.factors import Factors, Side
-from cudnn_kernels.pipeline.gather import ADDRESS, Gather, Lines, arrive_once, selected
+from cudnn_kernels.pipeline.gather import ENTRY, Gather, Lines, selected
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
@@ -184,8 +184,8 @@ class Gemm:
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
-        addresses = len(self.c.gathers) * ADDRESS * (self.tile_k if self.tiles.clips_k else self.tile_m)
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + addresses, self.stage_bytes())
+        numbers = len(self.c.gathers) * ENTRY * (self.tile_k if self.tiles.clips_k else self.tile_m)
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
 
     def stage_bytes(self, sides: Sequence[int] = (0, 1)) -> int:
         """Bytes of a tile of A and a tile of B, or of one of them."""
@@ -221,7 +221,7 @@ class Gemm:
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
-            initialise(ring, 1 + gatherers, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
+            initialise(ring, 1 + gatherers * 32, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
             self.feed.ready()
             if const_expr(self.sides):
                 self.factor_ring.ready()
@@ -294,7 +294,7 @@ class Gemm:
                   lambda row, k, outer=rings[side][1].outer: cute.crd2idx((row, k, 0), outer), smem)
             for side, given in zip(sides, gathered, strict=True)
         ]  # fmt: skip
-        return Gather(tuple(lines), ring, self.feed, self.tile_k, arrive_once)
+        return Gather(tuple(lines), ring, self.feed, self.tile_k, None)
 
     def begins(self, work: Any) -> tuple[Int32, Int32]:
         """This CTA's first row and column of a cluster's tile."""
@@ -398,6 +398,8 @@ class Gemm:
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
+            if const_expr(self.c.gathers):
+                cute.arch.fence_proxy("async.shared", space="cta")  # copied by threads, read by the tensor cores
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                 cute.gemm(mma, acc, tCrA[None, None, block, stage], tCrB[None, None, block, stage], acc)
