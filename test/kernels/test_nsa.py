@@ -48,7 +48,7 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     given: dict[str, Any] = {
         "q": torch.randn(rows, c.heads, c.head).to(dtype), "k": torch.randn(rows, c.key_heads, c.head).to(dtype),
         "v": torch.randn(rows, c.key_heads, c.head_v).to(dtype), "scale_softmax": 1.3 / math.sqrt(c.head), "stream": 0,
-        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
+        "multiprocessors": 3, "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
         "l": torch.full((rows, c.heads), math.nan), "m": torch.full((rows, c.heads), math.nan),
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.formats import FORMATS
-from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class SelectionConfiguration(Selected):
         """The arguments of the kernel."""
         return (
             *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), *self.lists(),
-            Scalar("scale_softmax", "float32"), Stream(),
+            Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ class SelectionBackwardConfiguration(Selected):
             *self.matrices("q", "k", "v", "o", "do"), *self.row_values("lse"), *self.matrices("dq", "dk", "dv"),
             *self.lists(), vector("choosing", "int32", "choices"),
             Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4), Scalar("scale_softmax", "float32"),
-            Workspace(self.regions()), Stream(),
+            MULTIPROCESSORS, Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
     def regions(self) -> tuple[Any, ...]:

@@ -1,9 +1,10 @@
 """Neighbouring rows, on Hopper, of which each attends to blocks of keys of its own choice.
 
-A CTA has some rows of a sequence, as many as its warpgroups have rows of products for: a group of 16 heads of Q that
-share a head of K takes 16 of a warpgroup's 64. The loading warpgroup reads the rows' lists, 32 places at a time, and
-finds their union. One warp of it lets the copy engine fetch each block of the union once, and says which rows chose it.
-A warpgroup passes over blocks that none of its rows chose.
+A CTA takes tiles in turn, which are some rows of a sequence, as many as its warpgroups have rows of products for: a
+group of 16 heads of Q that share a head of K takes 16 of a warpgroup's 64. The loading warpgroup reads the rows' lists,
+32 places at a time, and finds their union. One warp of it lets the copy engine fetch each block of the union once, and
+says which rows chose it. A warpgroup passes over blocks that none of its rows chose. The next tile's blocks are fetched
+while this one's last are multiplied.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOADING_BARRIER = 1  # of the loading warpgroup
 
 @dataclass
 class Tile:
-    """What a CTA has: ``rows`` from ``row`` on, at ``place`` of their sequence; some heads of Q, with that of K."""
+    """What a CTA has at a time: ``rows`` from ``row`` on, at ``place`` of their sequence; heads of Q and one of K."""
 
     row: Int32
     rows: Int32
@@ -55,11 +56,13 @@ class Lists:
 class Steps:
     """The ring of blocks: barriers, and in shared memory of every part of a step its tile of keys and its rows.
 
-    A tile of -1 is the end.
+    A tile of keys of -1 is the end of the rows' list. ``rows_full`` and ``rows_empty`` are for Q, and dO.
     """
 
     full: Any
     empty: Any
+    rows_full: Any
+    rows_empty: Any
     tiles: cute.Tensor
     masks: cute.Tensor
 
@@ -135,15 +138,16 @@ class SelectedRows(AttentionForward):
     def steps(self, smem: Any) -> Steps:
         """Shared memory for the ring's barriers and what they tell."""
         stages = self.s.stages
-        full, empty = (smem.allocate_array(cutlass.Int64, stages) for _ in range(2))
+        barriers = (smem.allocate_array(cutlass.Int64, count) for count in (stages, stages, 1, 1))
         layout = cute.make_layout((self.parts, stages))
-        return Steps(full, empty, *(smem.allocate_tensor(Int32, layout, byte_alignment=16) for _ in range(2)))
+        return Steps(*barriers, *(smem.allocate_tensor(Int32, layout, byte_alignment=16) for _ in range(2)))
 
     @cute.jit
-    def initialise(self, steps: Steps, once: Any, thread: Int32) -> None:
-        """Makes barriers ready: that of the rows, and the ring's."""
+    def initialise(self, steps: Steps, thread: Int32) -> None:
+        """Makes the barriers ready."""
         if thread == 0:
-            cute.arch.mbarrier_init(once, 1)
+            cute.arch.mbarrier_init(steps.rows_full, 1)
+            cute.arch.mbarrier_init(steps.rows_empty, self.warps)
             for stage in cutlass.range_constexpr(self.s.stages):
                 cute.arch.mbarrier_init(steps.full + stage, 1)
                 cute.arch.mbarrier_init(steps.empty + stage, self.warps)
@@ -238,14 +242,43 @@ class SelectedRows(AttentionForward):
         cute.arch.barrier(barrier_id=LOADING_BARRIER, number_of_threads=GROUP)
 
     @cute.jit
-    def fetch(
-        self, sides: Any, size: int, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, steps: Steps, mine: Tile,
-        thread: Int32,
+    def produce(
+        self, atoms: Any, names: tuple[str, ...], buffers: Any, indices: cute.Tensor, counts: cute.Tensor,
+        offsets: cute.Tensor, tiles: Int32, lists: Lists, steps: Steps, thread: Int32,
     ) -> None:  # fmt: skip
-        """The loading warpgroup: finds the union of the lists and fetches its blocks, ``size`` bytes a step."""
-        done, most, tiles = Int32(0), indices.shape[2], steps.tiles
-        for first in cutlass.range(0, most, PLACES, unroll=1):
+        """The loading warpgroup, with all tiles of the CTA. ``names`` are those of the buffers, K and V last."""
+        s = self.s
+        widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
+        first, _, _ = cute.arch.block_idx()
+        every, _, _ = cute.arch.grid_dim()
+        done, turn = Int32(0), Int32(0)
+        for index in cutlass.range(first, tiles * s.key_heads, every, unroll=1):
+            mine = self.tile(index, tiles, offsets)
+            if mine.rows > 0:
+                rows = [(*atom, buffers[x], widths[x]) for x, atom in zip(names[:-2], atoms[:-2], strict=True)]
+                sides = [self.side(*atom, buffers[x], widths[x], mine)
+                         for x, atom in zip(names[-2:], atoms[-2:], strict=True)]  # fmt: skip
+                done = self.fetch(rows, sides, indices, counts, lists, steps, mine, done, turn, thread)
+                turn += 1
+
+    @cute.jit
+    def fetch(
+        self, rows: Any, sides: Any, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, steps: Steps, mine: Tile,
+        done: Int32, turn: Int32, thread: Int32,
+    ) -> Int32:  # fmt: skip
+        """Finds the union of a tile's lists and fetches its blocks, and the rows. ``done`` steps, and ``turn`` tiles,
+        were before; the result counts on.
+        """
+        most, tiles, size = indices.shape[2], steps.tiles, self.bytes(self.tile_n, self.s.head + self.s.head_v)
+        for first in cutlass.range(0, cutlass.max(most, 1), PLACES, unroll=1):
             count = self.unite(first, indices, counts, lists, mine, thread)
+            if (first == 0) & (thread // WARP == 1):
+                cute.arch.mbarrier_wait(steps.rows_empty, turn % 2 ^ 1)
+                with cute.arch.elect_one():
+                    elements = sum(width for *_, width in rows)
+                    cute.arch.mbarrier_arrive_and_expect_tx(steps.rows_full, self.bytes(self.tile_m, elements))
+                for atom, tensor, buffer, width in rows:
+                    self.copy_rows(atom, tensor, buffer[None, None, 0], width, steps.rows_full, mine)
             if thread < WARP:
                 for step in cutlass.range(cute.ceil_div(count, self.parts) * self.per_block, unroll=1):
                     self.fetch_step(sides, size, step, done + step, count, lists, steps, mine)
@@ -256,6 +289,7 @@ class SelectedRows(AttentionForward):
             with cute.arch.elect_one():
                 tiles[0, stage] = -1
                 cute.arch.mbarrier_arrive(steps.full + stage)
+        return done + 1
 
     @cute.jit
     def fetch_step(
@@ -287,6 +321,15 @@ class SelectedRows(AttentionForward):
         box, every = (self.size, width), (None, 0)
         to = cute.local_tile(ring, (*box, self.s.stages), (*every, 0))
         return atom, *partition(atom, 0, 1, to, cute.local_tile(rows, box, every))
+
+    @cute.jit
+    def next(self, steps: Steps, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """Releases a step; which one comes next, and its barrier's phase."""
+        self.release(steps.empty + stage)
+        stage += 1
+        if stage == self.s.stages:
+            stage, phase = Int32(0), phase ^ 1
+        return stage, phase
 
     def arrived(self, steps: Steps, stage: Int32, phase: Int32) -> Int32:
         """Waits for a step and tells its first tile of keys, -1 at the end."""

@@ -20,7 +20,7 @@ from cudnn_kernels.attention import sequences, softmax
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
-from cudnn_kernels.sm90.selected_rows import WARP, SelectedRows, Steps, Tile
+from cudnn_kernels.sm90.selected_rows import SelectedRows, Steps, Tile
 
 REGISTERS = {1: (56, 256), 2: (56, 224), 3: (56, 152)}  # of a loading and a multiplying thread, by warpgroups
 
@@ -39,8 +39,8 @@ class Selection(SelectedRows):
             self.atoms(given, {"q": s.head, "k": s.head, "v": s.head_v}), given["o"], given["l"], given["m"],
             given["block_indices"], given["block_counts"], offsets, tiles, given["scale_softmax"] * softmax.LOG2_E,
         ).launch(
-            grid=[tiles * s.key_heads, 1, 1], block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"],
-            min_blocks_per_mp=1,
+            grid=[cutlass.min(tiles * s.key_heads, given["multiprocessors"]), 1, 1],
+            block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -51,40 +51,46 @@ class Selection(SelectedRows):
         """The roles of the warpgroups."""
         s = self.s
         thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
         group = cute.arch.make_warp_uniform(thread // GROUP)
         smem = SmemAllocator()
         buffers = self.buffers(smem, {"q": (self.tile_m, s.head, 1), "k": (self.tile_n, s.head, s.stages),
                                       "v": (self.tile_n, s.head_v, s.stages)})  # fmt: skip
-        lists, steps, q_full = self.lists(smem), self.steps(smem), smem.allocate_array(cutlass.Int64, 1)
-        self.initialise(steps, q_full, thread)
-        mine = self.tile(index, tiles, offsets)
+        lists, steps = self.lists(smem), self.steps(smem)
+        self.initialise(steps, thread)
         few, many = REGISTERS[self.groups]
-        if mine.rows > 0:
-            if group == 0:
-                cute.arch.setmaxregister_decrease(few)
-                (atom_q, mQ), (atom_k, mK), (atom_v, mV) = atoms
-                if thread < WARP:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(q_full, self.bytes(self.tile_m, s.head))
-                    self.copy_rows(atom_q, mQ, buffers["q"][None, None, 0], s.head, q_full, mine)
-                sides = [self.side(atom_k, mK, buffers["k"], s.head, mine),
-                         self.side(atom_v, mV, buffers["v"], s.head_v, mine)]  # fmt: skip
-                size = self.bytes(self.tile_n, s.head + s.head_v)
-                self.fetch(sides, size, indices, counts, lists, steps, mine, thread)
-            else:
-                cute.arch.setmaxregister_increase(many)
-                cute.arch.mbarrier_wait(q_full, 0)
-                self.attend(o, sums, maxima, buffers, steps, mine, scale, group - 1, thread - GROUP * group)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(few)
+            self.produce(atoms, ("q", "k", "v"), buffers, indices, counts, offsets, tiles, lists, steps, thread)
+        else:
+            cute.arch.setmaxregister_increase(many)
+            self.consume(o, sums, maxima, buffers, offsets, tiles, steps, scale, group - 1, thread - GROUP * group)
 
     name(selection, "cudnn_attention_selection_sm90")
 
     @cute.jit
+    def consume(
+        self, o: cute.Tensor, sums: cute.Tensor, maxima: cute.Tensor, buffers: Any, offsets: cute.Tensor, tiles: Int32,
+        steps: Steps, scale: Float32, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """A warpgroup, with all tiles of the CTA."""
+        first, _, _ = cute.arch.block_idx()
+        every, _, _ = cute.arch.grid_dim()
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(first, tiles * self.s.key_heads, every, unroll=1):
+            mine = self.tile(index, tiles, offsets)
+            if mine.rows > 0:
+                cute.arch.mbarrier_wait(steps.rows_full, turn % 2)
+                turn += 1
+                stage, phase = self.attend(
+                    o, sums, maxima, buffers, steps, mine, scale, stage, phase, group, thread
+                )  # fmt: skip
+
+    @cute.jit
     def attend(
         self, o: cute.Tensor, sums: cute.Tensor, maxima: cute.Tensor, buffers: Any, steps: Steps, mine: Tile,
-        scale: Float32, group: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
-        """A warpgroup."""
+        scale: Float32, stage: Int32, phase: Int32, group: Int32, thread: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """One tile, from a step and its phase on; those behind it."""
         s = self.s
         score_mma, product_mma = self.score_mma(), self.product_mma()
         scores_part, product_part = score_mma.get_slice(thread), product_mma.get_slice(thread)
@@ -98,7 +104,6 @@ class Selection(SelectedRows):
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
         softmax.reset(state)
         acc.fill(0.0)
-        stage, phase = Int32(0), Int32(0)
         tile = self.arrived(steps, stage, phase)
         while tile >= 0:
             if self.wanted(steps, stage, group):
@@ -110,12 +115,12 @@ class Selection(SelectedRows):
                 self.correct_where_needed(acc, *corrections)
                 self.multiply_values(acc, words, tOrV, stage)
                 warpgroup.wait_group(0)
-            self.release(steps.empty + stage)
-            stage += 1
-            if stage == s.stages:
-                stage, phase = Int32(0), phase ^ 1
+            stage, phase = self.next(steps, stage, phase)
             tile = self.arrived(steps, stage, phase)
+        stage, phase = self.next(steps, stage, phase)
+        self.release(steps.rows_empty)
         self.write(acc, state, o, sums, maxima, mine, group, thread)
+        return stage, phase
 
     @cute.jit
     def write(

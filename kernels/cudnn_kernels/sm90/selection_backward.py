@@ -86,8 +86,8 @@ class SelectionBackward(SelectedRows):
             self.atoms(given, widths), given["o"], given["do"], given["lse"], given["dq"], values,
             given["block_indices"], given["block_counts"], offsets, tiles, given["scale_softmax"],
         ).launch(
-            grid=[tiles * s.key_heads, 1, 1], block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"],
-            min_blocks_per_mp=1,
+            grid=[cutlass.min(tiles * s.key_heads, given["multiprocessors"]), 1, 1],
+            block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
         self.by_blocks(
             self.atoms(given, widths, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"],
@@ -138,35 +138,44 @@ class SelectionBackward(SelectedRows):
                                       "k": (self.tile_n, s.head, s.stages),
                                       "v": (self.tile_n, s.head_v, s.stages)})  # fmt: skip
         own = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, self.groups)), byte_alignment=16)
-        lists, steps, once = self.lists(smem), self.steps(smem), smem.allocate_array(cutlass.Int64, 1)
-        self.initialise(steps, once, thread)
-        mine = self.tile(index, tiles, offsets)
-        if index < s.key_heads:  # what stands in for rows at the end of a list
+        lists, steps = self.lists(smem), self.steps(smem)
+        self.initialise(steps, thread)
+        if index == 0:  # what stands in for rows at the end of a list
             if thread < self.padded:
-                values[thread, 0, index, values.shape[3] - 1] = Float32.inf
-                values[thread, 1, index, values.shape[3] - 1] = Float32(0.0)
+                for head in cutlass.range_constexpr(s.key_heads):
+                    values[thread, 0, head, values.shape[3] - 1] = Float32.inf
+                    values[thread, 1, head, values.shape[3] - 1] = Float32(0.0)
         few, many = REGISTERS[self.groups]
-        if mine.rows > 0:
-            if group == 0:
-                cute.arch.setmaxregister_decrease(few)
-                (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
-                if thread < WARP:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(self.tile_m, s.head + s.head_v))
-                    self.copy_rows(atom_q, mQ, buffers["q"][None, None, 0], s.head, once, mine)
-                    self.copy_rows(atom_do, mdO, buffers["do"][None, None, 0], s.head_v, once, mine)
-                sides = [self.side(atom_k, mK, buffers["k"], s.head, mine),
-                         self.side(atom_v, mV, buffers["v"], s.head_v, mine)]  # fmt: skip
-                size = self.bytes(self.tile_n, s.head + s.head_v)
-                self.fetch(sides, size, indices, counts, lists, steps, mine, thread)
-            else:
-                cute.arch.setmaxregister_increase(many)
-                mine_values = own[None, None, group - 1]
-                self.prepare(o, do, lse, values, mine_values, mine, group - 1, thread - GROUP * group)
-                cute.arch.mbarrier_wait(once, 0)
-                self.differentiate_rows(dq, buffers, mine_values, steps, mine, scale, group - 1, thread - GROUP * group)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(few)
+            self.produce(atoms, ("q", "do", "k", "v"), buffers, indices, counts, offsets, tiles, lists, steps, thread)
+        else:
+            cute.arch.setmaxregister_increase(many)
+            self.consume(
+                o, do, lse, dq, values, own[None, None, group - 1], buffers, offsets, tiles, steps, scale, group - 1,
+                thread - GROUP * group,
+            )  # fmt: skip
 
     name(by_rows, "cudnn_attention_selection_backward_rows_sm90")
+
+    @cute.jit
+    def consume(
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dq: cute.Tensor, values: cute.Tensor, own: cute.Tensor,
+        buffers: Any, offsets: cute.Tensor, tiles: Int32, steps: Steps, scale: Float32, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """A warpgroup, with all tiles of the CTA."""
+        first, _, _ = cute.arch.block_idx()
+        every, _, _ = cute.arch.grid_dim()
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(first, tiles * self.s.key_heads, every, unroll=1):
+            mine = self.tile(index, tiles, offsets)
+            if mine.rows > 0:
+                self.prepare(o, do, lse, values, own, mine, group, thread)
+                cute.arch.mbarrier_wait(steps.rows_full, turn % 2)
+                turn += 1
+                stage, phase = self.differentiate_rows(
+                    dq, buffers, own, steps, mine, scale, stage, phase, group, thread
+                )  # fmt: skip
 
     @cute.jit
     def prepare(
@@ -200,14 +209,18 @@ class SelectionBackward(SelectedRows):
                 if exists:
                     values[head, 0, mine.key_head, row] = log_sum
                     values[head, 1, mine.key_head, row] = total
+        self.meet_group(group)
+
+    def meet_group(self, group: Int32) -> None:
+        """Waits for a multiplying warpgroup."""
         cute.arch.barrier(barrier_id=LOADING_BARRIER + 1 + group, number_of_threads=GROUP)
 
     @cute.jit
     def differentiate_rows(
-        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, steps: Steps, mine: Tile, scale: Float32, group: Int32,
-        thread: Int32,
-    ) -> None:  # fmt: skip
-        """A warpgroup: dQ of its rows."""
+        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, steps: Steps, mine: Tile, scale: Float32, stage: Int32,
+        phase: Int32, group: Int32, thread: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """dQ of a tile's rows, from a step and its phase on; those behind it."""
         s = self.s
         score_mma = self.mma(self.tile_n, OperandMajorMode.K)
         query_mma = self.mma(s.head, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
@@ -229,7 +242,7 @@ class SelectionBackward(SelectedRows):
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(thread, slot)
             shifts[slot], products[slot] = own[row, 0], own[row, 1]
-        stage, phase = Int32(0), Int32(0)
+        self.meet_group(group)  # the next tile's may be written
         tile = self.arrived(steps, stage, phase)
         while tile >= 0:
             if self.wanted(steps, stage, group):
@@ -244,15 +257,15 @@ class SelectionBackward(SelectedRows):
                 operand = self.operand(query_mma, scores, self.tile_n)
                 self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
-            self.release(steps.empty + stage)
-            stage += 1
-            if stage == s.stages:
-                stage, phase = Int32(0), phase ^ 1
+            stage, phase = self.next(steps, stage, phase)
             tile = self.arrived(steps, stage, phase)
+        stage, phase = self.next(steps, stage, phase)
+        self.release(steps.rows_empty)
         for slot in cutlass.range_constexpr(2):
             row, head, exists = self.head_of(mine, group, self.score_rows.row(thread, slot))
             if exists:
                 self.write_pairs(dq[row, head, None], acc, s.head, slot, scale, thread)
+        return stage, phase
 
     # dK and dV.
 

@@ -38,7 +38,8 @@ def nsa_gates(
         return out
     wide = torch.promote_types(compressed.dtype, torch.float32)
     factors = gates.to(wide).unbind(-1)
-    return sum(x.to(wide) * g[..., None] for x, g in zip(branches, factors, strict=True)).to(compressed.dtype)
+    parts = [x.to(wide) * g[..., None] for x, g in zip(branches, factors, strict=True)]
+    return (parts[0] + parts[1] + parts[2]).to(compressed.dtype)
 
 
 @nsa_gates.register_fake
