@@ -46,6 +46,15 @@ def ours(block: int, chosen: int, window: int) -> Functions:
     return {"compression": compression, "top-k": top_k, "selection": selection, "whole": whole}
 
 
+def near(q: Any, k: Any, v: Any, window: int) -> Any:
+    """Attention to the newest keys, by cuDNN."""
+    from cudnn.ops import _nsa_attention as ops
+
+    ends = torch.tensor([0, q.shape[1]], dtype=torch.int32, device=q.device)
+    o, _ = ops.nsa_window(q[0], k[0], v[0], ends, q.shape[-1] ** -0.5, window, q.shape[1])
+    return o[None]
+
+
 def has_flash_attention() -> bool:
     """Whether FlashAttention-4 is installed."""
     return importlib.util.find_spec("flash_attn") is not None and (
@@ -53,17 +62,16 @@ def has_flash_attention() -> bool:
     )
 
 
-def dense(q: Any, k: Any, v: Any, window: int | None = None) -> Any:
-    """Causal attention of FlashAttention-4, to the newest keys where there is a window."""
+def dense(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention of FlashAttention-4."""
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-    sides = {} if window is None else {"window_size": (window - 1, 0)}
-    found = flash_attn_func(q, k, v, causal=True, **sides)
+    found = flash_attn_func(q, k, v, causal=True)
     return found[0] if isinstance(found, tuple) else found
 
 
 def fla(block: int, chosen: int, window: int) -> Functions:
-    """fla-core's kernels; its window attention, for which it wants FlashAttention-2, is FlashAttention-4's.
+    """fla-core's kernels; its window attention, for which it wants FlashAttention-2, is cuDNN's, as ours.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -71,7 +79,7 @@ def fla(block: int, chosen: int, window: int) -> Functions:
     from fla.ops.nsa import compression as compressing  # pyright: ignore[reportMissingImports]
     from fla.ops.nsa import parallel  # pyright: ignore[reportMissingImports]
 
-    parallel.flash_attn_func = lambda q, k, v, causal, window_size: dense(q, k, v, window_size[0] + 1)
+    parallel.flash_attn_func = lambda q, k, v, causal, window_size: near(q, k, v, window_size[0] + 1)
 
     def compression(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         return compressing.parallel_nsa_compression(q, k, v, q.shape[1], block, q.shape[-1] ** -0.5)
