@@ -23,6 +23,7 @@ from cudnn.fused.dense import blank
 from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
 from support.gemm_families import BY_NAME
+from support.pages import transformer_engine_calls
 from support.selection import in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -71,18 +72,31 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
         assert {key for key, parameter in names.items() if parameters[parameter].default is None} <= optional
 
 
+def known_signatures() -> dict[str, str]:
+    """Arguments in their order, those after ``*`` by name only, by the function's path in ``cudnn``."""
+    text = (ROOT / "test" / "support" / "data" / "signatures.txt").read_text()
+    return dict(re.findall(r"^(\S+)\n((?: +.+\n)+)", text, re.MULTILINE))
+
+
 def test_signatures_that_existing_programs_know() -> None:
-    """Names of arguments in their order, those after ``*`` by name only; ours may have more."""
-    text = (ROOT / "test" / "support" / "data" / "grouped_signatures.txt").read_text()
-    known = re.findall(r"^(\S+)\n((?: +.+\n)+)", text, re.MULTILINE)
-    assert len(known) > 25
-    for path, arguments in known:
+    """Ours may have more arguments."""
+    assert len(known_signatures()) > 25
+    for path, arguments in known_signatures().items():
         function: Any = functools.reduce(getattr, path.split("."), cudnn)
         mine = {p.name: p.kind for p in inspect.signature(function).parameters.values() if p.name != "self"}
         positional, _, named = arguments.partition("*")
         order = [name for name, kind in mine.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
         assert order[: len(positional.split())] == positional.split(), path
         assert {*named.split()} <= {*mine}, path
+
+
+def test_calls_of_transformer_engine() -> None:
+    """What its page says that it passes is known to ours and to the other frontend's functions."""
+    calls = transformer_engine_calls()
+    assert len(calls) == 8
+    for name, keywords in calls.items():
+        assert keywords <= {*inspect.signature(getattr(cudnn, name)).parameters}, name
+        assert keywords <= {*known_signatures()[name].split()}, name
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -6,6 +6,7 @@ One call's results are the next one's operands. Each call is compared in float64
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import cudnn
 from support import gemms
 from support.gemms import BF16, E4M3, E8M0, F32, FP4
+from support.pages import transformer_engine_calls
 from support.selection import ARCHES, brief
 
 ENDS = (256, 256, 768)
@@ -106,6 +108,18 @@ def weights(x: Quantized, rows: int, k: int, major: str, packed: bool) -> dict[s
 
 
 kept: list[torch.Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _calls_are_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/transformer_engine.md has every call that is made here, with every keyword."""
+
+    def call(function: Any, known: set[str], **given: Any) -> Any:
+        assert {*given} <= known, f"not on the page: {function.__name__}: { ({*given} - known) }"
+        return function(**given)
+
+    for name, keywords in transformer_engine_calls().items():
+        monkeypatch.setattr(cudnn, name, functools.partial(call, getattr(cudnn, name), keywords))
 
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

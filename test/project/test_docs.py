@@ -28,6 +28,8 @@ def _name(path: Path) -> str:
 def test_code_blocks_run(path: Path) -> None:
     """The Python blocks of a page run in order, in one namespace, and print what the page says that they print."""
     page = Page.read(path)
+    for package in page.needs:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     outputs = page.run_scripts()
     assert [block for block, _ in outputs] == [block for block in page.blocks if block.is_printed]
     for block, printed in outputs:

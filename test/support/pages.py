@@ -9,6 +9,8 @@ page shows as output, a ``text`` block, has a comment above it that says where i
     <!-- output of `cudnn explain mlp.py`, cuDNN 9.28 -->  where that version is installed and no GPU is
     <!-- output, checked by test/graph/test_x.py -->       of neither: a test of its own checks it
 
+A page whose blocks need a package that may not be there says so: ``<!-- needs: transformers -->``.
+
 ``...`` in an output stands for anything. Times, and errors of random data, may differ. In the repository's root::
 
     PYTHONPATH=test python -m support.pages                 # checks all of them, those with ``full`` too
@@ -95,6 +97,11 @@ class Page:
     @property
     def name(self) -> str:
         return str(self.path.relative_to(ROOT))
+
+    @property
+    def needs(self) -> list[str]:
+        """Packages without which the blocks do not run."""
+        return re.findall(r"^<!-- needs: (\w+) -->$", self.path.read_text(), re.MULTILINE)
 
     @property
     def scripts(self) -> list[Block]:
@@ -216,6 +223,15 @@ def main() -> int:
             write(page, printed)
         stale += len(printed)
     return int(stale > 0 and not writing)
+
+
+def transformer_engine_calls() -> dict[str, set[str]]:
+    """The keywords of each call in the table of the page on Transformer Engine."""
+    _, _, table = (ROOT / "docs" / "transformer_engine.md").read_text().partition("<!-- calls -->\n")
+    weights = {"b_tensor", "sfb_tensor", "b_ptrs", "sfb_ptrs", "n", "b_dtype", "b_major"}
+    rows = re.findall(r"^\|[^|]+\| `(\w+)` \| `([^`]+)` \|$", table, re.MULTILINE)
+    calls = {name: {*keywords.split()} for name, keywords in rows}
+    return {name: (words - {"weights"}) | (weights if "weights" in words else set()) for name, words in calls.items()}
 
 
 if __name__ == "__main__":

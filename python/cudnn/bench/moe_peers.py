@@ -15,6 +15,7 @@ from typing import Any
 from cudnn.lazy import torch
 
 _SECONDS = 240  # it compiles for more than a minute
+_HOPPER = {"CUTE_DSL_ARCH": "sm_90a", "TORCH_CUDA_ARCH_LIST": "9.0a"}
 _SCRIPT = """
 import runpy, sys, torch
 sys.path[0], sys.argv = "bench", sys.argv[1:]
@@ -119,7 +120,7 @@ def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, f
 def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
     """What its benchmark writes. The folder has its packages, and the CuTe DSL that it needs, which is not ours."""
     paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "CUTE_DSL_ARCH": "sm_90a"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
     command = [sys.executable, "-c", _SCRIPT, "bench/moe-cute.py", "--thiek", ",".join(map(str, shape)), "--skip_test"]
     try:
         found = subprocess.run(
