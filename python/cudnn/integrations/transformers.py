@@ -44,8 +44,9 @@ def register() -> None:
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts of a module with transformers' weights, by :func:`cudnn.ops.moe_mlp`.
 
-    SiLU gates, gpt-oss's clamped ones, and squared ReLU without gates; with or without biases. ``gate_up_proj`` is
-    brought into the order of the kernels in every pass, its gradient back: a copy each, of the weights' size.
+    SiLU gates, gpt-oss's clamped ones, and squared ReLU without gates; with or without biases. Weights that are stored
+    transposed, or with gates and the others in pairs, as gpt-oss's are, are copied in every pass, and so are their
+    gradients.
 
     Args:
         module: What transformers' ``use_experts_implementation`` made of a class of experts.
@@ -62,15 +63,18 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
         up_bias = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
         down_bias = module.down_proj_bias
     if module.is_transposed:
-        up, down = up.mT, down.mT.contiguous()
-    if module.has_gate:
-        up = _in_blocks(up, module.is_concatenated)
-        up_bias = None if up_bias is None else _in_blocks(up_bias, module.is_concatenated)
-    routing = (top_k_index, top_k_weights.float())
-    return moe_mlp(hidden_states, routing, up.contiguous(), down, up_bias, down_bias, activation=activation, **numbers)
+        up, down = up.mT, down.mT
+    if module.has_gate and not module.is_concatenated:
+        up = _in_halves(up)
+        up_bias = None if up_bias is None else _in_halves(up_bias)
+    routing, layout = (top_k_index, top_k_weights.float()), "concatenated" if module.has_gate else "interleaved"
+    return moe_mlp(
+        hidden_states, routing, up.contiguous(), down.contiguous(), up_bias, down_bias, activation=activation,
+        glu_layout=layout, **numbers,
+    )  # fmt: skip
 
 
-def _activation(module: Any) -> tuple[str, dict[str, float]]:
+def _activation(module: Any) -> tuple[str, dict[str, Any]]:
     """The name and the numbers of a module's activation for :func:`cudnn.ops.moe_mlp`."""
     act, gate = getattr(module, "act_fn", None), type(module)._apply_gate
     if module.has_gate and gate.__name__ == "_default_apply_gate" and type(act).__name__ in _SILU:
@@ -85,12 +89,9 @@ def _activation(module: Any) -> tuple[str, dict[str, float]]:
     raise ValueError(refusal(f"{_WHERE}.experts", "activation", got, allowed, 'choose the "grouped_mm" experts'))
 
 
-def _in_blocks(x: Tensor, is_concatenated: bool) -> Tensor:
-    """(E, 2 I, ...) with gates in the first half, or first in each pair, as blocks of 32 gates and 32 others."""
-    pairs = (
-        x.unflatten(1, (2, -1, 32)).transpose(1, 2) if is_concatenated else x.unflatten(1, (-1, 32, 2)).transpose(2, 3)
-    )
-    return pairs.flatten(1, 3)
+def _in_halves(x: Tensor) -> Tensor:
+    """(E, 2 I, ...) with a gate first in each pair, gates as the first half."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def attention(
@@ -119,7 +120,7 @@ def attention(
             raise ValueError(refusal(f"{_WHERE}.attention", name, "a value", "None", cure))
     rows, keys = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = is_causal and attention_mask is None and rows > 1
+    is_causal = bool(is_causal) and attention_mask is None and rows > 1
     left = -1
     if is_causal:
         if keys > rows:  # room of a static cache

@@ -39,7 +39,8 @@ class Attend(torch.autograd.Function):
         ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], bias: Tensor | None,
         dropout_p: float, seed: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        o, lse = sdpa(q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
+        given: tuple[Any, ...] = (q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
+        o, lse = sdpa(*given)
         share = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1, 1))
         o = (o * share).to(q.dtype)
         ctx.save_for_backward(sinks, q, k, v, o, lse, share, bias, seed)
@@ -52,8 +53,9 @@ class Attend(torch.autograd.Function):
         by_row = (d_o.to(share.dtype) * o).sum(-1, keepdim=True)
         d_sinks = ((share - 1) * by_row).sum((0, 2, 3)).to(sinks.dtype)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        given = ((d_o * share).to(q.dtype), q, k, v, o, lse, *ctx.options, *[None] * 4)
-        return d_sinks, *sdpa_bwd(*given, deterministic, bias, ctx.dropout_p, seed), None, None, None, None
+        first: tuple[Any, ...] = ((d_o * share).to(q.dtype), q, k, v, o, lse, *ctx.options, *[None] * 4)
+        last: tuple[Any, ...] = (deterministic, bias, ctx.dropout_p, seed)
+        return d_sinks, *sdpa_bwd(*first, *last), None, None, None, None
 
 
 def attend(
