@@ -211,6 +211,32 @@ def test_tokens_are_copied_in_order_on_hopper_alone() -> None:
 
 
 @pytest.mark.gpu
+def test_both_passes_in_a_cuda_graph() -> None:
+    """Captured together after calls on another stream, as PyTorch asks for; replayed on other tokens."""
+    torch.manual_seed(0)
+    layer = MoE(256, 128, 8, 2, bias=True, shared_experts=1, shared_gate=True, device="cuda")
+    x = torch.randn(300, 256, device="cuda").bfloat16().requires_grad_()
+    gradient = torch.randn_like(x)
+
+    def step() -> list[torch.Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], gradient)]
+
+    other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        step()
+    torch.cuda.current_stream().wait_stream(other)
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    copies = [t.clone() for t in found]
+    assert all(torch.equal(a, b) for a, b in zip(copies, step(), strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["swiglu", "srelu"])
 def test_the_same_bits_in_every_run(activation: str) -> None:
     c = case(1000, 256, 512, 8, 4, activation=activation)
