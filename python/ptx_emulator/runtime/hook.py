@@ -44,6 +44,18 @@ _error: ContextVar[BaseException | None] = ContextVar("ptx_emulator_error", defa
 _arguments: ContextVar[list[Any] | None] = ContextVar("ptx_emulator_arguments", default=None)  # of a TVM-FFI call
 
 
+class _Later:
+    """A host engine that is made at its first use: functions of TVM FFI make one of their own and never use it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        engine = self._make()
+        self.__dict__ |= {"_make": lambda: engine}
+        return getattr(engine, name)
+
+
 class Hook:
     """The one patch of the DSL."""
 
@@ -124,7 +136,7 @@ class Hook:
         from cutlass.cutlass_dsl import cuda_jit_executor
 
         hook = self
-        compile_, run_program = (Compiler.compile, jit_executor.JitExecutor.run_compiled_program)
+        compile_, jit, run_program = Compiler.compile, Compiler.jit, jit_executor.JitExecutor.run_compiled_program
         compiled, module = (cuda_jit_executor.CudaDialectJitCompiledFunction, cuda_jit_executor.CudaDialectJitModule)
         devices, unload = compiled.num_devices.func, module.unload
 
@@ -144,7 +156,10 @@ class Hook:
             self.cuda_library[:] = [x for x in self.cuda_library if int(x) != 1]
             unload(self)
 
-        Compiler.compile = compile_hooked  # type: ignore[method-assign]
+        def jit_hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return jit(self, *args, **kwargs) if hook.session is None else _Later(lambda: jit(self, *args, **kwargs))
+
+        Compiler.compile, Compiler.jit = compile_hooked, jit_hooked  # type: ignore[method-assign]
         self.refuse_export()
         jit_executor.JitExecutor.run_compiled_program = run_hooked  # type: ignore[method-assign]
         compiled.num_devices = property(num_devices)  # type: ignore[assignment]
@@ -260,6 +275,13 @@ class Hook:
         except ImportError:  # apache-tvm-ffi is optional
             return
         hook = self
+        export = tvm_ffi_provider._aot_support.export_module_to_bytes
+
+        def export_hooked(*args: Any, **kwargs: Any) -> Any:
+            """Within a block the host's code, which checks arguments and calls the emulator, is not optimised."""
+            return export(*args, **kwargs if hook.session is None else kwargs | {"opt_level": 0})
+
+        tvm_ffi_provider._aot_support.export_module_to_bytes = export_hooked
         # The generated code compares the device type of each tensor with the compiled one: CPU tensors must pass.
         builder = next(c for c in vars(tvm_ffi_builder).values() if "decode_param_tensor" in getattr(c, "__dict__", ()))
         decode, device_type = (builder.decode_param_tensor, tvm_ffi_builder.TVMFFIBuilder.load_dltensor_device_type)
