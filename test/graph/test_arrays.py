@@ -189,7 +189,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.packs: dict[Any, Any] = {}
-        self.calls: dict[int, Any] = {}
         self.argument, self.launched, self.checked, self.elsewhere = 0, 0, 0, 0
         self.last: Any = None
 

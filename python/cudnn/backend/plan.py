@@ -76,7 +76,6 @@ class ExecutionPlan:
         packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
             The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key])``, which returns a status; a
             key that is missing goes to ``pack``, a status that is not 0 to ``failure``.
-        calls: What the hot path has found in ``packs``, under keys of its own. Emptied whenever packs are destroyed.
         argument: The plan, for the hot path.
         launch: ``cudnnBackendExecute``, without conversions.
         uids: The tensors whose pointers the keys hold, set by ``bind``.
@@ -90,7 +89,6 @@ class ExecutionPlan:
         self.config = config
         self.argument = library.pointer_argument(descriptor.pointer)
         self.packs: dict[tuple[int, ...], Any] = {}
-        self.calls: dict[int, tuple[Any, ...]] = {}
         self.uids: tuple[int, ...] = ()
         self._by_handle: dict[int, _Packs] = {}
         self._library = library.load()
@@ -238,7 +236,6 @@ class ExecutionPlan:
 
     def _forget(self, mine: _Packs) -> None:
         mine.misses = 0
-        self.calls.clear()
         while mine.keys:
             self._library.destroy(self.packs.pop(mine.keys.pop()))
 

@@ -3,10 +3,9 @@
 A finalized variant pack refuses new pointers, so a plan keeps packs by their pointers. For addresses seen before, a
 call reads the addresses and types, finds the pack and makes one call into cuDNN, which takes 3.6 us of host time on the
 machine with an H200. All else must be small beside that: one Python frame, the addresses read by method calls in line
-(a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation. The last
-tensor's address finds the call that had it last, whose other addresses are compared one by one: to hash and compare
-them all as one key takes 0.1 us more. For new addresses, one call into PyTorch compares types, layouts and devices of
-all tensors with those last accepted: to read shape and strides of each as tuples costs five times as much.
+(a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation. For new
+addresses, one call into PyTorch compares types, layouts and devices of all tensors with those last accepted: to read
+shape and strides of each as tuples costs five times as much.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = '''
 def make(
-    {names}, {types}, accepted, own, default_handle, device, calls, known, unknown, find, launch, argument, pack, check,
-    otherwise, failure
+    {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure
 ):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
@@ -35,25 +33,23 @@ def make(
         try:
             if handle is None:
                 handle = {default}
-            {read}
-            {were} on, arguments = known({last}, unknown)
-            same = {same} handle.argument is on and {same_types} and override_uids is None
-            key = None if same else ({addresses} handle.ptr)
+            {arrays}
+            key = ({pointers} {workspace}, handle.ptr)
         except (KeyError, TypeError, AttributeError):  # other keys, or data that are no PyTorch tensors
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
-        if not same:
-            found = find(key)
-            if override_uids is not None or ({off} if found is None else not ({same_types})):
+        if override_uids is not None:
+            return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
+        found = find(key)
+        if found is None:
+            if {off}:
                 return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
-            if found is None:
-                home, alike = accepted
-                if handle.device != home or not alike({tensors}){small_workspace}:
-                    accepted = check(tensor_to_buffer, workspace, handle)
-                arguments = handle.argument, argument, pack(key)
-            else:
-                arguments = handle.argument, argument, found
-                calls[{last}] = {others} handle.argument, arguments
-        status = launch(*arguments)
+            home, alike = accepted
+            if handle.device != home or not alike({tensors}){small_workspace}:
+                accepted = check(tensor_to_buffer, workspace, handle)
+            found = pack(key)
+        elif {other_type}:
+            return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
+        status = launch(handle.argument, argument, found)
         if status:
             raise failure(status)
     return execute
@@ -66,26 +62,20 @@ def _compile(
 ) -> Callable[..., Callable[..., None]]:
     """``types``: for each tensor, the number of its type among those that occur."""
     numbers = range(len(types))
-    same_types = [
+    same_type = [
         "".join(f"t{i}.dtype is " for i in numbers if types[i] == kind) + f"d{kind}" for kind in sorted(set(types))
     ]
-    together = {bits: [f"a{i}" for i, its in off_bits if its == bits] for _, bits in off_bits}
-    *others, last = [f"a{i}" for i in numbers]
-    others += ["space"] * bool(needed)
-    reads = [f"t{i} = tensor_to_buffer[k{i}]" for i in numbers] + [f"a{i} = t{i}.data_ptr()" for i in numbers]
+    together = {bits: [f"key[{i}]" for i, its in off_bits if its == bits] for _, bits in off_bits}
     source = _TEMPLATE.format(
+        off=" or ".join(f"({' | '.join(addresses)}) & {bits}" for bits, addresses in together.items()) or "False",
         names=", ".join(f"k{i}" for i in numbers),
         types=", ".join(f"d{kind}" for kind in sorted(set(types))),
         default="own" if has_handle else "default_handle(device)",
-        read="; ".join(reads + ["space = workspace.data_ptr()"] * bool(needed)),
-        last=last,
-        others=" ".join(f"{address}," for address in others),
-        were=" ".join(f"was_{address}," for address in others),
-        same=" ".join(f"{address} == was_{address} and" for address in others),
-        same_types=" and ".join(same_types),
-        addresses=" ".join(f"a{i}," for i in numbers) + (" space," if needed else " 0,"),
-        off=" or ".join(f"({' | '.join(addresses)}) & {bits}" for bits, addresses in together.items()) or "False",
+        arrays="; ".join(f"t{i} = tensor_to_buffer[k{i}]" for i in numbers),
         tensors=", ".join(f"t{i}" for i in numbers),
+        pointers=" ".join(f"t{i}.data_ptr()," for i in numbers),
+        other_type=f"not ({' and '.join(same_type)})",
+        workspace="workspace.data_ptr()" if needed else "0",
         small_workspace=f" or workspace.get_device() != home or workspace.nbytes < {needed}" if needed else "",
     )
     scope: dict[str, Any] = {}
@@ -138,18 +128,13 @@ def specialised(
     pairs = zip(program.bindings.user, arrays, strict=True)
     home = next((array.get_device() for uid, array in pairs if uid not in program.by_value), program.device)
     types = tuple(dtypes.index(array.dtype) for array in arrays)
-    needed = program.workspace_size(plan)
-    others = len(arrays) - 1 + bool(needed)
-    return _compile(types, needed, own is not None, tuple(program.off_bits))(
+    return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits))(
         *keys,
         *dtypes,
         accepted=(home, like(arrays)),
         own=own,
         default_handle=default_handle,
         device=program.device,
-        calls=plan.calls,
-        known=plan.calls.get,
-        unknown=(None,) * others + (object(), ()),
         find=plan.packs.get,
         launch=plan.launch,
         argument=plan.argument,

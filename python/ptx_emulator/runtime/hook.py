@@ -275,13 +275,14 @@ class Hook:
         except ImportError:  # apache-tvm-ffi is optional
             return
         hook = self
-        export = tvm_ffi_provider._aot_support.export_module_to_bytes
+        compiler: Any = vars(tvm_ffi_provider)["_aot_support"]
+        export = compiler.export_module_to_bytes
 
         def export_hooked(*args: Any, **kwargs: Any) -> Any:
             """Within a block the host's code, which checks arguments and calls the emulator, is not optimised."""
             return export(*args, **kwargs if hook.session is None else kwargs | {"opt_level": 0})
 
-        tvm_ffi_provider._aot_support.export_module_to_bytes = export_hooked
+        compiler.export_module_to_bytes = export_hooked
         # The generated code compares the device type of each tensor with the compiled one: CPU tensors must pass.
         builder = next(c for c in vars(tvm_ffi_builder).values() if "decode_param_tensor" in getattr(c, "__dict__", ()))
         decode, device_type = (builder.decode_param_tensor, tvm_ffi_builder.TVMFFIBuilder.load_dltensor_device_type)
