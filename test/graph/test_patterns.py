@@ -19,6 +19,7 @@ def test_reference(name: str) -> None:
 
 
 @pytest.mark.deviceless_919
+@pytest.mark.usefixtures("libcudnn")
 @pytest.mark.parametrize(("name", "device"), [(name, device) for name in PATTERNS for device in PATTERNS[name].devices])
 def test_cudnn_builds_a_plan(name: str, device: str, request: pytest.FixtureRequest) -> None:
     pattern = PATTERNS[name]
