@@ -204,6 +204,8 @@ def host() -> None:
             call, _, _ = one.ready()
             (times,) = compare([call], HOST)
             print(f"  host, {name:26s} {min(times) * 1e6:.2f} us (bar 8)", flush=True)
+    (times,) = compare([program.make(cudnn.GroupedGemmGlu, (2 * m, n, k, experts), "cuda").call], HOST)
+    print(f"  host, wrapper of SwiGLU {min(times) * 1e6:.2f} us, with what it allocates", flush=True)
 
 
 def main() -> None:

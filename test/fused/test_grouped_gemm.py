@@ -15,7 +15,7 @@ from cudnn.fused import operator as operator_of
 from cudnn.fused.grouped import ExpertsGemm, numbered
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemm, grouped
-from support.gemms import BF16, E4M3, F16, F32
+from support.gemms import BF16, E4M3, F16, F32, FP4
 
 pytest.importorskip("ptx_emulator")
 
@@ -94,6 +94,11 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu_hadamard", "ends": (64, 208), "inputs": {"prob": F32}, "act_func": "srelu"},
     {"name": "grouped_gemm_glu_hadamard", "kind": "nvfp4", "ends": (256, 256, 512), "inputs": {"prob": F32},
      "act_func": "geglu", "semantics": "1.23"},
+    {"name": "grouped_gemm_glu_hadamard_quant", "kind": "nvfp4", "ends": (256, 256, 768), "n": 256, "d_dtype": FP4,
+     "inputs": {"prob": F32, "bias": BF16}, "rht_colwise_dtype": FP4, "norm_const": 1e-3, "rht_norm_const": 5e-4},
+    {"name": "grouped_gemm_glu_hadamard_quant", "kind": "nvfp4", "ends": (256, 512), "n": 256, "act_func": "geglu",
+     "inputs": {"prob": F32}, "rht_rowwise_dtype": FP4, "glu_alpha": 1.5, "glu_limit": 2.0},
+    {"name": "grouped_gemm_glu_hadamard_quant", "ends": (256,), "inputs": {"prob": F32}, "rht_rowwise_dtype": BF16},
     {"name": "grouped_gemm_quant", "kind": "fp8_128", "ends": (256, 256, 512), "k": 320, "inputs": {"prob": F32}},
     {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (256, 512), "inputs": {"bias": BF16}},
     {"name": "grouped_gemm_dsrelu", "kind": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
@@ -560,6 +565,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("grouped_gemm_srelu", {"tanh_clamp_scale": -1.0}, {"prob": torch.rand(200)}, ValueError, "tanh_clamp_scale: got"),
     ("discrete_grouped_gemm_swiglu", {"act_func": "situglu"}, {}, ValueError, "act_func: got 'situglu'"),
     ("grouped_gemm_srelu", {}, {}, ValueError, "prob_tensor is required"),
+    ("grouped_gemm_glu_hadamard_quant", {"rht_colwise_dtype": FP4, "rht_rowwise_dtype": BF16},
+     {"prob": torch.rand(200)}, NotImplementedError, "float4_e2m1fn_x2, beside one of rows; allowed: float4_e2m1fn_x2"),
+    ("grouped_gemm_glu_hadamard_quant", {"d_dtype": FP4}, {"prob": torch.rand(200)}, ValueError,
+     "d tensor of four bits: got 64 columns of swiglu; allowed: multiples of 128"),
+    ("grouped_gemm_glu_hadamard_quant", {"glu_limit": -1.0}, {"prob": torch.rand(200)}, ValueError, "glu_limit: got"),
 ]  # fmt: skip
 
 

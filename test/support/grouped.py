@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,6 +160,8 @@ def check(p: Problem, slack: float = 3e-5) -> None:
     if p.given["a"].dtype == E4M3 and (scales is None or scales.dtype == torch.float32):
         slack = 1e-3  # Hopper's tensor cores add products of 8 bits up with fewer bits
     values = FORMULAS[p.name](p, x, slack)
+    if p.name == "grouped_gemm_glu_hadamard_quant":
+        return  # has checked all
     found = {key.removesuffix("_tensor"): tensor for key, tensor in p.results.items() if tensor is not None}
     found |= {"d": found["d_row"]} if "d_row" in found else {}
     if "amax" in found:
@@ -274,6 +277,55 @@ def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     return y
 
 
+def transformed(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    """The activation, rounded to bfloat16, and its transform: both rounded or quantised to four bits."""
+    c, options, found = biased(p, x), p.options, p.results
+    gemms.assert_rounded(flat(found["c_tensor"])[: p.rows], c, slack)
+    if options.get("act_func") == "srelu":
+        y = c.clamp(min=0) ** 2
+    else:
+        g, u = (half.flatten(1) for half in c.unflatten(1, (-1, 2, 32)).unbind(2))
+        limit, geglu = options.get("glu_limit", math.inf), options.get("act_func") == "geglu"
+        g, u = g.clamp(-limit, limit), u.clamp(-limit, limit) + geglu
+        y = u * g * torch.sigmoid((1.702 if geglu else 1.0) * g) * options.get("glu_alpha", 1.0)
+    v, signs = (y * p.value("prob")).to(BF16).double(), signs_of(16).to(x) / 4
+    check_transformed(found["d_tensor"], found["sfd_tensor"], v, options.get("norm_const", 1.0))
+    norm = options.get("rht_norm_const", 1.0)
+    if found["rht_rowwise_tensor"] is not None:
+        rows = (v.unflatten(1, (-1, 16)) @ signs).flatten(1).to(BF16).double()
+        check_transformed(found["rht_rowwise_tensor"], found["sfrht_rowwise_tensor"], rows, norm)
+    if found["rht_colwise_tensor"] is not None:
+        n, data, scales = v.shape[1], found["rht_colwise_tensor"].view(torch.uint8), found["sfrht_colwise_tensor"]
+        for o, end in itertools.pairwise(dict.fromkeys((0, *p.ends))):  # without empty experts
+            t = end - o
+            own = (signs @ v[o:end].unflatten(0, (-1, 16))).flatten(0, 1).to(BF16).double().T
+            i, j = torch.arange(n)[:, None], torch.arange(t // 16)
+            place = ((i % 32 * 4 + i // 32 % 4) * (n // 128) + i // 128) * (t // 16) + j % 4 * (t // 64) + j // 4
+            factors = scales[n // 16 * o :][place.to(scales.device)].double()
+            check_elements_of_four_bits(data[n * o // 2 : n * end // 2].view(n, t // 2, 1), factors, own, norm)
+    return v
+
+
+def check_transformed(found: torch.Tensor, scales: torch.Tensor | None, values: torch.Tensor, norm: float) -> None:
+    """Values in bfloat16, or with a factor for every 16 columns of a row."""
+    m, n = values.shape
+    if scales is None:
+        gemms.assert_rounded(flat(found)[:m], values, 2.0**-8)
+        return
+    factors = gemms.from_atoms(scales, m, n // 16)[..., 0].view(scales.dtype).double()
+    check_elements_of_four_bits(found[:m], factors, values, norm)
+
+
+def check_elements_of_four_bits(found: torch.Tensor, factors: torch.Tensor, values: torch.Tensor, norm: float) -> None:
+    """Of rows whose every 16 values share a factor: rounding values of an accuracy of 8 bits may move both a little."""
+    blocks = values.unflatten(1, (-1, 16))
+    wanted = (blocks.abs().amax(2) / 6 * norm).clamp(max=448)
+    torch.testing.assert_close(factors, wanted, rtol=0.07, atol=2e-3)
+    divisors = torch.where(factors > 0, factors, math.inf).unsqueeze(2)
+    gemms.assert_rounded(found, (blocks * norm / divisors).flatten(1)[..., None], 2.0**-6)
+    assert bool((gemms.unpacked(found).abs() > 4).any())
+
+
 def signs_of(size: int) -> torch.Tensor:
     """Sylvester's matrix, from the bits that two numbers have in common."""
     return torch.tensor([[1.0 - 2 * (bin(i & j).count("1") % 2) for j in range(size)] for i in range(size)])
@@ -337,6 +389,7 @@ FORMULAS = {
     "grouped_gemm_glu": glu,
     "grouped_gemm_swiglu": glu,
     "grouped_gemm_glu_hadamard": hadamard,
+    "grouped_gemm_glu_hadamard_quant": transformed,
     "discrete_grouped_gemm_swiglu": glu,
     "grouped_gemm_srelu": srelu,
     "grouped_gemm_dglu": dglu,

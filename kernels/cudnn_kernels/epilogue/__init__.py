@@ -301,7 +301,7 @@ class AddRow(Declaration):
 class Gate:
     """What a gated activation makes of a gate g and the other value u, both clamped before:
 
-        g = min(g, clamp_max),  u = max(min(u, clamp_max), clamp_min)
+        g = max(min(g, clamp_max), gate_min),  u = max(min(u, clamp_max), clamp_min)
         y = (u + offset) f(g)
 
     with f(g) = g / (1 + exp(-slope g)) for the kind ``swish``, and max(g, 0) for ``relu``. A parameter that is a string
@@ -317,6 +317,7 @@ class Gate:
     offset: float | str = 0.0
     beta1: float | str = 4.0
     beta2: float | str = 25.0
+    gate_min: float | None = None
 
     def slots(self) -> tuple[Scalar, ...]:
         """The parameters that the caller passes."""
@@ -370,9 +371,13 @@ class GatedBackward(Declaration):
 
 @dataclass(frozen=True)
 class Round(Declaration):
-    """Rounds x to a type, to nearest even: what follows sees what that type holds."""
+    """Rounds a value to a type, to nearest even: what follows sees what that type holds."""
 
     dtype: str
+    value: str = "x"
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
 
 @dataclass(frozen=True)
@@ -591,7 +596,7 @@ class SumColumn(Declaration):
 
 @dataclass(frozen=True)
 class QuantizeRows(Declaration):
-    """Divides every ``vector`` columns by a common scale factor, and writes the factors.
+    """Divides every ``vector`` columns of x, or of another value, by a common scale factor, and writes the factors.
 
         s = max |x| / limit * norm_const, rounded to ``scale_dtype``: up, to a power of two, for float8_e8m0fnu
         x = x * min(norm_const / s, largest float32), or 0 where s is 0; e8m0 has no 0
@@ -599,8 +604,9 @@ class QuantizeRows(Declaration):
     ``limit`` is that of ``dtype``, which the values will be rounded to. e8m0's factors lie between 2^-127 and 2^127,
     e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
     (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
-    norm_const is a float32 tensor (1,), positive; 1 where it has no name. Without ``atoms``, the factors are bytes
-    (m, n / vector, l) of any strides. float32's are not rounded and lie as a matrix too, (m, ceil(n / vector), l).
+    norm_const is a float32 tensor (1,), positive, or where ``by_value`` a float; 1 where it has no name. Without
+    ``atoms``, the factors are bytes (m, n / vector, l) of any strides. float32's are not rounded and lie as a matrix
+    too, (m, ceil(n / vector), l).
     """
 
     tensor: str
@@ -609,11 +615,16 @@ class QuantizeRows(Declaration):
     vector: int
     norm_const: str = "norm_const"
     atoms: bool = True
+    value: str = "x"
+    by_value: bool = False
     registers: ClassVar[bool] = True
 
     @property
     def step(self) -> int:
         return self.vector
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return quantizer_slots(self, place.rows, f"{place.columns} / {self.vector}", place.batch)
@@ -638,6 +649,7 @@ class QuantizeColumns(Declaration):
     by_expert: bool = False
     atoms: bool = True
     source: str = "x"
+    by_value: ClassVar[bool] = False
     registers: ClassVar[bool] = True
 
     @property
@@ -654,11 +666,45 @@ class QuantizeColumns(Declaration):
         return quantizer_slots(self, place.columns, f"{place.rows} / 32", place.batch)
 
 
-def quantizer_slots(o: QuantizeRows | QuantizeColumns, rows: str, blocks: str, batch: str) -> tuple[Tensor, ...]:
+def quantizer_slots(o: QuantizeRows | QuantizeColumns, rows: str, blocks: str, batch: str) -> tuple[Any, ...]:
     """The factors of a quantiser, and its constant where it has one."""
     factors = Tensor(o.tensor, "uint8", (rows, blocks, batch), (None, None, None), align=1)
     if o.scale_dtype == "float32":
         factors = sum_scales(o.tensor, rows, blocks, batch)
     elif o.atoms:
         factors = block_scales(o.tensor, o.scale_dtype, rows, blocks, batch)
+    if o.by_value:
+        return factors, Scalar(o.norm_const, "float32")
     return (factors, *([Tensor(o.norm_const, "float32", (1,), (1,), align=4)] if o.norm_const else []))
+
+
+@dataclass(frozen=True)
+class StoreColumns(Declaration):
+    """Divides every 16 rows of a column of a value by a common scale factor, rounds the quotients to four bits and
+    writes both, columns instead of rows.
+
+        s = max |x| / 6 * norm_const, rounded to float8_e4m3fn;  d = x / (s / norm_const), or 0 where s is 0
+
+    ``tensor``, bytes (m n / 2,), has the experts one after the other, each with its t rows of all columns in turn: row
+    j of column i is element i t + j of its expert, the first one of two in the low half. In ``scales``, bytes
+    (m n / 16,), the factor of rows 16 j ... of column i is number
+
+        ((i % 32 * 4 + i // 32 % 4) * n / 128 + i // 128) * t / 16 + j % 4 * t / 64 + j // 4
+
+    of its expert. Experts have multiples of 64 rows, n is one of 128. ``norm_const`` is a float.
+    """
+
+    tensor: str
+    scales: str
+    norm_const: str
+    value: str = "x"
+    registers: ClassVar[bool] = True
+    rows: ClassVar[int] = 64  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def width(self, widths: Widths) -> Fraction:
+        return widths[self.value]
+
+    def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
+        types = {self.tensor: "uint8", self.scales: "float8_e4m3fn"}
+        flat = [Tensor(name, dtype, (f"{name} bytes",), (1,)) for name, dtype in types.items()]
+        return (*flat, Scalar(self.norm_const, "float32"))

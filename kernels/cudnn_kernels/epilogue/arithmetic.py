@@ -159,7 +159,7 @@ class Activation:
 
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
         given = dict(zip((slot.name for slot in gate.slots()), parameters, strict=True))
-        self.kind = gate.kind
+        self.kind, self.gate_least = gate.kind, gate.gate_min
         self.slope, self.largest, self.least, self.offset, *self.betas = (
             given[x] if isinstance(x, str) else x
             for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset, gate.beta1, gate.beta2)
@@ -170,6 +170,8 @@ class Activation:
         """g, and u plus the offset."""
         if self.largest is not None:
             gate, other = (minimum(x, self.largest) for x in (gate, other))
+        if self.gate_least is not None:
+            gate = maximum(gate, self.gate_least)
         if self.least is not None:
             other = maximum(other, self.least)
         if not (isinstance(self.offset, float) and self.offset == 0.0):
@@ -217,7 +219,7 @@ class Round(Operation):
     """To the type and back."""
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values["x"].values
+        x = values[self.o.value].values
         x.store(x.load().to(DTYPES[self.o.dtype]).to(Float32))
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, Uint16, Uint32, select_
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, select_
 
 from cudnn_kernels.epilogue.arithmetic import fma, maximum
 from cudnn_kernels.epilogue.fragment import WARP, Fragment, gather, reduce_scatter
+from cudnn_kernels.epilogue.hadamard import row_step
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.epilogue.tiles import e2m1
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
 
@@ -29,7 +31,8 @@ class _Quantizer(Operation):
     reduces = True
 
     def begin(self, tile: Tile) -> None:
-        self.norm = self.parameters[1][0] if self.o.norm_const else 1.0
+        norm = self.parameters[1] if self.o.norm_const else 1.0
+        self.norm = norm[0] if self.o.norm_const and not self.o.by_value else norm
 
     def factor(self, largest: Float32) -> tuple[Any, Float32]:
         """What is written of the factor for a largest magnitude, its bits or itself, and what to multiply values by."""
@@ -50,7 +53,7 @@ class QuantizeRows(_Quantizer):
     """Threads that share a row reduce its vectors together, so that each ends up with some of them."""
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, layout = values["x"], self.plan.layout
+        x, layout = values[self.o.value], self.plan.layout
         count = self.o.vector // layout.neighbours  # values of a vector that a thread holds
         vectors = [
             order[first : first + count]
@@ -148,6 +151,57 @@ class QuantizeColumns(_Quantizer):
                 self.write(*place, tile.batch, code, wanted)
 
 
+class StoreColumns(Operation):
+    """The threads that have the 16 rows of a column reduce them together, and put their bits together; one stores."""
+
+    reduces = True
+
+    def begin(self, tile: Tile) -> None:
+        _, _, self.norm = self.parameters
+        _, self.inverse = number(self.norm)
+        self.columns = tile.n * self.width // self.plan.width
+        self.count = tile.end - tile.start
+
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x, layout = values[self.o.value], self.plan.layout
+        orders = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
+        steps = [row_step(layout, step) for step in (1, 2, 4, 8)]
+        lanes, stack = [lanes for lanes, _ in steps if lanes], 1 + max(slots for _, slots in steps)
+        for first in range(0, layout.slots, stack):
+            slots = range(first, first + stack)
+            rows = [layout.row(tile.thread, slot) for slot in slots]
+            for position in range(len(orders[first])):
+                column = [x.values[orders[slot][position]] for slot in slots]
+                largest = magnitude(column)
+                for distance in lanes:
+                    largest = maximum(largest, cute.arch.shuffle_sync_bfly(largest, distance))
+                code, _ = e4m3(largest * (1 / 6.0) * self.norm)
+                _, factor = number(from_e4m3(code) * self.inverse)
+                words = [Int32(0), Int32(0)]  # of rows 0 to 7, and 8 to 15
+                for value, row in zip(column, rows, strict=True):
+                    bits, upper = e2m1(value * factor) << (row % 8 * 4), row // 8 % 2
+                    words = [word | Int32(select_(upper == i, bits, Int32(0))) for i, word in enumerate(words)]
+                for distance in lanes:
+                    words = [word | cute.arch.shuffle_sync_bfly(word, distance) for word in words]
+                place = self.column(tile, part, layout.column(tile.thread, position))
+                self.write(tile, tile.row + rows[0] - tile.start, place, words, code, rows[0] % 16 == 0)
+
+    @cute.jit
+    def write(self, tile: Tile, row: Int32, column: Int32, words: list, code: Int32, first: cutlass.Boolean) -> None:
+        """One thread of those that have 16 rows: their elements, and their factor."""
+        data, scales, _ = self.parameters
+        if first and row < self.count and column < self.columns:
+            element = Int64(self.columns) * tile.start + Int64(column) * self.count + row
+            pair = cute.make_rmem_tensor(2, Int32)
+            pair[0], pair[1] = words[0], words[1]
+            target = cute.recast_ptr((data.iterator + element // 2).align(8), dtype=Int32)
+            cute.make_tensor(target, cute.make_layout(2)).store(pair.load())
+            place = (column % 32 * 4 + column // 32 % 4) * (self.columns // 128) + column // 128
+            place = (place * 4 + row // 16 % 4) * (self.count // 64) + row // 64
+            first_factor = cute.recast_ptr(scales.iterator, dtype=Uint8) + Int64(self.columns // 16) * tile.start
+            cute.arch.store(first_factor + place, Uint8(code))
+
+
 def magnitude(values: Any) -> Float32:
     """The largest absolute value; NaN if one is."""
     largest = Float32(0.0)
@@ -172,14 +226,19 @@ def e4m3(factor: Float32) -> tuple[Int32, Float32]:
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Uint16], read_only_args=[Float32(0.0), factor],
     )  # fmt: skip
-    halves = cute.arch.inline_ptx(
-        "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[pair]
-    )  # fmt: skip
-    rounded = Float32(Uint16(halves & 0xFFFF).bitcast(DTYPES["float16"]))
+    rounded = from_e4m3(pair)
     inverse = cute.arch.rcp_approx(rounded)
     # One step of Newton's: the error of 1 ulp becomes 2^-46, less than any of these quotients is off a midpoint.
     inverse = fma(inverse, fma(-rounded, inverse, Float32(1.0)), inverse)
     return Int32(pair), Float32(select_(rounded == 0.0, Float32(0.0), inverse))
+
+
+def from_e4m3(code: Any) -> Float32:
+    """The value of an e4m3's bits."""
+    halves = cute.arch.inline_ptx(
+        "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[Uint16(code)]
+    )  # fmt: skip
+    return Float32(Uint16(halves & 0xFFFF).bitcast(DTYPES["float16"]))
 
 
 def number(factor: Float32) -> tuple[Float32, Float32]:

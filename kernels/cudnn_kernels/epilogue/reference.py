@@ -6,6 +6,7 @@ Tensors are PyTorch's, of which only methods are used, so this module imports no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from cudnn_kernels import epilogue as declared
@@ -134,7 +135,7 @@ def clamped(o: declared.Gate, gate: Any, other: Any, arguments: Arguments) -> tu
         arguments[x] if isinstance(x, str) else x for x in (o.clamp_max, o.clamp_min, o.offset)
     )  # fmt: skip
     if largest is not None:
-        gate, other = gate.clamp(max=largest), other.clamp(max=largest)
+        gate, other = gate.clamp(o.gate_min, largest), other.clamp(max=largest)
     return gate, (other if least is None else other.clamp(min=least)) + offset
 
 
@@ -157,8 +158,8 @@ def slope(o: declared.Gate, arguments: Arguments) -> Any:
 
 
 def round_to(o: declared.Round, values: Values, arguments: Arguments) -> None:
-    x = values["x"]
-    values["x"] = {"bfloat16": x.bfloat16, "float16": x.half}[o.dtype]().to(x.dtype)
+    x = values[o.value]
+    values[o.value] = {"bfloat16": x.bfloat16, "float16": x.half}[o.dtype]().to(x.dtype)
 
 
 def deinterleave(o: declared.Deinterleave, values: Values, arguments: Arguments) -> None:
@@ -253,7 +254,7 @@ def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> N
 
 
 def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
-    values["x"] = quantize(o, values["x"], o.vector, arguments[o.tensor], arguments)
+    values[o.value] = quantize(o, values[o.value], o.vector, arguments[o.tensor], arguments)
 
 
 def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
@@ -271,6 +272,24 @@ def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arg
         quantized[:, row : row + count] = quantize(o, own, 32, mine, arguments)
         row += count
     values[o.value] = quantized.transpose(0, 1)
+
+
+def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
+    x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
+    norm, scales, n = x.new_tensor(arguments[o.norm_const]), arguments[o.scales], x.shape[0]
+    parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
+    data, factors = [], []
+    for part in parts:
+        blocks = part.unflatten(1, (-1, 16))
+        codes, _ = e4m3(blocks.abs().amax(2) * (1 / 6) * norm, scales)
+        _, factor = number(codes.view(scales.dtype).float() * norm.reciprocal(), scales)
+        bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
+        data.append(bits[0::2] + 16 * bits[1::2])
+        factors.append(codes.view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+    for name, found in ((o.tensor, data), (o.scales, factors)):
+        target = arguments[name].view(found[0].dtype)
+        for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
+            target[start : start + len(part)] = part
 
 
 Quantizer = declared.QuantizeRows | declared.QuantizeColumns
@@ -356,4 +375,5 @@ REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
     declared.SumColumn: sum_column,
     declared.QuantizeRows: quantize_rows,
     declared.QuantizeColumns: quantize_columns,
+    declared.StoreColumns: store_columns,
 }

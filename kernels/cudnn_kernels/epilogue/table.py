@@ -28,4 +28,5 @@ OPERATIONS: Mapping[type, type[Operation]] = {
     declared.SumColumn: reductions.SumColumn,
     declared.QuantizeRows: quantize.QuantizeRows,
     declared.QuantizeColumns: quantize.QuantizeColumns,
+    declared.StoreColumns: quantize.StoreColumns,
 }

@@ -285,6 +285,11 @@ class Contiguous(Layout):
             stride.append(stride[-1] * size)
         return [tuple(reversed(stride))]
 
+    def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
+        *before, last = self.shape(sizes)
+        elements = 2 if name_of(dtype) == FLOAT4 else 1  # of a byte
+        return torch.empty(*before, last // elements, dtype=dtype, device=device)
+
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.dims))}{',' * (len(self.dims) == 1)})"
 

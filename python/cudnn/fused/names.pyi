@@ -89,6 +89,18 @@ from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
     grouped_gemm_glu_hadamard_wrapper_sm100 as grouped_gemm_glu_hadamard_wrapper_sm100,
 )
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
+    GroupedGemmGluHadamardQuant as GroupedGemmGluHadamardQuant,
+)
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
+    GroupedGemmGluHadamardQuantSm100 as GroupedGemmGluHadamardQuantSm100,
+)
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
+    grouped_gemm_glu_hadamard_quant_wrapper as grouped_gemm_glu_hadamard_quant_wrapper,
+)
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
+    grouped_gemm_glu_hadamard_quant_wrapper_sm100 as grouped_gemm_glu_hadamard_quant_wrapper_sm100,
+)
 from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuant as GroupedGemmQuant
 from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuantSm100 as GroupedGemmQuantSm100
 from cudnn.grouped_gemm.grouped_gemm_quant import grouped_gemm_quant_wrapper as grouped_gemm_quant_wrapper
@@ -120,6 +132,7 @@ from cudnn.rmsnorm_rht_amax import best_num_threads as best_num_threads
 from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
+from cudnn.sdpa import FASTER_THAN_CUDNN as FASTER_THAN_CUDNN
 from cudnn.sdpa import SdpaBackward as SdpaBackward
 from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
 from cudnn.sdpa import SdpaForward as SdpaForward

@@ -337,6 +337,32 @@ def grouped_gemm_glu_hadamard(
     """Grouped GEMM + GLU + Hadamard: c, d, amax, post_rht_amax; what there is not has no elements. See
     :class:`cudnn.GroupedGemmGluHadamard`."""
 
+def grouped_gemm_glu_hadamard_quant(
+    a: Tensor,
+    sfa: Tensor | None,
+    padded_offsets: Tensor,
+    alpha: Tensor,
+    prob: Tensor,
+    b: Tensor | None = None,
+    sfb: Tensor | None = None,
+    n: int | None = None,
+    b_dtype: dtype | None = None,
+    b_major: str = "k",
+    bias: Tensor | None = None,
+    c_dtype: dtype | None = None,
+    d_dtype: dtype | None = None,
+    rht_rowwise_dtype: dtype | None = None,
+    rht_colwise_dtype: dtype | None = None,
+    glu_alpha: float | None = None,
+    glu_limit: float | None = None,
+    norm_const: float = 1.0,
+    rht_norm_const: float = 1.0,
+    sf_vec_size: int = 16,
+    act_func: str = "swiglu",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Grouped GEMM + GLU + Hadamard + quantisation: c, d, sfd, rht_rowwise, sfrht_rowwise, rht_colwise, sfrht_colwise;
+    what there is not has no elements. See :class:`cudnn.GroupedGemmGluHadamardQuant`."""
+
 def grouped_gemm_quant(
     a: Tensor,
     sfa: Tensor | None,

@@ -1,0 +1,151 @@
+"""What a grouped GEMM with a gated activation, a Hadamard transform and quantisers to four bits computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cudnn.errors import refusal
+from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, operands, output
+from cudnn.fused.layouts import BlockScales, Contiguous, OneMatrix, Sizes, TensorSpec
+from cudnn.gemm.formats import FLOAT4, SCALES, name_of
+from cudnn.lazy import torch
+from cudnn_kernels import epilogue
+
+E4M3 = (SCALES[1],)
+TYPES = ("bfloat16", FLOAT4)
+VECTOR = 16  # elements that share a factor, and that are transformed together
+
+
+class TransformedExperts(ExpertsGemm):
+    """A grouped GEMM and a gated activation, which is rounded or quantised, and so is its transform."""
+
+    tensors = (
+        *operands(),
+        output("c", "n"),
+        TensorSpec("d", OneMatrix("m", "columns", "mn"), TYPES, written=True),
+        TensorSpec("sfd", BlockScales("m", "columns"), SCALES, optional=True, same="sfa", written=True),
+        TensorSpec("rht_rowwise", OneMatrix("m", "columns", "mn"), TYPES, optional=True, written=True),
+        TensorSpec("sfrht_rowwise", BlockScales("m", "columns"), E4M3, optional=True, written=True),
+        TensorSpec("rht_colwise", Contiguous("elements of d"), TYPES[1:], optional=True, written=True),
+        TensorSpec("sfrht_colwise", Contiguous("factors of d"), E4M3, optional=True, written=True),
+        PROB,
+        BIAS,
+    )
+    returns = ("c", "d", "sfd", "rht_rowwise", "sfrht_rowwise", "rht_colwise", "sfrht_colwise")
+    scalars = ("norm_const", "rht_norm_const")
+    result = ("d", "")
+    group_rows = 256
+    usual_types = ("bf16", "nvfp4")
+    example = (("m", "n", "k", "experts"), (512, 256, 64, 2))
+
+    norm_const: float = 1.0
+    rht_norm_const: float = 1.0
+    act_func: str
+    glu_alpha: float | None
+    glu_limit: float | None
+
+    @classmethod
+    def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
+        sizes = super().sizes_of(shapes, options)
+        columns = sizes["n"] // (1 if options["act_func"] == "srelu" else 2)
+        count = sizes["m"] * columns
+        return {**sizes, "columns": columns, "elements of d": count, "factors of d": count // VECTOR}
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {**super().constants, **({} if self.glu_alpha is None else {"glu_alpha": float(self.glu_alpha)})}
+
+    def operations(self) -> tuple[Any, ...]:
+        rounded = (*self.activation(), *self.multiplied_by("prob"), epilogue.Round("bfloat16"))
+        result = self.quantised("sfd", "norm_const") if self.given("sfd") else ()
+        before = (*self.scaled_product(), *self.biased(), self.store("c"))
+        return (*before, *rounded, *self.transformed(), *result, self.store("d"))
+
+    def activation(self) -> tuple[Any, ...]:
+        """y of c, and its factor."""
+        if self.act_func == "srelu":
+            return (epilogue.SquaredRelu(),)
+        slope, offset = (1.702, 1.0) if self.act_func == "geglu" else (1.0, 0.0)
+        limit = None if self.glu_limit is None else float(self.glu_limit)
+        least = None if limit is None else -limit
+        gated = epilogue.Gated(epilogue.Gate("swish", slope, limit, least, offset, gate_min=least), gate_first=True)
+        return (gated,) if self.glu_alpha is None else (gated, epilogue.Scale("glu_alpha"))
+
+    def transformed(self) -> tuple[Any, ...]:
+        """A transform of v, rounded and stored."""
+        value, constant = "rotated", "rht_norm_const"
+        along = {"rht_rowwise": "n", "rht_colwise": "m"}
+        made: list[Any] = []
+        for name in filter(self.given, along):
+            made = [epilogue.Hadamard(along[name], value, factor=0.25), epilogue.Round("bfloat16", value)]
+            if name == "rht_colwise":
+                made.append(epilogue.StoreColumns(name, f"sf{name}", constant, value))
+                continue
+            made += self.quantised(f"sf{name}", constant, value) if self.given(f"sf{name}") else ()
+            made.append(self.store(name, value))
+        return tuple(made)
+
+    def quantised(self, scales: str, norm: str, value: str = "x") -> tuple[Any, ...]:
+        """A value in units of its factors."""
+        kind = self.kind(scales)
+        return (epilogue.QuantizeRows(scales, FLOAT4, kind, VECTOR, norm, value=value, by_value=True),)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        packed = ("d", "rht_rowwise", "rht_colwise")
+        bytes_ = {name: tensors[name].view(torch.uint8) for name in packed if self.kind(name) == FLOAT4}
+        super().reference({**tensors, **bytes_, **self.constants})
+
+    @classmethod
+    def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        d_dtype, rows, columns = (given[f"{name}_dtype"] for name in ("d", "rht_rowwise", "rht_colwise"))
+        found = {"c": (cls.given_or(given["c_dtype"]), "n"), "d": (cls.given_or(d_dtype), "n")}
+        if name_of(found["d"][0]) == FLOAT4:
+            found["sfd"] = (torch.float8_e4m3fn if given["sfa"] is None else given["sfa"].dtype, "")
+        for name, kind in (("rht_rowwise", rows), ("rht_colwise", columns)):
+            if kind is not None:
+                found[name] = (kind, "n")
+                found |= {f"sf{name}": (torch.float8_e4m3fn, "")} if name_of(kind) == FLOAT4 else {}
+        return found
+
+    @classmethod
+    def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        rows, columns = arguments["rht_rowwise_dtype"], arguments["rht_colwise_dtype"]
+        cls.check_transforms(rows is not None, None if columns is None else name_of(columns))
+        return super().arranged(arguments)
+
+    @classmethod
+    def check_transforms(cls, rows: bool, columns: str | None) -> None:
+        """Raises for transforms of rows and of columns, or for columns of another type."""
+        if columns is not None and (rows or columns != FLOAT4):
+            got = f"{columns}{', beside one of rows' * rows}"
+            allowed = f"{FLOAT4}, without one of rows"
+            raise NotImplementedError(refusal(cls._title(), "a transform of columns", got, allowed))
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.act_func not in ("swiglu", "geglu", "srelu"):
+            raise self.error("act_func", repr(self.act_func), "'swiglu', 'geglu' or 'srelu'")
+        if self.sf_vec_size != VECTOR:
+            raise self.error("sf_vec_size", self.sf_vec_size, str(VECTOR))
+        for name in ("glu_alpha", "glu_limit"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and (value > 0 or name == "glu_alpha")):
+                raise self.error(name, value, "None, or a finite number; limits are positive")
+
+    def check_own_rules(self, sizes: Sizes) -> None:
+        if not self.given("prob"):
+            raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
+        self.check_transforms(self.given("rht_rowwise"), self.kind("rht_colwise") or None)
+        step = 64 if self.act_func != "srelu" else 32
+        if sizes["n"] % step:
+            raise self.error("columns of the product", sizes["n"], f"multiples of {step}")
+        narrow = [name for name in ("d", "rht_rowwise", "rht_colwise") if self.kind(name) == FLOAT4]
+        for name, scales in (("d", "sfd"), ("rht_rowwise", "sfrht_rowwise"), ("rht_colwise", "sfrht_colwise")):
+            if self.given(scales) != (name in narrow):
+                got = "a tensor" if self.given(scales) else "None"
+                raise self.error(f"{scales} tensor", got, f"a tensor with {name} of four bits, else None")
+        if narrow and (self.act_func == "srelu" or sizes["columns"] % 128):
+            got = f"{sizes['columns']} columns of {self.act_func}"
+            raise self.error(f"{narrow[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu")
