@@ -75,6 +75,7 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield f"rope {E4M3}", (Scale(), Rotate(128, 128, positions="p"), *results(E4M3, "c"))
     yield "rope interleaved", (Scale(), Rotate(128, 128, interleaved=True), StoreTile("c", "bfloat16"))
     yield "rope 64", (Scale(), Rotate(128, 64, "bfloat16", end=96 * 128), StoreTile("c", "bfloat16"))
+    yield "rope of Q and K", (Scale(), Rotate(128, 128, positions="p", end=96 * 128), StoreTile("c", "bfloat16"))
     for name, operations in (
         ("srelu", (StoreTile("c", "bfloat16"), SquaredRelu())),
         ("dsrelu", (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"))),

@@ -146,11 +146,13 @@ class Rotate(_Heads):
         return ([column >= o.begin] if o.begin else []) + ([column < o.end] if o.end is not None else [])
 
     def fetch(self, tile: Tile, part: int) -> None:
-        """Asks for the cosines and sines of a part: for every unit, those of each of the thread's rows."""
+        """Asks for the cosines and sines of a part: for every unit, those of each of the thread's rows. Also for units
+        that only the kernel finds not to be rotated: registers that are filled in a branch would be spilled.
+        """
         self.tables = [self.registers(unit) for unit in self.units]
         for unit, pairs in zip(self.units, self.tables, strict=True):
-            wanted = self.wanted(tile, part, unit.start)
-            provided(wanted, lambda unit=unit, pairs=pairs: self.load(tile, part, unit, pairs))
+            if self.wanted(tile, part, unit.start) is not False:
+                self.load(tile, part, unit, pairs)
 
     def registers(self, unit: Unit) -> list[list[cute.Tensor]]:
         """Registers for the cosines and sines of a unit, for each of the thread's rows."""
@@ -188,19 +190,19 @@ class Rotate(_Heads):
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         for index, unit in enumerate(self.units):
             wanted = self.wanted(tile, part, unit.start)
-            provided(wanted, lambda index=index, unit=unit: self.turn(tile, part, values["x"], index, unit))
+            if not self.early:
+                provided(wanted, lambda unit=unit: self.turn(tile, part, values["x"], unit))
+            elif wanted is not False:
+                self.rotate(tile, values["x"], unit, self.tables[index], wanted)
 
-    def turn(self, tile: Tile, part: int, x: Fragment, index: int, unit: Unit) -> None:
-        """Rotates a unit, by cosines and sines that are there or are read now."""
-        if self.early:
-            self.rotate(tile, x, unit, self.tables[index])
-        else:
-            pairs = self.registers(unit)
-            self.load(tile, part, unit, pairs)
-            self.rotate(tile, x, unit, pairs)
+    def turn(self, tile: Tile, part: int, x: Fragment, unit: Unit) -> None:
+        """Rotates a unit, by cosines and sines that are read now."""
+        pairs = self.registers(unit)
+        self.load(tile, part, unit, pairs)
+        self.rotate(tile, x, unit, pairs, True)
 
-    def rotate(self, tile: Tile, x: Fragment, unit: Unit, pairs: list[list[cute.Tensor]]) -> None:
-        """Rotates the pairs of a unit."""
+    def rotate(self, tile: Tile, x: Fragment, unit: Unit, pairs: list[list[cute.Tensor]], wanted: Any) -> None:
+        """Rotates the pairs of a unit, if that is wanted."""
         for slot, tables in enumerate(pairs):
             order = x.rows.order(self.width, slot)
             wide = [table.load().to(Float32) for table in tables]
@@ -213,8 +215,9 @@ class Rotate(_Heads):
                     angles[0::2] = [pick(exists, cos, float("nan")) for cos in angles[0::2]]
                 if self.o.inverse:
                     angles[1::2] = [-sin for sin in angles[1::2]]
-                x.values[one] = fma(left, angles[0], -(right * angles[1]))
-                x.values[other] = fma(right, angles[2], left * angles[3])
+                turned = fma(left, angles[0], -(right * angles[1])), fma(right, angles[2], left * angles[3])
+                for place, new, old in zip((one, other), turned, (left, right), strict=True):
+                    x.values[place] = new if wanted is True else pick(wanted, new, old)
 
 
 def met(conditions: list[Any]) -> Any:
