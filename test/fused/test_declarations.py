@@ -41,9 +41,11 @@ NEW = ("gemm_geglu", "gemm_rope", "gemm_dswiglu")
 def test_public_names(name: str) -> None:
     api, module = registry.find(name), importlib.import_module(f"{registry.packages()[name]}.api")
     title = api.__name__
-    assert getattr(cudnn, title) is api
-    assert issubclass(getattr(cudnn, f"{title}Sm100"), api)
-    assert getattr(cudnn, f"{name}_wrapper") is getattr(cudnn, f"{name}_wrapper_sm100") is registry.wrapper(name)
+    for space in (cudnn, importlib.import_module(registry.packages()[name])):
+        assert getattr(space, title) is api
+        assert getattr(space, f"{title}Sm100").__name__ == f"{title}Sm100"
+        assert issubclass(getattr(space, f"{title}Sm100"), api)
+        assert getattr(space, f"{name}_wrapper") is getattr(space, f"{name}_wrapper_sm100") is registry.wrapper(name)
     assert getattr(module, f"_cache_of_{title}Objects") is getattr(module, f"_cache_of_{title}Sm100Objects")
     assert (ROOT / "docs" / "fused" / f"{name}.md").is_file()
 
@@ -80,7 +82,7 @@ def known_signatures() -> dict[str, str]:
 
 def test_signatures_that_existing_programs_know() -> None:
     """Ours may have more arguments."""
-    assert len(known_signatures()) > 25
+    assert len(known_signatures()) > 37
     for path, arguments in known_signatures().items():
         function: Any = functools.reduce(getattr, path.split("."), cudnn)
         mine = {p.name: p.kind for p in inspect.signature(function).parameters.values() if p.name != "self"}
@@ -97,6 +99,15 @@ def test_calls_of_transformer_engine() -> None:
     for name, keywords in calls.items():
         assert keywords <= {*inspect.signature(getattr(cudnn, name)).parameters}, name
         assert keywords <= {*known_signatures()[name].split()}, name
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "vector"),
+    [("gemm_amax", 128, 32), ("gemm_swiglu", 128, 16), ("gemm_srelu", 256, 16), ("gemm_dsrelu", 256, 16)],
+)
+def test_defaults_that_existing_programs_know(name: str, tile: int, vector: int) -> None:
+    found = {key: p.default for key, p in inspect.signature(registry.find(name)).parameters.items()}
+    assert (found["mma_tiler_mn"], found["sf_vec_size"], found["acc_dtype"]) == ((tile, tile), vector, torch.float32)
 
 
 @pytest.mark.parametrize("name", NEW)

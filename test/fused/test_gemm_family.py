@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
-import cudnn
 from cudnn import launch
 from cudnn.fused.host import FusedAPI
 from cudnn_kernels.signature import bind, signature
@@ -368,54 +366,53 @@ def test_cluster_overlap_margin(family: Family, arch: str, monkeypatch: pytest.M
 
 def call(problem: Case, **more: Any) -> Any:
     family, tensors = problem.family, problem.tensors
-    given = {
-        "a_tensor": tensors["a"],
-        "b_tensor": tensors["b"],
-        "sfa_tensor": tensors["sfa"],
-        "sfb_tensor": tensors["sfb"],
-    }
-    given |= {f"{name}_tensor": tensors[name] for name in family.extra}
+    given = {f"{name}_tensor": tensors[name] for name in ("a", "b", "sfa", "sfb", *family.extra)}
     return family.wrapper(**given, **{**options(problem), **more})
 
 
-def results(family: Family, found: Any) -> list[str]:
+def check_found(problem: Case, found: Any) -> list[str]:
+    """Which results there are, after a look at their numbers."""
+    family = problem.family
     assert list(found.keys()) == [f"{name}_tensor" for name in family.results]
-    return [name for name in family.results if found[f"{name}_tensor"] is not None]
+    names = [name for name in family.results if found[f"{name}_tensor"] is not None]
+    problem.tensors |= {name: found[f"{name}_tensor"] for name in names}
+    check(problem)
+    return names
+
+
+TYPES: dict[str, dict[str, Any]] = {
+    "gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16},
+    "gemm_srelu": {}, "gemm_dsrelu": {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("major", ["m", "n"])
 def test_wrapper(family: Family, major: str) -> None:
     problem = case(family.name, majors=f"kk{major}")
     word = "d_major" if family.name == "gemm_dsrelu" else "c_major"
-    types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
-    found = call(problem, **{word: major}, **types.get(family.name, {}))
+    given = dict(problem.tensors)
+    found = call(problem, **{word: major}, **TYPES[family.name])
     names = {
         "gemm_amax": ["c", "amax"],
         "gemm_swiglu": ["ab12", "c"],
         "gemm_srelu": ["c", "d"],
         "gemm_dsrelu": ["d", "dprob"],
     }
-    assert results(family, found) == names[family.name]
+    assert check_found(problem, found) == names[family.name]
     for name in names[family.name]:
         if name == "amax":
             assert found["amax_tensor"].shape == (1, 1, 1)
-        elif problem.tensors[name] is not None:
-            assert found[f"{name}_tensor"].stride() == problem.tensors[name].stride()
-        problem.tensors[name] = found[f"{name}_tensor"]
-    check(problem)
+        elif given[name] is not None:
+            assert found[f"{name}_tensor"].stride() == given[name].stride()
     with pytest.raises(ValueError, match=f"{family.name}_wrapper: {word}: got 'k'; allowed: 'm' or 'n'"):
         call(problem, **{word: "k"})
 
 
 def test_wrapper_of_four_bit_operands(family: Family) -> None:
     problem = case(family.name, dtype=FP4, scale=E4M3)
-    types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
-    found = call(problem, **types.get(family.name, {}))
-    assert "amax" in results(family, found)
+    found = call(problem, **TYPES[family.name])
+    assert "amax" in check_found(problem, found)
     assert found["amax_tensor"].shape == ((1, 1, 1) if family.name in ("gemm_amax", "gemm_swiglu") else (1,))
-    for name in results(family, found):
-        problem.tensors[name] = found[f"{name}_tensor"]
-    check(problem)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
@@ -423,10 +420,7 @@ def test_wrapper_of_quantised_results(name: str) -> None:
     problem = case(name, out=E4M3, majors="kkn")
     types = {"gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": E4M3}}.get(name, {"d_dtype": E4M3})
     found = call(problem, norm_const_tensor=problem.tensors["norm_const"], **types)
-    assert problem.family.quantized in results(problem.family, found)
-    for key in results(problem.family, found):
-        problem.tensors[key] = found[f"{key}_tensor"]
-    check(problem)
+    assert problem.family.quantized in check_found(problem, found)
     with pytest.raises(ValueError, match="norm_const tensors: got None"):
         call(problem, **types)
 
@@ -470,77 +464,9 @@ def test_the_wrapper_gives_cached_objects_other_sizes(family: Family, monkeypatc
     family.cache.clear()
     for shape in ((128, 256, 128, 1), (40, 128, 64, 2)):
         problem = case(family.name, *shape, majors="kkn")
-        types = {"gemm_amax": {"c_dtype": BF16}, "gemm_swiglu": {"ab12_dtype": BF16, "c_dtype": BF16}}
-        found = call(problem, **types.get(family.name, {}))
-        for name in results(family, found):
-            problem.tensors[name] = found[f"{name}_tensor"]
-        check(problem)
+        check_found(problem, call(problem, **TYPES[family.name]))
     assert len(family.cache) == 1
     family.cache.clear()
-
-
-def test_public_names(family: Family) -> None:
-    api, name = family.module.api, family.cls.__name__
-    for space in (cudnn, family.module):
-        assert getattr(space, name) is family.cls
-        assert getattr(space, f"{name}Sm100") is getattr(api, f"{name}Sm100")
-        assert getattr(space, f"{family.name}_wrapper") is getattr(space, f"{family.name}_wrapper_sm100")
-    assert getattr(api, f"_cache_of_{name}Sm100Objects") is family.cache
-    assert issubclass(getattr(api, f"{name}Sm100"), family.cls)
-    assert getattr(api, f"{name}Sm100").__name__ == f"{name}Sm100"
-
-
-SIGNATURES = {
-    "gemm_amax": (
-        "sample_a sample_b sample_sfa sample_sfb sample_c sample_amax acc_dtype mma_tiler_mn cluster_shape_mn "
-        "sf_vec_size",
-        "a_tensor b_tensor sfa_tensor sfb_tensor c_tensor amax_tensor current_stream",
-        "a_tensor b_tensor sfa_tensor sfb_tensor c_major c_dtype acc_dtype mma_tiler_mn cluster_shape_mn "
-        "sf_vec_size stream",
-    ),
-    "gemm_swiglu": (
-        "sample_a sample_b sample_ab12 sample_c alpha acc_dtype mma_tiler_mn cluster_shape_mn sample_sfa sample_sfb "
-        "sample_amax sample_sfc sample_norm_const sf_vec_size vector_f32 ab12_stages",
-        "a_tensor b_tensor ab12_tensor c_tensor sfa_tensor sfb_tensor amax_tensor sfc_tensor norm_const_tensor alpha "
-        "current_stream",
-        "a_tensor b_tensor alpha c_major ab12_dtype c_dtype acc_dtype mma_tiler_mn cluster_shape_mn sfa_tensor "
-        "sfb_tensor norm_const_tensor sf_vec_size vector_f32 ab12_stages stream",
-    ),
-    "gemm_srelu": (
-        "sample_a sample_b sample_c sample_d sample_sfa sample_sfb sample_prob sample_sfd sample_amax "
-        "sample_norm_const alpha acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32",
-        "a_tensor b_tensor c_tensor d_tensor sfa_tensor sfb_tensor prob_tensor sfd_tensor amax_tensor "
-        "norm_const_tensor alpha current_stream",
-        "a_tensor b_tensor sfa_tensor sfb_tensor prob_tensor alpha c_major c_dtype d_dtype acc_dtype mma_tiler_mn "
-        "cluster_shape_mn norm_const_tensor sf_vec_size vector_f32 stream",
-    ),
-    "gemm_dsrelu": (
-        "sample_a sample_b sample_c sample_d sample_dprob sample_sfa sample_sfb sample_prob sample_sfd sample_amax "
-        "sample_norm_const alpha acc_dtype mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32",
-        "a_tensor b_tensor c_tensor d_tensor dprob_tensor sfa_tensor sfb_tensor prob_tensor sfd_tensor amax_tensor "
-        "norm_const_tensor alpha current_stream",
-        "a_tensor b_tensor c_tensor sfa_tensor sfb_tensor prob_tensor alpha d_major d_dtype acc_dtype mma_tiler_mn "
-        "cluster_shape_mn norm_const_tensor sf_vec_size vector_f32 stream",
-    ),
-}
-
-
-def test_signatures(family: Family) -> None:
-    """Names and order of the arguments, as cuDNN's own; what this library adds comes last."""
-    layout = ["glu_layout", "glu_order"] if family.name == "gemm_swiglu" else []
-    for function, names, added in zip(
-        (family.cls, family.cls.execute, family.wrapper),
-        SIGNATURES[family.name],
-        (["arch", "accurate", *layout], ["workspace_tensor"], ["accurate", *layout]),
-        strict=True,
-    ):
-        found = [name for name in inspect.signature(function).parameters if name != "self"]
-        assert found == names.split() + added
-    defaults = {n: p.default for n, p in inspect.signature(family.cls).parameters.items()}
-    big = family.name not in ("gemm_amax", "gemm_swiglu")
-    assert defaults["mma_tiler_mn"] == ((256, 256) if big else (128, 128))
-    assert defaults["acc_dtype"] == F32
-    assert defaults["sf_vec_size"] == (32 if family.name == "gemm_amax" else 16)
 
 
 # The call of a compiled kernel, with tensors that say they are on a GPU.

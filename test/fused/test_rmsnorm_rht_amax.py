@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.rmsnorm_rht_amax import (
     RmsNormRhtAmax,
-    RmsNormRhtAmaxSm100,
     api,
     best_num_threads,
     pick_rows_per_cta,
     rmsnorm_rht_amax_wrapper,
-    rmsnorm_rht_amax_wrapper_sm100,
 )
 
 WHERE = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -173,16 +171,6 @@ def test_one_object_serves_every_number_of_rows() -> None:
         norm.execute(x_tensor=x, w_tensor=w, o_tensor=o, amax_tensor=amax)
         if m:
             assert torch.equal(o, rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=2)[0])
-
-
-def test_public_names() -> None:
-    assert cudnn.RmsNormRhtAmax is RmsNormRhtAmax
-    assert cudnn.RmsNormRhtAmaxSm100 is RmsNormRhtAmaxSm100
-    assert issubclass(RmsNormRhtAmaxSm100, RmsNormRhtAmax)
-    assert RmsNormRhtAmaxSm100.__name__ == "RmsNormRhtAmaxSm100"
-    assert cudnn.rmsnorm_rht_amax_wrapper is cudnn.rmsnorm_rht_amax_wrapper_sm100 is rmsnorm_rht_amax_wrapper
-    assert rmsnorm_rht_amax_wrapper is rmsnorm_rht_amax_wrapper_sm100
-    assert api._cache_of_RmsNormRhtAmaxSm100Objects is api._cache_of_RmsNormRhtAmaxObjects
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

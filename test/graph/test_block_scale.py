@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.pygraph.lowering import Lowering
 from support.gemms import e8m0_code_above, e8m0_values, fp4_values
-from support.graphs import FLOAT, HALF, MODES, configurations, like, planned_graph, reference_graph, run
+from support.graphs import (
+    FLOAT,
+    HALF,
+    MODES,
+    check_refused,
+    check_restored,
+    configurations,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+)
 
 KIND = cudnn.data_type
 E4M3, E5M2, E8M0, FP4 = KIND.FP8_E4M3, KIND.FP8_E5M2, KIND.FP8_E8M0, KIND.FP4_E2M1
@@ -242,11 +253,7 @@ def test_serialisation() -> None:
     graph.build(MODES)
     data, out, scales = torch.randn(1, 128, 64), torch.empty(1, 128, 64), torch.zeros(512, dtype=torch.uint8)
     graph.execute({1: data, z: out, 2: scales})
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    again = torch.empty_like(out)
-    restored.execute({1: data, 3: again, 2: scales})
-    assert torch.equal(again, out)
+    check_restored(graph, {1: data}, {2: scales, 3: out})
     assert bool(((out + data).abs() <= data.abs() / 16 + 1e-2).all())
 
 
@@ -269,12 +276,7 @@ def reordered(graph: cudnn.pygraph, layout: str, kind: object = E8M0) -> cudnn.t
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, graph.tensor([4, 6], [6, 1])).set_output(True)
-        graph.validate()
-    for word in ("block_scale", *words):
-        assert word in str(caught.value)
+    check_refused(lambda graph: build(graph, graph.tensor([4, 6], [6, 1])), error, ["block_scale", *words])
 
 
 def test_what_the_reference_executor_does_not_have() -> None:

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.enums import convolution_mode
-from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run
+from support.graphs import (
+    BFLOAT16,
+    FLOAT,
+    HALF,
+    check_refused,
+    check_restored,
+    configurations,
+    evaluate,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+)
 
 INT8, INT32 = cudnn.data_type.INT8, cudnn.data_type.INT32
 
@@ -104,12 +116,8 @@ def test_window_by_window() -> None:
     padded = torch.zeros(2, 4, 10, 7)
     padded[:, :, 1:8, 0:6] = x
     for mode in convolution_mode:
-        graph = reference_graph()
-        image, weight = like(graph, x), like(graph, w)
-        y = graph.conv_fprop(
-            image, weight, pre_padding=pre, post_padding=post, stride=stride, dilation=dilation, convolution_mode=mode
-        ).set_output(True)
-        (result,) = run(graph, {image: x, weight: w}, y)
+        options = {"pre_padding": pre, "post_padding": post, "stride": stride, "dilation": dilation}
+        _, (result,) = evaluate("conv_fprop", x, w, **options, convolution_mode=mode)
         assert result.shape == (2, 6, 4, 5)
         taps = w if mode is convolution_mode.CROSS_CORRELATION else w.flip([2, 3])
         for n, k, p, q in itertools.product(range(2), range(6), range(4), range(5)):
@@ -120,11 +128,8 @@ def test_window_by_window() -> None:
 
 def test_int8_is_exact() -> None:
     x, w = (torch.randint(-128, 128, dims, dtype=torch.int8) for dims in ([2, 64, 5, 5], [8, 64, 3, 3]))
-    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
-    image, weight = like(graph, x), like(graph, w)
-    y = graph.conv_fprop(image, weight, [1, 1]).set_output(True)
-    expected = F.conv2d(x.double(), w.double(), padding=1)
-    assert torch.equal(run(graph, {image: x, weight: w}, y)[0].double(), expected)
+    _, (y,) = evaluate("conv_fprop", x, w, [1, 1], types=(INT32, INT32, INT32))
+    assert torch.equal(y.double(), F.conv2d(x.double(), w.double(), padding=1))
 
 
 def test_call_forms() -> None:
@@ -189,12 +194,11 @@ X, W, DY = (2, 3, 8, 8), (4, 3, 3, 3), (2, 4, 4, 4)
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, lambda *dims: graph.tensor(dims, torch.empty(dims).stride())).set_output(True)
-        graph.validate()
-    for word in ("conv_", *words):
-        assert word in str(caught.value)
+    check_refused(
+        lambda graph: build(graph, lambda *dims: graph.tensor(dims, torch.empty(dims).stride())),
+        error,
+        ["conv_", *words],
+    )
 
 
 def test_options_survive_serialisation() -> None:
@@ -206,11 +210,7 @@ def test_options_survive_serialisation() -> None:
         convolution_mode=convolution_mode.CONVOLUTION,
     ).set_output(True).set_uid(3)  # fmt: skip
     (expected,) = run(graph, {image: x, weight: w}, y)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full_like(expected, float("nan"))
-    restored.execute({1: x, 2: w, 3: result}, None)
-    assert torch.equal(result, expected)
+    check_restored(graph, {1: x, 2: w}, {3: expected})
 
 
 def nhwc(graph: cudnn.pygraph, *dims: int, kind: object = HALF) -> cudnn.tensor:

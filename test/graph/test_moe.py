@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.known_faults import SEEN_IN
-from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run
+from support.graphs import (
+    BFLOAT16,
+    FLOAT,
+    HALF,
+    check_refused,
+    check_restored,
+    configurations,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+)
 
 MODE = cudnn.moe_grouped_matmul_mode
 INT8, INT32, E4M3 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3
@@ -107,11 +118,7 @@ def test_serialisation() -> None:
     tensors = [like(graph, value).set_uid(uid) for uid, value in enumerate(values)]
     y = graph.moe_grouped_matmul(*tensors, mode=MODE.SCATTER, top_k=2).set_output(True).set_uid(9)
     (expected,) = run(graph, dict(zip(tensors, values, strict=True)), y)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full_like(expected, float("nan"))
-    restored.execute({**dict(enumerate(values)), 9: result}, None)
-    assert torch.equal(result, expected)
+    check_restored(graph, dict(enumerate(values)), {9: expected})
 
 
 def test_offsets_that_do_not_rise_are_refused() -> None:
@@ -183,12 +190,7 @@ def forward(graph: cudnn.pygraph, kind: object = HALF, **options: Any) -> cudnn.
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(ValueError) as caught:  # noqa: PT011, PT012  (some refuse at the call, some when validated)
-        build(graph).set_output(True)
-        graph.validate()
-    for word in ("moe_grouped_matmul", *words):
-        assert word in str(caught.value)
+    check_refused(build, ValueError, ["moe_grouped_matmul", *words])
 
 
 @pytest.mark.deviceless_919

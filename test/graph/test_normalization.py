@@ -15,19 +15,30 @@ from torch.nn import functional
 
 import cudnn
 from cudnn.pygraph.lowering import Lowering
-from support.graphs import FLOAT, HALF, MODES, configurations, planned_graph, reference_graph, run, strided
+from support.graphs import (
+    FLOAT,
+    HALF,
+    MODES,
+    check_restored,
+    configurations,
+    evaluate,
+    planned_graph,
+    reference_graph,
+    run,
+    strided,
+)
 
 BOOLEAN = cudnn.data_type.BOOLEAN
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
 
 
-def outputs(tensors: Iterable[Any], statistics: cudnn.data_type = FLOAT) -> list[Any]:
-    """Marks what is there as output: the first in the graph's type, the rest in their own."""
+def outputs(tensors: Iterable[Any]) -> list[Any]:
+    """Marks what is there as output: the first in the graph's type, the rest in float32."""
     present = [tensor for tensor in tensors if tensor is not None]
     for index, tensor in enumerate(present):
         tensor.set_output(True)
         if index:
-            tensor.set_data_type(statistics)
+            tensor.set_data_type(FLOAT)
     return present
 
 
@@ -62,8 +73,11 @@ def from_last(t: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return t.movedim(tuple(range(-len(axes), 0)), tuple(axes))
 
 
-def gradients(y: torch.Tensor, dy: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(y, leaves, dy)
+def check_gradients(
+    found: list[torch.Tensor], y: torch.Tensor, dy: torch.Tensor, inv: torch.Tensor, *leaves: torch.Tensor
+) -> None:
+    for result, reference in zip(found, torch.autograd.grad(y, leaves, dy), strict=True):
+        close(result, reference, max(1.0, float(inv.max())))
 
 
 def leaf(t: torch.Tensor) -> torch.Tensor:
@@ -80,11 +94,9 @@ def test_layernorm_and_its_gradients(
     weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
     shape = [data.shape[axis] for axis in axes]
 
-    graph = reference_graph()
-    x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
-    y, mean, inv = graph.layernorm(TRAINING, x, scale, bias, epsilon, zero_centered_gamma=zero_centered)
-    wanted = outputs([y, mean, inv])
-    found, found_mean, found_inv = run(graph, {x: data, scale: weight, bias: offset}, *wanted)
+    (y, *_), (found, mean, inv) = evaluate(
+        "layernorm", TRAINING, data, weight, offset, epsilon, zero_centered_gamma=zero_centered
+    )
     assert y.get_stride() == list(data.stride())
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -94,19 +106,15 @@ def test_layernorm_and_its_gradients(
         axes,
     )
     close(found, expected.detach())
-    close(found_mean, data.mean(axes))
+    close(mean, data.mean(axes))
     # One value per row has no variance of the sample; the formula of the population holds for it too.
-    close(found_inv, (data.var(axes, unbiased=False) + epsilon).rsqrt(), 10)
+    close(inv, (data.var(axes, unbiased=False) + epsilon).rsqrt(), 10)
     if zero_centered:
         return
 
-    graph = reference_graph()
-    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, found_mean, found_inv))
-    wanted = outputs(graph.layernorm_backward(g, x, scale, m, r))
-    got = run(graph, {g: dy, x: data, scale: weight, m: found_mean, r: found_inv}, *wanted)
-    assert wanted[0].get_stride() == list(data.stride())
-    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
-        close(result, reference, max(1.0, float(found_inv.max())))
+    (dx, *_), got = evaluate("layernorm_backward", dy, data, weight, mean, inv)
+    assert dx.get_stride() == list(data.stride())
+    check_gradients(got, expected, dy, inv, *held)
 
 
 @settings(deadline=None, max_examples=25)
@@ -116,37 +124,24 @@ def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bi
     weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
     shape = [data.shape[axis] for axis in axes]
 
-    graph = reference_graph()
-    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
-    bias = graph.tensor_like(offset) if has_bias else None
-    wanted = outputs(graph.rmsnorm(TRAINING, x, scale, bias, 1e-3))
-    inputs = {x: data, scale: weight, **({bias: offset} if has_bias else {})}
-    found, found_inv = run(graph, inputs, *wanted)
+    _, (found, inv) = evaluate("rmsnorm", TRAINING, data, weight, offset if has_bias else None, 1e-3)
 
     held = [leaf(data), leaf(weight), leaf(offset)]
     expected = from_last(functional.rms_norm(to_last(held[0], axes), shape, held[1].reshape(shape), 1e-3), axes)
     if has_bias:
         expected = expected + held[2]
     close(found, expected.detach())
-    close(found_inv, ((data**2).mean(axes) + 1e-3).rsqrt())
+    close(inv, ((data**2).mean(axes) + 1e-3).rsqrt())
 
-    graph = reference_graph()
-    g, x, scale, r = (graph.tensor_like(t) for t in (dy, data, weight, found_inv))
-    results = graph.rmsnorm_backward(g, x, scale, r, has_bias)
-    assert (results[2] is not None) is has_bias
-    got = run(graph, {g: dy, x: data, scale: weight, r: found_inv}, *outputs(results))
-    for result, reference in zip(got, gradients(expected, dy, *held[: 2 + has_bias]), strict=True):
-        close(result, reference, max(1.0, float(found_inv.max())))
+    _, got = evaluate("rmsnorm_backward", dy, data, weight, inv, has_bias)
+    check_gradients(got, expected, dy, inv, *held[: 2 + has_bias])
 
 
 @settings(deadline=None, max_examples=25)
 @given(arrays(min_rank=3))
 def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
     weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
-    graph = reference_graph()
-    x, scale, bias = (graph.tensor_like(t) for t in (data, weight, offset))
-    wanted = outputs(graph.instancenorm(TRAINING, x, scale, bias, 1e-3))
-    found, mean, inv = run(graph, {x: data, scale: weight, bias: offset}, *wanted)
+    wanted, (found, mean, inv) = evaluate("instancenorm", TRAINING, data, weight, offset, 1e-3)
     assert wanted[1].get_dim() == [*data.shape[:2], *[1] * (data.dim() - 2)]
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -154,12 +149,8 @@ def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
     close(found, expected.detach())
     close(mean, data.flatten(2).mean(2))
 
-    graph = reference_graph()
-    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
-    results = graph.instancenorm_backward(g, x, scale, m, r)
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
-    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
-        close(result, reference, max(1.0, float(inv.max())))
+    _, got = evaluate("instancenorm_backward", dy, data, weight, mean, inv)
+    check_gradients(got, expected, dy, inv, *held)
 
 
 @settings(deadline=None, max_examples=25)
@@ -167,17 +158,10 @@ def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
 def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_tensor: bool) -> None:
     weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
     old_mean, old_var = parameter(data, [1]), parameter(data, [1]).exp()
-    graph = reference_graph()
-    x, scale, bias, m0, v0 = (graph.tensor_like(t) for t in (data, weight, offset, old_mean, old_var))
-    inputs = {x: data, scale: weight, bias: offset, m0: old_mean, v0: old_var}
-    epsilon: Any = 1e-3
-    rate: Any = momentum
-    if by_tensor:
-        scalars = [torch.full([1] * data.dim(), value) for value in (1e-3, momentum)]
-        epsilon, rate = map(graph.tensor_like, scalars)
-        inputs |= {epsilon: scalars[0], rate: scalars[1]}
-    wanted = outputs(graph.batchnorm(x, scale, bias, m0, v0, epsilon, rate))
-    found, mean, inv, new_mean, new_var = run(graph, inputs, *wanted)
+    scalars = [torch.full([1] * data.dim(), value) if by_tensor else value for value in (1e-3, momentum)]
+    wanted, (found, mean, inv, new_mean, new_var) = evaluate(
+        "batchnorm", data, weight, offset, old_mean, old_var, *scalars
+    )
     assert [t.get_dim() for t in wanted[1:]] == [list(weight.shape)] * 4
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -189,22 +173,15 @@ def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_ten
     close(new_mean, running[0])
     close(new_var, running[1])
 
-    graph = reference_graph()
-    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
-    results = graph.batchnorm_backward(g, x, scale, m, r)
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
-    for result, reference in zip(got, gradients(expected, dy, *held), strict=True):
-        close(result, reference, max(1.0, float(inv.max())))
+    _, got = evaluate("batchnorm_backward", dy, data, weight, mean, inv)
+    check_gradients(got, expected, dy, inv, *held)
 
 
 def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
     data, weight = torch.randn(4, 3, 2, 2), torch.ones(1, 3, 1, 1)
-    graph = reference_graph()
-    x, scale, bias = graph.tensor_like(data), graph.tensor_like(weight), graph.tensor_like(torch.zeros(1, 3, 1, 1))
-    results = graph.batchnorm(x, scale, bias)
-    assert results[3:] == [None, None]
-    found = run(graph, {x: data, scale: weight, bias: torch.zeros(1, 3, 1, 1)}, *outputs(results))
-    close(found[0], functional.batch_norm(data, None, None, training=True))
+    _, (found, *statistics) = evaluate("batchnorm", data, weight, torch.zeros(1, 3, 1, 1))
+    assert len(statistics) == 2
+    close(found, functional.batch_norm(data, None, None, training=True))
 
 
 @settings(deadline=None, max_examples=20)
@@ -212,11 +189,8 @@ def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
 def test_batchnorm_inference(data: torch.Tensor) -> None:
     mean, inv, weight, offset = (parameter(data, [1]) for _ in range(4))
     inv = inv.abs() + 0.5
-    graph = reference_graph()
-    x, m, r, scale, bias = (graph.tensor_like(t) for t in (data, mean, inv, weight, offset))
-    y = graph.batchnorm_inference(x, m, r, scale, bias, name="bn")
+    (y,), (found,) = evaluate("batchnorm_inference", data, mean, inv, weight, offset, name="bn")
     assert y.get_name() == "bn::Y"
-    (found,) = run(graph, {x: data, m: mean, r: inv, scale: weight, bias: offset}, *outputs([y]))
     close(
         found,
         functional.batch_norm(data, mean.flatten(), inv.flatten() ** -2, weight.flatten(), offset.flatten(), eps=1e-30),
@@ -228,11 +202,7 @@ def test_batchnorm_inference(data: torch.Tensor) -> None:
 def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, has_bias: bool) -> None:
     data, dy = torch.randn(batch, tokens, hidden), torch.randn(batch, tokens, hidden)
     weight, offset = torch.randn(batch, 1, hidden), torch.randn(batch, 1, hidden)
-    graph = reference_graph()
-    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
-    bias = graph.tensor_like(offset) if has_bias else None
-    wanted = outputs(graph.adalayernorm(TRAINING, x, scale, bias, 1e-3))
-    found, mean, inv = run(graph, {x: data, scale: weight, **({bias: offset} if has_bias else {})}, *wanted)
+    wanted, (found, mean, inv) = evaluate("adalayernorm", TRAINING, data, weight, offset if has_bias else None, 1e-3)
     assert wanted[1].get_dim() == [batch, tokens, 1]
 
     held = [leaf(data), leaf(weight), leaf(offset)]
@@ -242,23 +212,16 @@ def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, ha
     )
     close(found, expected.detach())
 
-    graph = reference_graph()
-    g, x, scale, m, r = (graph.tensor_like(t) for t in (dy, data, weight, mean, inv))
-    results = graph.adalayernorm_backward(g, x, scale, m, r)
+    results, (*got, dbias) = evaluate("adalayernorm_backward", dy, data, weight, mean, inv)
     assert [t.get_name() for t in results] == ["::DX", "::DSCALE", "::DBIAS"]
-    got = run(graph, {g: dy, x: data, scale: weight, m: mean, r: inv}, *outputs(results))
-    reference = gradients(expected, dy, *held[:2])
-    for result, wanted_gradient in zip(got, (*reference, dy.sum(1)), strict=True):
-        close(result, wanted_gradient, max(1.0, float(inv.max())))
+    check_gradients(got, expected, dy, inv, *held[:2])
+    close(dbias, dy.sum(1))
 
 
 def test_half_precision_outputs_are_the_float_results_rounded_once() -> None:
     data, weight = torch.randn(6, 16, dtype=torch.float16), torch.randn(1, 16)
-    graph = reference_graph(HALF)
-    x, scale = graph.tensor_like(data), graph.tensor_like(weight)
-    y, inv = outputs(graph.rmsnorm(TRAINING, x, scale))
-    found, found_inv = run(graph, {x: data, scale: weight}, y, inv)
-    assert (found.dtype, found_inv.dtype) == (torch.float16, torch.float32)
+    _, (found, inv) = evaluate("rmsnorm", TRAINING, data, weight, types=(HALF,))
+    assert (found.dtype, inv.dtype) == (torch.float16, torch.float32)
     exact = functional.rms_norm(data.double(), [16], weight[0].double(), 1e-5)
     assert torch.all((found.double() - exact).abs() <= exact.abs() * 2**-11 * 1.01 + 1e-7)
 
@@ -310,10 +273,7 @@ def test_gamma_of_rank_one_runs_along_the_last_dimension_and_validation_repeats(
 
 def test_vectors_run_along_the_channels_of_instance_and_batch_normalisation() -> None:
     data, gamma, beta = torch.randn(2, 4, 3, 3), torch.randn(4), torch.randn(4)
-    graph = reference_graph()
-    x, scale, bias = graph.tensor_like(data), graph.tensor_like(gamma), graph.tensor_like(beta)
-    y = graph.instancenorm(x, scale, bias)[0].set_output(True)
-    (found,) = run(graph, {x: data, scale: gamma, bias: beta}, y)
+    _, (found,) = evaluate("instancenorm", data, gamma, beta)
     close(found, functional.instance_norm(data, weight=gamma, bias=beta))
 
 
@@ -612,11 +572,7 @@ def test_restored_graph_computes_the_same() -> None:
     y.set_uid(3)
     inv.set_uid(4)
     first = run(graph, {x: data, scale: weight}, y, inv)
-    restored = cudnn.pygraph()
-    restored.deserialize(graph.serialize())
-    again = [torch.full_like(t, float("nan")) for t in first]
-    restored.execute({1: data, 2: weight, 3: again[0], 4: again[1]})
-    assert all(map(torch.equal, first, again))
+    check_restored(graph, {1: data, 2: weight}, dict(zip((3, 4), first, strict=True)))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -14,7 +14,20 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.lowering import Lowering
-from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, shapes, strided
+from support.graphs import (
+    FLOAT,
+    HALF,
+    check_refused,
+    check_restored,
+    configurations,
+    evaluate,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+    shapes,
+    strided,
+)
 
 BOOLEAN = cudnn.data_type.BOOLEAN
 UNARY: dict[str, tuple[Callable[[Any], Any], float]] = {  # formula, lowest value drawn
@@ -63,12 +76,7 @@ BACKWARD: dict[str, Callable[[Any], Any]] = {
 
 def one_node(method: str, *data: torch.Tensor, kind: object = None, **attributes: Any) -> torch.Tensor:
     """Runs one operation on float32 data through the reference executor."""
-    graph = reference_graph()
-    tensors = [like(graph, item) for item in data]
-    out = getattr(graph, method)(*tensors, **attributes).set_output(True)
-    if kind is not None:
-        out.set_data_type(kind)
-    (result,) = run(graph, dict(zip(tensors, data, strict=True)), out)
+    _, (result,) = evaluate(method, *data, first=kind, **attributes)
     return result
 
 
@@ -240,12 +248,7 @@ def test_names_and_arguments_by_position() -> None:
     ],
 )
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, lambda *dims: graph.tensor(dims, [*dims[1:], 1])).set_output(True)
-        graph.validate()
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(lambda graph: build(graph, lambda *dims: graph.tensor(dims, [*dims[1:], 1])), error, words)
 
 
 @pytest.mark.deviceless_919
@@ -299,11 +302,7 @@ def test_attributes_survive_serialisation() -> None:
     out = graph.add(graph.swish(clipped, swish_beta=3.0), graph.gen_index(tensor, axis=1))
     out.set_output(True).set_uid(2)
     (expected,) = run(graph, {tensor: x}, out)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full_like(expected, float("nan"))
-    restored.execute({1: x, 2: result}, None)
-    assert torch.equal(result, expected)
+    check_restored(graph, {1: x}, {2: expected})
 
 
 @pytest.mark.parametrize("method", [*UNARY, *BINARY, *COMPARISONS, *(f"{name}_backward" for name in BACKWARD)])

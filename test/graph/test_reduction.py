@@ -12,7 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, shapes, strided
+from support.graphs import (
+    FLOAT,
+    HALF,
+    check_refused,
+    check_restored,
+    configurations,
+    evaluate,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+    shapes,
+    strided,
+)
 
 MODE = cudnn.reduction_mode
 INT32 = cudnn.data_type.INT32
@@ -44,10 +57,7 @@ def test_values(mode: str, data: st.DataObject) -> None:
     x = data.draw(shapes(largest=4).flatmap(strided))
     x = x.masked_fill_(x.abs() < 0.3, 0.0)
     dims = [data.draw(st.sampled_from([1, extent])) for extent in x.shape]
-    graph = reference_graph()
-    tensor = like(graph, x)
-    y = graph.reduction(tensor, MODE[mode]).set_output(True).set_dim(dims)
-    (result,) = run(graph, {tensor: x}, y)
+    _, (result,) = evaluate("reduction", x, MODE[mode], dim=dims)
     expected = FORMULAS[mode](together(x, dims)).reshape(dims)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6, check_stride=False)
 
@@ -57,12 +67,7 @@ def test_values(mode: str, data: st.DataObject) -> None:
 def test_groups_of_rows(mode: str, closed: bool) -> None:
     x, bounds = torch.randn(1, 9, 5), [0, 1, 6, 8] if closed else [0, 1, 6]
     first = torch.tensor(bounds, dtype=torch.int32).view(-1, 1, 1)
-    graph = reference_graph()
-    tensor, offsets = like(graph, x), like(graph, first)
-    y = graph.reduction(tensor, MODE[mode], group_offset=offsets).set_output(True)
-    if closed:
-        y.set_dim([3, 1, 5])
-    (result,) = run(graph, {tensor: x, offsets: first}, y)
+    _, (result,) = evaluate("reduction", x, MODE[mode], group_offset=first, dim=[3, 1, 5] if closed else None)
     parts = [FORMULAS[mode](x[0, a:b].T) for a, b in zip(bounds, [*bounds[1:], 9], strict=True)][:3]
     torch.testing.assert_close(result, torch.stack(parts).unsqueeze(1), rtol=1e-5, atol=1e-6, check_stride=False)
 
@@ -95,10 +100,8 @@ def test_cudnn_takes_the_description_of_groups(h200: Any, libcudnn: Any) -> None
 
 def test_integers_are_exact() -> None:
     x = torch.randint(-1000, 1000, (4, 300), dtype=torch.int32)
-    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
-    tensor = like(graph, x)
-    y = graph.reduction(tensor, MODE.ADD).set_output(True).set_dim([4, 1])
-    assert torch.equal(run(graph, {tensor: x}, y)[0].long(), x.long().sum(1, keepdim=True))
+    _, (y,) = evaluate("reduction", x, MODE.ADD, types=(INT32, INT32, INT32), dim=[4, 1])
+    assert torch.equal(y.long(), x.long().sum(1, keepdim=True))
 
 
 def test_strides_are_channels_last() -> None:
@@ -118,11 +121,8 @@ def test_strides_are_channels_last() -> None:
 @settings(max_examples=15, deadline=None)
 @given(x=st.integers(3, 5).flatmap(lambda rank: shapes(rank, 4)).flatmap(strided))
 def test_genstats(x: torch.Tensor) -> None:
-    graph = reference_graph()
-    tensor = like(graph, x)
-    total, squares = graph.genstats(tensor, name="stats")
+    (total, squares), results = evaluate("genstats", x, name="stats")
     assert (total.get_name(), squares.get_name()) == ("stats_sum_output", "stats_sq_sum_output")
-    results = run(graph, {tensor: x}, total.set_output(True), squares.set_output(True))
     channels = x.shape[1]
     for result, values in zip(results, (x, x.square()), strict=True):
         assert list(result.shape) == [1, channels, *[1] * (x.dim() - 2)]
@@ -135,11 +135,8 @@ def test_serialisation() -> None:
     graph = reference_graph()
     tensor = like(graph, x).set_uid(1)
     y = graph.reduction(tensor, MODE.AMAX).set_output(True).set_dim([4, 1]).set_uid(2)
-    run(graph, {tensor: x}, y)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full((4, 1), float("nan"))
-    restored.execute({1: x, 2: result}, None)
+    (result,) = run(graph, {tensor: x}, y)
+    check_restored(graph, {1: x}, {2: result})
     assert torch.equal(result, x.abs().amax(1, keepdim=True))
 
 
@@ -158,12 +155,7 @@ def test_serialisation() -> None:
     ],
 )
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, graph.tensor([4, 6], [6, 1])).set_output(True)
-        graph.validate()
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(lambda graph: build(graph, graph.tensor([4, 6], [6, 1])), error, words)
 
 
 def after_matmul(device: Any, mode: str, dims: list[int], compute: object = FLOAT) -> cudnn.pygraph:

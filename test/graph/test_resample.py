@@ -14,7 +14,20 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph import known_faults
-from support.graphs import BFLOAT16, FLOAT, HALF, configurations, like, planned_graph, reference_graph, run, strided
+from support.graphs import (
+    BFLOAT16,
+    FLOAT,
+    HALF,
+    check_refused,
+    check_restored,
+    configurations,
+    evaluate,
+    like,
+    planned_graph,
+    reference_graph,
+    run,
+    strided,
+)
 
 MODE, PAD = cudnn.resample_mode, cudnn.padding_mode
 INT8, INT32 = cudnn.data_type.INT8, cudnn.data_type.INT32
@@ -86,20 +99,15 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=10, deadline=None)
 @given(case=cases())
 def test_values(mode: str, padding: str, case: Case) -> None:
-    graph = reference_graph()
-    x = like(graph, case.x)
-    y = graph.resample(x, **case.options(mode, padding)).set_output(True)
-    (result,) = run(graph, {x: case.x}, y)
+    _, (result,) = evaluate("resample", case.x, **case.options(mode, padding))
     torch.testing.assert_close(result, case.pooled(case.x, mode, padding), check_stride=False)
 
 
 @settings(max_examples=20, deadline=None)
 @given(case=cases())
 def test_index(case: Case) -> None:
-    graph = reference_graph()
-    x = like(graph, case.x)
-    y, index = graph.resample(x, generate_index=True, **case.options("MAXPOOL", "NEG_INF_PAD"))
-    values, places = run(graph, {x: case.x}, y.set_output(True), index.set_output(True))
+    options = {"generate_index": True, **case.options("MAXPOOL", "NEG_INF_PAD")}
+    _, (values, places) = evaluate("resample", case.x, outputs=None, **options)
     assert torch.equal(values, case.pooled(case.x, "MAXPOOL", "NEG_INF_PAD"))
     assert places.dtype is torch.int8
     assert torch.equal(places.long(), case.places())
@@ -115,18 +123,11 @@ def test_gradient(mode: str, by_index: bool, case: Case) -> None:
     loss = torch.randn(expected_y.shape)
     (expected,) = torch.autograd.grad(expected_y, image, loss)
 
-    graph = reference_graph()
-    dy = like(graph, loss)
-    data: dict[Any, torch.Tensor] = {dy: loss}
     given: dict[str, Any] = {}
     if mode == "MAXPOOL":
-        extra = {"index": case.places().to(torch.int8)} if by_index else {"input": case.x, "output": expected_y.data}
-        given = {what: like(graph, value) for what, value in extra.items()}
-        data |= {given[what]: value for what, value in extra.items()}
-    dx = graph.resample_backward(dy, **given, **case.options(mode, OWN_PADDING[mode])).set_output(True)
-    if "input" not in given:
-        dx.set_dim(list(case.x.shape))
-    (result,) = run(graph, data, dx)
+        given = {"index": case.places().to(torch.int8)} if by_index else {"input": case.x, "output": expected_y.data}
+    dim = None if "input" in given else list(case.x.shape)
+    _, (result,) = evaluate("resample_backward", loss, dim=dim, **given, **case.options(mode, OWN_PADDING[mode]))
     torch.testing.assert_close(result, expected, check_stride=False)
 
 
@@ -135,10 +136,7 @@ def test_integers() -> None:
     x = torch.randint(-128, 128, (2, 3, 6, 6), dtype=torch.int8)
     case = Case(x, [2, 2], [2, 2], [1, 0], [1, 0])
     for mode, padding in OWN_PADDING.items():
-        graph = reference_graph(io=INT8)
-        tensor = like(graph, x)
-        y = graph.resample(tensor, **case.options(mode, padding)).set_output(True).set_data_type(INT8)
-        (result,) = run(graph, {tensor: x}, y)
+        _, (result,) = evaluate("resample", x, types=(INT8,), **case.options(mode, padding))
         exact = case.pooled(x.double(), mode, padding)
         assert (result.double() - exact).abs().max() <= (0.0 if mode == "MAXPOOL" else 0.5)
 
@@ -176,11 +174,8 @@ def test_serialisation() -> None:
     x = like(graph, case.x).set_uid(1)
     y = graph.resample(x, **case.options("AVGPOOL_EXCLUDE_PADDING", "ZERO_PAD")).set_output(True).set_uid(2)
     (built,) = run(graph, {x: case.x}, y)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full_like(built, float("nan"))
-    restored.execute({1: case.x, 2: result}, None)
-    torch.testing.assert_close(result, case.pooled(case.x, "AVGPOOL_EXCLUDE_PADDING", "ZERO_PAD"))
+    check_restored(graph, {1: case.x}, {2: built})
+    torch.testing.assert_close(built, case.pooled(case.x, "AVGPOOL_EXCLUDE_PADDING", "ZERO_PAD"))
 
 
 def pooled_back(g: cudnn.pygraph, x: cudnn.tensor, **options: Any) -> cudnn.tensor:
@@ -230,12 +225,7 @@ def pooled_back(g: cudnn.pygraph, x: cudnn.tensor, **options: Any) -> cudnn.tens
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, graph.tensor([2, 3, 8, 8], [192, 1, 24, 3])).set_output(True)
-        graph.validate()
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(lambda graph: build(graph, graph.tensor([2, 3, 8, 8], [192, 1, 24, 3])), error, words)
 
 
 @pytest.mark.parametrize("mode", ["BILINEAR", "NEAREST"])

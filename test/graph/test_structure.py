@@ -16,7 +16,10 @@ from support.graphs import (
     BFLOAT16,
     FLOAT,
     HALF,
+    check_refused,
+    check_restored,
     configurations,
+    evaluate,
     like,
     planned_graph,
     reference_graph,
@@ -86,10 +89,7 @@ def test_values_that_float32_cannot_hold_pass_unchanged() -> None:
 @given(data=st.data(), x=shapes().flatmap(strided))
 def test_transpose(data: st.DataObject, x: torch.Tensor) -> None:
     order = data.draw(st.permutations(range(x.dim())))
-    graph = reference_graph()
-    tensor = like(graph, x)
-    y = graph.transpose(tensor, order, name="t").set_output(True)
-    (result,) = run(graph, {tensor: x}, y)
+    _, (result,) = evaluate("transpose", x, order, name="t")
     assert torch.equal(result, x.permute(order))
     assert result.stride() == x.permute(order).stride()
 
@@ -135,10 +135,7 @@ def test_concatenate(data: st.DataObject, x: torch.Tensor) -> None:
         dims = list(x.shape)
         dims[axis] = data.draw(st.integers(1, 4))
         parts.append(data.draw(strided(dims)))
-    graph = reference_graph()
-    tensors = [like(graph, part) for part in parts]
-    y = graph.concatenate(tensors, axis).set_output(True)
-    (result,) = run(graph, dict(zip(tensors, parts, strict=True)), y)
+    _, (result,) = evaluate("concatenate", parts, axis)
     assert torch.equal(result, torch.cat(parts, axis))
 
 
@@ -157,11 +154,8 @@ def test_serialisation() -> None:
     part = graph.slice(tensor, [slice(1, 4, 2), slice(None, -1)])
     y = graph.concatenate([graph.transpose(part, [1, 0]), graph.transpose(part, [1, 0])], 1).set_output(True).set_uid(9)
     (expected,) = run(graph, {tensor: x}, y)
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    result = torch.full_like(expected, float("nan"))
-    restored.execute({1: x, 9: result}, None)
-    assert torch.equal(result, torch.cat([x[1:4:2, :-1].T] * 2, 1))
+    check_restored(graph, {1: x}, {9: expected})
+    assert torch.equal(expected, torch.cat([x[1:4:2, :-1].T] * 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -190,12 +184,7 @@ def test_serialisation() -> None:
     ],
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], error: type[Exception], words: list[str]) -> None:
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012  (some refuse at the call, some when validated)
-        build(graph, graph.tensor([4, 6], [6, 1])).set_output(True)
-        graph.validate()
-    for word in words:
-        assert word in str(caught.value)
+    check_refused(lambda graph: build(graph, graph.tensor([4, 6], [6, 1])), error, words)
 
 
 def test_a_virtual_slice_takes_the_intermediate_type_and_is_refused() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -62,6 +63,62 @@ def run(graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *output
     workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)
     graph.execute({**data, **results}, workspace)
     return list(results.values())
+
+
+def evaluate(
+    operation: str, *arguments: Any, types: Sequence[object] = (), first: object = None, outputs: object = FLOAT,
+    dim: Sequence[int] | None = None, **keywords: Any,
+) -> tuple[list[cudnn.tensor], list[torch.Tensor]]:  # fmt: skip
+    """One operation on the reference executor: its outputs' tensors, and their data.
+
+    Args:
+        arguments, keywords: Arrays among them, and in lists, are described and handed over.
+        types: Of ``reference_graph``.
+        first, outputs: The type of the first output, None for the graph's, and of the others.
+        dim: The shape of the first output, where it is not inferred.
+    """
+    graph, data = reference_graph(*types), dict[cudnn.tensor, torch.Tensor]()
+
+    def described(value: Any) -> Any:
+        if isinstance(value, list):
+            return [described(part) for part in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensor = like(graph, value)
+        data[tensor] = value
+        return tensor
+
+    given = [described(value) for value in arguments]
+    results = getattr(graph, operation)(*given, **{name: described(value) for name, value in keywords.items()})
+    found = [x.set_output(True) for x in (results if isinstance(results, list) else [results]) if x is not None]
+    for tensor, kind in zip(found, [first, *[outputs] * (len(found) - 1)], strict=True):
+        if kind is not None:
+            tensor.set_data_type(kind)
+    if dim is not None:
+        found[0].set_dim(dim)
+    return found, run(graph, data, *found)
+
+
+def check_refused(build: Callable[[cudnn.pygraph], Any], error: type[Exception], words: Sequence[str]) -> None:
+    """That what ``build`` describes is refused, at the call or when it is validated, in these words."""
+    graph = reference_graph()
+    with pytest.raises(error) as caught:  # noqa: PT012
+        build(graph).set_output(True)
+        graph.validate()
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def check_restored(
+    graph: cudnn.pygraph, data: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor]
+) -> None:
+    """That a graph computes the same, bit for bit, after it was serialised and restored. Keys are uids."""
+    restored = cudnn.pygraph(backend="reference")
+    restored.deserialize(graph.serialize())
+    found = {uid: torch.empty_like(tensor) for uid, tensor in expected.items()}
+    for tensor in found.values():
+        tensor.untyped_storage().fill_(0xFF)
+    restored.execute({**data, **found})
+    assert [uid for uid, tensor in expected.items() if not torch.equal(found[uid], tensor)] == []
 
 
 def shapes(rank: int | None = None, largest: int = 5) -> st.SearchStrategy[list[int]]:
