@@ -109,12 +109,15 @@ def test_rows_that_see_nothing() -> None:
     assert lse[0, 0, 4:].isfinite().all()
 
 
-def test_deterministic_gradients_of_heads_of_256_are_refused() -> None:
-    q, lse = matrix(1, 32, 2), torch.empty(1, 2, 32)
-    with pytest.raises(NotImplementedError, match=r"deterministic.*64, 128"):
-        SdpaBackward(q, q, q, q, q, lse, q, q, q, deterministic=True, arch="sm_90a").check_support()
-    half = [x[..., :128] for x in (q,) * 8]
-    SdpaBackward(*half[:5], lse, *half[5:], deterministic=True, arch="sm_90a").check_support()
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, deterministic: bool) -> None:
+    q, lse = matrix(1, 32, 2, head), torch.empty(1, 2, 32)
+    options: dict[str, Any] = {"deterministic": deterministic}
+    for arch in ("sm_90a", "sm_100a"):
+        attention = SdpaBackward(q, q, q, q, q, lse, q, q, q, arch=arch, **options)
+        configuration = attention.plan(arch, attention.sizes(attention.descs)).configuration
+        assert getattr(configuration, "deterministic", False) == (deterministic and arch == "sm_90a")
 
 
 @pytest.mark.parametrize(

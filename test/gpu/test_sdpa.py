@@ -99,7 +99,7 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("head", [64, 128, 256])
 def test_deterministic_gradients(head: int, causal: bool) -> None:
     options = {**(CAUSAL if causal else {}), "deterministic": True}
     q, do = (drawn(1000, 4, head, integers=False) for _ in range(2))

@@ -196,6 +196,10 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
             ("sm_90a", PAIRED, replace(PACKED, left=60)),
             ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
+            ("sm_90a", replace(PAIRED, deterministic=True), Problem(((130, 400),), heads=(2, 1), right=0)),
+            ("sm_90a", replace(PAIRED, deterministic=True), Problem(((70, 340), (100, 200)), packed=True, left=100)),
+            ("sm_90a", replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+             Problem(((40, 30),), heads=(9, 9), right=0)),
             ("sm_90a", replace(BACKWARD, deterministic=True), Problem(((150, 290), (70, 400)), packed=True, left=100)),
         ],
         1,
@@ -226,6 +230,7 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
         (replace(PAIRED, right=True), 6),
         (replace(BACKWARD, right=True), 4),
+        pytest.param(replace(PAIRED, right=True, deterministic=True), 6, marks=pytest.mark.full),
         pytest.param(replace(BACKWARD, head=64, head_v=64, tile=(128, 128), right=True), 4, marks=pytest.mark.full),
     ],
 )

@@ -43,6 +43,10 @@ ROWS = 64  # of a warpgroup's product
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
 STAGES = 2
+TOGETHER = 8
+"""Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last; half
+as many with pairs of CTAs. Several blocks of a head still run at the same time, and find in L2 what they load.
+"""
 
 
 @dataclass
@@ -110,12 +114,14 @@ class Backward:
             o, do, lse, values.products, values.log_sums, values.dq_sums, offsets[0], stream, values.turns
         )  # fmt: skip
         clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
+        heads = key_heads * q.shape[3]
+        sections = cute.ceil_div(heads, TOGETHER // self.cluster if const_expr(c.right or c.compressed) else 1)
         self.kernel(
             self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets,
-            q.shape[0], k.shape[0], q.shape[2] // key_heads, scale, given["right"], given["left"],
+            q.shape[0], q.shape[2] // key_heads, scale, given["right"], given["left"],
         ).launch(
-            grid=[self.cluster * clusters, key_heads, q.shape[3]], block=[GROUP * (1 + GROUPS), 1, 1],
-            cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
+            grid=[self.cluster * cute.ceil_div(heads, sections), clusters, sections],
+            block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
         QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)
 
@@ -177,16 +183,20 @@ class Backward:
             cute.arch.sync_threads()
 
     @cute.jit
-    def block(self, offsets: Any, queries: Int32, keys: Int32, right: Int32, left: Int32, rank: Any) -> Block:
+    def block(self, offsets: Any, queries: Int32, dk: cute.Tensor, right: Int32, left: Int32, rank: Any) -> Block:
         """What this CTA's keys are. All CTAs of a cluster take the same query blocks."""
         c, size = self.c, self.cluster * self.n
-        index, head, batch = cute.arch.block_idx()
+        keys, heads = dk.shape[0], cute.size(dk, mode=[2])
+        place, cluster, section = cute.arch.block_idx()
+        together, clusters, _ = cute.arch.grid_dim()
         if const_expr(c.deterministic and c.right):
-            index = cute.arch.grid_dim()[0] - 1 - index
+            cluster = clusters - 1 - cluster
+        head = (section * together + place) // self.cluster
+        exists = head < heads * dk.shape[3]
+        batch, head = head // heads, head % heads
         s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
         if const_expr(c.packed):
-            batch, cluster = sequences.find_block(offsets[1], index // self.cluster, size)
-            index = cluster * self.cluster + rank
+            batch, cluster = sequences.find_block(offsets[1], cluster, size)
             s = sequences.packed(*offsets, batch)
             first_block = sequences.first_block(offsets[0], batch, self.m)
         queries, keys = s.queries, s.keys
@@ -197,14 +207,16 @@ class Backward:
         if const_expr(c.compressed):
             ratio = cutlass.max(queries // cutlass.max(keys, 1), 1)
             mask = CompressedMask(queries, keys, Int32(0), None, None, ratio)
-        first = (index - rank) * self.n
+        first = cluster * size
+        if not exists:
+            first = keys
         seen_by = mask.turned()
         begin = seen_by.begin(first) // self.m
         end = cute.ceil_div(cutlass.max(seen_by.end(first + size - 1), Int32(0)), self.m)
         if first >= keys:
             end = begin
         end = cutlass.max(begin, end)
-        return Block(index * self.n, head, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
+        return Block(first + rank * self.n, head, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
 
     def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``."""
@@ -274,6 +286,34 @@ class Backward:
         head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
         return values.dq_sums[None, None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
 
+    def turns(self, values: Values, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> cute.Tensor:
+        """How many have added each part of dQ of a step's block so far."""
+        head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
+        return values.turns[None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
+
+    def turn(self, mask: Mask, block: Block, m_block: Int32) -> Int32:
+        """How many clusters add to a block of queries before this one."""
+        row, size = m_block * self.m, self.cluster * self.n
+        number = block.key // size
+        if self.c.right:
+            return (mask.end(row + self.m - 1) - 1) // size - number
+        return number - mask.begin(row) // size
+
+    @cute.jit
+    def wait_for_turn(self, turns: cute.Tensor, part: Any, turn: Int32) -> None:
+        """Waits until so many have added what they had."""
+        found, place = Int32(-1), cute.domain_offset((part,), turns).iterator
+        while found != turn:
+            found = cute.arch.inline_ptx(
+                "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place.toint()]
+            )
+
+    def end_turn(self, turns: cute.Tensor, part: Any, count: Any = 1) -> None:
+        """Lets the next one add; nothing with a count of 0."""
+        place = cute.domain_offset((part,), turns).iterator
+        arguments = [place.toint(), Int32(count)]
+        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=arguments)
+
     @cute.jit
     def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, width: int, thread256: Int32) -> None:
         """Writes the rows of dK or dV that exist, from shared memory."""
@@ -313,7 +353,7 @@ class AttentionBackward(Backward):
 
     @cute.kernel
     def kernel(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32, keys: Int32,
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
         group_heads: Int32, scale: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -336,7 +376,7 @@ class AttentionBackward(Backward):
         counts = {f"{x}_{state}": count for x in ("q", "do") for state, count in ring.items()}
         counts |= {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
         barriers = self.barriers(smem, {"kv_full": (1, 1), **counts}, thread)
-        block, values = self.block(offsets, queries, keys, right, left, 0), Values(*values)
+        block, values = self.block(offsets, queries, dk, right, left, 0), Values(*values)
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
@@ -490,19 +530,18 @@ class AttentionBackward(Backward):
         """One warp: lets the copy engine add both warpgroups' parts of dQ, step by step."""
         c = self.c
         steps = block.end - block.begin
-        batch = 0 if const_expr(c.packed) else block.batch
         chunks = self.m * c.head // 512 // GROUPS
-        size, number = Int32(4 * 512 * chunks), block.key // self.n
+        size = Int32(4 * 512 * chunks)
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
         for step in cutlass.range(steps * group_heads, unroll=1):
-            head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
+            sums = self.sums(values, block, step, steps, group_heads)
             for part in cutlass.range_constexpr(GROUPS):
                 cute.arch.mbarrier_wait(barriers["dq_full"] + part, step % 2)
-                sums = values.dq_sums[None, None, block.first_block + m_block, head, batch]
-                source, target = (cute.domain_offset((0, part * chunks), x).iterator.toint() for x in (buffer, sums))
                 if const_expr(c.deterministic):
-                    turns = values.turns[None, block.first_block + m_block, head, batch]
-                    self.wait_for_turn(cute.domain_offset((part,), turns).iterator, self.turn(mask, number, m_block))
+                    turn = self.turn(mask, block, block.begin + step % steps)
+                    self.wait_for_turn(self.turns(values, block, step, steps, group_heads), part, turn)
+                    cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
+                source, target = (cute.domain_offset((0, part * chunks), x).iterator.toint() for x in (buffer, sums))
                 with cute.arch.elect_one():
                     cute.arch.inline_ptx(
                         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
@@ -512,35 +551,15 @@ class AttentionBackward(Backward):
                 cute.arch.sync_warp()
             for part in cutlass.range_constexpr(GROUPS):
                 with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=not c.deterministic)
+                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=True)
                     cute.arch.mbarrier_arrive(barriers["dq_empty"] + part)
-                    if const_expr(c.deterministic):
-                        turns = values.turns[None, block.first_block + m_block, head, batch]
-                        self.end_turn(cute.domain_offset((part,), turns).iterator)
                 cute.arch.sync_warp()
-
-    def turn(self, mask: Mask, number: Int32, m_block: Int32) -> Int32:
-        """How many CTAs add to a block of queries before the one with this number."""
-        row = m_block * self.m
-        if self.c.right:
-            return (mask.end(row + self.m - 1) - 1) // self.n - number
-        return number - mask.begin(row) // self.n
-
-    @cute.jit
-    def wait_for_turn(self, place: Any, turn: Int32) -> None:
-        """Waits until so many CTAs have added what they had."""
-        found = Int32(-1)
-        while found != turn:
-            found = cute.arch.inline_ptx(
-                "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place.toint()]
-            )
-        cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
-
-    @cute.jit
-    def end_turn(self, place: Any) -> None:
-        """The engine's additions are done: lets the next CTA add."""
-        cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
-        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[place.toint()])
+            for part in cutlass.range_constexpr(GROUPS if c.deterministic else 0):
+                with cute.arch.elect_one():
+                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=False)
+                    cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
+                    self.end_turn(self.turns(values, block, step, steps, group_heads), part)
+                cute.arch.sync_warp()
 
     def columns(self, values: cute.Tensor, thread: Int32) -> cute.Tensor:
         """The values, in shared memory, of the query rows that a thread has as columns."""

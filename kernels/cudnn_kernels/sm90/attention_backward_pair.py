@@ -66,7 +66,7 @@ class PairedBackward(Backward):
 
     @cute.kernel
     def kernel(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32, keys: Int32,
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
         group_heads: Int32, scale: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -86,13 +86,18 @@ class PairedBackward(Backward):
             "kv_full": (1, 1), "q_full": (STAGES, 1), "q_empty": (STAGES, 4 * GROUPS), "do_full": (1, 1),
             "do_empty": (1, 4 * GROUPS), "peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS),
         }  # fmt: skip
+        if const_expr(c.deterministic):
+            counts |= {"turn": (1, 1), "added": (1, 4 * GROUPS)}
         barriers = self.barriers(smem, counts, thread)
-        block, values = self.block(offsets, queries, keys, right, left, rank), Values(*values)
+        block, values = self.block(offsets, queries, dk, right, left, rank), Values(*values)
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
                 names = ("q", "do", "k", "v", "peer_k")
                 self.produce(dict(zip(names, atoms, strict=True)), buffers, barriers, block, group_heads, rank)
+            if const_expr(c.deterministic):
+                if warp_index == 1:
+                    self.take_turns(barriers, values, block, group_heads, rank)
         else:
             cute.arch.setmaxregister_increase(MANY)
             self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, rank, group - 1, thread - GROUP)
@@ -172,6 +177,7 @@ class PairedBackward(Backward):
         q_full, q_empty, peer_full, peer_empty = (
             barriers[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty")
         )
+        added = barriers["added"] if const_expr(c.deterministic) else None
         own, peer = buffers["ds"], buffers["peer_ds"]
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
         if total > 0:
@@ -218,8 +224,13 @@ class PairedBackward(Backward):
             self.release(q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
+            if const_expr(c.deterministic):
+                self.added(added)  # in the step before: the fence has little left to wait for
+                cute.arch.mbarrier_wait(barriers["turn"], phase)
             self.add(acc_dq, self.sums(values, block, step, steps, group_heads), rank * GROUPS + group, thread)
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
+        if const_expr(c.deterministic):
+            self.added(added)
         for acc, buffer, out, factor in ((acc_dk, buffers["k"], dk, scale), (acc_dv, buffers["v"], dv, None)):
             mine = cute.local_tile(turned(buffer), (c.head // GROUPS, self.n), (group, 0))
             self.all_multiplying()  # both have used the buffer
@@ -239,6 +250,30 @@ class PairedBackward(Backward):
                 "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[place.toint(), *(acc[4 * i + j] for j in range(4))],
             )
+
+    @cute.jit
+    def take_turns(self, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Int32) -> None:
+        """One warp: says when it is the turn of this CTA's half of dQ, and then that of the step before is over."""
+        steps = block.end - block.begin
+        total, mask = steps * group_heads, replace(block.mask)
+        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):
+            used, before = cutlass.min(step, total - 1), cutlass.max(step - 1, 0)  # the last turn is its own still
+            turn = self.turn(mask, block, block.begin + used % steps)
+            self.wait_for_turn(self.turns(values, block, used, steps, group_heads), rank, turn)
+            cute.arch.sync_warp()
+            cute.arch.mbarrier_wait(barriers["added"], step % 2)
+            self.release(barriers["turn"])
+            with cute.arch.elect_one():
+                turns = self.turns(values, block, before, steps, group_heads)
+                self.end_turn(turns, rank, cutlass.min(step, 1))
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def added(self, done: Any) -> None:
+        """All that a warp has added so far is in memory."""
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+        self.release(done)
 
     @cute.jit
     def send(self, sdS: cute.Tensor, sPeerS: cute.Tensor, peer_full: Any, rank: Int32) -> None:

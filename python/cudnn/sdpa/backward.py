@@ -43,8 +43,8 @@ class SdpaBackward(Attention):
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. On
-    Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``,
-    which head size 256 does not have yet. The kernels for Blackwell (sm_100a) always sum in the same order; they have
+    Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``. The
+    kernels for Blackwell (sm_100a) always sum in the same order; they have
     run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
@@ -93,11 +93,8 @@ class SdpaBackward(Attention):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, options = (sizes["d"], sizes["dv"]), self.ends()
-        if self.deterministic and arch == "sm_90a":
-            found = [d for (d, _), choice in TILES.items() if "pair" not in choice]
-            if heads[0] not in found:
-                raise self.unsupported("deterministic", f"True, head size {heads[0]}", f"False, or head sizes {found}")
-            options["deterministic"] = True
+        if arch == "sm_90a":
+            options["deterministic"] = self.deterministic
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
