@@ -56,18 +56,6 @@ def count_blocks(offsets: cute.Tensor, block: Int32, size: int) -> Int32:
     return found
 
 
-@cute.jit
-def find_row(offsets: cute.Tensor, row: Int32) -> Int32:
-    """The packed sequence that a row belongs to. All lanes of a warp take part."""
-    lane, sequences, found = cute.arch.lane_idx(), offsets.shape[0] - 1, Int32(0)
-    for first in cutlass.range(0, sequences, WARP, unroll=1):
-        begun = Boolean(False)
-        if first + lane < sequences:
-            begun = offsets[first + lane] <= row
-        found += cute.arch.popc(cute.arch.vote_ballot_sync(begun))
-    return found - 1
-
-
 def packed(offsets_q: cute.Tensor, offsets_k: cute.Tensor, batch: Int32) -> Sequence:
     """One of several sequences that follow each other."""
     first_query, first_key = Int32(offsets_q[batch]), Int32(offsets_k[batch])

@@ -103,7 +103,6 @@ class SelectionConfiguration(Selected):
     stages: int = 5
 
     kernel = "selection:Selection"
-    cluster = 1
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
@@ -160,7 +159,6 @@ class SelectionBackwardConfiguration(Selected):
     part: int = PART
 
     kernel = "selection_backward:SelectionBackward"
-    cluster = 1
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""

@@ -347,23 +347,24 @@ class SelectedRows(AttentionForward):
     @cute.jit
     def hide_unchosen(
         self, scores: cute.Tensor, steps: Steps, stage: Int32, mine: Tile, group: Int32, thread: Int32
-    ) -> None:  # fmt: skip
-        """Makes scores -inf of keys that a row did not choose or does not see."""
+    ) -> Boolean:  # fmt: skip
+        """Makes scores -inf of keys that a row did not choose or does not see; whether a warp's rows see any."""
         ends = [[Int32(0)] * self.parts for _ in range(2)]
-        fewest = Int32(self.size)
+        fewest, largest = Int32(self.size), Int32(0)
         for slot in cutlass.range_constexpr(2):
             row = group * self.s.together + self.score_rows.row(thread, slot) // self.s.padded
             for part in cutlass.range_constexpr(self.parts):
                 chose = (steps.masks[part, stage] >> row) & 1
                 end = self.seen(mine, row) - steps.tiles[part, stage] * self.size
                 ends[slot][part] = Int32(select_(chose == 1, end, Int32(0)))
-                fewest = cutlass.min(fewest, ends[slot][part])
+                fewest, largest = cutlass.min(fewest, ends[slot][part]), cutlass.max(largest, ends[slot][part])
         if fewest < self.size:
             for slot in cutlass.range_constexpr(2):
                 for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
                     part = place // 2 * 8 // self.size  # four threads have eight columns next to each other
                     exists = self.score_rows.column(thread, place) - part * self.size < ends[slot][part]
                     scores[i] = Float32(select_(exists, scores[i], -Float32.inf))
+        return cute.arch.vote_any_sync(largest > 0)
 
     @cute.jit
     def release(self, empty: Any) -> None:

@@ -109,10 +109,12 @@ class Selection(SelectedRows):
             if self.wanted(steps, stage, group):
                 self.multiply_scores(scores, tSrQ, tSrK, stage)
                 warpgroup.wait_group(0)
-                self.hide_unchosen(scores, steps, stage, mine, group, thread)
-                corrections = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
-                self.round(scores, words)
-                self.correct_where_needed(acc, *corrections)
+                if self.hide_unchosen(scores, steps, stage, mine, group, thread):
+                    corrections = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
+                    self.round(scores, words)
+                    self.correct_where_needed(acc, *corrections)
+                else:
+                    words.fill(0)
                 self.multiply_values(acc, words, tOrV, stage)
                 warpgroup.wait_group(0)
             stage, phase = self.next(steps, stage, phase)

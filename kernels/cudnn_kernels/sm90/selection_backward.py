@@ -249,11 +249,13 @@ class SelectionBackward(SelectedRows):
                 self.multiply(score_mma, scores, tSrQ, tSrK[None, None, None, stage], False)
                 self.multiply(score_mma, gradients, tSrdO, tSrV[None, None, None, stage], False)
                 warpgroup.wait_group(0)
-                self.hide_unchosen(scores, steps, stage, mine, group, thread)
-                for slot in cutlass.range_constexpr(2):
-                    for i in self.score_rows.order(self.tile_n, slot):
-                        p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
-                        scores[i] = p * (gradients[i] - products[slot])
+                if self.hide_unchosen(scores, steps, stage, mine, group, thread):
+                    for slot in cutlass.range_constexpr(2):
+                        for i in self.score_rows.order(self.tile_n, slot):
+                            p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
+                            scores[i] = p * (gradients[i] - products[slot])
+                else:
+                    scores.fill(0.0)
                 operand = self.operand(query_mma, scores, self.tile_n)
                 self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
                 warpgroup.wait_group(0)
