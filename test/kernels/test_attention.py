@@ -198,8 +198,11 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
             ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
             ("sm_90a", replace(PAIRED, deterministic=True), Problem(((130, 400),), heads=(2, 1), right=0)),
             ("sm_90a", replace(PAIRED, deterministic=True), Problem(((70, 340), (100, 200)), packed=True, left=100)),
-            ("sm_90a", replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
-             Problem(((40, 30),), heads=(9, 9), right=0)),
+            (
+                "sm_90a",
+                replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
+                Problem(((40, 30),), heads=(9, 9), right=0),
+            ),
             ("sm_90a", replace(BACKWARD, deterministic=True), Problem(((150, 290), (70, 400)), packed=True, left=100)),
         ],
         1,

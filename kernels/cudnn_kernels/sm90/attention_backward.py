@@ -411,9 +411,7 @@ class AttentionBackward(Backward):
                     full = barriers[f"{x}_full"] + stage
                     cute.arch.mbarrier_wait(barriers[f"{x}_empty"] + stage, phase ^ 1)
                     self.expect(full, self.m * self.widths[x], 4 * self.m)
-                    rows = sequences.copied_rows(
-                        atoms[x][1], head, block.batch, block.first_query, block.mask.queries
-                    )
+                    rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_query, block.mask.queries)
                     target = buffers[x][None, None, stage]
                     self.fetch(atoms[x][0], rows, target, (index * self.m, 0), (self.m, self.widths[x]), full)
                     source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
@@ -424,8 +422,7 @@ class AttentionBackward(Backward):
         """Starts a copy of a value for each row."""
         with cute.arch.elect_one():
             cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
                 read_only_args=[target.toint(), source.toint(), Int32(4 * self.m), full.toint()],
             )
 
@@ -440,9 +437,7 @@ class AttentionBackward(Backward):
         score_mma, query_mma = self.score_mma(), self.query_mma()
         dk_mma, dv_mma = self.key_mma(c.head), self.key_mma(c.head_v)
         score, dk_part, dv_part, query = (x.get_slice(thread) for x in (score_mma, dk_mma, dv_mma, query_mma))
-        sK, sV = (
-            cute.local_tile(buffers[x], (ROWS, head), (group, 0)) for x, head in (("k", c.head), ("v", c.head_v))
-        )
+        sK, sV = (cute.local_tile(buffers[x], (ROWS, head), (group, 0)) for x, head in (("k", c.head), ("v", c.head_v)))
         tSrK, tSrV = (score_mma.make_fragment_A(score.partition_A(x)) for x in (sK, sV))
         tSrQ, tSrdO = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in ("q", "do"))
         tKrQ = dk_mma.make_fragment_B(dk_part.partition_B(turned(buffers["q"])))

@@ -157,9 +157,7 @@ class PairedBackward(Backward):
             query_mma.make_fragment_B(query.partition_B(cute.local_tile(turned(buffers[x]), mine, (part, 0))))
             for x, part in (("k", rank * GROUPS + group), ("peer_k", group))
         )
-        tQrS, tQrPeerS = (
-            query_mma.make_fragment_A(query.partition_A(turned(buffers[x]))) for x in ("ds", "peer_ds")
-        )
+        tQrS, tQrPeerS = (query_mma.make_fragment_A(query.partition_A(turned(buffers[x]))) for x in ("ds", "peer_ds"))
         scores, gradients = (
             cute.make_rmem_tensor(score_mma.partition_shape_C((self.m, self.half_n)), Float32) for _ in range(2)
         )
@@ -174,9 +172,7 @@ class PairedBackward(Backward):
         steps = block.end - block.begin
         total = steps * group_heads
         scale_log2, first_key = scale * LOG2_E, block.key + group * self.half_n
-        q_full, q_empty, peer_full, peer_empty = (
-            barriers[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty")
-        )
+        q_full, q_empty, peer_full, peer_empty = (barriers[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
         added = barriers["added"] if const_expr(c.deterministic) else None
         own, peer = buffers["ds"], buffers["peer_ds"]
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
