@@ -353,7 +353,7 @@ def restore(data: bytes, wrapped: bool) -> None:
 @pytest.mark.parametrize("made", [built, attention, pieces, called])
 def test_mutated_structures(made: Any) -> None:
     draw, data = random.Random(made.__name__), made().serialize()
-    for _ in range(1000):
+    for _ in range(1250):
         document = json.loads(data)
         for _ in range(draw.choice([1, 1, 2, 5])):
             mutate(document, draw)

@@ -11,7 +11,7 @@ import torch
 import cudnn
 from cudnn.cli import programs
 from cudnn.cli.programs import dense
-from cudnn.cli.programs.gemm_matrix import E4M3, E8M0, FP4, Variant
+from cudnn.cli.programs.gemm_matrix import E4M3, Variant
 
 ROOT = Path(__file__).parents[2]
 SMALL = (128, 128, 128, 1)
@@ -23,11 +23,6 @@ SMALL = (128, 128, 128, 1)
         (
             "sm_90a",
             Variant("gemm_amax", SMALL, E4M3, "mkn"),
-            ["cudnn_prepare_operand_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
-        ),
-        (
-            "sm_90a",
-            Variant("gemm_amax", SMALL, FP4, scale=E8M0, vector=32),
             ["cudnn_prepare_operand_sm90_cutlass_0", "cudnn_gemm_sm90_cutlass_1"],
         ),
         ("sm_100a", Variant("gemm_amax", SMALL), ["cudnn_gemm_sm100_cutlass_0"]),
