@@ -49,6 +49,7 @@ def pytest_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(10_000)  # instead of 700: compilers make many objects
     gc.enable()
 
 
