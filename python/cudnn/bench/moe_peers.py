@@ -120,12 +120,11 @@ def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, f
 def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
     """What its benchmark writes. The folder has its packages, and the CuTe DSL that it needs, which is not ours."""
     paths = [folder, folder / "nvidia_cutlass_dsl" / "python_packages"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
-    command = [sys.executable, "-c", _SCRIPT, "bench/moe-cute.py", "--thiek", ",".join(map(str, shape)), "--skip_test"]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), **_HOPPER}
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", _SCRIPT,
+               "bench/moe-cute.py", "--thiek", ",".join(map(str, shape)), "--skip_test"]  # fmt: skip
     try:
-        found = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no end within {_SECONDS} s"
     return found.stdout, found.stderr
