@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
@@ -216,3 +216,8 @@ def markdown_table() -> str:
         shown = "not set" if default in ((), "") else f"`{default}`"
         rows.append(f"| `{setting.name}` | {setting.kind} | {shown} | {setting.meaning} |")
     return "\n".join(["| variable | value | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def pass_on(values: Mapping[str, str]) -> None:
+    """Sets variables of other libraries, which processes started from here inherit."""
+    os.environ.update(values)

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import sys
-import threading
-import traceback
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import cudnn
-from cudnn.moe import Exchange, exchange, sort
+from cudnn.moe import Exchange, sort
 from support.pages import ROOT, Page
+from support.ranks import Threads, run_processes
 
 EXPERTS, TOP_K, HIDDEN, MOST = 8, 3, 16, 7
 
@@ -71,36 +65,8 @@ class Case:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             went = parallel.is_sent(self.indices[rank])
             assert went.sum() <= (self.indices[rank] >= 0).sum()
-            if isinstance(received.sent, exchange.Sent):
+            if received.sent.out:
                 assert received.sent.out == went.sum(0).tolist()  # a token once to a rank
-
-
-def _child(rank: int, ranks: int, path: str, function: Callable[[int], None], failures: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
-        function(rank)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException:
-        failures.put(traceback.format_exc())
-        sys.exit(1)
-
-
-def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> None:
-    """Runs a function in as many processes, which form a group."""
-    sort(torch.zeros(1, 1, dtype=torch.int32), 1)  # what the first call of an operator imports, once for all
-    context = multiprocessing.get_context("fork")
-    failures = context.SimpleQueue()
-    given = (ranks, str(path / "store"), function, failures)
-    processes = [context.Process(target=_child, args=(rank, *given)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-    assert failures.empty(), failures.get()
-    assert [process.exitcode for process in processes] == [0] * ranks
 
 
 @pytest.mark.parametrize(
@@ -130,77 +96,42 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
     run_processes(2, tmp_path, rank)
 
 
-class Part(SimpleNamespace):
-    """Stands for :class:`cudnn.moe.exchange.Shared`."""
-
-    __eq__ = object.__eq__
-
-
-class Ranks:
-    """Threads in place of processes, which see each other's memory."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=120)
-        self.memory: defaultdict[int, list[Any]] = defaultdict(lambda: [None] * ranks)
-        self.made = [0] * ranks
-
-    def shared(self, shape: tuple[int, ...], dtype: torch.dtype, parallel: Exchange) -> Any:
-        """Makes a rank's next part."""
-        rank, number = parallel.rank, self.made[parallel.rank]
-        self.made[rank] += 1
-        mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
-        self.barrier.wait()
-        parts = self.memory[number]
-        addresses = torch.tensor([part.data_ptr() for part in parts])
-        return Part(mine=mine, parts=parts, addresses=addresses, is_read=False, meet=self.barrier.wait)
-
-
 @pytest.mark.parametrize(
     ("arch", "counts"),
     [("sm_90a", (5, 7)), ("sm_100a", (5, 7)), ("sm_90a", (4, 0, 7, 1))],
 )
 @pytest.mark.full
 def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    case, ranks = Case(len(counts), counts), Ranks(len(counts))
-    group = SimpleNamespace(get_rank=lambda rank: rank, get_world_size=lambda _: len(counts))
-    monkeypatch.setattr(exchange, "dist", group)
-    monkeypatch.setattr(exchange, "Shared", ranks.shared)
-    failures: list[str] = []
+    case = Case(len(counts), counts)
 
     def rank(number: int) -> None:
-        try:
-            given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
-            with cudnn.emulation(arch, races=True):
-                case.check(number, Exchange(number, EXPERTS, TOP_K, HIDDEN, **given))
-        except BaseException:
-            failures.append(traceback.format_exc())
-            ranks.barrier.abort()
+        given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
+        with cudnn.emulation(arch, races=True):
+            case.check(number, Exchange(number, EXPERTS, TOP_K, HIDDEN, **given))
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(counts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, "\n".join(failures)
+    Threads(len(counts), monkeypatch).run(rank)
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = SimpleNamespace(get_rank=lambda _: 0, get_world_size=lambda ranks: ranks)
-    monkeypatch.setattr(exchange, "dist", group)
-    given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": False}
-    for changes, words in (
-        ({"group": 17, "experts": 17}, "group: got 17 ranks; allowed: at most 16 ranks"),
-        ({"experts": 9}, "experts: got 9; allowed: multiples of 2 ranks"),
+    Threads(1, monkeypatch)
+    given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
+    changed: Any
+    for changed, words in (
+        ({"experts": 0}, "experts: got 0; allowed: multiples of 1 ranks"),
         ({"top_k": 17}, "top_k: got 17; allowed: 1 to 16"),
         ({"hidden": 12}, "hidden: got 12; allowed: multiples of 8"),
         ({"max_tokens": 0}, "max_tokens: got 0; allowed: 1 or more"),
+        ({"max_rows": 0}, "max_rows: got 0; allowed: 1 or more"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
-            Exchange(**{"group": 2, "experts": 8, "top_k": 2, "hidden": 16, **given, **changes})
-    parallel = Exchange(2, 8, 2, 16, **given)
+            Exchange(**{"group": 0, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
+    parallel = Exchange(0, 8, 2, 16, **given)
     x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
-    for changes, words in (
-        ({}, "tokens of x: got 5; allowed: max_tokens=4. To fix it, make the Exchange with a larger max_tokens"),
+    for changed, words in (
+        (
+            {},
+            "tokens of x: got 5; allowed: max_tokens=4. To fix it, make the Exchange, which a layer takes as its group",
+        ),
         ({"x": x[:4].float()}, "x: got torch.float32 of the shape"),
         ({"x": x[:4], "indices": indices[:4].long()}, "indices: got torch.int64"),
         (
@@ -209,4 +140,4 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            parallel.dispatch(**{"x": x, "indices": indices, "weights": weights, **changes})
+            parallel.dispatch(**{"x": x, "indices": indices, "weights": weights, **changed})

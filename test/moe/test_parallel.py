@@ -1,35 +1,40 @@
-"""Expert parallelism: processes over gloo against one process that has all experts."""
+"""A layer over ranks against one process that has all experts."""
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
 
+import cudnn
+from cudnn.moe import Exchange
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
+from support.ranks import Threads, run_processes
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 64, 32
 
 
-def tokens(rank: int) -> tuple[torch.Tensor, ...]:
-    """Of one rank: x, indices, weights and the gradient of the result; none on the second of four."""
+def tokens(rank: int, most: int = 41) -> tuple[torch.Tensor, ...]:
+    """Of one rank: x, indices, weights and the gradient of the result; none on the third. One choice is dropped."""
     generator = torch.Generator().manual_seed(rank)
-    count = 0 if rank == 2 else 20 + 7 * rank
+    count = 0 if rank == 2 else min(most, 20 + 7 * (rank % 4))
     x, gradient = (torch.randn(count, HIDDEN, generator=generator).bfloat16() for _ in range(2))
     weights, indices = torch.randn(count, EXPERTS, generator=generator).softmax(1).topk(TOP_K)
+    indices[1:2, 1] = -1
     return x, indices, weights, gradient
 
 
-def weights() -> list[torch.Tensor]:
+def parameters(bias: bool) -> list[torch.Tensor]:
+    """up, down and, with ``bias``, those of both."""
     generator = torch.Generator().manual_seed(99)
     shapes = ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
-    return [(torch.randn(shape, generator=generator) / shape[2] ** 0.5).bfloat16() for shape in shapes]
+    found = [torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes]
+    found += [torch.randn(shape[:2], generator=generator) for shape in shapes] if bias else []
+    return [each.bfloat16() for each in found]
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -37,70 +42,130 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
 
 
-def same_as_alone(rank: int, world: int) -> None:
-    every = [tokens(other) for other in range(world)]
+def same_as_alone(
+    rank: int, ranks: int, group: Any, most: int = 41, *, bias: bool = False, lists: bool = False
+) -> None:
+    """Forward and backward, twice: memory is used again."""
+    every = [tokens(other, most) for other in range(ranks)]
     x, indices, scores, gradient = (torch.cat(parts) for parts in zip(*every, strict=True))
-    alone = [t.clone().requires_grad_() for t in (x, scores, *weights())]
+    alone = [t.clone().requires_grad_() for t in (x, scores, *parameters(bias))]
     y = moe_mlp(alone[0], (indices, alone[1]), *alone[2:])
     y.backward(gradient)
-    start = sum(len(t[0]) for t in every[:rank])
-    mine, share = slice(start, start + len(every[rank][0])), EXPERTS // world
-    own = slice(rank * share, (rank + 1) * share)
-    here = [t.clone().requires_grad_() for t in (x[mine], scores[mine], *(w[own] for w in weights()))]
-    found = moe_mlp(here[0], (indices[mine], here[1]), *here[2:], group=dist.group.WORLD)
-    found.backward(gradient[mine])
-    close(found, y[mine])
-    for one, other, part in zip(here, alone, (mine, mine, own, own), strict=True):
-        close(one.grad, other.grad[part])
+    start, share = sum(len(t[0]) for t in every[:rank]), EXPERTS // ranks
+    mine, own = slice(start, start + len(every[rank][0])), slice(rank * share, (rank + 1) * share)
+    parts = (mine, mine, *[own] * (len(alone) - 2))
+    for _ in range(2):
+        here = [t.detach()[part].clone().requires_grad_() for t, part in zip(alone, parts, strict=True)]
+        given: list[Any] = [list(t.unbind(0)) if lists else t for t in here[2:4]]
+        found = moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group)
+        found.backward(gradient[mine])
+        close(found, y[mine])
+        for one, other, part in zip(here, alone, parts, strict=True):
+            close(one.grad, other.grad[part])
+    with torch.no_grad():
+        close(moe_mlp(here[0], (indices[mine], here[1]), *given, *here[4:], group=group), y[mine])
 
 
-def refused(rank: int) -> None:
+def in_autocast(rank: int, ranks: int) -> None:
+    """Gradients have the types of the parameters."""
+    x, indices, scores, gradient = tokens(rank)
+    share = EXPERTS // ranks
+    up, down = (w[rank * share :][:share].float().requires_grad_() for w in parameters(False))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = moe_mlp(x.float(), (indices, scores), up, down, group=dist.group.WORLD)
+    assert y.dtype == torch.bfloat16
+    y.backward(gradient)
+    assert up.grad is not None
+    assert up.grad.dtype == torch.float32
+
+
+def main_grads(rank: int, ranks: int) -> None:
+    """They are added to, and autograd gets none."""
+    x, indices, scores, gradient = tokens(rank)
+    share = EXPERTS // ranks
+    up, down = (w[rank * share :][:share].clone().requires_grad_() for w in parameters(False))
+    sums = torch.ones(up.shape), torch.ones(down.shape)
+    given: dict[str, Any] = {"group": dist.group.WORLD}
+    moe_mlp(x, (indices, scores), up, down, main_grads=sums, **given).backward(gradient)
+    assert up.grad is None
+    assert down.grad is None
+    moe_mlp(x, (indices, scores), up, down, **given).backward(gradient)
+    for total, weight in zip(sums, (up, down), strict=True):
+        close(total - 1, weight.grad)
+
+
+def refused(rank: int, ranks: int) -> None:
     layer = MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, activation=("swiglu", "geglu")[rank == 1])
-    assert len(layer.up) == EXPERTS // dist.get_world_size()
-    with pytest.raises(ValueError, match=r"moe_mlp: layer: got another one on the ranks [012, ]+ than here: 3 of 8"):
+    assert len(layer.up) == EXPERTS // ranks
+    with pytest.raises(ValueError, match=r"MoE: layer: got another one on the ranks [01] than here: 64, 32"):
         layer(tokens(rank)[0])
     with pytest.raises(ValueError, match="MoE: experts: got 8 experts and 1 shared ones"):
         MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, shared_experts=1)
+    other = Exchange(None, EXPERTS, 1, HIDDEN, max_tokens=8, device="cpu")
+    with pytest.raises(ValueError, match=r"MoE: group, an Exchange: got \(8, 1, 64, torch.bfloat16\); allowed"):
+        MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=other)(tokens(rank)[0])
 
 
 def absent(rank: int) -> None:
-    """A rank that does not come."""
+    """A rank that does not come: to the first call of a layer, to a later one."""
+    layer = MoE(HIDDEN, INNER, EXPERTS, 2, group=dist.group.WORLD, time_limit=3)
+    layer(tokens(rank)[0])
     if rank:
         return
-    with pytest.raises(RuntimeError, match=r"moe_mlp: group: got no answer of all ranks within 0\.5 s"):
+    with pytest.raises(RuntimeError, match=r"MoE: group: got no answer of all ranks within 0\.5 s"):
         MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, time_limit=0.5)(tokens(0)[0])
-
-
-def process(rank: int, world: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    same_as_alone(rank, world)
-    if world == 2:
-        refused(rank)
-        absent(rank)
+    with pytest.raises(RuntimeError, match=r"Exchange: group: got no answer of all ranks within 3 s"):
+        layer(tokens(0)[0])
 
 
 def test_one_rank() -> None:
     """The whole way of tokens, to itself."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        same_as_alone(0, 1)
+        same_as_alone(0, 1, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
+def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
+    def rank(number: int) -> None:
+        same_as_alone(number, ranks, dist.group.WORLD, bias=ranks == 4, lists=ranks == 8)
+        main_grads(number, ranks)
+        in_autocast(number, ranks)
+        if ranks == 2:
+            refused(number, ranks)
+            absent(number)
+
+    run_processes(ranks, tmp_path, rank)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world: int, tmp_path: pathlib.Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(world), str(tmp_path / "store")]
-    running = [
-        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
-    said = [each.communicate(timeout=240)[1] for each in running]
-    assert [each.returncode for each in running] == [0] * world, "\n".join(said)
+@pytest.mark.parametrize(("arch", "ranks"), [("sm_90a", 2), ("sm_100a", 2), ("sm_90a", 4)])
+def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(number: int) -> None:
+        given: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
+        with cudnn.emulation(arch, races=ranks == 2):
+            group = Exchange(number, EXPERTS, TOP_K, HIDDEN, **given)
+            same_as_alone(number, ranks, group, most=7, bias=ranks == 4)
+
+    Threads(ranks, monkeypatch).run(rank)
 
 
-if __name__ == "__main__":
-    process(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])
+@pytest.mark.full
+def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More choices of experts of a rank than there is memory for."""
+
+    def rank(number: int) -> None:
+        given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True}
+        x, _, weights, _ = tokens(number, 3)
+        indices = torch.full(weights.shape, -1)
+        indices[:, 0] = 1  # those of both ranks are on the first
+        up, down = (w[4 * number :][:4] for w in parameters(False))
+        with cudnn.emulation("sm_90a"):
+            group = Exchange(number, EXPERTS, TOP_K, HIDDEN, **given)
+            moe_mlp(x, (indices, weights), up, down, group=group)
+
+    ranks = Threads(2, monkeypatch)
+    with pytest.raises(AssertionError, match="Exchange: max_rows=4 is less than the choices of experts here"):
+        ranks.run(rank)

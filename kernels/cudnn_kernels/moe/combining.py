@@ -22,6 +22,8 @@ from cudnn_kernels.signature import bind
 class Combine:
     """The kernel for one :class:`CombineConfiguration`."""
 
+    streams = False  # rows, which leave the cache first then
+
     def __init__(self, configuration: CombineConfiguration) -> None:
         c = self.c = configuration
         self.dtype = DTYPES[c.dtype]
@@ -83,7 +85,10 @@ class Combine:
     def load(self, rows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
         """16 bytes of a row; of the first one, where there is none."""
         part = cute.make_rmem_tensor(self.c.vector, self.dtype)
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
+        operation, hint = cute.nvgpu.CopyUniversalOp(), {}
+        if const_expr(self.streams):
+            operation, hint = cute.nvgpu.CopyG2ROp(), {"load_cache_mode": cute.nvgpu.LoadCacheMode.STREAMING}
+        atom = cute.make_copy_atom(operation, self.dtype, num_bits_per_copy=128, **hint)
         cute.copy(atom, self.part(rows, cutlass.max(row, 0), column), part)
         return part
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, addresses, vector
@@ -138,44 +138,81 @@ class Pieces:
 
 @dataclass(frozen=True)
 class CombineConfiguration(Pieces):
-    """Sums of ``top_k`` rows for each token, ``weighted`` or not; or their ``gradient``.
-
-    Sums that are ``sent`` go to memory at addresses, one for each rank.
-    """
+    """Sums of ``top_k`` rows for each token, ``weighted`` or not; or their ``gradient``."""
 
     weighted: bool
     gradient: bool = False
-    sent: bool = False
 
-    def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel."""
+    def summed(self) -> tuple[Slot, ...]:
+        """What is added up."""
         choices, strides = ("tokens", self.top_k), (self.top_k, 1)
         align = 4 * min(4, self.top_k & -self.top_k)
         rows = Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1))
         found: tuple[Slot, ...] = (Tensor("row_of_choice", "int32", choices, strides, align),)
         if self.weighted or not self.gradient:
             found = (rows, *found)
-        if self.weighted:
-            found += (Tensor("weights", "float32", choices, strides, align),)
-        if self.sent:
-            return (*found, addresses("targets", "ranks"), Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
-        found += (Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)),)
+        return (*found, Tensor("weights", "float32", choices, strides, align)) if self.weighted else found
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        found = (*self.summed(), Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)))
         if self.gradient:
-            found += (replace(rows, name="d_rows"),)
+            choices, strides = ("tokens", self.top_k), (self.top_k, 1)
+            found += (Tensor("d_rows", self.dtype, ("rows", self.hidden), (None, 1)),)
             found += (Tensor("d_weights", "float32", choices, strides, align=4),) if self.weighted else ()
         return (*found, Stream())
 
 
 @dataclass(frozen=True)
-class ReceiveConfiguration(Pieces):
-    """Rows of other ranks' memory, where one of ``top_k`` indices is not negative."""
+class GiveBackConfiguration(CombineConfiguration):
+    """Sums that go to the ranks whose tokens they are of, with ``values`` numbers of 32 bits for each token.
+
+    Those of tokens of this rank go to ``out``, also where they are zeros.
+    """
+
+    ranks: int = field(kw_only=True)
+    values: int = field(kw_only=True)
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        return (
-            addresses("sources", "ranks"),
-            Tensor("indices", "int32", ("rows", self.top_k), (self.top_k, 1), align=4),
-            Tensor("tokens", self.dtype, ("rows", self.hidden), (None, 1)),
-            Scalar("most", "int32"),
-            Stream(),
+        out = Tensor("out", self.dtype, ("own", self.hidden), (None, 1))
+        found = (*self.summed(), addresses("targets", "ranks"), out)
+        if self.values:
+            found += (Tensor("values", "int32", ("tokens", self.values), (self.values, 1), align=4),)
+            found += (addresses("value_targets", "ranks"),)
+        return (*found, Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
+
+
+@dataclass(frozen=True)
+class AddConfiguration(CombineConfiguration):
+    """Sums of other ranks, added to those of this ``rank`` in ``out``. A choice is a rank's row here."""
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        out = Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1))
+        return (*self.summed(), out, Scalar("rank", "int32"), Stream())
+
+
+@dataclass(frozen=True)
+class DispatchConfiguration(Pieces):
+    """Rows of tokens to the ranks that have one of their ``top_k`` experts: each of ``ranks`` has ``local`` of them.
+
+    ``announced``: the choices and their weights go to all ranks, too.
+    """
+
+    ranks: int
+    local: int
+    announced: bool
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel; weights as bits."""
+        choices, strides = ("tokens", self.top_k), (self.top_k, 1)
+        found: tuple[Slot, ...] = (
+            Tensor("tokens", self.dtype, ("tokens", self.hidden), (None, 1)),
+            Tensor("indices", "int32", choices, strides, align=4),
+            addresses("targets", "ranks"),
         )
+        if self.announced:
+            found += (Tensor("weights", "int32", choices, strides, align=4), addresses("choice_targets", "ranks"))
+            found += (Tensor("row_of_rank", "int32", ("tokens", self.ranks), (self.ranks, 1), align=4),)
+        return (*found, Scalar("rank", "int32"), Scalar("most", "int32"), Stream())

@@ -43,6 +43,9 @@ def main(
     sonicmoe: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="moe: beside SonicMoE, whose bench/moe-cute.py is there.")
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="moe: over N GPUs of this host, beside one; with --quick in 150 s.")
+    ] = 0,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the rates into this image.")] = None,
     from_csv: Annotated[
@@ -99,8 +102,20 @@ def main(
             allowed = "with moe, a folder that has bench/moe-cute.py"
             raise typer.BadParameter(f"got {sonicmoe}; allowed: {allowed}.", param_hint="--sonicmoe")
         benchmark = replace(benchmark, yardsticks=(*benchmark.yardsticks, benchmark.outside))
+    if ranks:
+        raise typer.Exit(_over_ranks(name, ranks, quick, csv, bool(shapes or every or sonicmoe or plot or model)))
     options = bench.Options(dtype, wanted, every, no_ab12, routing, sonicmoe and sonicmoe.resolve(), quick)
     raise typer.Exit(_model().show(name, options, clock) if model else run(benchmark, options, csv, plot))
+
+
+def _over_ranks(name: str, ranks: int, quick: bool, csv: Path | None, others: bool) -> int:
+    """The exit code."""
+    from cudnn.cli import ranks as over
+
+    if name != "moe" or others or not 2 <= ranks <= 16:
+        allowed = "2 to 16, with moe, --quick and --csv alone"
+        raise typer.BadParameter(f"got {ranks}; allowed: {allowed}.", param_hint="--ranks")
+    return over.run(ranks, quick, csv)
 
 
 def _model() -> Any:

@@ -7,7 +7,10 @@ experts is formed before it is sent.
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+import time
+import zlib
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +20,15 @@ from cudnn.errors import refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
-from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration, ReceiveConfiguration
+from cudnn_kernels.moe.configuration import (
+    MOST_CHOICES,
+    AddConfiguration,
+    DispatchConfiguration,
+    GiveBackConfiguration,
+)
 
 _WHERE = "Exchange"
-_RECEIVE, _SEND = "cudnn_kernels.moe.exchange:Receive", "cudnn_kernels.moe.exchange:Send"
+_DISPATCH, _GIVE_BACK, _ADD = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack", "Add"))
 Tensor = torch.Tensor
 
 
@@ -41,6 +49,8 @@ class Received(NamedTuple):
 class Exchange:
     """Sends tokens to the ranks of a group that have their experts, and results back. Both have gradients.
 
+    :func:`cudnn.ops.moe_mlp` and :class:`cudnn.nn.MoE` take one as their group. For experts of another kind:
+
         received = exchange.dispatch(x, routing.indices, routing.weights)
         offsets, token_of_row, row_of_choice = moe.sort(received.indices, exchange.local_experts)
         rows = ...  # what the experts here make of received.tokens, sorted by expert
@@ -48,9 +58,9 @@ class Exchange:
 
     Rank r has experts r * E / ranks to (r + 1) * E / ranks - 1. All ranks call the same methods in the same order.
 
-    Where the group's GPUs are in one host, kernels read tokens from, and write sums to, memory of PyTorch's symmetric
-    memory, which all of them see; nothing waits for the host. R is then ranks * max_tokens. Elsewhere it is
-    ``all_to_all_single``, whose sizes the host must know, so it waits; R is the number of rows received.
+    Where the group's GPUs are in one host, kernels write tokens and sums to PyTorch's symmetric memory, which all of
+    them see; nothing waits for the host. R is then ranks * max_tokens. Elsewhere it is ``all_to_all_single``, whose
+    sizes the host must know, so it waits; R is the number of rows received.
 
     PyTorch sets NVLink multicast up, which nothing here uses, unless the environment variable
     ``TORCH_SYMM_MEM_DISABLE_MULTICAST`` is 1.
@@ -60,44 +70,53 @@ class Exchange:
         experts: E, of all ranks together, a multiple of their number.
         top_k: K, 1 to 16.
         hidden: Elements of a token, a multiple of 8.
-        max_tokens: Tokens that a rank may dispatch at a time. Symmetric memory has room for as many tokens, and for
-            ranks * max_tokens sums on their way back.
+        max_tokens: Tokens that a rank may dispatch at a time in symmetric memory, which has room for ranks * max_tokens
+            of them and as many sums on their way back; the same on all ranks. Without such memory there is no limit.
+        max_rows: Choices of experts of one rank, of all tokens, that a layer has memory for between its products, where
+            it does not wait for the host. None: as many as can come, ranks * max_tokens * top_k where a rank has so
+            many experts. More of them than ``max_rows`` end the program, with an assertion on the device.
         dtype: Of the tokens: bfloat16, float16 or float32.
         device: None: the current CUDA device, or the CPU where there is none.
         symmetric: None: with CUDA where all ranks are in one host.
+        time_limit: Seconds to wait for the other ranks. After that a kernel that waits in symmetric memory stops the
+            program with an error of CUDA, "unspecified launch failure".
 
     Raises:
-        ValueError: an argument, or a tensor of a call, that is not allowed; more tokens than ``max_tokens``.
+        ValueError: an argument, or a tensor of a call, that is not allowed; more tokens than ``max_tokens``; ranks
+            whose arguments differ.
+        RuntimeError: a rank did not come within the time limit.
     """
 
     def __init__(
         self, group: Any, experts: int, top_k: int, hidden: int, *, max_tokens: int,
-        dtype: torch.dtype = torch.bfloat16, device: Any = None, symmetric: bool | None = None,
+        max_rows: int | None = None, dtype: torch.dtype = torch.bfloat16, device: Any = None,
+        symmetric: bool | None = None, time_limit: float = 600.0,
     ) -> None:  # fmt: skip
         group = dist.group.WORLD if group is None else group
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(here if device is None else device)
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
-        self.max_tokens = max_tokens
+        self.max_tokens, self.time_limit = max_tokens, time_limit
         for what, got, is_right, allowed in (
             ("group", f"{self.ranks} ranks", self.ranks <= MOST_CHOICES, f"at most {MOST_CHOICES} ranks"),
             ("experts", experts, experts > 0 and not experts % self.ranks, f"multiples of {self.ranks} ranks"),
             ("top_k", top_k, 0 < top_k <= MOST_CHOICES, f"1 to {MOST_CHOICES}"),
             ("hidden", hidden, hidden > 0 and not hidden % 8, "multiples of 8"),
             ("max_tokens", max_tokens, max_tokens > 0, "1 or more"),
+            ("max_rows", max_rows, max_rows is None or max_rows > 0, "1 or more, or None"),
         ):
             if not is_right:
                 raise ValueError(refusal(_WHERE, what, got, allowed))
+        self.layers: set[Any] = set()  # those that all ranks have called
         self.local_experts = experts // self.ranks
+        self.max_rows = self.ranks * max_tokens * min(top_k, self.local_experts)
+        self.max_rows = self.max_rows if max_rows is None else min(max_rows, self.max_rows)
+        words = f"{experts} experts, {top_k} of a token, hidden {hidden}, max_tokens {max_tokens}, {dtype}, {symmetric}"
+        hosts = agree(group, words, zlib.crc32(socket.gethostname().encode()), time_limit, _WHERE)
         if symmetric is None:
-            symmetric = self.device.type == "cuda" and self._is_one_host()
+            symmetric = self.device.type == "cuda" and len(set(hosts)) == 1
         self.way: Any = InHost(self) if symmetric else AllToAll(self)
-
-    def _is_one_host(self) -> bool:
-        hosts: list[Any] = [None] * self.ranks
-        dist.all_gather_object(hosts, socket.gethostname(), self.group)
-        return len(set(hosts)) == 1
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts; a choice outside of 0 to E - 1 is dropped.
@@ -118,7 +137,7 @@ class Exchange:
     def combine(self, rows: Tensor, row_of_choice: Tensor, received: Received) -> Tensor:
         """For each token of this rank the weighted sum of its experts' rows, of all ranks: (T, hidden).
 
-        Sums are in float32. Each rank's is rounded to ``dtype``, and so is the sum of these, in the order of ranks.
+        Sums are in float32. Each rank's is rounded to ``dtype``, and so is the sum of these, in a fixed order.
 
         Args:
             rows: (rows, hidden), those of the experts here.
@@ -138,9 +157,6 @@ class Exchange:
         if tensor.ndim != 2 or tensor.shape[1] != columns or tensor.dtype != dtype or tensor.device != self.device:
             got = f"{tensor.dtype} of the shape {tuple(tensor.shape)} on {tensor.device}"
             raise ValueError(refusal(_WHERE, name, got, f"{dtype} of the shape (T, {columns}) on {self.device}"))
-        if len(tensor) > self.max_tokens:
-            cure = "make the Exchange with a larger max_tokens"
-            raise ValueError(refusal(_WHERE, f"tokens of {name}", len(tensor), f"max_tokens={self.max_tokens}", cure))
 
     def is_sent(self, indices: Tensor) -> Tensor:
         """Which tokens have experts on which ranks, bool (T, ranks)."""
@@ -149,10 +165,15 @@ class Exchange:
         found = torch.zeros(len(indices), self.ranks + 1, dtype=torch.bool, device=indices.device)
         return found.scatter_(1, owner, True)[:, :-1]
 
-    def to_local(self, indices: Tensor) -> Tensor:
-        """Experts of this rank from 0 on, -1 for those of others."""
-        local = indices - self.rank * self.local_experts
-        return local.where((local >= 0) & (local < self.local_experts), -1)
+    def values_of(self, back: Tensor, sent: Sent) -> Tensor:
+        """Values of choices (T, K) from what came back, rows (n, K) where ``sent.row_of_rank`` says; 0 if dropped."""
+        indices = sent.indices.long()
+        is_one = (indices >= 0) & (indices < self.experts)
+        rank = indices.where(is_one, 0).div(self.local_experts, rounding_mode="floor")
+        row = sent.row_of_rank.gather(1, rank).long()
+        if not len(back):
+            return back.new_zeros(indices.shape)
+        return back[row, torch.arange(self.top_k, device=row.device)].where(is_one, 0.0)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -162,17 +183,15 @@ class _Dispatch(torch.autograd.Function):
         ctx.exchange, ctx.sent = exchange, sent
         ctx.save_for_backward(indices)
         ctx.mark_non_differentiable(indices)
-        return tokens, indices, weights, sent
+        return tokens.clone() if exchange.way.reuses else tokens, indices, weights, sent
 
     @staticmethod
     def backward(ctx: Any, d_tokens: Tensor, _: Any, d_weights: Tensor, __: Any) -> tuple[Any, ...]:  # pyright: ignore
         (indices,) = ctx.saved_tensors
         itself = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
         itself = itself.where((indices >= 0).any(1), -1)[:, None].contiguous()
-        count = indices.shape[1]
-        padded = torch.nn.functional.pad(d_weights, (0, -count % 8))
-        d_x = ctx.exchange.way.give_back(d_tokens.contiguous(), itself, None, ctx.sent)
-        return d_x, ctx.exchange.way.give_back(padded, itself, None, ctx.sent)[:, :count], None, None
+        values = d_weights.masked_fill(indices < 0, 0.0).contiguous()
+        return *ctx.exchange.way.give_back(d_tokens.contiguous(), itself, None, ctx.sent, values), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -182,7 +201,7 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.exchange, ctx.sent = exchange, sent
         ctx.save_for_backward(rows, row_of_choice, weights)
-        return exchange.way.give_back(rows.contiguous(), row_of_choice, weights, sent)
+        return exchange.way.give_back(rows.contiguous(), row_of_choice, weights, sent)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore
@@ -193,45 +212,110 @@ class _Combine(torch.autograd.Function):
 
 @dataclass
 class Sent:
-    """Which tokens went where, for ``all_to_all_single``: tokens by rank, and how many rows go out and come in.
+    """Which tokens went where.
 
-    ``row_of_rank`` int32 (T, ranks): the place of a token among those that went to a rank, -1 for none.
+    ``indices`` (T, K): their experts. ``row_of_rank`` int32 (T, ranks): where what a rank gives back of a token is
+    found, -1 for none. ``max_rows``: choices of experts here, at most. With ``all_to_all_single`` also the tokens by
+    rank, and how many go out and come in.
     """
 
-    token: Tensor
+    indices: Tensor
     row_of_rank: Tensor
-    out: list[int]
-    come: list[int]
+    max_rows: int
+    token: Tensor | None = None
+    out: list[int] = field(default_factory=list)
+    come: list[int] = field(default_factory=list)
+
+
+_TOLD: dict[Any, int] = {}
+"""How many times each group has agreed."""
+
+
+def agree(group: Any, words: str, number: int, time_limit: float, where: str) -> list[int]:
+    """The ranks' numbers, once all have come with the same words.
+
+    Raises:
+        ValueError: the ranks' words differ.
+        RuntimeError: a rank did not come within ``time_limit`` seconds.
+    """
+    rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
+    turn = _TOLD[group, rank] = _TOLD.get((group, rank), 0) + 1
+    keys = [f"cudnn/{turn}/{each}" for each in range(ranks)]
+    store.set(keys[rank], f"{number} {words}")
+    try:
+        store.wait(keys, timedelta(seconds=time_limit))
+    except RuntimeError as error:
+        raise RuntimeError(_nobody(where, time_limit)) from error
+    numbers, theirs = zip(*(store.get(key).decode().split(" ", 1) for key in keys), strict=True)
+    others = [each for each in range(ranks) if theirs[each] != words]
+    if others:
+        got = f"another one on the ranks {', '.join(map(str, others))} than here: {words}"
+        raise ValueError(refusal(where, "layer", got, "the same sizes, type and activation on all ranks"))
+    return [int(each) for each in numbers]
+
+
+def store_of(group: Any) -> Any:
+    """The store by which the processes of a group found each other."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _nobody(where: str, limit: float) -> str:
+    return refusal(where, "group", f"no answer of all ranks within {limit:g} s", "every rank calls the layer")
 
 
 class AllToAll:
     """By ``all_to_all_single``, between any devices."""
+
+    reuses = False  # memory of tokens
 
     def __init__(self, exchange: Exchange) -> None:
         self.e = exchange
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
         """The fields of :class:`Received`."""
-        is_sent = self.e.is_sent(indices)
+        e = self.e
+        is_sent = e.is_sent(indices)
         rank, token = is_sent.T.nonzero(as_tuple=True)
         row_of_rank = torch.full(is_sent.shape, -1, dtype=torch.int32, device=x.device)
         row_of_rank[token, rank] = torch.arange(len(token), dtype=torch.int32, device=x.device)
-        out = is_sent.sum(0)
+        owners = torch.arange(e.ranks, device=x.device) * e.local_experts
+        mine = (indices[..., None] >= owners) & (indices[..., None] < owners + e.local_experts)
+        out = torch.stack([is_sent.sum(0), mine.sum((0, 1))], 1)  # tokens and choices
         come = torch.empty_like(out)
-        dist.all_to_all_single(come, out, group=self.e.group)
-        sent = Sent(token, row_of_rank, out.tolist(), come.tolist())
+        self._wait(dist.all_to_all_single(come, out, group=e.group, async_op=True))
+        (out, _), (come, choices) = out.T.tolist(), come.T.tolist()
+        sent = Sent(indices, row_of_rank, sum(choices), token, out, come)
         both = self.scatter(torch.cat([indices, weights.view(torch.int32)], 1), sent)
         local, chosen = both.chunk(2, 1)
-        return self.scatter(x, sent), self.e.to_local(local), chosen.contiguous().view(torch.float32), sent
+        local = local - e.rank * e.local_experts
+        local = local.where((local >= 0) & (local < e.local_experts), -1)
+        return self.scatter(x, sent), local, chosen.contiguous().view(torch.float32), sent
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done: NCCL's own limit is that of the group, ten minutes."""
+        end = time.monotonic() + self.e.time_limit
+        try:
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError("too late")
+                time.sleep(20e-6)
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(_nobody(_WHERE, self.e.time_limit)) from error
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
         """The values of tokens, where they went."""
         return self._exchange(values[sent.token], sent.come, sent.out)
 
-    def give_back(self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent) -> Tensor:
-        """Sums of rows, where the tokens came from, added up."""
+    def give_back(
+        self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K)."""
         back = self._exchange(combine(rows, row_of_choice, weights), sent.out, sent.come)
-        return combine(back, sent.row_of_rank)
+        sums = combine(back, sent.row_of_rank)
+        if values is None:
+            return sums, None
+        return sums, self.e.values_of(self._exchange(values, sent.out, sent.come), sent)
 
     def _exchange(self, values: Tensor, come: list[int], out: list[int]) -> Tensor:
         found = values.new_empty(sum(come), values.shape[1])
@@ -241,7 +325,7 @@ class AllToAll:
 
 
 class Shared:
-    """Memory that all ranks of a group see: this rank's part, all parts, and their addresses.
+    """Memory that all ranks of a group see: this rank's part, and the addresses of all.
 
     ``is_read``: since the ranks met, some may be reading it, so they must meet before it is written again.
     """
@@ -249,88 +333,98 @@ class Shared:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.mine = symmetric.empty(*shape, dtype=dtype, device=exchange.device)
+        self.mine = symmetric.empty(*shape, dtype=dtype, device=exchange.device).zero_()
         self._handle = symmetric.rendezvous(self.mine, exchange.group)
-        self.parts = [self._handle.get_buffer(rank, shape, dtype) for rank in range(exchange.ranks)]
-        addresses = [part.data_ptr() for part in self.parts]
+        addresses = [self.part(rank).data_ptr() for rank in range(exchange.ranks)]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=exchange.device)
         self.is_read = False
+        self._milliseconds = max(1, int(1000 * exchange.time_limit))
 
     def meet(self) -> None:
         """All ranks wait for each other, on their streams."""
-        self._handle.barrier()
+        self._handle.barrier(0, self._milliseconds)
 
-
-@dataclass
-class SentInHost:
-    """Which tokens went where, in a host.
-
-    ``indices``: those that this rank received. ``row_of_rank`` int32 (T, ranks): the sums for a token, -1 for none.
-    """
-
-    indices: Tensor
-    row_of_rank: Tensor
+    def part(self, rank: int) -> Tensor:
+        """The memory of a rank."""
+        return self._handle.get_buffer(rank, tuple(self.mine.shape), self.mine.dtype)
 
 
 class InHost:
     """By kernels on symmetric memory, between GPUs of a host."""
 
+    reuses = True
+
     def __init__(self, exchange: Exchange) -> None:
         e = self.e = exchange
-        self.choices = Shared((e.max_tokens, 2 * e.top_k), torch.int32, e)
-        self.tokens = Shared((e.max_tokens, e.hidden), e.dtype, e)
-        self.sums = Shared((e.ranks, e.max_tokens, e.hidden), e.dtype, e)
-        self.weights = Shared((e.ranks, e.max_tokens, -(-e.top_k // 8) * 8), torch.float32, e)  # their gradients
+        self.choices = Shared((2, e.ranks * e.max_tokens, e.top_k), torch.int32, e)  # and their weights' bits
+        self.tokens = Shared((e.ranks * e.max_tokens, e.hidden), e.dtype, e)
+        self.sums = Shared((e.ranks * e.max_tokens, e.hidden), e.dtype, e)
+        self.values = Shared((e.ranks * e.max_tokens, e.top_k), torch.float32, e)
+        self.meet()  # zeros are there before others write
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
-        """The fields of :class:`Received`."""
+        """The fields of :class:`Received`; the tokens are in memory that the next call writes to."""
         e, count = self.e, len(x)
+        if count > e.max_tokens:
+            cure = "make the Exchange, which a layer takes as its group, with a larger max_tokens"
+            raise ValueError(refusal(_WHERE, "tokens of x", count, f"max_tokens={e.max_tokens}", cure))
         self._free(self.choices, self.tokens)
-        self.choices.mine[:count] = torch.cat([indices, weights.view(torch.int32)], 1)
-        self.choices.mine[count:, : e.top_k] = -1
-        self.tokens.mine[:count] = x
-        self._meet(self.choices, self.tokens)
-        local, chosen = torch.cat(self.choices.parts).chunk(2, 1)
-        local, chosen = e.to_local(local).contiguous(), chosen.contiguous().view(torch.float32)
-        place = torch.arange(e.ranks, device=x.device) * e.max_tokens + torch.arange(count, device=x.device)[:, None]
-        sent = SentInHost(local, place.where(e.is_sent(indices), -1).int())
-        return self._received(sent), local, chosen, sent
+        row_of_rank = indices.new_empty(max(1, count), e.ranks)
+        x, sent = x.contiguous(), Sent(indices.contiguous(), row_of_rank[:count], e.max_rows)
+        choices, bits = sent.indices, weights.contiguous().view(torch.int32)
+        if not count:  # the others hear that nothing comes
+            x, choices, bits = x.new_empty(1, e.hidden), indices.new_full((1, e.top_k), -1), bits.new_zeros(1, e.top_k)
+        announced = (bits, self.choices.addresses, row_of_rank)
+        self._send(x, choices, *announced)
+        self.meet(self.choices, self.tokens)
+        local, chosen = self.choices.mine.clone()
+        return self.tokens.mine, local, chosen.view(torch.float32), sent
 
-    def scatter(self, values: Tensor, sent: SentInHost) -> Tensor:
-        """The values of tokens, where they went."""
-        self._free(self.tokens)
-        self.tokens.mine[: len(values)] = values
-        self._meet(self.tokens)
-        return self._received(sent)
-
-    def give_back(self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: SentInHost) -> Tensor:
-        """Sums of rows, where the tokens came from, added up."""
-        e, shared = self.e, self.sums if rows.shape[1] == self.e.hidden and rows.dtype == self.e.dtype else self.weights
-        self._free(shared)
-        columns, is_weighted = rows.shape[1], weights is not None
-        configuration = CombineConfiguration(
-            name_of(rows.dtype), columns, row_of_choice.shape[1], is_weighted, sent=True
-        )
-        given = (rows, row_of_choice, *((weights,) if is_weighted else ()))
-        if len(rows):
-            run(_SEND, configuration, *given, shared.addresses, e.rank, e.max_tokens)
-        self._meet(shared)
-        return combine(shared.mine.view(-1, columns), sent.row_of_rank)
-
-    def _received(self, sent: SentInHost) -> Tensor:
+    def _send(self, x: Tensor, indices: Tensor, *announced: Tensor) -> None:
         e = self.e
-        tokens = torch.empty(e.ranks * e.max_tokens, e.hidden, dtype=e.dtype, device=e.device)
-        configuration = ReceiveConfiguration(name_of(e.dtype), e.hidden, e.top_k)
-        run(_RECEIVE, configuration, self.tokens.addresses, sent.indices, tokens, e.max_tokens)
-        return tokens
+        configuration = DispatchConfiguration(
+            name_of(e.dtype), e.hidden, e.top_k, e.ranks, e.local_experts, bool(announced)
+        )
+        run(_DISPATCH, configuration, x, indices, self.tokens.addresses, *announced, e.rank, e.max_tokens)
+
+    def scatter(self, values: Tensor, sent: Sent) -> Tensor:
+        """The values of tokens, where they went: in memory that the next call writes to."""
+        self._free(self.tokens)
+        if len(values):
+            self._send(values, sent.indices)
+        self.meet(self.tokens)
+        return self.tokens.mine
+
+    def give_back(
+        self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K)."""
+        e = self.e
+        self._free(self.sums, self.values)
+        configuration = GiveBackConfiguration(
+            name_of(e.dtype), e.hidden, row_of_choice.shape[1], weights is not None,
+            ranks=e.ranks, values=0 if values is None else e.top_k,
+        )  # fmt: skip
+        count = len(sent.row_of_rank)
+        sums = (rows.new_empty if len(rows) else rows.new_zeros)(max(1, count), e.hidden)
+        given = (rows, row_of_choice, *(() if weights is None else (weights,)), self.sums.addresses, sums)
+        if values is not None:
+            given = (*given, values.view(torch.int32), self.values.addresses)
+        if len(rows):
+            run(_GIVE_BACK, configuration, *given, e.rank, e.max_tokens)
+        self.meet(self.sums, self.values)
+        if count:
+            added = AddConfiguration(name_of(e.dtype), e.hidden, e.ranks, weighted=False)
+            run(_ADD, added, self.sums.mine, sent.row_of_rank, sums, e.rank)
+        return sums[:count], None if values is None else e.values_of(self.values.mine, sent)
 
     def _free(self, *written: Shared) -> None:
         """Waits until nobody reads these any more."""
         if any(each.is_read for each in written):
-            self._meet()
+            self.meet()
 
-    def _meet(self, *read: Shared) -> None:
+    def meet(self, *read: Shared) -> None:
         """All ranks wait for each other; afterwards these are read."""
         self.tokens.meet()
-        for each in (self.choices, self.tokens, self.sums, self.weights):
+        for each in (self.choices, self.tokens, self.sums, self.values):
             each.is_read = each in read

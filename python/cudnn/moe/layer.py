@@ -6,7 +6,7 @@ is taken where the activation's is, from the intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.lazy import torch
@@ -15,6 +15,9 @@ from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, operand, p
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Total = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
+"""The sums of tokens' rows, as :func:`combine` makes them."""
 
 
 class Needs(NamedTuple):
@@ -39,8 +42,13 @@ class Gradients(NamedTuple):
     down_bias: Tensor | None
 
 
-def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements."""
+def forward(
+    x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, total: Total = combine
+) -> tuple[Tensor, Tensor]:
+    """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements.
+
+    ``total`` makes the result of the experts' rows, the rows of choices, and the weights.
+    """
     (experts, wide, _), (_, columns, inner) = shape_of(e.up), shape_of(e.down)
     gated = e.activation in GATED
     hidden = x.new_empty(rows.count, wide) if keeps or not gated else None
@@ -56,16 +64,16 @@ def forward(x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool) -> 
     else:
         execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
     execute("grouped_gemm", {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}, **down[1])
-    return combine(made, rows.of_choice, weights), hidden if keeps and hidden is not None else x.new_empty(0)
+    return total(made, rows.of_choice, weights), hidden if keeps and hidden is not None else x.new_empty(0)
 
 
 def backward(
     gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows, e: Experts,
-    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]],
+    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], total: Total = combine,
 ) -> Gradients:  # fmt: skip
     """The gradients that are ``needed``, in the order of :class:`Needs`.
 
-    ``sums``: what those of up and down are added to instead, float32; empty: nothing.
+    ``sums``: what those of up and down are added to instead, float32; empty: nothing. ``total``: of the rows of x's.
     """
     experts, _, inner = shape_of(e.down)
     needs = Needs(*needed)
@@ -91,7 +99,7 @@ def backward(
     if needs.x:
         made = x.new_empty(rows.count, x.shape[1])
         execute("grouped_gemm", {**given, **up[0], "a": by_hidden, "d": made}, **up[1])
-        by_x = combine(made, rows.of_choice, None)
+        by_x = total(made, rows.of_choice, None)
         del made
     if needs.up:
         of_x, index = rows.read(x)

@@ -1,117 +1,169 @@
-"""Expert parallelism: tokens travel to the ranks that have their experts, once to each, and results back."""
+"""A layer whose experts are on several ranks: tokens travel to the ranks of their experts, once to each, and back."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.function import once_differentiable
 
 from cudnn.errors import refusal
-from cudnn.moe.combining import combine
-from cudnn.moe.routing import Routing, sort
+from cudnn.moe import layer
+from cudnn.moe.exchange import Exchange, Sent, agree
+from cudnn.moe.experts import Experts, Rows, is_list, shape_of
+from cudnn.moe.routing import sort
 
 _WHERE = "moe_mlp"
 
+Sizes = tuple[int, int, int, torch.dtype]
+"""Experts of all ranks, those of a token, hidden size and type."""
 
-@dataclass(frozen=True)
-class Ranks:
-    """A group, and how many experts each of its ranks has; ``limit``: seconds to wait for the others."""
+_LAYERS: dict[Any, set[Any]] = {}
+"""Layers that all ranks have called, by process group."""
 
-    group: Any
-    local: int
-    limit: float
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def experts(self) -> int:
-        """Those of all ranks."""
-        return self.size * self.local
+_EXCHANGES: dict[Any, Exchange] = {}
+"""Those that were made for layers, which share them, by group, sizes and device."""
 
 
-def on_ranks(x: Tensor, routing: Routing, ranks: Ranks, layer: str, run: Callable[[Tensor, Routing], Tensor]) -> Tensor:
-    """The sum over the ranks of what their experts, ``run``, make of the tokens (T, H).
+def ranks_of(group: Any) -> int:
+    """How many ranks share the experts of a layer whose ``group`` this is: a process group or an exchange."""
+    return group.ranks if isinstance(group, Exchange) else dist.get_world_size(group)
 
-    ``layer`` says what has to be the same on all ranks.
+
+def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> None:
+    """Waits until all ranks have come with the same words, and sees to it that an exchange has room for their tokens.
 
     Raises:
-        ValueError: the ranks' layers differ.
+        ValueError: the ranks' layers differ, or an exchange that was given is of other sizes.
         RuntimeError: a rank did not come within the limit.
     """
-    of_choice = routing.indices.div(ranks.local, rounding_mode="floor")
-    again = (of_choice[:, :, None] == of_choice[:, None, :]).tril(-1).any(2)  # a token travels once to a rank
-    offsets, token, copy_of_choice = sort(of_choice.masked_fill(again, -1).int(), ranks.size)
-    ends, choices = torch.stack([offsets, routing.offsets[ranks.local - 1 :: ranks.local]]).tolist()
-    token = token[: ends[-1]]
-    sent, rows_sent = ([b - a for a, b in zip([0, *each], each, strict=False)] for each in (ends, choices))
-    received, rows = _sizes(sent, rows_sent, ranks, layer, x.device)
-    there, back = (sent, received, ranks.group), (received, sent, ranks.group)
-
-    first = torch.tensor(sent, device=x.device)
-    first = torch.arange(ranks.size, device=x.device).repeat_interleave(first, output_size=len(token)) * ranks.local
-    indices = routing.indices[token] - first[:, None]
-    indices = indices.where((indices >= 0) & (indices < ranks.local), -1).int()
-    indices = _AllToAll.apply(indices, *there)
-    weights = _AllToAll.apply(routing.weights[token], *there)
-    tokens = _AllToAll.apply(_Copies.apply(x, token, copy_of_choice), *there)
-    ends_here, token_of_row, row_of_choice = sort(indices, ranks.local)
-    y = run(tokens, Routing(indices, weights, ends_here, token_of_row[: sum(rows)], row_of_choice))
-    return combine(_AllToAll.apply(y, *back), copy_of_choice)
+    if isinstance(group, Exchange):
+        its = (group.experts, group.top_k, group.hidden, group.dtype)
+        if its != sizes:
+            allowed = f"one of {sizes}, as the layer has: experts, top_k, hidden size, type"
+            raise ValueError(refusal(where, "group, an Exchange", its, allowed))
+        agree(group.group, words, 0, group.time_limit, where)
+        return
+    most = max(1, *agree(group, words, len(x), time_limit, where))
+    key = (group, sizes, x.device)
+    found = _EXCHANGES.get(key)
+    if found is None or (found.max_tokens < most and found.way.reuses):
+        given: dict[str, Any] = {"max_tokens": most, "dtype": sizes[3], "device": x.device, "time_limit": time_limit}
+        _EXCHANGES[key] = Exchange(group, *sizes[:3], **given)
 
 
-def _sizes(
-    sent: Sequence[int], rows: Sequence[int], ranks: Ranks, layer: str, device: Any
-) -> tuple[list[int], list[int]]:
-    """How many tokens, and rows of experts, come from each rank."""
-    mark = zlib.crc32(layer.encode())
-    mine = torch.tensor([[tokens, count, mark] for tokens, count in zip(sent, rows, strict=True)], device=device)
-    theirs = torch.empty_like(mine)
-    try:
-        work: Any = dist.all_to_all_single(theirs, mine, group=ranks.group, async_op=True)
-        work.wait(timedelta(seconds=ranks.limit))
-    except RuntimeError as error:
-        got = f"no answer of all ranks within {ranks.limit:g} s"
-        raise RuntimeError(refusal(_WHERE, "group", got, "every rank calls the layer")) from error
-    tokens, counts, marks = theirs.T.tolist()
-    others = [rank for rank, other in enumerate(marks) if other != mark]
-    if others:
-        got = f"another one on the ranks {', '.join(map(str, others))} than here: {layer}"
-        raise ValueError(refusal(_WHERE, "layer", got, "the same sizes, type and activation on all ranks"))
-    return tokens, counts
+def exchange_of(group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> Exchange:
+    """The exchange of a layer over a group, on which its ranks agree at the first call: see :func:`agreed`."""
+    known = group.layers if isinstance(group, Exchange) else _LAYERS.setdefault(group, set())
+    if (words, x.device) not in known:
+        agreed(_WHERE, group, words, sizes, x, time_limit)
+        known.add((words, x.device))
+    return group if isinstance(group, Exchange) else _EXCHANGES[group, sizes, x.device]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks, and their gradients back."""
+@dataclass(frozen=True)
+class Kind:
+    """What of a rank's experts is no tensor with a gradient."""
+
+    lists: int  # tensors of up, and of down
+    sums: tuple[list[Tensor], list[Tensor]]
+    activation: str
+    numbers: list[float]
+    glu_layout: str
+    keeps: bool  # what the backward pass needs
+
+    def experts(self, up_bias: Tensor | None, down_bias: Tensor | None, matrices: Any) -> Experts:
+        """Those of this rank."""
+        up, down = list(matrices[: self.lists]), list(matrices[self.lists :])
+        return Experts(up, down, up_bias, down_bias, self.activation, self.numbers, self.glu_layout)
+
+
+def on_ranks(
+    x: Tensor, indices: Tensor, weights: Tensor, e: Experts, sums: tuple[list[Tensor], list[Tensor]], exchange: Exchange
+) -> Tensor:
+    """The sum over the ranks of what their experts, of which ``e`` are this rank's, make of the tokens (T, H)."""
+    tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
+    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    kind = Kind(len(e.up), sums, e.activation, list(e.numbers), e.glu_layout, keeps)
+    return _OverRanks.apply(x, weights, indices, exchange, kind, e.up_bias, e.down_bias, *e.up, *e.down)
+
+
+def unsummed(rows: Tensor, *_: Any) -> Tensor:
+    """The exchange adds the rows of a token up."""
+    return rows
+
+
+class _OverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, indices: Tensor, exchange: Exchange, kind: Kind,
+        up_bias: Tensor | None, down_bias: Tensor | None, *matrices: Tensor,
+    ) -> Tensor:  # fmt: skip
+        way, e = exchange.way, kind.experts(up_bias, down_bias, matrices)
+        tokens, local, weights, sent = way.dispatch(x.contiguous(), indices, weights)
+        rows = sorted_rows(local, exchange, sent)
+        made, hidden = x.new_empty(0, x.shape[1]), x.new_empty(0)
+        if rows.count:
+            made, hidden = layer.forward(tokens, weights, rows, e, kind.keeps, unsummed)
+        if kind.keeps:
+            tokens = tokens.clone() if way.reuses else tokens
+            ctx.save_for_backward(
+                tokens, hidden, local, weights, rows.offsets, rows.token, rows.of_choice, up_bias, down_bias, *matrices
+            )
+            ctx.exchange, ctx.kind, ctx.sent = exchange, kind, sent
+        return way.give_back(made, rows.of_choice, weights, sent)[0]
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.way = received, sent, group
-        made, x = x.new_empty(sum(received), *x.shape[1:]), x.contiguous()
-        dist.all_to_all_single(made.view(torch.uint8), x.view(torch.uint8), received, sent, group=group)
-        return made
-
-    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _AllToAll.apply(gradients[0], *ctx.way), None, None, None
+        tokens, hidden, local, weights, offsets, token, of_choice, up_bias, down_bias, *matrices = ctx.saved_tensors
+        way, kind, sent = ctx.exchange.way, ctx.kind, ctx.sent
+        e, rows = kind.experts(up_bias, down_bias, matrices), Rows(offsets, token, of_choice)
+        gradient = way.scatter(gradients[0].contiguous(), sent)
+        if down_bias is not None:  # its gradient is a product with all rows, also those that nobody wrote
+            gradient = gradient.where((local >= 0).any(1, keepdim=True), 0.0)
+        by_matrices = ctx.needs_input_grad[7:]
+        needs_up, needs_down = any(by_matrices[: kind.lists]), any(by_matrices[kind.lists :])
+        needed = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
+        if rows.count:
+            found = layer.backward(
+                gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums, unsummed
+            )  # fmt: skip
+        else:
+            found = _none(tokens, weights, e, needed, kind.sums)
+        by_x, by_weights = way.give_back(found.x, of_choice, None, sent, found.weights)
+        by_up, by_down = (_of_each(y, w) for y, w in ((found.up, e.up), (found.down, e.down)))
+        return by_x, by_weights, None, None, None, found.up_bias, found.down_bias, *by_up, *by_down
 
 
-class _Copies(torch.autograd.Function):
-    """Rows of tokens, as many as they travel to ranks; gradients are summed as results are."""
+def sorted_rows(local: Tensor, exchange: Exchange, sent: Sent) -> Rows:
+    """The choices of experts here, sorted; no more than there is memory for."""
+    offsets, token, of_choice = sort(local.contiguous(), exchange.local_experts)
+    if sent.max_rows < token.numel() and exchange.way.reuses:
+        words = f"Exchange: max_rows={sent.max_rows} is less than the choices of experts here"
+        torch.ops.aten._assert_async.msg(offsets[-1] <= sent.max_rows, words)
+        offsets = offsets.clamp(max=sent.max_rows)  # no kernel writes elsewhere before the program ends
+        of_choice = of_choice.where(of_choice < sent.max_rows, -1)
+    return Rows(offsets, token[: sent.max_rows], of_choice)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, copy_of_choice: Tensor) -> Tensor:
-        ctx.save_for_backward(copy_of_choice)
-        return x.index_select(0, token)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return combine(gradients[0].contiguous(), *ctx.saved_tensors), None, None
+def _none(
+    tokens: Tensor, weights: Tensor, e: Experts, needed: Any, sums: tuple[list[Tensor], list[Tensor]]
+) -> layer.Gradients:
+    """Where no choice is of an expert here."""
+    up, down = shape_of(e.up), shape_of(e.down)
+    shapes = [(0, tokens.shape[1]), weights.shape, up, down, up[:2], down[:2]]
+    wanted = [*needed[:2], *(need and not s for need, s in zip(needed[2:4], sums, strict=True)), *needed[4:]]
+    types = [tokens.dtype, weights.dtype, *[tokens.dtype] * 4]
+    made = zip(shapes, wanted, types, strict=True)
+    return layer.Gradients(*(tokens.new_zeros(s, dtype=d) if want else None for s, want, d in made))
+
+
+def _of_each(gradient: Tensor | None, like: Any) -> list[Tensor | None]:
+    """The gradients of a list of weights."""
+    if gradient is None:
+        return [None] * len(like)
+    return list(gradient.unbind(0)) if is_list(like) else [gradient]

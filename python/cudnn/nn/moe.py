@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cudnn.errors import refusal
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS
+from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, route, sort
 from cudnn.ops._moe_mlp import moe_mlp
 
@@ -77,12 +78,13 @@ class MoE(torch.nn.Module):
         numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
         self._numbers = dict(zip(NUMBERS, numbers, strict=True))
         made = {"device": device, "dtype": dtype}
-        ranks = 1 if group is None else torch.distributed.get_world_size(group)
+        ranks = 1 if group is None else ranks_of(group)
         if experts % ranks or (group is not None and shared_experts):
             got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
             allowed = "as many experts on each rank, and no shared ones with a group"
             raise ValueError(refusal("MoE", "experts", got, allowed, "make the shared experts a layer of their own"))
-        self._ranks = {"group": group, "time_limit": time_limit}
+        self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
+        self._agreed = group is None
         count, wide = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
         self.router = torch.nn.Linear(hidden, experts, bias=False, **made)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **made) if shared_gate else None
@@ -130,6 +132,8 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
+        if not self._agreed:
+            self._agree(x)
         if routing is None:
             _, routing = self.route(x)
         if self.shared_experts:
@@ -140,6 +144,14 @@ class MoE(torch.nn.Module):
             x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation,
             glu_layout=self.glu_layout, main_grads=sums, **self._numbers, **self._ranks,
         )  # fmt: skip
+
+    def _agree(self, x: Tensor) -> None:
+        """At the first call all ranks say what their layer is: see the operator's errors."""
+        kind, words = x.device.type, f"{self.extra_repr()}, {self.glu_layout}, {self.up.dtype}, {self._numbers}"
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
+        sizes, tokens = (self.experts, self.top_k, x.shape[-1], dtype), x.reshape(-1, x.shape[-1])
+        agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
+        self._agreed = True
 
     def extra_repr(self) -> str:
         hidden = self.up.shape[2]

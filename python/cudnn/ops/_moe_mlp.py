@@ -1,6 +1,8 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +11,9 @@ from cudnn.errors import refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer
 from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Rows, is_list, shape_of
-from cudnn.moe.parallel import Ranks, on_ranks
+from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
 from cudnn.moe.routing import Routing, sort
-from cudnn.ops._registration import custom_op
+from cudnn.ops._registration import custom_op, in_type
 
 _WHERE = "moe_mlp"
 _TYPES = (torch.bfloat16, torch.float16)
@@ -60,11 +62,12 @@ def moe_mlp(
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
             and down to; then these get none.
-        group: A process group of ``torch.distributed``: rank r has the experts from r E on, E of each rank, and routing
-            is that of all experts. A token travels once to each rank that has experts of it, and the sum of what they
-            make of it comes back. Every rank calls, with any number of tokens. The host waits for the sizes, so there
-            is no CUDA graph of it.
-        time_limit: Seconds to wait for all ranks of the group.
+        group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
+            has the experts from r E on, E of each rank, and routing is that of all experts. A token travels once to
+            each rank that has experts of it, and the sum of what they make of it comes back. Every rank calls, with any
+            number of tokens; with GPUs of one host no more than the rank with most had at the first call of a layer of
+            these sizes, or than the exchange has memory for. Such layers share an exchange.
+        time_limit: Seconds to wait for all ranks of a process group.
 
     Returns:
         ``[..., H]``, of the type of x. Sums are in float32.
@@ -75,23 +78,35 @@ def moe_mlp(
     """
     (up, down), tokens = (_listed(w) for w in (up, down)), x.reshape(-1, x.shape[-1])
     up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
-    ranks = None if group is None else Ranks(group, shape_of(up)[0], time_limit)
+    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
+    if group is not None:
+        here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout), (up_sums, down_sums)
+        return _on_ranks(tokens, routing[0], routing[1], here, sums, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
         indices, weights = routing
         _check_choices(tokens, indices, weights)
         indices = indices.int().contiguous()
-        routing = Routing(indices, weights, *sort(indices, ranks.experts if ranks else shape_of(up)[0]))
-    numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
+        routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
+    given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout)
+    return _on_one_rank(tokens, routing, *given).view(x.shape)
 
-    def run(tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout)
-        return _on_one_rank(tokens, routing, *given)
 
-    if ranks is None:
-        return run(tokens, routing).view(x.shape)
-    sizes = f"{routing.indices.shape[1]} of {ranks.experts} experts, up {shape_of(up)}, down {shape_of(down)}"
-    layer = f"{sizes}, {x.dtype}, {activation} {numbers}"
-    return on_ranks(tokens, routing, ranks, layer, run).view(x.shape)
+def _on_ranks(
+    x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Any, group: Any, time_limit: float
+) -> torch.Tensor:
+    """The layer whose experts on this rank are ``e``."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        cast = functools.partial(in_type, dtype=torch.get_autocast_dtype(kind))
+        e = replace(e, **{name: cast(getattr(e, name)) for name in ("up", "down", "up_bias", "down_bias")})
+        with torch.autocast(kind, enabled=False):
+            return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
+    _check(x, indices, weights, e, sums)
+    experts, top_k = shape_of(e.up)[0] * ranks_of(group), indices.shape[1]
+    shapes = f"up {shape_of(e.up)}, down {shape_of(e.down)}, {x.dtype}"
+    words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers}"
+    exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
+    return on_ranks(x, indices.int(), weights, e, sums, exchange)
 
 
 def _on_one_rank(

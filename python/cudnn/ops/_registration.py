@@ -50,15 +50,15 @@ def custom_op(
 def _cast(operator: Any, device: str, places: Collection[int]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        taken = [_taken(x, dtype) if place in places else x for place, x in enumerate(arguments)]
+        taken = [in_type(x, dtype) if place in places else x for place, x in enumerate(arguments)]
         with torch.autocast(device, enabled=False):
             return operator(*taken)
 
     return call
 
 
-def _taken(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor, or each of a list, in a type."""
+def in_type(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor, or each of a list, in a type, as autocast has it."""
     if isinstance(x, (list, tuple)):
-        return [_taken(each, dtype) for each in x]
+        return [in_type(each, dtype) for each in x]
     return x.to(dtype) if x is not None and x.dtype in _CAST else x

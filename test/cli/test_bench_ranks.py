@@ -1,0 +1,75 @@
+"""``cudnn bench moe --ranks``: what can be tested without GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cudnn.bench import ranks
+from cudnn.cli import app
+from cudnn.cli.ranks import table
+
+LINE = ranks.Line(
+    "Qwen3-30B-A3B", "uniform", 8192, 2, 100.0, 1200.0, 125.0, 1500.0, 3000.0, 1200.0, 2700.0, 33e6, 366e3, 99.0, 120.0,
+    ranks.Case("Qwen3-30B-A3B", 8192, "uniform").flops,
+)  # fmt: skip
+
+
+def test_bytes_of_an_even_routing() -> None:
+    """Against tokens that choose at random."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.rand(20000, 128, generator=generator).topk(8).indices
+    for count in (2, 4, 8):
+        first = (chosen < 128 // count).any(1).sum().item() * 10
+        assert ranks.expected_bytes(20000, 8, 128, count, 10) == pytest.approx(first, rel=0.03)
+
+
+def test_the_busiest_link_decides() -> None:
+    sent = [[9e9, 366e6, 0.0], [366e6, 9e9, 366e6], [0.0, 366e6, 9e9]]  # what stays does not count
+    assert ranks.busiest(sent) == 732e6
+    assert ranks.seconds(sent) == pytest.approx(2e-3 + 16e-6)
+    assert ranks.seconds(sent, read=12e9, summed=4e9) == pytest.approx(3e-3 + 16e-6 + 1e-3)
+
+
+def test_cases() -> None:
+    assert len(ranks.cases(quick=False)) == len(set(ranks.cases(quick=False))) == 16
+    assert ranks.cases(quick=True) == ranks.cases(quick=False)[:2]
+    assert {case.routing for case in ranks.cases(quick=True)} == {"uniform", "zipf"}
+
+
+def test_table_and_csv(tmp_path: Path) -> None:
+    console = Console(width=80, record=True)
+    console.print(table([LINE, dataclasses.replace(LINE, routing="zipf")]))
+    text = console.export_text()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for words in ("8192 uniform  ", "0.90", "412 TF", "x 0.80", "x 0.90", "366 to 366 GB/s"):
+        assert words in text
+    ranks.write_csv([LINE], tmp_path / "ranks.csv")
+    names, values = (line.split(",") for line in (tmp_path / "ranks.csv").read_text().splitlines())
+    assert dict(zip(names, values, strict=True))["combine"] == "125.0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gemm_swiglu", "--ranks", "2"], "allowed: 2 to 16, with moe, --quick"),
+        (["moe", "--ranks", "1"], "allowed: 2 to 16, with moe, --quick"),
+        (["moe", "--ranks", "2", "--all"], "allowed: 2 to 16, with moe, --quick"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs")
+def test_too_few_gpus() -> None:
+    result = CliRunner().invoke(app, ["bench", "moe", "--ranks", "2"])
+    assert result.exit_code == 1
+    assert "got --ranks 2; this machine has" in result.output

@@ -1,0 +1,94 @@
+"""Ranks for tests: processes over gloo, or threads that see each other's memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cudnn.moe import exchange, sort
+
+
+def _child(rank: int, ranks: int, path: str, function: Callable[[int], None], failures: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
+        function(rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        failures.put(traceback.format_exc())
+        sys.exit(1)
+
+
+def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> None:
+    """Runs a function in as many processes, which form a group."""
+    sort(torch.zeros(1, 1, dtype=torch.int32), 1)  # what the first call of an operator imports, once for all
+    context = multiprocessing.get_context("fork")
+    failures = context.SimpleQueue()
+    given = (ranks, str(path / "store"), function, failures)
+    processes = [context.Process(target=_child, args=(rank, *given)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert failures.empty(), failures.get()
+    assert [process.exitcode for process in processes] == [0] * ranks
+
+
+class Part(SimpleNamespace):
+    """Stands for :class:`cudnn.moe.exchange.Shared`."""
+
+    __eq__ = object.__eq__
+
+
+class Threads:
+    """Threads in place of processes: a rank is its own process group."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks, self.failures = ranks, list[str]()
+        self.barrier = threading.Barrier(ranks, timeout=120)
+        self.memory: defaultdict[int, list[Any]] = defaultdict(lambda: [None] * ranks)
+        self.made = [0] * ranks
+        store = dist.HashStore()
+        group = SimpleNamespace(get_rank=lambda rank: rank, get_world_size=lambda _: ranks)
+        monkeypatch.setattr(exchange, "dist", group)
+        monkeypatch.setattr(exchange, "store_of", lambda _: store)
+        monkeypatch.setattr(exchange, "_TOLD", {})
+        monkeypatch.setattr(exchange, "Shared", self.shared)
+
+    def shared(self, shape: tuple[int, ...], dtype: torch.dtype, parallel: exchange.Exchange) -> Any:
+        """Makes a rank's next part."""
+        rank, number = parallel.rank, self.made[parallel.rank]
+        self.made[rank] += 1
+        mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
+        self.barrier.wait()
+        addresses = torch.tensor([part.data_ptr() for part in self.memory[number]])
+        return Part(mine=mine, addresses=addresses, is_read=False, meet=self.barrier.wait)
+
+    def run(self, function: Callable[[int], None]) -> None:
+        """Runs a function for each rank."""
+        threads = [threading.Thread(target=self._rank, args=(rank, function)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not self.failures, "\n".join(self.failures)
+
+    def _rank(self, rank: int, function: Callable[[int], None]) -> None:
+        try:
+            function(rank)
+        except BaseException:
+            self.failures.append(traceback.format_exc())
+            self.barrier.abort()
