@@ -291,7 +291,12 @@ def test_roofline() -> None:
     assert report.datasheet("Some other GPU", "bf16") is None
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[4:5], ROWS[:2]], ids=["all", "bytes only", "without a copy"])
+WITH_MEMORY = [dataclasses.replace(row, memory=2e9) for row in ROWS[:2]]
+
+
+@pytest.mark.parametrize(
+    "rows", [ROWS, ROWS[4:5], ROWS[:2], WITH_MEMORY], ids=["all", "bytes only", "without a copy", "memory"]
+)
 def test_plot(tmp_path: Path, rows: list[Row]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"

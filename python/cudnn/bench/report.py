@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,25 +115,40 @@ def plot(report: Report, path: Path) -> None:
     rows = [row for row in report.rows if (row.flops if computing else row.bytes) and not row.refused]
     problems = list(dict.fromkeys(row.problem for row in rows))
     names = list(dict.fromkeys((row.name, row.ours) for row in rows))
-    colors = {True: iter(_OURS * len(names)), False: iter(_THEIRS * len(names))}
-    figure, axes = pyplot.subplots(figsize=(max(8.0, 1.6 * len(problems) + 2), 5.5), layout="constrained")
-    width = 0.85 / len(names)
-    for place, (name, ours) in enumerate(names):
-        mine = [row for row in rows if row.name == name]
-        left = [problems.index(row.problem) - 0.425 + width * place for row in mine]
-        rates = [row.teraflops if computing else row.terabytes for row in mine]
-        axes.bar(left, rates, width, align="edge", label=name, color=next(colors[ours]))
+    memory = any(row.memory == row.memory for row in rows)
+    size = max(8.0, 1.6 * len(problems) + 2), 9.5 if memory else 5.5
+    figure, panels = pyplot.subplots(1 + memory, squeeze=False, figsize=size, layout="constrained")
+    axes = panels[-1, 0]
+    _draw_bars(axes, rows, problems, names, (lambda row: row.teraflops) if computing else (lambda row: row.terabytes))
+    if memory:
+        above = panels[0, 0]
+        _draw_bars(above, rows, problems, names, lambda row: row.memory * 1e-9)
+        above.set_xticks([])
+        above.set_ylabel("GB at the peak, beside weights and tokens")
+        above.spines[["top", "right"]].set_visible(False)
     if computing:
         _draw_roofs(axes, report, rows, problems)
     axes.set_xticks(range(len(problems)), [problem.replace(" ", "\n", 1) for problem in problems], fontsize=8)
     axes.set_ylabel("TFLOP/s, 2 M N K counted" if computing else "TB/s")
-    axes.set_title(f"{report.title}, {report.dtype}: {report.device}", loc="left")
+    panels[0, 0].set_title(f"{report.title}, {report.dtype}: {report.device}", loc="left")
     axes.set_axisbelow(True)
     axes.yaxis.grid(color="#e0e0e0")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _draw_bars(
+    axes: Any, rows: Sequence[Row], problems: Sequence[str], names: Sequence[tuple[str, bool]],
+    value: Callable[[Row], float],
+) -> None:  # fmt: skip
+    colors = {True: iter(_OURS * len(names)), False: iter(_THEIRS * len(names))}
+    width = 0.85 / len(names)
+    for place, (name, ours) in enumerate(names):
+        mine = [row for row in rows if row.name == name]
+        left = [problems.index(row.problem) - 0.425 + width * place for row in mine]
+        axes.bar(left, [value(row) for row in mine], width, align="edge", label=name, color=next(colors[ours]))
 
 
 def _draw_roofs(axes: Any, report: Report, rows: Sequence[Row], problems: Sequence[str]) -> None:
