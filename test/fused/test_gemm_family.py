@@ -250,10 +250,14 @@ def test_scale_factors_that_are_not_needed_stay_and_are_mentioned(name: str, cap
         assert f"{key} is not used: the result has the type bfloat16" in caplog.messages
 
 
-def test_gated_results_are_not_quantised_by_128(arch: str) -> None:
-    problem = case("gemm_swiglu", out=E4M3, vector=128, device="meta")
-    with pytest.raises(NotImplementedError, match="sfc tensor: got float32 for 128 elements; allowed: float8_e8m0fnu"):
-        supported(problem, arch)
+def test_blackwell_does_not_take_factors_of_128_in_operands_and_gated_results() -> None:
+    problem = case("gemm_swiglu", dtype=E4M3, scale=F32, out=E4M3, side=None, device="meta")
+    supported(problem, "sm_90a")
+    with pytest.raises(NotImplementedError, match="sfa and sfc tensors, on sm_100a: got float32 for both; allowed"):
+        supported(problem, "sm_100a")
+    plain = case("gemm_swiglu", dtype=E4M3, out=E4M3, vector=128, side=None, device="meta")
+    with pytest.raises(NotImplementedError, match="a tensor dtype, for sfc of float32, on sm_90a: got float8_e4m3fn"):
+        supported(plain, "sm_90a")
 
 
 KINDS = [

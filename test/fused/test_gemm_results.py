@@ -106,6 +106,8 @@ GATES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_swiglu", {"glu_layout": "concatenated", "dtype": F32, "out": E4M3, "side": F16, "n": 192}),
     ("gemm_swiglu", {"glu_order": "gate_up"}),
     ("gemm_dswiglu", {"glu_layout": "concatenated", "majors": "mnm", "side": F16, "out": F32, "l": 2}),
+    ("gemm_swiglu", {"out": E4M3, "vector": 128, "n": 576, "m": 136, "side": BF16, "amax": True}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "out": E5M2, "vector": 128, "n": 704, "side": None}),
 ]
 
 
@@ -120,6 +122,11 @@ def test_partial_tiles(where: str, name: str, given: dict[str, Any]) -> None:
         assert len(report.launches) == 1 + (prepared and given.get("dtype", BF16) not in (BF16, F16))
     elif where == "sm_100a":
         assert len(report.launches) == 1
+
+
+@pytest.mark.parametrize("where", [where for where in WHERE if getattr(where, "values", (where,))[0] != "sm_100a"])
+def test_operands_and_gated_results_by_128(where: str) -> None:
+    run(where, "gemm_swiglu", {**SMALL, "dtype": E4M3, "scale": F32, "n": 320, "k": 144, "out": E4M3, "side": None})
 
 
 SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHITECTURES]

@@ -161,6 +161,8 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Gated(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
     ((QuantizeRows("s", E4M3, "float32", 128), StoreTile("d", E4M3)), 140, 336, {"part": 128}),
     ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
+    ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
+      QuantizeRows("s", E4M3, "float32", 128), StoreTile("d", E4M3)), 140, 704, {"part": 64, "tile": (128, 256, 64)}),
     ((QuantizeRows("s", E5M2, E8M0, 32), StoreTile("d", E5M2)), 1, 48, {}),
     ((QuantizeRows("s", FP4, E8M0, 16), StoreTile("d", FP4)), 130, 160, {"pingpong": True}),
     ((QuantizeRows("s", "bfloat16", E8M0, 16), StoreTile("d", "bfloat16")), 70, 72, {"part": 32}),

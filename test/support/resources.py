@@ -28,6 +28,7 @@ from cudnn_kernels.epilogue import (
     SquaredReluBackward,
     StoreTile,
     SumRow,
+    needs_of,
 )
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
@@ -76,6 +77,9 @@ def epilogues() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "rope interleaved", (Scale(), Rotate(128, 128, interleaved=True), StoreTile("c", "bfloat16"))
     yield "rope 64", (Scale(), Rotate(128, 64, "bfloat16", end=96 * 128), StoreTile("c", "bfloat16"))
     yield "rope of Q and K", (Scale(), Rotate(128, 128, positions="p", end=96 * 128), StoreTile("c", "bfloat16"))
+    by_128 = (Gated(), QuantizeRows("sf", E4M3, "float32", 128), StoreTile("c", E4M3))
+    yield f"swiglu {E4M3} of 128", (Scale(), *by_128)
+    yield f"swiglu bfloat16 {E4M3} of 128", (Scale(), StoreTile("ab12", "bfloat16"), *by_128)
     for name, operations in (
         ("srelu", (StoreTile("c", "bfloat16"), SquaredRelu())),
         ("dsrelu", (LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"))),
@@ -109,6 +113,8 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
     """
     kinds = {**{a: (Operand(a),) * 2 for a in ("bfloat16", E4M3, "float32")}, "fp8_128": SUMS}
     for (name, epilogue), a, n in itertools.product(epilogues(), kinds, (128, 1024, 8192)):
+        if needs_of(epilogue).swept and a == E4M3:
+            continue  # refused
         yield HOPPER, f"{a}: {name}, {n} columns", GemmProblem(*kinds[a], epilogue, Dense(), n, 4096)
     rows = (SUMS[0], SUMS[0])
     yield (
@@ -118,8 +124,8 @@ def problems() -> Iterator[tuple[str, str, GemmProblem]]:
     )
     for name, epilogue in epilogues():
         for kind, tile in itertools.product(OPERANDS, itertools.product((128, 256), (64, 128, 192, 256))):
-            if OPERANDS[kind][0].scale and tile[1] % 128:
-                continue
+            if OPERANDS[kind][0].scale and (tile[1] % 128 or needs_of(epilogue).swept):
+                continue  # the latter are refused
             first = (tile[0] // 128, 1)
             for cluster in CLUSTERS:
                 if cluster[0] % first[0]:
@@ -167,7 +173,7 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
 def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) -> list[str]:
     """Which bounds a kernel's resources break."""
     bounds = {
-        "local memory": entry["stack"] == 0,
+        "local memory": entry["stack"] <= (96 if needs_of(configuration.epilogue).swept and arch == BLACKWELL else 0),
         "shared memory": entry["shared"] <= SHARED_MEMORY - BARRIERS,
         "buffers": entry["buffers"] >= 2,
         # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: as many as a thread can have

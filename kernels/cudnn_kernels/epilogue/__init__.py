@@ -36,6 +36,9 @@ from cudnn_kernels.signature import (
 BLOCK = 32
 """Columns of one role, where gates and other columns take turns."""
 
+WIDEST = 128
+"""Columns that pass through the epilogue at a time, at most, where they need not be more."""
+
 Widths = Mapping[str, Fraction]
 """Columns of each value, for each of the accumulator's. The size of 1 is called ``n``, any other one ``columns``."""
 
@@ -57,6 +60,9 @@ class Declaration:
     """Columns come in multiples of as many: in a tile, and as many as pass through the epilogue at a time."""
     registers: ClassVar[bool] = False
     """Whether it holds more values in registers than a fragment, which ping-pong on Hopper has no room for."""
+    sweeps: ClassVar[bool] = False
+    """Whether parts may be narrower than its columns: it measures these in a sweep of their own, with what is before
+    it, and then works on one part after the other."""
 
     @property
     def step(self) -> int:
@@ -131,7 +137,8 @@ class Needs:
     """What an epilogue asks of a configuration: ``columns`` of a tile and ``rows`` of an expert are multiples of so
     many, ``staged`` are the bits of each tensor that passes through shared memory, ``width`` is that of ``x`` in the
     end, ``bits`` are those that pass through shared memory for each of the accumulator's. A part's columns are such a
-    multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece``.
+    multiple too or, where there is ``apart``, two pieces of it, each a multiple of ``piece`` or, where there is
+    ``swept``, a multiple of that which divides ``columns``.
     """
 
     columns: int
@@ -142,10 +149,16 @@ class Needs:
     bits: int
     apart: int = 0
     piece: int = 1
+    swept: int = 0
 
     def takes(self, part: int) -> bool:
         """Whether so many columns can pass through the epilogue at a time."""
-        return part % self.columns == 0 or self.splits(part)
+        return part % self.columns == 0 or self.splits(part) or self.sweeps(part) > 1
+
+    def sweeps(self, part: int) -> int:
+        """How many parts of so many columns are measured together before they pass; 1: none."""
+        divides = self.swept and part % self.swept == 0 and self.columns % part == 0
+        return self.columns // part if divides else 1
 
     def splits(self, part: int) -> bool:
         """Whether so many columns can be two pieces that begin ``apart`` columns apart, and only so."""
@@ -159,6 +172,9 @@ def needs_of(epilogue: Sequence[Declaration]) -> Needs:
     columns = math.lcm(*((o.step / width).numerator for o, width in zip(epilogue, widths, strict=True)))
     apart = {o.apart for o in epilogue if o.apart}
     one = len(apart) == 1 and last == 1 and columns == 2 * min(apart)
+    swept = 0
+    if columns > WIDEST and sum(o.sweeps for o in epilogue) == 1 and not any(isinstance(o, LoadTile) for o in epilogue):
+        swept = math.lcm(*((o.step / w).numerator for o, w in zip(epilogue, widths, strict=True) if not o.sweeps))
     return Needs(
         columns,
         math.lcm(*(o.rows for o in epilogue)),
@@ -168,6 +184,7 @@ def needs_of(epilogue: Sequence[Declaration]) -> Needs:
         math.ceil(sum(o.staged * width for o, width in zip(epilogue, widths, strict=True))),
         min(apart) if one else 0,
         math.lcm(*(o.step for o in epilogue if not o.apart)),
+        swept,
     )
 
 
@@ -618,6 +635,7 @@ class QuantizeRows(Declaration):
     value: str = "x"
     by_value: bool = False
     registers: ClassVar[bool] = True
+    sweeps: ClassVar[bool] = True
 
     @property
     def step(self) -> int:

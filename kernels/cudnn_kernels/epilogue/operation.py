@@ -35,6 +35,7 @@ class Plan:
     clips_rows: bool = False  # whether tiles end where experts do, in the middle of the tensor
     offsets: str = ""  # the argument that says where groups of rows end
     apart: int = 0  # columns from the beginning of a part's first piece to that of its second; 0: it is one piece
+    sweeps: int = 1  # parts that are measured together before they are worked on
 
     @property
     def parts(self) -> int:
@@ -79,6 +80,7 @@ class Operation:
 
     reduces = False  # so values outside of the product must be 0
     streams = False  # whether it works value by value: may be applied by ``start``, ``step`` and ``finish``
+    observes = False  # whether it leaves alone the values that others work on
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         self.o, self.plan, self.width = declaration, plan, width
@@ -106,6 +108,10 @@ class Operation:
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         """One part of the tile."""
+
+    def measure(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        """One part in a sweep before, for what does not just observe."""
+        self.apply(tile, part, values)
 
     def start(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         """Before all steps of a part."""
@@ -160,11 +166,13 @@ class Epilogue:
             raise ValueError(f"part: got {plan.width} columns; allowed: {allowed}")
         if needs.splits(plan.width):
             plan = replace(plan, apart=needs.apart)
-        self.plan = plan
+        self.plan = plan = replace(plan, sweeps=needs.sweeps(plan.width))
         for declaration, width in zip(declarations, widths_of(declarations)[0], strict=True):
             self.operations.append(OPERATIONS[type(declaration)](declaration, plan, int(plan.width * width)))
         self.reduces = any(operation.reduces for operation in self.operations)
         self.widens = needs.width > 1
+        last = max((i for i, o in enumerate(declarations) if o.sweeps), default=-1)
+        self.measured = [operation for operation in self.operations[: last + 1] if not operation.observes]
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         """On the host: each operation's parameters."""
@@ -203,6 +211,21 @@ class Epilogue:
             rows = tile.end - tile.row
             columns = tile.n - tile.column * self.plan.tile_columns - first
             clear_outside(fragment, rows, columns, self.plan.rows, tile.thread)
+
+    def steps(self) -> list[tuple[int, Callable[[Tile, int, Fragment], None]]]:
+        """The parts of a tile in order, and what to do with each: some come twice."""
+        found, sweeps = [], self.plan.sweeps
+        for first in range(0, self.plan.parts, sweeps):
+            together = range(first, first + sweeps)
+            found += [(part, self.measure) for part in together if sweeps > 1]
+            found += [(part, self.run) for part in together]
+        return found
+
+    def measure(self, tile: Tile, part: int, fragment: Fragment) -> None:
+        """Applies what must see several parts before it works on one, and what is before that."""
+        values = {"x": fragment}
+        for operation in self.measured:
+            operation.measure(tile, part, values)
 
     def run(self, tile: Tile, part: int, fragment: Fragment) -> None:
         """Applies all operations to a part of a tile."""

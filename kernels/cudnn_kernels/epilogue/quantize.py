@@ -52,18 +52,37 @@ class _Quantizer(Operation):
 class QuantizeRows(_Quantizer):
     """Threads that share a row reduce its vectors together, so that each ends up with some of them."""
 
+    def vectors(self, x: Fragment) -> list[Sequence[int]]:
+        """The indices of a thread's values of each vector, or of a part's share of it."""
+        count = min(self.o.vector, self.width) // x.rows.neighbours
+        orders = (x.rows.order(self.width, slot) for slot in range(x.rows.slots))
+        return [order[first : first + count] for order in orders for first in range(0, len(order), count)]
+
+    def magnitudes(self, x: Fragment) -> list[Float32]:
+        """The largest of each."""
+        return [magnitude(x.values[i] for i in vector) for vector in self.vectors(x)]
+
+    def measure(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        found = self.magnitudes(values[self.o.value])
+        first = part % self.plan.sweeps == 0
+        self.largest = found if first else [maximum(a, b) for a, b in zip(self.largest, found, strict=True)]
+
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, layout = values[self.o.value], self.plan.layout
-        count = self.o.vector // layout.neighbours  # values of a vector that a thread holds
-        vectors = [
-            order[first : first + count]
-            for order in (x.rows.order(self.width, slot) for slot in range(layout.slots))
-            for first in range(0, len(order), count)
-        ]
-        largest = [magnitude(x.values[i] for i in vector) for vector in vectors]
+        x = values[self.o.value]
+        if self.plan.sweeps == 1:
+            self.factors = self.settle(tile, part, self.magnitudes(x))
+        elif part % self.plan.sweeps == 0:
+            self.factors = self.settle(tile, part, self.largest)
+        for vector, factor in zip(self.vectors(x), self.factors, strict=True):
+            for i in vector:
+                x.values[i] = x.values[i] * factor
+
+    def settle(self, tile: Tile, part: int, largest: list[Float32]) -> list[Float32]:
+        """Writes the factors of a thread's vectors, which begin in the part; gives what to multiply their values by."""
+        layout = self.plan.layout
         mine, first = reduce_scatter(largest, maximum, 1, layout.neighbours)
         factors = []
-        blocks = self.width // self.o.vector
+        blocks = max(1, self.width // self.o.vector)
         for i, value in enumerate(mine):
             code, factor = self.factor(value)
             factors.append(factor)
@@ -71,13 +90,13 @@ class QuantizeRows(_Quantizer):
             group = self.column(tile, part, block * self.o.vector) // self.o.vector
             row = self.row(tile, slot)
             self.write(row, group, tile.batch, code, row < tile.end if self.plan.clips_rows else True)
-        for vector, factor in zip(vectors, gather(factors, len(vectors), 1, layout.neighbours), strict=True):
-            for i in vector:
-                x.values[i] = x.values[i] * factor
+        return gather(factors, len(largest), 1, layout.neighbours)
 
 
 class QuantizeColumns(_Quantizer):
     """Warps reduce their rows, shared memory takes the maxima; a thread for each column turns them into factors."""
+
+    observes = True
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)

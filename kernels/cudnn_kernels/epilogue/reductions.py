@@ -31,7 +31,7 @@ from cudnn_kernels.schedule.tiles import expert_range
 class Amax(Operation):
     """A maximum in registers over the tile, then one atomic for each warp: on bits, which order as the values do."""
 
-    reduces = streams = True
+    reduces = streams = observes = True
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x, role = values[self.o.value], self.role_of(values[self.o.value])
@@ -65,7 +65,7 @@ class Amax(Operation):
 class SumRow(Operation):
     """A sum in registers over the tile's columns, one atomic addition for each row."""
 
-    reduces = streams = True
+    reduces = streams = observes = True
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]

@@ -120,6 +120,8 @@ class _StagedTile(Operation):
 class StoreTile(_StagedTile):
     """From registers to a buffer, from there by the copy engine, which can add to what is there."""
 
+    observes = True
+
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
         if plan.clips_rows and declaration.pointers:

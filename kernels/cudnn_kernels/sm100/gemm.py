@@ -459,7 +459,9 @@ class Gemm:
                 cute.arch.fence_view_async_tmem_store()
             else:
                 full = accumulators.wait_and_advance()
-            for part in cutlass.range_constexpr(plan.parts):
+            steps = self.epilogue.steps()
+            for step in cutlass.range_constexpr(len(steps)):
+                part, act = steps[step]
                 values = plan.fragment(Float32, plan.width)
                 if const_expr(self.sides):
                     self.take(copy, source, self.places(part), self.accumulators, values)
@@ -469,11 +471,11 @@ class Gemm:
                         self.take(copy, source, self.places(part), full.index, values)
                 else:
                     self.take(copy, source, self.places(part), full.index, values)
-                if const_expr(part == plan.parts - 1 and not self.sides):
+                if const_expr(step == len(steps) - 1 and not self.sides):
                     full.release()
                 fragment = Fragment(values, plan.width, plan.layout)
                 self.epilogue.clear(tile, plan.piece(part) * width, fragment)
-                self.epilogue.run(tile, part, fragment)
+                act(tile, part, fragment)
             self.epilogue.end(tile)
             count += 1
             cursor = self.feed.next(cursor)

@@ -29,7 +29,7 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     step = ATOM if scaled else math.lcm(PART, needs.columns)
     narrow = needs.staged == (32, 32) or needs.bits > 96 or (scaled and problem.schedule.splits_k)
     narrow |= of_sums or not needs.takes(2 * PART)
-    n = min(-(-n // step) * step, 128 if narrow else 256)
+    n = min(-(-n // step) * step, max(128, needs.swept and needs.columns) if narrow else 256)
     n = max(n, 128) if problem.b.index else n  # of which each CTA of a pair gathers whole lines of 128 bytes
     n = 256 if problem.halves and n == 192 else n  # the CTAs that share B fetch equal shares of its halves
     # Of more than 64 values, before or after the epilogue widens them, a thread's registers hardly hold a row.

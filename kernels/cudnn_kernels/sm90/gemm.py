@@ -522,7 +522,7 @@ class Gemm:
         half = plan.width // 2  # values of a part, for each 64 rows
         share = half // plan.pieces
         self.epilogue.clear(tile, 0, Fragment(acc, self.tile_n, plan.layout))
-        for part in range(plan.parts):
+        for part, act in self.epilogue.steps():
             values = self.fragment(Float32, plan.width)
             for atom in range(self.group_rows // 64):
                 for which in range(plan.pieces):
@@ -530,5 +530,5 @@ class Gemm:
                     for i in range(share):
                         values[i + which * share + atom * half] = acc[i + first]
             fragment = Fragment(values, plan.width, plan.layout)
-            self.epilogue.run(tile, part, fragment)
+            act(tile, part, fragment)
         self.epilogue.end(tile)

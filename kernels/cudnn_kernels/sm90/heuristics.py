@@ -110,7 +110,8 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. For experts, the CTAs of a cluster
     share A then: with 256 rows in a cluster, a warpgroup may have none, which took 1.6 to 1.9 times as long. The CTAs
-    of a cluster fetch equal shares of B's halves, which tiles of 192 columns have not.
+    of a cluster fetch equal shares of B's halves, which tiles of 192 columns have not. A quantiser of 128 columns
+    behind a gate takes 256.
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
@@ -118,7 +119,9 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     wide = 192 if (bits == 8) != bool(scale) else 256
     gathered, one = bool(problem.a.index or problem.b.index), len(needs.staged) == 1
     grouped = bits == 16 and problem.schedule.searches
-    if needs.width > 1:
+    if needs.swept:
+        choice = {"tile": (128, needs.columns), "part": int(64 / needs.width)}
+    elif needs.width > 1:
         most = ALONE_EXPERTS if grouped and not gathered else ALONE
         alone = bits == 16 and needs.bits <= most and not needs.registers and not scale
         choice |= {"part": 32, "pingpong": alone}

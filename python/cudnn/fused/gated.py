@@ -9,7 +9,7 @@ from typing import Any
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, name_of
+from cudnn.gemm.formats import FLOAT4, FLOAT8, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -130,6 +130,22 @@ class GatedGemm(GluLayout):
         if self.major("b") != "k":
             raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", cure)
 
+    def check_sum_factors(self, scales: str) -> None:
+        """Any are there: a block's pairs pass through the epilogue one part after the other."""
+
+    def _check_architecture(self, arch: str) -> None:
+        super()._check_architecture(arch)
+        if not self.given("sfc") or self.kind("sfc") != SUM_SCALES:
+            return
+        of_sums = self.kind("sfa") == SUM_SCALES
+        sums = f"a block of c takes {2 * SUM_VECTOR} of a row, too many registers"
+        if arch == "sm_100a" and of_sums:
+            allowed = f"{SUM_SCALES} for the operands or for c: {sums}"
+            raise self.unsupported("sfa and sfc tensors, on sm_100a", f"{SUM_SCALES} for both", allowed)
+        if arch == "sm_90a" and self.kind("a") in FLOAT8 and not (of_sums or self.accurate):
+            allowed = f"16 or 32 bits, or scale factors of {SUM_SCALES}, or accurate=True: {sums}"
+            raise self.unsupported("a tensor dtype, for sfc of float32, on sm_90a", self.kind("a"), allowed)
+
     def _check_plain(self, ab12: str, c: str) -> None:
         if ab12 in FLOAT8:
             raise self.unsupported("ab12 tensor dtype", ab12, "float32, float16, bfloat16")
@@ -144,7 +160,7 @@ class GatedGemm(GluLayout):
         of_sums = self.kind("sfa") == SUM_SCALES
         if a in FLOAT8 and ab12 in (("float32", *FLOAT8) if not of_sums else FLOAT8):
             raise self.error("ab12 tensor dtype", ab12, f"float16, bfloat16, for operands of {a}")
-        if self.scaled and c in FLOAT8:
+        if self.scaled and c in FLOAT8 and not of_sums:
             raise self.error("c tensor dtype", c, "float32, float16, bfloat16, for operands with scale factors")
         if not self.scaled or of_sums:
             return

@@ -222,9 +222,14 @@ class FusedGemm(FusedAPI):
         if form not in ((SCALES[0], 32), (SUM_SCALES, SUM_VECTOR)):
             allowed = f"{SCALES[0]} for 32, {SUM_SCALES} for {SUM_VECTOR}"
             raise self.error(f"{scales} tensor", "{} for {} elements".format(*form), allowed)
-        if form[1] == SUM_VECTOR and epilogue.needs_of(self.operations()).width != 1:
-            allowed = f"{SCALES[0]} for 32: those of {SUM_VECTOR} columns are not there for gated results"
-            raise self.unsupported(f"{scales} tensor", "{} for {} elements".format(*form), allowed)
+        if form[1] == SUM_VECTOR:
+            self.check_sum_factors(scales)
+
+    def check_sum_factors(self, scales: str) -> None:
+        """Raises where float32 factors of 128 columns of the result are not there."""
+        if epilogue.needs_of(self.operations()).width != 1:
+            allowed = f"{SCALES[0]} for 32: those of {SUM_VECTOR} columns are not there for this API's results"
+            raise self.unsupported(f"{scales} tensor", f"{SUM_SCALES} for {SUM_VECTOR} elements", allowed)
 
     def _check_tiles(self) -> None:
         """The instruction's tile and the cluster. On Hopper both are hints that nothing depends on."""
