@@ -72,17 +72,17 @@ def strip(problem: GemmProblem) -> int:
 def for_experts(problem: GemmProblem, needs: Needs) -> dict[str, Any]:
     """What is special about experts' products of 16 bits, with an epilogue of one tensor, or of two and a gate.
 
-    Where k is long, both warpgroups share 256 x 128, up to 8 per cent faster than 128 x 256. Where it is short, each
-    has a tile: one tile's epilogue is hidden behind the other's products. Two CTAs share A rather than B then, so that
-    a cluster has 128 rows, not 256, of which an expert's last ones may be few: 128 x 128 is 3 to 8 per cent faster than
-    128 x 192 with a shared B, but for a gate and one tensor, and weights' gradients. Rows that are gathered arrive too
-    slowly for two tiles, and the two CTAs of a cluster wait for each other's.
+    Where k is long and nothing is gated, both warpgroups share 256 x 128, up to 8 per cent faster than 128 x 256. Where
+    it is short, each has a tile: one tile's epilogue is hidden behind the other's products. Two CTAs share A rather
+    than B then, so that a cluster has 128 rows, not 256, of which an expert's last ones may be few: 128 x 128 is 3 to 8
+    per cent faster than 128 x 192 with a shared B, but for a gate and one tensor, and weights' gradients. Rows that are
+    gathered arrive too slowly for two tiles, and the two CTAs of a cluster wait for each other's.
     """
     splits, one = problem.schedule.splits_k, len(needs.staged) == 1
     depth = problem.k // (problem.groups if splits else 1)
     if problem.a.index or problem.b.index:
         return {"tile": (256, 128) if problem.b.index else (128, 256), "part": 64, "cluster": (1, 1)}
-    if one and depth >= (DEEP // 2 if splits else DEEP):
+    if one and needs.width == 1 and depth >= (DEEP // 2 if splits else DEEP):
         return {"tile": (256, 128), "part": 64, "cluster": (1, 2)}
     if depth > SHORT or not (one or (needs.width < 1 and len(needs.staged) == 2)):
         return {}
