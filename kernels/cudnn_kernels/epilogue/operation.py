@@ -223,6 +223,8 @@ class Epilogue:
 
     def measure(self, tile: Tile, part: int, fragment: Fragment) -> None:
         """Applies what must see several parts before it works on one, and what is before that."""
+        if part == 0:
+            tile.barrier()  # what ``begin`` wrote for others is there
         values = {"x": fragment}
         for operation in self.measured:
             operation.measure(tile, part, values)
