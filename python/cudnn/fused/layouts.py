@@ -287,7 +287,7 @@ class Contiguous(Layout):
 
     def allocate(self, sizes: Sizes, major: str, dtype: Any, device: Any) -> Any:
         *before, last = self.shape(sizes)
-        elements = 2 if name_of(dtype) == FLOAT4 else 1  # of a byte
+        elements = 2 if dtype == torch.float4_e2m1fn_x2 else 1  # of a byte; torch.uint8 may be bytes of anything
         return torch.empty(*before, last // elements, dtype=dtype, device=device)
 
     def __str__(self) -> str:
