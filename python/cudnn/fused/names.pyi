@@ -132,7 +132,6 @@ from cudnn.rmsnorm_rht_amax import best_num_threads as best_num_threads
 from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
 from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
-from cudnn.sdpa import FASTER_THAN_CUDNN as FASTER_THAN_CUDNN
 from cudnn.sdpa import SdpaBackward as SdpaBackward
 from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
 from cudnn.sdpa import SdpaForward as SdpaForward
