@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "the accumulator is handed back before its last part is read", f"{KERNELS}/sm100/gemm.py",
-        "part == plan.parts - 1 and not", "part == 0 and not", _test(f"{_EPILOGUE}test_operations", "257-200"),
+        "step == len(steps) - 1 and not", "step == 0 and not", _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
         "a CTA frees only buffers of its column", f"{KERNELS}/pipeline/cluster.py",
