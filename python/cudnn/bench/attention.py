@@ -94,7 +94,7 @@ def cases(options: Options) -> list[Case]:
                 shape = (max(TOKENS // length, 1), length, *heads)
                 found += [(shape, causal, 0) for causal in (False, True)]
                 found += [(shape, True, WINDOW)] * (length > WINDOW)
-    return [Case(*shape, causal, window, options.dtype) for shape, causal, window in found]
+    return [Case(*shape, causal=causal, window=window, dtype=options.dtype) for shape, causal, window in found]
 
 
 def problems(options: Options) -> list[Problem]:
