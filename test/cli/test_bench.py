@@ -436,7 +436,7 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
 
 
 def sonicmoe_folder(path: Path) -> Path:
-    """A folder whose benchmark prints what SonicMoE's does."""
+    """A folder whose benchmark takes the arguments of SonicMoE's, and prints a time for each pass."""
     script = path / "bench" / "moe-cute.py"
     script.parent.mkdir(exist_ok=True)
     script.write_text(
