@@ -106,7 +106,7 @@ def sonicmoe(folder: Path, shape: tuple[int, ...], which: str) -> tuple[float, f
         RuntimeError: it failed, took more than four minutes, or printed no times.
     """
     text, error = _run_sonicmoe(folder, shape)
-    times = sonicmoe_times(text)
+    times = sonicmoe_times(text, shape)
     if which not in times:
         words = " ".join((error or text).split())[-300:]
         raise RuntimeError(f"bench/moe-cute.py printed no time of the pass; its last words: {words}")
@@ -130,20 +130,21 @@ def _run_sonicmoe(folder: Path, shape: tuple[int, ...]) -> tuple[str, str]:
     return found.stdout, found.stderr
 
 
-def sonicmoe_times(text: str) -> dict[str, float]:
-    """Seconds of each pass, from lines that name it and end in milliseconds."""
-    found = {}
+def sonicmoe_times(text: str, shape: tuple[int, ...]) -> dict[str, float]:
+    """Seconds of each pass, from lines with a time in milliseconds and the TFLOP/s that belong to it.
+
+    The rate tells which pass it is, since the backward pass has twice the products; a line whose numbers do not go
+    together is passed over.
+    """
+    tokens, hidden, inner, _, chosen = shape
+    forward, found = 6.0 * tokens * hidden * inner * chosen, {}
     for line in text.lower().splitlines():
         time = re.search(r"([\d.]+) ?ms\b", line)
         if not time:
             continue
-        if "inference" in line:
-            which = "inference"
-        elif re.search(r"\b(bwd|backward)\b", line) and not re.search(r"\b(fwd|forward|e2e)\b", line):
-            which = "backward"
-        elif re.search(r"\b(fwd|forward)\b", line) and not re.search(r"\b(bwd|backward|e2e)\b", line):
-            which = "forward"
-        else:
-            continue
-        found.setdefault(which, float(time[1]) * 1e-3)
+        seconds = float(time[1]) * 1e-3
+        products = [float(rate) * 1e12 * seconds / forward for rate in re.findall(r"\d[\d.]*(?:e[+-]?\d+)?", line)]
+        for which, passes in (("inference" if "inference" in line else "forward", 1), ("backward", 2)):
+            if any(abs(count / passes - 1) < 0.02 for count in products):
+                found.setdefault(which, seconds)
     return found
