@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
+    and_masks,
     chunked_causal_mask_function,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
-from cudnn.integrations.transformers import mask, register  # noqa: E402
+from cudnn.integrations.transformers import attention, mask, register  # noqa: E402
 from support.selection import brief  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -194,6 +197,25 @@ def test_masks() -> None:
         given = {"kv_length": 9, **given}
         found = mask(2, 9, **given)
         assert torch.equal(found, sdpa_mask(2, 9, **given))
+    packed = packed_sequence_mask_function(torch.arange(9).expand(2, 9) // 5)
+    given = {"mask_function": and_masks(sliding_window_causal_mask_function(12), packed), "local_size": 12}
+    found = mask(2, 9, 9, allow_is_causal_skip=False, **given)  # a window longer than the sequences
+    assert torch.equal(found, sdpa_mask(2, 9, 9, allow_is_causal_skip=False, **given))
+
+
+def test_a_window_that_the_model_does_not_pass_on() -> None:
+    """As Qwen2-MoE, whose layers have it, and Phi-3.5-MoE, whose configuration does."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 16, dtype=BF16) for _ in range(3))
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+    full, window = (attention(SimpleNamespace(), q, k, v, None, sliding_window=size)[0] for size in (None, 4))
+    assert not torch.equal(full, window)
+    for layer, expected in (
+        (SimpleNamespace(config=SimpleNamespace(sliding_window=4)), window),
+        (SimpleNamespace(config=SimpleNamespace(**kinds), layer_idx=0), full),
+        (SimpleNamespace(config=SimpleNamespace(**kinds), layer_idx=1, sliding_window=4), window),
+    ):
+        assert torch.equal(attention(layer, q, k, v, None)[0], expected)
 
 
 class Experts(torch.nn.Module):
@@ -235,6 +257,6 @@ def test_experts_without_gates_and_what_is_refused() -> None:
     one = model("Mixtral", "cudnn", "eager")
     layer = one.model.layers[0].self_attn
     q = torch.randn(1, 4, 3, 16)
-    attention = transformers.AttentionInterface()["cudnn"]
+    chosen = transformers.AttentionInterface()["cudnn"]
     with pytest.raises(ValueError, match="softcap: got a value; allowed: None"):
-        attention(layer, q, q, q, None, softcap=30.0)
+        chosen(layer, q, q, q, None, softcap=30.0)

@@ -96,8 +96,8 @@ def _in_halves(x: Tensor) -> Tensor:
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    s_aux: Tensor | None = None, softcap: float | None = None, position_bias: Tensor | None = None, **_: Any,
+    scaling: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    softcap: float | None = None, position_bias: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of a model, by :func:`cudnn.ops.scaled_dot_product_attention`: causal, windows, sinks, any mask.
 
@@ -105,8 +105,9 @@ def attention(
         module: Its ``is_causal`` counts where the argument is None.
         query, key, value: ``[B, H, S, D]``; fewer heads of key and value are shared.
         attention_mask: What :func:`mask` made: ``[B, 1, S_q, S_kv]``, or None for a causal one or a window of one.
-        sliding_window: Keys that a row sees, its own included, where there is no mask.
         s_aux: The logit of each head's sink, (H,).
+        others: Of these, ``sliding_window`` counts where there is no mask: the keys that a row sees, its own included,
+            or None for all. Some models do not pass it on; then it is that of the module's layer.
 
     Returns:
         ``[B, S, H, D]``, and None: the weights are not formed.
@@ -125,30 +126,44 @@ def attention(
     if is_causal:
         if keys > rows:  # room of a static cache
             key, value = key[:, :, :rows], value[:, :, :rows]
-        left = sliding_window if sliding_window is not None and sliding_window < rows else -1
+        window = others["sliding_window"] if "sliding_window" in others else _window_of(module)
+        left = window if window is not None and window < rows else -1
     out = scaled_dot_product_attention(
         query, key, value, attention_mask, dropout, is_causal, scaling, True, left_bound=left, sinks=s_aux
     )
     return out.transpose(1, 2), None
 
 
+def _window_of(module: Any) -> int | None:
+    """The window of a layer of attention, by the layer or by the model's configuration."""
+    config = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is not None and index is not None and kinds[index] != "sliding_attention":
+        return None
+    return getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None) or None
+
+
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, *, mask_function: Any,
-    local_size: int | None = None, **others: Any,
+    local_size: int | None = None, allow_is_causal_skip: bool = True, device: Any = "cpu", **others: Any,
 ) -> Tensor | None:  # fmt: skip
     """As transformers' mask of "sdpa", but None also for a causal sliding window over a whole sequence."""
     from transformers.masking_utils import sdpa_mask  # pyright: ignore[reportMissingImports]
 
-    whole = isinstance(q_offset, int) and q_offset == 0 and q_length > 1
-    if local_size is not None and whole and _is_window(mask_function, local_size):
+    whole = allow_is_causal_skip and isinstance(q_offset, int) and q_offset == 0 and q_length > 1
+    if local_size is not None and whole and _is_window(mask_function, local_size, device):
         local_size = None  # it decides from now on as for a causal mask
-    given = {"mask_function": mask_function, "local_size": local_size, **others}
+    given = {"mask_function": mask_function, "local_size": local_size, "device": device, **others}
+    given["allow_is_causal_skip"] = allow_is_causal_skip
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, **given)
 
 
-def _is_window(mask_function: Any, size: int) -> bool:
-    """Whether a local mask is a causal window of a size, and not one of chunks, or of both sides."""
+def _is_window(mask_function: Any, size: int, device: Any) -> bool:
+    """Whether a local mask is a causal window of a size, and not one of chunks, or of both sides.
+
+    Chunks begin behind the padding, which is counted in a tensor on the ``device``.
+    """
     if torch.compiler.is_compiling():
         return False
-    rows, keys = torch.tensor([[size, size, 0], [1, 0, 1]])
-    return mask_function(torch.tensor(0), torch.tensor(0), rows, keys).tolist() == [True, False, False]
+    first, (rows, keys) = torch.tensor(0, device=device), torch.tensor([[size, size, 0], [1, 0, 1]], device=device)
+    return mask_function(first, first, rows, keys).tolist() == [True, False, False]
