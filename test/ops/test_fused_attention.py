@@ -39,6 +39,7 @@ def passes(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
         ((20, 30), {"right_bound": 0, "left_bound": 7, "diagonal_alignment": BOTTOM_RIGHT}),
         ((30, 30), {"is_causal": True, "left_bound": 30}),
         ((1, 30), {"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}),
+        ((1, 30), {"right_bound": 0, "left_bound": 7, "diagonal_alignment": BOTTOM_RIGHT}),
         ((0, 30), {}),
     ],
 )

@@ -68,14 +68,15 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """O and the log-sum-exp, where there is no :func:`obstacle`: with the arguments of cuDNN's operator."""
     check(q, k, v, alignment, {"left_bound": left, "right_bound": right})
+    if q.shape[2] == 1 and 0 < left < k.shape[2]:  # one row sees the last keys, for which the kernels have no window
+        k, v, left = k[:, :, -left:], v[:, :, -left:], -1
     return fused_sdpa(q, k, v, scale, is_causal or right == 0, left)
 
 
 def _options(causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
     """Of both classes. One row sees all keys up to the last one, so it needs no diagonal."""
     window = left - 1 if 0 < left < keys else -1
-    causal = causal and (rows > 1 or window >= 0)
-    return {"is_causal": causal, "window_size": (window, -1), "scale_softmax": scale}
+    return {"is_causal": causal and rows > 1, "window_size": (window, -1), "scale_softmax": scale}
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
