@@ -94,8 +94,9 @@ class Exchange:
     ) -> None:  # fmt: skip
         group = dist.group.WORLD if group is None else group
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        here = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(here if device is None else device)
+        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
         self.max_tokens, self.time_limit = max_tokens, time_limit
         for what, got, is_right, allowed in (
