@@ -1,8 +1,8 @@
 """The gradients of attention to compressed keys, on Hopper.
 
-There are few such keys and many rows: blocks of keys times heads of K are fewer than multiprocessors. So
-a CTA of :mod:`cudnn_kernels.sm90.attention_backward` has a block of keys for one head of Q, and another kernel adds the
-heads up.
+There are few such keys and many rows: blocks of keys times heads of K are fewer than multiprocessors. So a CTA of
+:mod:`cudnn_kernels.sm90.attention_backward` has a block of keys for one head of Q, and another kernel adds up the
+heads.
 """
 
 from __future__ import annotations

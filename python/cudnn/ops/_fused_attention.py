@@ -25,23 +25,27 @@ _LARGE = 4096 * 32, 4096
 """Rows of all heads, and keys: what the measurements had at least."""
 
 
+def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether autograd will ask for a backward pass."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def obstacle(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[bool, int, int, int], others: bool
 ) -> str:  # fmt: skip
     """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
     is_causal, alignment, left, right = bounds
-    heads, differentiable = (q.shape[-1], v.shape[-1]), torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-    )  # fmt: skip
-    sizes = (SdpaBackward if differentiable else SdpaForward).head_sizes
+    with_gradients = has_gradients(q, k, v)
+    sizes = (SdpaBackward if with_gradients else SdpaForward).head_sizes
     if others:
         return "a mask, lengths, sinks or dropout: it has bounds alone"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return f"{q.ndim} dimensions: it takes (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}: it takes torch.float16 and torch.bfloat16"
-    if heads not in sizes:
-        return f"head sizes {heads}: it has {', '.join(map(str, sizes))}{' with gradients' * differentiable}"
+    if (q.shape[-1], v.shape[-1]) not in sizes:
+        has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"
+        return f"head sizes {(q.shape[-1], v.shape[-1])}: it has {has}"
     bounded = is_causal or right == 0
     if right > 0 or (left != -1 and (left < 1 or not bounded)):
         return f"left_bound={left}, right_bound={right}: it has the right bound 0, and then left ones from 1 up"
@@ -57,9 +61,8 @@ def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     rows, keys = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2]
     if rows < _LARGE[0] or keys < _LARGE[1]:
         return False
-    with_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    measured = FASTER.get(launch.device_architecture(q.device.index), {})
-    return (q.shape[-1], v.shape[-1], causal, with_gradients) in measured
+    measured = FASTER.get(launch.device_architecture(q.device.index), ())
+    return (q.shape[-1], v.shape[-1], causal, has_gradients(q, k, v)) in measured
 
 
 def attend(

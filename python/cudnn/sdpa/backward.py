@@ -44,8 +44,7 @@ class SdpaBackward(Attention):
 
     lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. On
     Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``. The
-    kernels for Blackwell (sm_100a) always sum in the same order; they have
-    run in the emulator only, never on a chip.
+    kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
     results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q, on Blackwell 8
