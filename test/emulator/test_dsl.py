@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import ptx_emulator
+from ptx_emulator.runtime.hook import HOOK
 
 pytest_plugins = ["ptx_emulator.testing"]
 THREADS = 64
@@ -114,6 +117,16 @@ def test_what_calls_the_emulator_has_no_object_file(options: str, tmp_path: Any)
     for_gpu = cute.compile(scale, *arguments, options="--enable-tvm-ffi --gpu-arch sm_90a")
     for_gpu.export_to_c(str(tmp_path / "kernel.o"), "kernel")
     assert (tmp_path / "kernel.o").stat().st_size > 0
+
+
+def test_modules_that_import_others_on_demand_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"{name} wants what is not installed")
+
+    module = types.ModuleType("lazy")
+    module.__dict__["__getattr__"] = missing
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    HOOK.refuse_export()
 
 
 def test_outside_the_block_it_refuses() -> None:

@@ -265,8 +265,10 @@ class Hook:
                 )
             return original(module, *args, **kwargs)
 
-        for module in [m for m in list(sys.modules.values()) if getattr(m, "get_export_module", None) is original]:
-            module.get_export_module = hooked  # type: ignore[attr-defined]
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", {})  # to ask a module for a name may import others (transformers)
+            if names.get("get_export_module") is original:
+                names["get_export_module"] = hooked
 
     def install_tvm_ffi(self) -> None:
         try:
