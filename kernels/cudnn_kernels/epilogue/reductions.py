@@ -142,7 +142,7 @@ class SumRow(Operation):
 class SumColumn(Operation):
     """Warps add up their rows, shared memory takes the sums; a thread for each column adds up those of 64 rows."""
 
-    reduces = True
+    reduces = observes = True
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
