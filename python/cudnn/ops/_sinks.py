@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
+from cudnn.ops._registration import in_type
 
 _WHERE = "scaled_dot_product_attention"
 
@@ -65,5 +66,5 @@ def attend(
     """The result of attention, in place of the operator's that has no sinks."""
     check(sinks, q, bias, lengths)
     if torch.is_autocast_enabled(q.device.type):  # the operator's rule comes too late for what is kept
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+        q, k, v, bias = (in_type(x, torch.get_autocast_dtype(q.device.type)) for x in (q, k, v, bias))
     return (Attend.apply(sinks, q, k, v, (scale, is_causal, alignment, left, right), bias, dropout_p, seed),)
