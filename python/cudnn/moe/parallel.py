@@ -24,8 +24,11 @@ Sizes = tuple[int, int, int, torch.dtype]
 _LAYERS: dict[Any, set[Any]] = {}
 """Layers that all ranks have called, by process group."""
 
-_EXCHANGES: dict[Any, Exchange] = {}
-"""Those that were made for layers, which share them, by group, sizes and device."""
+_EXCHANGES: dict[Any, list[Exchange]] = {}
+"""Those that were made for layers, which share the last one, by group, sizes, device and time limit.
+
+Those before it had too little room, and stay: a CUDA graph may have their addresses.
+"""
 
 
 def ranks_of(group: Any) -> int:
@@ -48,20 +51,19 @@ def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_lim
         agree(group.group, words, 0, group.time_limit, where)
         return
     most = max(1, *agree(group, words, len(x), time_limit, where))
-    key = (group, sizes, x.device)
-    found = _EXCHANGES.get(key)
-    if found is None or (found.max_tokens < most and found.way.reuses):
+    made = _EXCHANGES.setdefault((group, sizes, x.device, time_limit), [])
+    if not made or (made[-1].max_tokens < most and made[-1].way.reuses):
         given: dict[str, Any] = {"max_tokens": most, "dtype": sizes[3], "device": x.device, "time_limit": time_limit}
-        _EXCHANGES[key] = Exchange(group, *sizes[:3], **given)
+        made.append(Exchange(group, *sizes[:3], **given))
 
 
 def exchange_of(group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> Exchange:
     """The exchange of a layer over a group, on which its ranks agree at the first call: see :func:`agreed`."""
     known = group.layers if isinstance(group, Exchange) else _LAYERS.setdefault(group, set())
-    if (words, x.device) not in known:
+    if (words, x.device, time_limit) not in known:
         agreed(_WHERE, group, words, sizes, x, time_limit)
-        known.add((words, x.device))
-    return group if isinstance(group, Exchange) else _EXCHANGES[group, sizes, x.device]
+        known.add((words, x.device, time_limit))
+    return group if isinstance(group, Exchange) else _EXCHANGES[group, sizes, x.device, time_limit][-1]
 
 
 @dataclass(frozen=True)
