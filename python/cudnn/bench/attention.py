@@ -6,12 +6,11 @@ FlashAttention-4: ``pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 torc
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, operands
+from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, nsa_peers, operands
 from cudnn.lazy import torch
 from cudnn.sdpa import SdpaBackward, SdpaForward
 
@@ -121,7 +120,7 @@ def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
     )  # fmt: skip
     check = functools.partial(wrong, exact(case, q, k, v, do, which))
     kinds: dict[str, Callable[..., Call]] = {FLASH: flash_attention, GRAPH: graph, FLEX: flex_attention, OURS: ours}
-    if importlib.util.find_spec("flash_attn") is None:
+    if not nsa_peers.has_flash_attention():
         del kinds[FLASH]
     if quick:
         del kinds[FLEX]
