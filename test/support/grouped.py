@@ -57,12 +57,12 @@ class Problem:
         return torch.ones((), dtype=torch.float64) if x is None else x.double().reshape(-1, 1)[: self.rows]
 
 
-def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str = "k") -> Operand:
-    """Random elements of a kind."""
+def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str = "k", shared: int = 1) -> Operand:
+    """Random elements of a kind; so many rows share a float32 factor."""
     dtype, scale, vector = KINDS[kind]
     if scale is None:
         return gemms.plain(rows, k, experts, dtype, major, device)
-    return gemms.scaled(rows, k, experts, dtype, scale, vector, major, device)
+    return gemms.scaled(rows, k, experts, dtype, scale, vector, major, device, shared)
 
 
 def by_expert(scales: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
@@ -91,11 +91,13 @@ def addressed(p: Problem) -> None:
 
 def problem(
     name: str, kind: str = "bf16", ends: Sequence[int] = (70, 70, 200), m: int = 0, n: int = 128, k: int = 128, *,
-    inputs: Mapping[str, Any] | None = None, major: str = "k", device: str = "cpu", **options: Any,
+    inputs: Mapping[str, Any] | None = None, major: str = "k", device: str = "cpu", shared: int = 128, **options: Any,
 ) -> Problem:  # fmt: skip
-    """A problem for a wrapper. ``inputs``: the types of further ones, ``prob``, ``bias``, ``alpha``, say."""
+    """A problem for a wrapper. ``inputs``: the types of further ones, ``prob``, ``bias``, ``alpha``, say; ``shared``:
+    rows of weights that share a float32 factor.
+    """
     experts, m = len(ends), m or ends[-1]
-    a, b = operand(kind, m, k, 1, device), operand(kind, n, k, experts, device, major)
+    a, b = operand(kind, m, k, 1, device), operand(kind, n, k, experts, device, major, shared)
     index = None
     if inputs and "a_index" in inputs:
         a = operand(kind, m // 2, k, 1, device)

@@ -8,7 +8,7 @@ factors are those of granules, the largest common parts of tile and block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cutlass
@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from cudnn_kernels.pipeline.copy import address, everywhere
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.problem import BlockScale
 from cudnn_kernels.schedule.feed import Feed
@@ -40,12 +41,25 @@ class Factors:
     def __init__(
         self, sides: tuple[Side, ...], tensors: tuple[Any, ...], feed: Feed, fillers: int, readers: int, smem: Any
     ) -> None:
-        self.sides, self.tensors, self.feed, self.fillers, self.readers = sides, tensors, feed, fillers, readers
+        self.sides, self.feed, self.fillers, self.readers = sides, feed, fillers, readers
+        *self.tensors, self.pointers = tensors
         self.ring = Ring.allocate(smem, STAGES)
         self.buffers = [
             smem.allocate_tensor(Float32, cute.make_layout((side.count, STAGES)), byte_alignment=ALIGNMENT)
             for side in self.sides
         ]
+
+    @staticmethod
+    def arguments(arguments: Mapping[str, Any], sides: tuple[Side, ...]) -> tuple[Any, ...]:
+        """On the host: the tensors of both sides, and the addresses of experts' B's, where they have such."""
+        if not sides:
+            return ()
+        b, pointers = arguments.get("sfb"), arguments.get("sfb_ptrs")
+        if pointers is not None:
+            _, blocks, _ = arguments["sfa"].shape
+            rows = cute.ceil_div(arguments["n"], sides[1].rows)
+            b = everywhere(Float32, (rows, blocks), (blocks, 1), pointers)
+        return arguments["sfa"], b, pointers
 
     @staticmethod
     def bytes(sides: tuple[Side, ...]) -> int:
@@ -71,7 +85,8 @@ class Factors:
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            first, last = begins(work), self.feed.tiles.last(work.group)
+            first, (last_a, last_b, _) = begins(work), self.feed.tiles.last(work.group)
+            last = (last_a, address(self.pointers, last_b))
             for k in cutlass.range(work.k_tiles(depth), unroll=1):
                 cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
                 for i in cutlass.range_constexpr(len(sides)):
@@ -88,7 +103,7 @@ class Factors:
 
     @cute.jit
     def copy_one(
-        self, i: cutlass.Constexpr[int], index: Int32, first: Int32, k: Int32, last: Int32, stage: Int32
+        self, i: cutlass.Constexpr[int], index: Int32, first: Int32, k: Int32, last: Any, stage: Int32
     ) -> None:
         """Starts the copy of a factor; of rows beyond the last one, it is that one's."""
         side, tensor, buffer = self.sides[i], self.tensors[i], self.buffers[i]

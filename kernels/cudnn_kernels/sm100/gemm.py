@@ -102,7 +102,7 @@ class Gemm:
         parameters = self.epilogue.prepare(arguments)
         most = arguments["multiprocessors"] // (cm * cn)
         clusters = self.tiles.limit(scheduled) if const_expr(c.dynamic) else self.tiles.clusters(scheduled, most)
-        factors = tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else ()
+        factors = Factors.arguments(arguments, self.sides)
         copied = [operand for operand in operands if operand.name not in c.gathers]
         made = [operand.descriptor(views[operand.name]) for operand in copied]
         atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]

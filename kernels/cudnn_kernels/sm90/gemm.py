@@ -121,7 +121,7 @@ class Gemm:
             [tensor for _, tensor in made],
             pointers,
             gathered,
-            tuple(arguments[name] for name in ("sfa", "sfb")) if self.sides else (),
+            Factors.arguments(arguments, self.sides),
             scheduled,
             parameters,
         ).launch(

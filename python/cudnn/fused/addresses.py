@@ -9,8 +9,8 @@ from typing import Any
 
 from cudnn.api_base import TensorDesc, check_tensor
 from cudnn.errors import refusal
-from cudnn.gemm.formats import FLOAT4, name_of
-from cudnn.gemm.scales import ATOM_BLOCKS, ATOM_ROWS, scale_shape
+from cudnn.gemm.formats import FLOAT4, SUM_VECTOR, name_of
+from cudnn.gemm.scales import ATOM_BLOCKS, ATOM_ROWS, scale_shape, sum_scale_shape
 from cudnn.lazy import torch
 
 
@@ -48,7 +48,10 @@ def matrices(addresses: Any, rows: int, columns: int, dtype: Any, column_major: 
 
 
 def scales(addresses: Any, rows: int, k: int, vector: int, dtype: Any) -> list[Any]:
-    """The scale factors of matrices (rows, k), each in atoms of its own."""
+    """The scale factors of matrices (rows, k), each in atoms of its own; those of sums as :func:`matrices`."""
+    if vector == SUM_VECTOR:
+        shape = sum_scale_shape(rows, k, 1, SUM_VECTOR)
+        return matrices(addresses, *shape[:2], dtype)
     _, _, atoms, _, groups, _ = scale_shape(rows, k, 1, vector)
     shape = (1, atoms, groups, ATOM_ROWS // ATOM_BLOCKS, ATOM_BLOCKS, ATOM_BLOCKS)
     return [_at(address, shape, dtype).permute(3, 4, 1, 5, 2, 0) for address in addresses.tolist()]

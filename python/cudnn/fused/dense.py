@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
@@ -15,7 +14,6 @@ from cudnn.fused.layouts import BlockScales, Matrix, TensorSpec
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BLOCK_SCALED, FLOAT4, FLOAT8, PLAIN, SCALES, SUM_SCALES, SUM_VECTOR
 from cudnn.lazy import torch
-from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
 
 
@@ -65,21 +63,6 @@ class DenseGemm(FusedGemm):
     vectors = (16, 32, SUM_VECTOR)
 
     alpha: float = 1.0
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
-        self.sfb_rows = self.rows_of_block(given.get("sample_b"), given.get("sample_sfb"))
-
-    @staticmethod
-    def rows_of_block(b: Any, sfb: Any) -> int:
-        """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
-        return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
-
-    def operand(self, name: str) -> Operand:
-        operand = super().operand(name)
-        if name != "b" or operand.scale is None or not operand.scale.of_sums:
-            return operand
-        return replace(operand, scale=replace(operand.scale, rows=self.sfb_rows))
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from cudnn.api_base import TensorDesc, is_power_of_2
@@ -89,6 +89,12 @@ class FusedGemm(FusedAPI):
         if cluster is None:
             cluster = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
         self.cluster_shape_mn = self._pair("cluster_shape_mn", cluster)
+        self.sfb_rows = self.rows_of_block(self.descs.get("b"), self.descs.get("sfb"))
+
+    @staticmethod
+    def rows_of_block(b: Any, sfb: Any) -> int:
+        """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
+        return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
 
     def _pair(self, name: str, given: Any) -> tuple[int, int]:
         try:
@@ -250,7 +256,9 @@ class FusedGemm(FusedAPI):
 
     def operand(self, name: str) -> Operand:
         """A or B, as the kernels know it."""
-        scale = BlockScale(self.kind(f"sf{name}"), self.sf_vec_size) if self.scaled else None
+        scale = BlockScale(self.kind("sfa"), self.sf_vec_size) if self.scaled else None
+        if name == "b" and scale is not None and scale.of_sums:
+            scale = replace(scale, rows=self.sfb_rows)
         return Operand(self.kind(name), "k" if self.major(name) == "k" else "mn", scale)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:

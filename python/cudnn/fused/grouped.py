@@ -61,12 +61,12 @@ COUNTER = TensorSpec(
 def operands() -> tuple[TensorSpec, ...]:
     """Tokens, weights, their scale factors, where experts end, and a factor for each expert."""
     types = (*NARROW, *FLOAT8, FLOAT4, "uint8")
-    places = Contiguous("experts", alignment=8)
+    places, factors_of_b = Contiguous("experts", alignment=8), BlockScales("n", "k", "experts", shared="sfb_rows")
     return (
         TensorSpec("a", OneMatrix("m", "k", "mk"), types, about="K-major; four-bit elements with sfa only"),
         TensorSpec("b", Weights("n", "k", "nk", "experts"), types, optional=True, same="a"),
         TensorSpec("sfa", BlockScales("m", "k"), (*SCALES, SUM_SCALES), optional=True),
-        TensorSpec("sfb", BlockScales("n", "k", "experts"), (*SCALES, SUM_SCALES), optional=True, same="sfa"),
+        TensorSpec("sfb", factors_of_b, (*SCALES, SUM_SCALES), optional=True, same="sfa"),
         TensorSpec(
             "padded_offsets", Contiguous("experts", alignment=4), ("int32",), draw="ends",
             about="the row where each expert ends",
@@ -318,7 +318,7 @@ class ExpertsGemm(FusedGemm):
         columns, vector = cls.result_columns(n), options.get("sf_vec_size", 16)
         rows, (m, *_) = m, shapes.get("a_index", (m,))
         named = {"m": m, "rows of a": rows, "n": n, "k": k, "l": 1, "experts": experts}
-        return {**named, "columns": columns, "vector": vector}
+        return {**named, "columns": columns, "vector": vector, "sfb_rows": options.get("sfb_rows", SUM_VECTOR)}
 
     @classmethod
     def leading(cls, given: Mapping[str, Any]) -> str:
@@ -351,7 +351,7 @@ class ExpertsGemm(FusedGemm):
         if name == "a" or not self.given("b_ptrs"):
             index = f"{name}_index"
             return replace(super().operand(name), index=index if self.given(index) else "")
-        return replace(super().operand("a"), major="k" if self.b_major == "k" else "mn", pointers=True)
+        return replace(super().operand(name), pointers=True)
 
     def weights(self, tensors: Mapping[str, Any]) -> list[Any]:
         """The values of each expert's weights, (n, k), on the CPU or in one tensor."""
@@ -448,8 +448,6 @@ class ExpertsGemm(FusedGemm):
             raise self.error("b_shape and b_dtype", f"{self.b_shape} and {self.b_dtype}", "both, with num_experts")
         if self.kind("b") != self.kind("a"):
             raise self.error("b_dtype", self.b_dtype, f"{self.kind('a')}, the type of a")
-        if self.kind("sfa") == SUM_SCALES:
-            raise self.unsupported("scale factors of weights behind addresses", SUM_SCALES, " or ".join(SCALES))
         if self.kind("b") == FLOAT4 and self.b_major == "n":
             raise self.error("b_major", "'n'", "'k', for packed elements")
 
@@ -532,7 +530,8 @@ class ExpertsGemm(FusedGemm):
         if b is None:
             return (semantics, kinds)
         static = () if settings.GROUPED_GEMM_DYNAMIC_MNKL.get() else (a.shape[1], b.shape[0])
-        return (semantics, kinds, b.shape[-1], cls.majors_of(given), *static)
+        rows = cls.rows_of_block(b, given.get("sfb"))
+        return (semantics, kinds, b.shape[-1], cls.majors_of(given), rows, *static)
 
     @classmethod
     def majors_of(cls, given: Mapping[str, Any]) -> tuple[str, ...]:
