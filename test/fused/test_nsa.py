@@ -297,6 +297,8 @@ def flat(x: torch.Tensor) -> torch.Tensor:
         [
             (100, 24, 64, False, ""), (100, 24, 64, True, ""), (100, 24, 64, True, "sm_90a"),
             (70, 70, 128, False, "sm_90a"), (400, 200, 32, False, "sm_90a"), (300, 280, 64, True, "sm_90a"),
+            (100, 24, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (400, 200, 32, False, "sm_100a"),
+            (300, 280, 64, True, "sm_100a"),
         ],
         0, 1, 2,
     ),
@@ -363,6 +365,8 @@ def test_what_compression_refuses(change: dict[str, Any], error: type[Exception]
         [
             (100, 24, 64, False, ""), (100, 24, 64, True, ""), (150, 40, 64, True, "sm_90a"),
             (70, 70, 128, False, "sm_90a"), (300, 150, 128, True, "sm_90a"), (130, 4, 64, False, "sm_90a"),
+            (150, 40, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (300, 150, 128, True, "sm_100a"),
+            (130, 4, 64, False, "sm_100a"),
         ],
         0, 1,
     ),

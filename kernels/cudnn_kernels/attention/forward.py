@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
-from cudnn_kernels.attention.mask import CompressedMask, Mask
+from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
@@ -90,13 +90,7 @@ class Forward:
         if const_expr(c.packed):
             batch, tile = sequences.find_block(offsets_q, tile, self.tile_m * c.cluster)
             s = sequences.packed(offsets_q, offsets_k, batch)
-        mask = Mask(
-            s.queries, s.keys, s.keys - s.queries,
-            right if const_expr(c.right) else None, left if const_expr(c.left) else None,
-        )  # fmt: skip
-        if const_expr(c.compressed):
-            ratio = cutlass.max(s.queries // cutlass.max(s.keys, 1), 1)
-            mask = CompressedMask(s.queries, s.keys, Int32(0), None, None, ratio)
+        mask = mask_of(c, s.queries, s.keys, right, left)
         row = (tile * c.cluster + rank) * self.tile_m
         key_head = head // (sizes.heads // sizes.key_heads)
         return Problem(row, head, key_head, s.batch, s.first_query, s.first_key, mask)

@@ -86,6 +86,16 @@ class CompressedMask(Mask):
         return LaterRows(self.keys, self.queries, Int32(0), None, Int32(0), self.ratio)
 
 
+def mask_of(configuration: Any, queries: Int32, keys: Int32, right: Int32, left: Int32) -> Mask:
+    """A sequence's mask, of a kernel's configuration: the window's ends, or that of compressed keys."""
+    c = configuration
+    if c.compressed:
+        return CompressedMask(
+            queries, keys, Int32(0), None, None, cutlass.max(queries // cutlass.max(keys, 1), 1)
+        )  # fmt: skip
+    return Mask(queries, keys, keys - queries, right if c.right else None, left if c.left else None)
+
+
 @dataclass
 class LaterRows(CompressedMask):
     """:class:`CompressedMask` turned: a key is seen by the last of the rows that it stands for, and by later ones."""

@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.gradients import GradientsConfiguration, Pass
-from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.configuration import SHARED_MEMORY
@@ -96,8 +96,8 @@ class AttentionBackward:
 
     def __init__(self, configuration: GradientsConfiguration) -> None:
         self.c = configuration
-        if configuration.tile != (ROWS, BLOCK) or configuration.compressed:
-            raise ValueError(f"{configuration}: tiles are ({ROWS}, {BLOCK}), and there is no mask of compressed keys")
+        if configuration.tile != (ROWS, BLOCK):
+            raise ValueError(f"{configuration}: tiles are ({ROWS}, {BLOCK})")
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -110,7 +110,7 @@ class AttentionBackward:
         sizes = {"sq": Int64(q.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
         shape = (sequences.blocks_of(q.shape[0], batches, ROWS, c.packed) * ROWS, q.shape[2], q.shape[3])
         values = [self.region(given["workspace"], name, shape, sizes) for name in ("log_sums", "row_products")]
-        sources = (o, do, sequences.rows(given["lse"], c.packed))
+        sources = (o, do, sequences.rows(given["lse"], c.packed, c.lse == "by head"))
         for each in c.passes(SUMS):
             PassKernel(c, each).launch(given, values, sources)
 
@@ -249,10 +249,7 @@ class PassKernel:
             s = sequences.packed(offsets_q, offsets_k, batch)
             first_value = sequences.first_block(offsets_q, batch, ROWS) * ROWS
             s.batch = Int32(0)
-        mask = Mask(
-            s.queries, s.keys, s.keys - s.queries,
-            right if const_expr(c.right) else None, left if const_expr(c.left) else None,
-        )  # fmt: skip
+        mask = mask_of(c, s.queries, s.keys, right, left)
         first_row, first_column, column_head, heads = s.first_query, s.first_key, head // group_heads, Int32(1)
         if const_expr(not g.of_queries):
             mask = mask.turned()

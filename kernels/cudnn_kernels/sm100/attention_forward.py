@@ -19,6 +19,7 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class AttentionForward(Forward):
         c = configuration
         self.tiles = self.tile_m // ROWS
         self.ahead = BUFFERS // self.tiles  # blocks whose scores are computed before the first one's products
-        self.piece = 128 if c.head % 128 == 0 and c.head_v % 128 == 0 else 64
+        self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
         self.mma_warp = self.tiles * GROUP // 32
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS or c.cluster > 1:

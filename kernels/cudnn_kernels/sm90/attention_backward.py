@@ -29,7 +29,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.around import QueryGradient, RowProducts
-from cudnn_kernels.attention.mask import CompressedMask, Mask
+from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
@@ -200,13 +200,7 @@ class Backward:
             s = sequences.packed(*offsets, batch)
             first_block = sequences.first_block(offsets[0], batch, self.m)
         queries, keys = s.queries, s.keys
-        mask = Mask(
-            queries, keys, keys - queries,
-            right if const_expr(c.right) else None, left if const_expr(c.left) else None,
-        )  # fmt: skip
-        if const_expr(c.compressed):
-            ratio = cutlass.max(queries // cutlass.max(keys, 1), 1)
-            mask = CompressedMask(queries, keys, Int32(0), None, None, ratio)
+        mask = mask_of(c, queries, keys, right, left)
         first = cluster * size
         if not exists:
             first = keys

@@ -19,8 +19,12 @@ from cudnn_kernels.attention import ForwardConfiguration
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-TILES = {(32, 32): (192, 128), (64, 64): (192, 128), (128, 128): (128, 128)}
-"""Query rows and keys of a CTA by head sizes."""
+TILES = {
+    "sm_90a": {(32, 32): (192, 128), (64, 64): (192, 128), (128, 128): (128, 128)},
+    "sm_100a": dict.fromkeys(((32, 32), (64, 64), (128, 128)), (256, 128)),
+}
+HEADS = tuple(TILES["sm_90a"])
+"""Query rows and keys of a CTA by architecture and head sizes."""
 _SCALES = ("scale_q", "scale_k", "scale_v", "inv_scale_o", "scale_softmax")
 
 
@@ -31,8 +35,8 @@ class CompressionAttention(Sparse):
         o   = scale_v * inv_scale_o * softmax(s) v          the exponentials are rounded to the type of v before
         lse = ln sum exp(s)
 
-    r is that of each sequence, and at least 1. A row that sees no key gets o = 0 and lse = -inf. Hopper (sm_90a) only
-    so far, and there is no kernel for 8-bit types.
+    r is that of each sequence, and at least 1. A row that sees no key gets o = 0 and lse = -inf. The kernel for
+    Blackwell (sm_100a) has run in the emulator only. There is none for 8-bit types.
 
     | tensor     | one length             | packed, with offsets | type                                                |
     |------------|------------------------|----------------------|-----------------------------------------------------|
@@ -48,8 +52,9 @@ class CompressionAttention(Sparse):
         qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its tiles.
         is_persistent: changes nothing.
         scale_q, scale_k, scale_v, inv_scale_o: factors as above. scale_softmax: None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
-            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+            device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
+            kernel itself.
     """
 
     title = "compression attention"
@@ -61,9 +66,10 @@ class CompressionAttention(Sparse):
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
-    head_sizes = tuple(TILES)
+    architectures = tuple(TILES)
+    head_sizes = HEADS
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
-    usual_shapes = tuple((256, 16, 1, d) for d, _ in TILES)
+    usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor,
@@ -129,7 +135,7 @@ class CompressionAttention(Sparse):
         heads = (sizes["d"], sizes["dv"])
         ends = self.dtype("cum_seqlen_q")
         configuration = ForwardConfiguration(
-            name_of(self.dtype("q")), *heads, TILES[heads], packed=self.packed, right=True, compressed=True,
+            name_of(self.dtype("q")), *heads, TILES[arch][heads], packed=self.packed, right=True, compressed=True,
             lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
         )  # fmt: skip
         return kernel_plan(arch, configuration)

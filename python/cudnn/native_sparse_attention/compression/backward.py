@@ -14,6 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
 from cudnn.sdpa.backward import TILES
 from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ class CompressionAttentionBackward(Sparse):
         ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
-    dk and dv are summed over the heads of q that share one of k, each rounded before. dq is added up in float32 in an
-    order that changes from call to call. Hopper (sm_90a) only so far. Heads have 64 or 128 elements; offsets are int32.
-    A call needs a workspace of about 4 bytes for every element of q, which PyTorch's allocator provides on the stream
-    of the call.
+    dk and dv are summed over the heads of q that share one of k. On Hopper (sm_90a) each head's are rounded before, and
+    dq is added up in float32 in an order that changes from call to call. On Blackwell (sm_100a), where the kernels have
+    run in the emulator only, nothing is rounded before and every sum has one order. Heads have 64 or 128 elements;
+    offsets are int32. A call needs a workspace, on Hopper of about 4 bytes for every element of q, which PyTorch's
+    allocator provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get: o, do and dq like q, dk and dv
@@ -51,6 +53,7 @@ class CompressionAttentionBackward(Sparse):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
+    architectures = ("sm_90a", "sm_100a")
     head_sizes = HEADS
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
@@ -86,11 +89,11 @@ class CompressionAttentionBackward(Sparse):
         self.check_offsets()
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        heads = (sizes["d"], sizes["dv"])
-        configuration = CompressionBackwardConfiguration(
-            name_of(self.dtype("q")), *heads, **TILES[heads], packed=self.packed
-        )
-        return kernel_plan(arch, configuration)
+        given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
+        if arch == "sm_100a":
+            options = {"packed": self.packed, "compressed": True, "lse": "by strides"}
+            return kernel_plan(arch, GradientsConfiguration(*given, **options))
+        return kernel_plan(arch, CompressionBackwardConfiguration(*given, **TILES[given[1:]], packed=self.packed))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)

@@ -60,8 +60,8 @@ class SlidingWindowAttention(APIBase):
         sample_q_ragged_offset: Tensor | None = None, sample_k_ragged_offset: Tensor | None = None,
         sample_v_ragged_offset: Tensor | None = None, sample_o_ragged_offset: Tensor | None = None,
         sample_stats_ragged_offset: Tensor | None = None, max_seq_len_q: int | None = None,
-        max_seq_len_kv: int | None = None, attn_scale: float | None = None, intermediate_data_type: Any = None,
-        compute_data_type: Any = None, cudnn_handle: Any = None,
+        max_seq_len_kv: int | None = None, attn_scale: float | None = None,
+        intermediate_data_type: Any = torch.float32, compute_data_type: Any = torch.float32, cudnn_handle: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
         given = dict(locals())
@@ -71,10 +71,7 @@ class SlidingWindowAttention(APIBase):
         self.left_bound, self.right_bound = left_bound, right_bound
         self.longest = {"q": max_seq_len_q, "kv": max_seq_len_kv}
         self.attn_scale = attn_scale
-        self.types = {
-            "intermediate_data_type": intermediate_data_type or torch.float32,
-            "compute_data_type": compute_data_type or torch.float32,
-        }
+        self.types = {"intermediate_data_type": intermediate_data_type, "compute_data_type": compute_data_type}
         self.handle = cudnn_handle
         self._built: Any = None
         self._refusal: Exception | None = None
@@ -299,8 +296,8 @@ def sliding_window_attention_wrapper(
     k_ragged_offset_tensor: Tensor | None = None, v_ragged_offset_tensor: Tensor | None = None,
     o_ragged_offset_tensor: Tensor | None = None, stats_ragged_offset_tensor: Tensor | None = None,
     left_bound: int = 0, right_bound: int = 0, is_infer: bool = False, attn_scale: float | None = None,
-    o_dtype: Any = None, intermediate_data_type: Any = None, compute_data_type: Any = None, cudnn_handle: Any = None,
-    stream: Any = None,
+    o_dtype: Any = None, intermediate_data_type: Any = torch.float32, compute_data_type: Any = torch.float32,
+    cudnn_handle: Any = None, stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, builds the graph where that was not done yet, and executes: ``o_tensor, stats_tensor``.
 
