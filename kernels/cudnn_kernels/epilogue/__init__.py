@@ -622,8 +622,8 @@ class QuantizeRows(Declaration):
     e4m3's are at most 448; NaN among the values makes their factor NaN. The factors have the layout of 128 x 4 atoms,
     (32, 4, ceil(m / 128), 4, ceil(n / vector / 4), l); those of rows and columns beyond the tensor become 0 or stay.
     norm_const is a float32 tensor (1,), positive, or where ``by_value`` a float; 1 where it has no name. Without
-    ``atoms``, the factors are bytes (m, n / vector, l) of any strides. float32's are not rounded and lie as a matrix
-    too, (m, ceil(n / vector), l).
+    ``atoms``, the factors are bytes (m, n / vector, l) of any strides. float32's are not rounded, or up to a
+    ``power_of_two``, and lie as a matrix too, (m, ceil(n / vector), l).
     """
 
     tensor: str
@@ -634,6 +634,7 @@ class QuantizeRows(Declaration):
     atoms: bool = True
     value: str = "x"
     by_value: bool = False
+    power_of_two: bool = False
     registers: ClassVar[bool] = True
     sweeps: ClassVar[bool] = True
 
@@ -668,6 +669,7 @@ class QuantizeColumns(Declaration):
     atoms: bool = True
     source: str = "x"
     by_value: ClassVar[bool] = False
+    power_of_two: ClassVar[bool] = False
     registers: ClassVar[bool] = True
 
     @property

@@ -37,7 +37,7 @@ class _Quantizer(Operation):
     def factor(self, largest: Float32) -> tuple[Any, Float32]:
         """What is written of the factor for a largest magnitude, its bits or itself, and what to multiply values by."""
         factor = largest * (1 / FORMATS[self.o.dtype].block_limit) * self.norm
-        code, reciprocal = FACTORS[self.o.scale_dtype](factor)
+        code, reciprocal = FACTORS[self.o.scale_dtype](above(factor) if self.o.power_of_two else factor)
         return code, cute.arch.fmin(self.norm * reciprocal, Float32(LARGEST), nan=True)
 
     def write(self, row: Int32, group: Int32, batch: Int32, code: Any, wanted: Any = True) -> None:
@@ -237,6 +237,12 @@ def e8m0(factor: Float32) -> tuple[Int32, Float32]:
     inverse = cutlass.max((254 - code) << 23, HALF_LEAST).bitcast(Float32)
     nan = factor != factor
     return Int32(select_(nan, Int32(255), code)), Float32(select_(nan, factor, inverse))
+
+
+def above(factor: Float32) -> Float32:
+    """The next power of two that is a normal float32, or infinity; 0, infinity and NaN are their own."""
+    power = ((factor.bitcast(Int32) + 0x7FFFFF) & 0x7F800000).bitcast(Float32)
+    return Float32(select_(factor <= LARGEST, power, factor))
 
 
 def e4m3(factor: Float32) -> tuple[Int32, Float32]:

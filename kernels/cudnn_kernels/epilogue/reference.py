@@ -307,7 +307,7 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
     padded[:, :columns] = x
     padded = padded.unflatten(1, (groups, vector))
     factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
-    codes, reciprocal = FACTORS[o.scale_dtype](factor, scales)
+    codes, reciprocal = FACTORS[o.scale_dtype](above(factor) if o.power_of_two else factor, scales)
     if o.atoms and o.scale_dtype != "float32":
         _, _, row_atoms, _, group_atoms, _ = scales.shape
         atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
@@ -316,6 +316,13 @@ def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Argument
     scales.copy_(codes.view(scales.dtype))
     multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
     return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
+
+
+def above(factor: Any) -> Any:
+    """The next powers of two, of what is finite and not 0."""
+    mantissa, exponent = factor.clamp(min=2.0**-126).frexp()
+    power = factor.new_ones(factor.shape).ldexp(exponent - (mantissa == 0.5).int())
+    return power.where(factor.isfinite() & (factor != 0), factor)
 
 
 def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:

@@ -81,6 +81,7 @@ class FusedGemm(FusedAPI):
     sf_vec_size: int
     vector_f32: bool = False
     accurate: bool = False
+    power_of_two_scales: bool = False
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
@@ -119,7 +120,8 @@ class FusedGemm(FusedAPI):
         operations: list[Any] = [epilogue.Amax("amax")] if self.given("amax") else []
         if self.quantizes():
             _, scales = self.result
-            operations.append(epilogue.QuantizeRows(scales, self.kind(name), self.kind(scales), self.sf_vec_size))
+            quantizer = epilogue.QuantizeRows(scales, self.kind(name), self.kind(scales), self.sf_vec_size)
+            operations.append(replace(quantizer, power_of_two=bool(self.power_of_two_scales)))
         return (*operations, self.store(name))
 
     def store(self, name: str, value: str = "x", halves: bool = False) -> Any:
@@ -215,6 +217,9 @@ class FusedGemm(FusedAPI):
         result, scales = self.result
         if not scales:
             return
+        if self.power_of_two_scales and (self.kind(result) not in FLOAT8 or self.kind(scales) != SUM_SCALES):
+            allowed = f"False, for a result without scale factors of {SUM_SCALES}"
+            raise self.error("power_of_two_scales", self.power_of_two_scales, allowed)
         if self.kind(result) not in FLOAT8:
             for name in (scales, "norm_const"):
                 if self.given(name):

@@ -84,6 +84,7 @@ def gemm_dsrelu(
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + dsReLU: d, dprob, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmDsrelu`."""
 
@@ -124,6 +125,7 @@ def gemm_geglu(
     accurate: bool = False,
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + GeGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmGeglu`."""
 
@@ -147,6 +149,7 @@ def gemm_rope(
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """GEMM + RoPE: c, sfc; what there is not has no elements. See :class:`cudnn.GemmRope`."""
 
@@ -163,6 +166,7 @@ def gemm_srelu(
     norm_const: Tensor | None = None,
     sf_vec_size: int = 16,
     accurate: bool = False,
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + squared ReLU: c, d, amax, sfd; what there is not has no elements. See :class:`cudnn.GemmSrelu`."""
 
@@ -180,6 +184,7 @@ def gemm_swiglu(
     accurate: bool = False,
     glu_layout: str = "interleaved",
     glu_order: str = "up_gate",
+    power_of_two_scales: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """GEMM + SwiGLU: ab12, c, sfc, amax; what there is not has no elements. See :class:`cudnn.GemmSwiglu`."""
 

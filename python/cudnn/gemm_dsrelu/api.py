@@ -45,8 +45,7 @@ class GemmDsrelu(SquaredReluGemm):
         sample_amax: Tensor | None = None, sample_norm_const: Tensor | None = None, alpha: float = 1.0,
         acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
         cluster_shape_mn: tuple[int, int] | None = None, sf_vec_size: int = 16, vector_f32: bool = False,
-        arch: str | None = None,
-        accurate: bool = False,
+        arch: str | None = None, accurate: bool = False, power_of_two_scales: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -89,8 +88,7 @@ def gemm_dsrelu_wrapper(
     prob_tensor: Tensor, alpha: float = 1.0, d_major: str = "n", d_dtype: dtype = torch.bfloat16,
     acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (256, 256),
     cluster_shape_mn: tuple[int, int] | None = None, norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16,
-    vector_f32: bool = False, stream: Any = None,
-    accurate: bool = False,
+    vector_f32: bool = False, stream: Any = None, accurate: bool = False, power_of_two_scales: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

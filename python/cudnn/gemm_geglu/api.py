@@ -44,6 +44,7 @@ class GemmGeglu(GatedGemm):
         sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, linear_offset: float = 1.0,
         geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, arch: str | None = None,
         accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+        power_of_two_scales: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -70,13 +71,13 @@ class GemmGegluSm100(GemmGeglu):
 
 
 def gemm_geglu_wrapper(
-    a_tensor: Tensor, b_tensor: Tensor, alpha: float = 1.0, c_major: str = "n",
-    ab12_dtype: dtype | None = None, c_dtype: dtype | None = None, acc_dtype: dtype = torch.float32,
-    mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
-    sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
-    sf_vec_size: int = 16, linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
-    glu_clamp_min: float = -7.0, stream: Any = None,
+    a_tensor: Tensor, b_tensor: Tensor, alpha: float = 1.0, c_major: str = "n", ab12_dtype: dtype | None = None,
+    c_dtype: dtype | None = None, acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128),
+    cluster_shape_mn: tuple[int, int] | None = None, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16, linear_offset: float = 1.0,
+    geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0, glu_clamp_min: float = -7.0, stream: Any = None,
     accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+    power_of_two_scales: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

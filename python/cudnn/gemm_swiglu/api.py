@@ -42,8 +42,10 @@ class GemmSwiglu(GatedGemm):
             tensor cores add up products of 8 bits with 13 bits, those of 16 bits with 25. Takes longer, and a
             workspace. For other operands and on sm_100a it changes nothing.
         glu_layout: of b's rows and ab12's columns. ``"interleaved"``: up and gate in blocks of 32 that take turns;
-            ``"concatenated"``: in two halves, as most checkpoints have them, for a K-major b without scale factors.
+            ``"concatenated"``: in two halves, as most checkpoints have them, for a K-major b; on sm_100a n is a
+            multiple of 256 where operands have scale factors that are not float32.
         glu_order: ``"up_gate"``, or ``"gate_up"`` where gate comes first.
+        power_of_two_scales: float32 factors of a result are rounded up to powers of two.
     """
 
     title = "GEMM + SwiGLU"
@@ -56,8 +58,8 @@ class GemmSwiglu(GatedGemm):
         cluster_shape_mn: tuple[int, int] | None = None, sample_sfa: Tensor | None = None,
         sample_sfb: Tensor | None = None, sample_amax: Tensor | None = None, sample_sfc: Tensor | None = None,
         sample_norm_const: Tensor | None = None, sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4,
-        arch: str | None = None,
-        accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+        arch: str | None = None, accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+        power_of_two_scales: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -89,8 +91,8 @@ def gemm_swiglu_wrapper(
     ab12_dtype: dtype | None = torch.float32, c_dtype: dtype | None = torch.float16, acc_dtype: dtype = torch.float32,
     mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None,
-    sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4, stream: Any = None,
-    accurate: bool = False, glu_layout: str = "interleaved", glu_order: str = "up_gate",
+    sf_vec_size: int = 16, vector_f32: bool = False, ab12_stages: int = 4, stream: Any = None, accurate: bool = False,
+    glu_layout: str = "interleaved", glu_order: str = "up_gate", power_of_two_scales: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 

@@ -27,7 +27,8 @@ def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     a, b, alpha, _, ab12_dtype, _, sfa, *_ = inputs
     ctx.save_for_backward(a, b, output[0])
     ctx.alpha, ctx.count, ctx.reason = alpha, len(inputs), ""
-    ctx.halves, ctx.gate_first = inputs[-2] == "concatenated", inputs[-1] == "gate_up"
+    layout, order, _ = inputs[-3:]
+    ctx.halves, ctx.gate_first = layout == "concatenated", order == "gate_up"
     if ab12_dtype is None:
         ctx.reason = "ab12_dtype=None"
     elif sfa is not None or a.element_size() == 1 or output[2].numel():
