@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from cudnn_kernels.epilogue import needs_of, regions_of, slots_of
+from cudnn_kernels.epilogue import BLOCK, needs_of, regions_of, slots_of
 from cudnn_kernels.formats import FP4, FP8, row_bytes
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.signature import (
@@ -27,6 +27,7 @@ from cudnn_kernels.signature import (
 
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may use, on Hopper and Blackwell alike
 K_BYTES = 128  # of a k tile: one row of the widest swizzle
+ATOM = 128  # rows whose scale factors lie together
 ROW = 16  # bytes: rows of a prepared operand begin at multiples
 
 
@@ -86,8 +87,9 @@ class GemmConfiguration:
     halves: bool = False
 
     def __post_init__(self) -> None:
-        if self.halves and self.tile[1] not in (64, 128, 256):
-            raise ValueError(f"tile: got {self.tile[1]} columns; allowed: 64, 128, 256, of halves of B")
+        if self.halves and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
+            allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
+            raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
         rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
         for name, needed in rows.items():
             if self.schedule.aligned % needed:
@@ -108,6 +110,11 @@ class GemmConfiguration:
     def tensor_core_scale(self) -> BlockScale | None:
         """A's factors, and B's are alike, where the tensor cores multiply by them."""
         return None if self.a.scale is None or self.a.scale.of_sums else self.a.scale
+
+    @property
+    def block(self) -> int:
+        """Rows of B's halves that take turns in a tile: those of an atom, where there are scale factors in atoms."""
+        return ATOM if self.tensor_core_scale else BLOCK
 
     @property
     def scales_sums(self) -> bool:

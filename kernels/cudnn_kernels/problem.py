@@ -58,8 +58,9 @@ class GemmProblem:
 
     ``n`` and ``k`` choose among configurations that all compute every size. ``tile`` and ``cluster``, (m, n), are the
     caller's wishes. ``accurate``: products of 8 bits are added up as exactly as those of 16 bits. ``halves``: blocks of
-    32 columns of the product come in turn from the two halves of B's rows, of which B has a multiple of 64; B is
-    K-major and has no scale factors then. ``groups``: the experts that share the rows, or k.
+    32 columns of the product come in turn from the two halves of B's rows, of which B, K-major then, has a multiple of
+    64 or, with scale factors that Blackwell's tensor cores multiply by, of 256. ``groups``: the experts that share the
+    rows, or k.
     """
 
     a: Operand

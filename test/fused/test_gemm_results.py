@@ -97,8 +97,8 @@ def run(where: str, name: str, given: dict[str, Any]) -> Any:
 
 GATES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_dswiglu", {"amax": True, "n": 96}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "m": 128, "n": 512, "dtype": FP4, "scale": E4M3}),
     ("gemm_dswiglu", {"dtype": E4M3, "scale": E8M0, "majors": "mkm", "m": 80, "out": F32, "amax": True}),
-    ("gemm_swiglu", {"glu_layout": "concatenated", "n": 320}),
     ("gemm_dswiglu", {"glu_layout": "concatenated", "glu_order": "gate_up", "n": 96, "amax": True}),
     ("gemm_dswiglu", {"l": 2, "n": 160, "out": E4M3}),
     ("gemm_swiglu", {"glu_layout": "concatenated", "glu_order": "gate_up", "dtype": E4M3, "side": F32, "majors": "kkm",
@@ -108,6 +108,11 @@ GATES: list[tuple[str, dict[str, Any]]] = [
     ("gemm_dswiglu", {"glu_layout": "concatenated", "majors": "mnm", "side": F16, "out": F32, "l": 2}),
     ("gemm_swiglu", {"out": E4M3, "vector": 128, "n": 576, "m": 136, "side": BF16, "amax": True}),
     ("gemm_swiglu", {"glu_layout": "concatenated", "out": E5M2, "vector": 128, "n": 704, "side": None}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "n": 320}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "glu_order": "gate_up", "m": 256, "n": 768, "k": 288, "l": 2,
+                     "dtype": E5M2, "scale": E8M0, "out": F16}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "dtype": E4M3, "scale": F32, "n": 448, "k": 272, "l": 2}),
+    ("gemm_swiglu", {"glu_layout": "concatenated", "dtype": E4M3, "scale": F32, "n": 320, "rows": 1, "side": None}),
 ]
 
 
@@ -130,6 +135,22 @@ def test_operands_and_gated_results_by_128(where: str) -> None:
 
 
 SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHITECTURES]
+
+
+@pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
+def test_factors_that_are_powers_of_two(where: str) -> None:
+    """The next ones above the usual factors, and elements that go with them."""
+    found = []
+    problem = case("gemm_srelu", out=E4M3, vector=128, n=208, device="cuda" if where == "gpu" else "cpu")
+    for chosen in (False, True):
+        execute(problem, where, power_of_two_scales=chosen)
+        found.append((problem.tensors["d"].float(), problem.tensors["sfd"].clone()))
+    (d, factors), (again, powers) = found
+    mantissa, exponent = factors.frexp()
+    assert torch.equal(powers, torch.ones_like(powers).ldexp(exponent - (mantissa == 0.5).int()))
+    d, again = (x * s.repeat_interleave(128, 1)[:, :208] for x, s in ((d, factors), (again, powers)))
+    assert bool(d.any())
+    torch.testing.assert_close(again, d, rtol=1 / 7, atol=float(powers.max()) / 256)
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])

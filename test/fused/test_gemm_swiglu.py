@@ -89,8 +89,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"glu_order": "gate"}, ValueError, "glu_order: got 'gate'; allowed: 'up_gate' or 'gate_up'"),
     ({"majors": "knn"}, {"glu_layout": "concatenated"}, NotImplementedError,
      "b tensor major: got n; allowed: k, for glu_layout='concatenated'. To fix it, interleave the weights once"),
-    ({"dtype": FP4, "scale": E8M0}, {"glu_layout": "concatenated"}, NotImplementedError,
-     "sfa and sfb tensors: got scale factors; allowed: None, for glu_layout='concatenated'. To fix it, interleave"),
 ]  # fmt: skip
 
 
@@ -99,6 +97,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):
         operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
+
+
+def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
+    problem = case("gemm_swiglu", device="meta", dtype=FP4, scale=E8M0, n=384)
+    assert operation(problem, arch="sm_90a", glu_layout="concatenated").check_support()
+    with pytest.raises(NotImplementedError, match="on sm_100a: got 384; allowed: multiples of 256, whole atoms"):
+        operation(problem, arch="sm_100a", glu_layout="concatenated").check_support()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.pipeline.copy import address, everywhere
+from cudnn_kernels.epilogue import BLOCK
+from cudnn_kernels.pipeline.copy import address, everywhere, unwoven
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.problem import BlockScale
 from cudnn_kernels.schedule.feed import Feed
@@ -27,11 +28,11 @@ ALIGNMENT = 16
 
 
 class Side:
-    """The factors of ``extent`` rows of A, or of B, for one k tile."""
+    """The factors of ``extent`` rows of A, or of B, whose ``halves`` may take turns, for one k tile."""
 
-    def __init__(self, scale: BlockScale, extent: int) -> None:
-        self.rows, self.vector = scale.rows, scale.vector
-        self.granule = math.gcd(extent, scale.rows)
+    def __init__(self, scale: BlockScale, extent: int, halves: bool = False) -> None:
+        self.rows, self.vector, self.halves = scale.rows, scale.vector, halves
+        self.granule = math.gcd(extent, scale.rows, BLOCK if halves else extent)
         self.count = extent // self.granule
 
 
@@ -108,7 +109,10 @@ class Factors:
         """Starts the copy of a factor; of rows beyond the last one, it is that one's."""
         side, tensor, buffer = self.sides[i], self.tensors[i], self.buffers[i]
         if index < side.count:
-            row = cutlass.min((first + index * side.granule) // side.rows, tensor.shape[0] - 1)
+            row = first + index * side.granule
+            if const_expr(side.halves):
+                row = unwoven(row, self.feed.extent().n, BLOCK)
+            row = cutlass.min(row // side.rows, tensor.shape[0] - 1)
             source = tensor.iterator + cute.crd2idx((row, k // side.vector, last), tensor.layout)
             target = buffer.iterator + cute.crd2idx((index, stage), buffer.layout)
             one = cute.make_layout(1)

@@ -35,6 +35,7 @@ from cutlass.pipeline import (
 )
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
+from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
@@ -71,6 +72,7 @@ class Gemm:
         self.sides = self.factor_sides()
         most = SUMS if self.sides else 2
         self.accumulators = min(most, (COLUMNS - self.factor_columns()) // c.tile[1])
+        self.apart = c.block if c.halves and c.block > BLOCK else 0  # columns from one half's to the other's
         self.broadcast = c.dynamic or c.schedule.searches
         self.factor_warp = FEED_WARP + 1 if self.broadcast else FEED_WARP
         self.gather_warp = self.factor_warp + bool(self.sides)
@@ -148,7 +150,7 @@ class Gemm:
             return ()
         if c.a.scale.vector != c.tile[2] or self.tiles.clips_k:
             raise ValueError(f"{c}: factors of sums need k tiles of {c.a.scale.vector}")
-        return tuple(Side(x.scale, extent) for x, extent in ((c.a, ROWS), (c.b, c.tile[1])))
+        return Side(c.a.scale, ROWS), Side(c.b.scale, c.tile[1], c.halves)
 
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
@@ -413,8 +415,7 @@ class Gemm:
         """Four warps: the epilogue of all tiles, part by part."""
         c, plan = self.c, self.epilogue.plan
         bm, bn, _ = cute.arch.block_idx()
-        width = const_expr(plan.width // plan.pieces)
-        copy, source = self.pieces(acc, tcgen05.Ld32x32bOp, width, thread)
+        copy, source = self.pieces(acc, tcgen05.Ld32x32bOp, self.taken(), thread)
         if const_expr(self.sides):
             sum_copy, sum_source = self.pieces(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
             sum_back, sum_target = self.pieces(acc, tcgen05.St32x32bOp, CHUNK, thread)
@@ -474,7 +475,7 @@ class Gemm:
                 if const_expr(step == len(steps) - 1 and not self.sides):
                     full.release()
                 fragment = Fragment(values, plan.width, plan.layout)
-                self.epilogue.clear(tile, plan.piece(part) * width, fragment)
+                self.epilogue.clear(tile, plan.piece(part) * plan.width // plan.pieces, fragment)
                 act(tile, part, fragment)
             self.epilogue.end(tile)
             count += 1
@@ -489,10 +490,19 @@ class Gemm:
         mine = copy.get_slice(thread)
         return copy, mine.partition_S(pieces) if operation is tcgen05.Ld32x32bOp else mine.partition_D(pieces)
 
+    def taken(self) -> int:
+        """Columns that are taken from tensor memory at once: a power of two."""
+        width = self.epilogue.plan.width // self.epilogue.plan.pieces
+        return BLOCK if self.apart else width & -width
+
     def places(self, part: int) -> list[int]:
-        """The pieces of a part, by number in the tile."""
+        """The pieces of a part, by number in the accumulator: blocks of its halves, where these are the tile's."""
         plan = self.epilogue.plan
-        return [plan.piece(part, which) for which in range(plan.pieces)]
+        if not self.apart:
+            each = plan.width // plan.pieces // self.taken()
+            return [plan.piece(part, which) * each + i for which in range(plan.pieces) for i in range(each)]
+        pairs = plan.width // (2 * BLOCK)
+        return [x for i in range(part * pairs, (part + 1) * pairs) for x in (i, i + self.apart // BLOCK)]
 
     def take(self, copy: Any, source: cute.Tensor, places: list[int], accumulator: Any, values: cute.Tensor) -> None:
         """Pieces of an accumulator, from tensor memory."""

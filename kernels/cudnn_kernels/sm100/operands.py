@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, TFloat32, Uint8
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.pipeline.copy import clipped, ending, everywhere, far, granule, matrices, woven, woven_rows
 from cudnn_kernels.schedule.tiles import Extent, Work
@@ -174,11 +173,11 @@ class OperandB(_Values):
 
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
         viewed = super().view(tensor, arguments)
-        return woven(viewed, BLOCK) if self.c.halves else viewed
+        return woven(viewed, self.c.block) if self.c.halves else viewed
 
     def tiler(self) -> tuple[Any, ...]:
         m, n, k = self.c.tile
-        return (m, woven_rows(n, BLOCK) if self.c.halves else n, k)
+        return (m, woven_rows(n, self.c.block) if self.c.halves else n, k)
 
     def layout(self, stages: int) -> Any:
         return sm100.make_smem_layout_b(self.mma, self.c.tile, self.element, stages)
@@ -223,7 +222,8 @@ class _Factors(TileOperand):
             shape = (((32, 4), 1), ((self.vector, 4), end), (tensor.shape[0] // ATOM + 1, steps + 1))
             stride = (((16, 4), 0), ((0, 1), ATOM), (ATOM, (1 << 64) // steps - ATOM))
             return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        shape = arguments[self.name.removeprefix("sf")].shape
+        rows, k, batch = arguments[self.name.removeprefix("sf")].shape
+        shape = (cute.size(rows), k, batch)
         if tensor is None:
             layout = blockscaled.tile_atom_to_shape_SF((*shape[:2], 1), self.vector)
             pointers = arguments[f"{self.name}_ptrs"]
@@ -277,6 +277,15 @@ class FactorsB(_Factors):
     """B's factors, of a tile's columns."""
 
     name, shared_along = "sfb", COLUMN
+
+    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+        viewed = super().view(tensor, arguments)
+        if not self.c.halves:
+            return viewed
+        (rows, atoms), (inner, far) = viewed.shape[0], viewed.stride[0]  # atoms of both halves in turn
+        shape = ((rows, (2, atoms // 2)), *viewed.shape[1:])
+        stride = ((inner, (atoms // 2 * far, far)), *viewed.stride[1:])
+        return cute.make_tensor(viewed.iterator, cute.make_layout(shape, stride=stride))
 
     def layout(self, stages: int) -> Any:
         return blockscaled.make_smem_layout_sfb(self.operation, self.c.tile, self.vector, stages)

@@ -144,7 +144,7 @@ class Gemm:
             return ()
         if c.a.scale.vector != self.tile_k * c.promote or c.pingpong or self.tiles.clips_k:
             raise ValueError(f"{c}: factors of sums need promoted sums of {c.a.scale.vector}, of a shared tile")
-        return tuple(Side(x.scale, tile) for x, tile in ((c.a, self.tile_m), (c.b, self.tile_n)))
+        return Side(c.a.scale, self.tile_m), Side(c.b.scale, self.tile_n, c.halves)
 
     def rows(self) -> tuple[int, Any]:
         """The shapes of the rows of A and of B in a tile."""

@@ -122,12 +122,9 @@ class GatedGemm(GluLayout):
             self._check_scaled(a, ab12, c, sizes)
 
     def _check_halves(self) -> None:
-        """The copy engine moves 16 bytes at least: rows along k, not the 4 bytes of the factors of 32 rows."""
-        cure = "interleave the weights once, by cudnn.interleave_glu_weights"
-        if self.scaled:
-            allowed = "None, for glu_layout='concatenated'"
-            raise self.unsupported("sfa and sfb tensors", "scale factors", allowed, f"{cure}, before quantising them")
+        """The copy engine moves 16 bytes at least, which only rows along k have."""
         if self.major("b") != "k":
+            cure = "interleave the weights once, by cudnn.interleave_glu_weights"
             raise self.unsupported("b tensor major", self.major("b"), "k, for glu_layout='concatenated'", cure)
 
     def check_sum_factors(self, scales: str) -> None:
@@ -135,6 +132,10 @@ class GatedGemm(GluLayout):
 
     def _check_architecture(self, arch: str) -> None:
         super()._check_architecture(arch)
+        n = self.sizes(self.descs)["n"]
+        if arch == "sm_100a" and self.halves and self.scaled and self.kind("sfa") != SUM_SCALES and n % 256:
+            allowed = "multiples of 256, whole atoms of both halves, for glu_layout='concatenated'"
+            raise self.unsupported("columns of the product, on sm_100a", n, allowed, "pad both halves")
         if not self.given("sfc") or self.kind("sfc") != SUM_SCALES:
             return
         of_sums = self.kind("sfa") == SUM_SCALES

@@ -14,8 +14,8 @@ PAIR = 32  # columns of up beside as many of gate
 def interleave_glu_weights(weights: Any, *, order: str = "up_gate", gate_first: bool = False) -> Any:
     """Weights whose rows are halves, as checkpoints have them, in alternating blocks of 32.
 
-    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms. Weights of 16 and
-    32 bits need not be interleaved: fused GEMMs take them as they are with ``glu_layout="concatenated"``.
+    Done once, when the weights are loaded, and before they are quantised with scale factors in atoms. K-major weights
+    need not be interleaved: fused GEMMs take them as they are with ``glu_layout="concatenated"``.
 
     Args:
         weights: (2 inner, k) or (2 inner, k, l); inner a multiple of 32.
