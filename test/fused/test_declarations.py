@@ -166,20 +166,21 @@ SLOW = [pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_90a", "sm_10
 
 @pytest.mark.parametrize("where", ["reference", *SLOW, pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_is_what_it_says(interleaved: bool, where: str) -> None:
+@pytest.mark.parametrize(("head", "rotary"), [(192, 64), (128, 96), (80, 32), (64, 48), (256, 80)])
+def test_rope_is_what_it_says(head: int, rotary: int, interleaved: bool, where: str) -> None:
     """Against complex numbers: part of a head, some of the heads, with positions; rows without an angle become NaN."""
-    a, b = torch.randn(40, 64, 1).half(), torch.randn(4 * 192, 64, 1).half()
-    cos, sin = torch.randn(2, 9, 32)
+    a, b = torch.randn(40, 64, 1).half(), torch.randn(4 * head, 64, 1).half()
+    cos, sin = torch.randn(2, 9, rotary // 2)
     positions = torch.randint(0, 9, (40,), dtype=torch.int32)
     positions[3], positions[5] = -1, 9
-    options = {"head_size": 192, "rotary_size": 64, "rotated_begin": 192, "rotated_end": 576}
+    options = {"head_size": head, "rotary_size": rotary, "rotated_begin": head, "rotated_end": 3 * head}
     given = [x.cuda() if where == "gpu" else x for x in (a, b, cos, sin, positions)]
     with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
         c, _ = cudnn.gemm_rope_wrapper(*given, **options, interleaved=interleaved, c_dtype=torch.float32)
-    expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, 192))
+    expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, head))
     rows = positions.long().clamp(0, 8)
-    expected[:, 1:3, :64] = rotated(expected[:, 1:3, :64], cos[rows], sin[rows], interleaved)
-    expected[3, 1:3, :64] = expected[5, 1:3, :64] = float("nan")
+    expected[:, 1:3, :rotary] = rotated(expected[:, 1:3, :rotary], cos[rows], sin[rows], interleaved)
+    expected[3, 1:3, :rotary] = expected[5, 1:3, :rotary] = float("nan")
     torch.testing.assert_close(c[..., 0].cpu().double(), expected.flatten(1), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
@@ -212,8 +213,8 @@ def test_gradients_of_rope(interleaved: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"rotary_size": 48}, "rotary_size: got 48; allowed: 16, 32, 64, 128 or 256"),
-        ({"head_size": 80, "rotary_size": 32}, "head_size: got 80; allowed: multiples of rotary_size, 32"),
+        ({"rotary_size": 24}, r"head_size and rotary_size: got \(128, 24\); allowed: multiples of 16"),
+        ({"head_size": 80, "rotary_size": 96}, r"got \(80, 96\); allowed: multiples of 16, rotary_size up to 256 and"),
         ({"head_size": 256, "rotary_size": 128}, "columns of the product: got 384; allowed: multiples of head_size"),
         ({"rotated_begin": 64}, r"rotated_begin and rotated_end: got \(64, 384\); allowed: multiples of 128"),
         ({"rotated_end": 512}, r"got \(0, 512\); allowed: multiples of 128, in order, up to 384"),
@@ -231,7 +232,7 @@ def test_what_rope_refuses(given: dict[str, Any], message: str) -> None:
 def test_rope_of_wide_halves_of_8_bits() -> None:
     a, b = torch.zeros(16, 64, 1, dtype=E4M3), torch.zeros(256, 64, 1, dtype=E4M3)
     cos = sin = torch.zeros(16, 128)
-    with pytest.raises(NotImplementedError, match="rotary_size: got 256; allowed: up to 128"):
+    with pytest.raises(NotImplementedError, match="got 256 of 256, so 256 columns in one tile; allowed: at most 128"):
         cudnn.gemm_rope_wrapper(a, b, cos, sin, head_size=256)
     for wide in ({"accurate": True}, {"interleaved": True}):
         assert cudnn.gemm_rope_wrapper(a, b, cos, sin, head_size=256, **wide)[0].shape == (16, 256, 1)

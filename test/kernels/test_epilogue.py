@@ -159,7 +159,7 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
       QuantizeRows("sfc", E4M3, E8M0, 32), StoreTile("c", E4M3)), 200, 320, {"part": 128, "tile": (128, 256, 64)}),
     ((Gated(), StoreTile("y", "float32"), QuantizeRows("sfc", FP4, E4M3, 16), StoreTile("c", FP4)), 3, 192, {}),
-    ((QuantizeRows("s", E4M3, "float32", 128), StoreTile("d", E4M3)), 140, 336, {"part": 128}),
+    ((QuantizeRows("s", E4M3, "float32", 128, power_of_two=True), StoreTile("d", E4M3)), 140, 336, {"part": 128}),
     ((QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3, "m")), 144, 336, {"part": 128}),
     ((Gated(), StoreTile("y", "float32"), AddRow("bias", "bfloat16"), Amax(),
       QuantizeRows("s", E4M3, "float32", 128), StoreTile("d", E4M3)), 140, 704, {"part": 64, "tile": (128, 256, 64)}),
@@ -185,8 +185,17 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
 
 ROTATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Scale(), Rotate(128, 128), StoreTile("d", "bfloat16")), 133, 256, {"staged": 2}),
+    ((Rotate(128, 96, "bfloat16", inverse=True, begin=128, end=384, positions="places"), StoreTile("d", "float32")),
+     40, 512, {"part": 128}),
     ((Rotate(192, 64, "bfloat16", inverse=True, begin=192, end=576, positions="places"), StoreTile("d", "float32")),
      40, 768, {}),
+    ((Rotate(80, 32, begin=80), StoreTile("d", "bfloat16")), 133, 400, {"tile": (128, 160, 64), "part": 80}),
+    ((Rotate(80, 80, "bfloat16"), Amax(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 40, 320,
+     {"tile": (128, 160, 64), "part": 160}),
+    ((Rotate(96, 96, "float16"), StoreTile("d", "float16", "m")), 136, 288, {"tile": (128, 96, 64), "part": 96}),
+    ((Rotate(192, 80), StoreTile("d", "float32")), 40, 384, {"tile": (128, 192, 64), "part": 96}),
+    ((Rotate(128, 96, interleaved=True), StoreTile("d", "bfloat16")), 70, 384, {}),
+    ((Rotate(112, 48, "bfloat16", interleaved=True, positions="places"), StoreTile("d", "bfloat16")), 70, 336, {}),
     ((Rotate(64, 16, "bfloat16", interleaved=True), StoreTile("d", "bfloat16")), 30, 64, {"tile": (128, 64, 64)}),
     ((Rotate(128, 128, "bfloat16", positions="places"), StoreTile("d", "bfloat16", "m")), 136, 256, {"pingpong": True}),
     ((Rotate(256, 256), LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("sums", "prob_gradient"),
@@ -218,6 +227,7 @@ def test_what_cannot_be_rotated(arch: str) -> None:
     for rotate, options, message in (
         (Rotate(256, 256), {"tile": (128, 128, 64)}, "tile: got 128 columns; allowed: multiples of 256"),
         (Rotate(96, 96), {"tile": (128, 192, 64)}, "part: got 64 columns; allowed: multiples of 96"),
+        (Rotate(128, 96), {}, "part: got 64 columns; allowed: multiples of 128"),
     ):
         with pytest.raises(ValueError, match=message):
             gemm.compiled(arch, gemm.configuration((rotate, StoreTile("d", "bfloat16")), **options))

@@ -418,9 +418,9 @@ class Rotate(Declaration):
 
         left, right = left cos - right sin, right cos + left sin          with -sin where it is ``inverse``
 
-    The columns are heads of ``head`` each, of which ``rotary`` are rotated from ``first`` on; head and first are
-    multiples of it. Pair i is the columns i and i + rotary / 2 of those or, ``interleaved``, 2 i and 2 i + 1. Only
-    heads from column ``begin`` to before ``end`` are rotated; both are multiples of ``head``.
+    The columns are heads of ``head`` each, of which ``rotary`` are rotated from ``first`` on, 0 or a multiple of
+    ``rotary`` as head is then. Pair i is the columns i and i + rotary / 2 of those or, ``interleaved``, 2 i and
+    2 i + 1. Only heads from column ``begin`` to before ``end`` are rotated; both are multiples of ``head``.
 
     ``cos`` and ``sin`` are tensors (m, rotary / 2) of the type ``dtype`` or, where they are ``whole``, (m, rotary): the
     second half is for right columns. With ``positions``, an int32 tensor (m,), they have any number of rows and row m
@@ -443,11 +443,14 @@ class Rotate(Declaration):
 
     @property
     def step(self) -> int:
-        return 2 if self.interleaved else self.rotary
+        """Of halves, the smallest share of a head, in multiples of 16, that holds all of them."""
+        if self.interleaved:
+            return 2
+        return next(x for x in range(self.rotary, self.head + 1, 16) if self.head % x == 0)
 
     @property
     def apart(self) -> int:
-        return 0 if self.interleaved else self.rotary // 2
+        return self.rotary // 2 if self.step == self.rotary else 0
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         shape = ("positions" if self.positions else place.rows, self.rotary if self.whole else self.rotary // 2)

@@ -8,6 +8,7 @@ read shared memory, those of a tile's first part during the products.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
 
 VECTOR = 16  # bytes that a thread reads at once, at most
+EARLY = 64  # registers of a thread for the cosines and sines of a part, at most, where they are read ahead
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Unit:
 
 
 class _Heads(Operation):
-    """Works on some of a head's columns, those of a part unit by unit."""
+    """Works on ``size`` of a head's columns, those of a part unit by unit; a unit begins every ``step`` columns."""
 
-    def __init__(self, declaration: Any, plan: Plan, width: int, size: int) -> None:
+    def __init__(self, declaration: Any, plan: Plan, width: int, size: int, step: int) -> None:
         super().__init__(declaration, plan, width)
-        self.size = size  # columns of a head that it works on
-        self.columns = min(width, size)  # of a unit
-        self.starts = range(0, width, self.columns)
+        self.size = size
+        self.columns = min(width, step, size)  # of a unit
+        self.starts = range(0, width, min(width, step))
 
     def wanted(self, tile: Tile, part: int, start: int) -> Any:
         """Whether a unit's columns are some to work on. Known when the kernel is compiled, if possible."""
@@ -60,7 +62,7 @@ class Deinterleave(_Heads):
     """Where a thread has a whole row, values change places. Else four threads share it, which exchange values."""
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width, declaration.size)
+        super().__init__(declaration, plan, width, declaration.size, declaration.size)
         layout = plan.layout
         if layout.neighbours > 1 and ((layout.neighbours, layout.run) != (4, 2) or declaration.size % 16):
             raise ValueError(f"size: got {declaration.size}; allowed: multiples of 16")
@@ -107,10 +109,12 @@ class Rotate(_Heads):
     """Two products and two sums for every pair."""
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
-        super().__init__(declaration, plan, width, declaration.rotary)
         o, layout = declaration, plan.layout
+        step = math.gcd(width, o.head, o.rotary) if o.interleaved else o.step
+        super().__init__(declaration, plan, width, o.rotary, step)
         self.element = DTYPES[o.dtype]
-        self.early = not o.whole  # whole rows would take too many registers for long
+        held = layout.slots * len(self.starts) * self.columns // layout.neighbours * self.element.width // 32
+        self.early = not o.whole and held <= EARLY  # whole rows would take too many registers for long
         self.apart = 1 if o.interleaved else self.columns // 2 // layout.neighbours  # positions from left to right
         held = self.columns // layout.neighbours
         lefts = range(0, held, 2) if o.interleaved else range(held // 2)
@@ -178,8 +182,10 @@ class Rotate(_Heads):
     def first_pair(self, tile: Tile, part: int, unit: Unit) -> Any:
         """The number of the thread's first pair."""
         o, layout = self.o, self.plan.layout
-        column = self.place(part, unit.start) if self.plan.tile_columns % o.rotary == 0 else self.column(tile, part, 0)
-        pair = column % o.rotary // (2 if o.interleaved else 1)
+        period = o.rotary if o.head % o.rotary == 0 else o.head
+        aligned = self.plan.tile_columns % period == 0
+        column = self.place(part, unit.start) if aligned else self.column(tile, part, unit.start)
+        pair = column % period % o.rotary // (2 if o.interleaved else 1)
         return pair + layout.column(tile.thread, 0) // (2 if o.interleaved else 1)
 
     def pair(self, index: int) -> int:

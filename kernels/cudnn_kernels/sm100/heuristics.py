@@ -26,12 +26,13 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     scaled, of_sums = scale is not None and not scale.of_sums, scale is not None and scale.of_sums
     m, n = problem.tile or (256, 128 if scaled else 256)
     cluster = (m // 128, 2 if scaled and not problem.tile else 1)
-    step = ATOM if scaled else math.lcm(PART, needs.columns)
+    step = math.lcm(ATOM if scaled else PART, needs.columns)
     narrow = needs.staged == (32, 32) or needs.bits > 96 or (scaled and problem.schedule.splits_k)
     narrow |= of_sums or not needs.takes(2 * PART)
-    n = min(-(-n // step) * step, max(128, needs.swept and needs.columns) if narrow else 256)
+    most = max(128, needs.swept and needs.columns, step) if narrow else 256
+    n = min(-(-n // step) * step, most // step * step)
     n = max(n, 128) if problem.b.index else n  # of which each CTA of a pair gathers whole lines of 128 bytes
-    n = 256 if problem.halves and n == 192 else n  # the CTAs that share B fetch equal shares of its halves
+    n = 256 if problem.halves and (scaled or n == 192) else n  # atoms of both halves; or equal shares of them
     # Of more than 64 values, before or after the epilogue widens them, a thread's registers hardly hold a row.
     widths = [width for width in (64, PART) if width * needs.width <= 64]
     part = next(width for width in (*widths, needs.columns) if n % width == 0 and needs.takes(width))

@@ -105,7 +105,8 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     128. 8 bits: a second set of accumulators leaves room for 192 columns, or for 128 where the epilogue does not take
     those. With factors of sums, half of 256 columns are promoted at a time: as many registers, whole blocks of B, and
     fewer idle SMs at 4096 columns. Where 128 columns pass through the epilogue together, a tile has no more, or
-    registers would be spilled. Clusters of two CTAs share B.
+    registers would be spilled; where it is no divisor of 128 that pass, as many as 256 hold. Clusters of two CTAs share
+    B.
 
     An epilogue that widens its value has registers for 128 x 128 only, of which 32 columns pass at a time: one tile for
     each warpgroup if what it stages leaves room for the operands, else one for both. For experts, the CTAs of a cluster
@@ -115,10 +116,11 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
     """
     bits, needs, scale = problem.a.bits, needs_of(problem.epilogue), problem.a.scale
     part = 64 if needs.takes(64) else needs.columns
-    choice: dict[str, Any] = {"tile": (128, 128), "part": part}
+    choice: dict[str, Any] = {"tile": (128, max(128 // part, 1) * part), "part": part}
     wide = 192 if (bits == 8) != bool(scale) else 256
     gathered, one = bool(problem.a.index or problem.b.index), len(needs.staged) == 1
     grouped = bits == 16 and problem.schedule.searches
+    rotates = bits == 16 and needs.registers and needs.staged == (16,) and needs.width == 1
     if needs.swept:
         choice = {"tile": (128, needs.columns), "part": int(64 / needs.width)}
     elif needs.width > 1:
@@ -128,6 +130,10 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
         if grouped and alone:
             shared = beside(problem.n, 128) and not gathered
             choice |= {"cluster": (1, 2), "strip": strip(problem)} if shared else {"cluster": (1, 1)}
+    elif bits != 8 and not scale and 128 % part and problem.n > 128:
+        choice = {"tile": (128, 256 // part * part), "part": part}
+    elif rotates and not scale and problem.n > 128:
+        choice |= {"pingpong": True}
     elif problem.n > 128 and part == 64 and not (problem.halves and wide == 192) and (
         (bits != 8 and not scale) or wide % needs.columns == 0
     ):
@@ -142,8 +148,6 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = special
         elif problem.n >= MANY_COLUMNS and one and not needs.registers and not problem.halves and not gathered:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
-        elif bits == 16 and needs.registers and needs.staged == (16,) and needs.width == 1:
-            choice = {"tile": (128, 128), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
     if bits == 8 or scale:

@@ -27,17 +27,15 @@ class GemmRope(DenseGemm):
         c[m, left]  = x[m, left] * cos[p, i] - x[m, right] * sin[p, i]      p = positions[m], or m without positions
         c[m, right] = x[m, right] * cos[p, i] + x[m, left] * sin[p, i]      rounded, or quantised where it has 8 bits
 
-    Pair i of a head is its columns i and i + rotary_size / 2 or, ``interleaved``, 2 i and 2 i + 1. Other columns of c
-    are those of x. Without positions, cos and sin have as many rows as a; with them, a row of c that has none of theirs
-    becomes NaN. A compiled object serves tensors of all sizes, of the samples' types and majors.
+    Pair i is columns i and i + rotary_size / 2 of a head or, ``interleaved``, 2 i and 2 i + 1. Others are those of x.
+    Without positions, cos and sin have as many rows as a; with them, a row of c that has none of theirs becomes NaN.
 
     Args:
-        head_size: columns of a head, a multiple of ``rotary_size``; n is one of it.
-        rotary_size: columns of a head that are rotated, its first ones: 16, 32, 64, 128 or 256; default: all.
+        head_size: columns of a head, a multiple of 16; n is one of it.
+        rotary_size: columns of a head that are rotated, its first ones: a multiple of 16, up to 256; default: all.
         rotated_begin, rotated_end: columns whose heads are rotated, such as Q and K beside V; default: all.
         interleaved: pairs are neighbouring columns. Default: columns of the two halves.
-        inverse: rotates back, as the gradient is: with -sin.
-        others: as those of :class:`cudnn.GemmSwiglu`.
+        inverse: rotates back, as the gradient is: with -sin. Others are those of :class:`cudnn.GemmSwiglu`.
     """
 
     title = "GEMM + RoPE"
@@ -68,7 +66,7 @@ class GemmRope(DenseGemm):
         rotary_size: int | None = None, rotated_begin: int = 0, rotated_end: int | None = None,
         interleaved: bool = False, inverse: bool = False, alpha: float = 1.0, acc_dtype: dtype = torch.float32,
         mma_tiler_mn: tuple[int, int] = (128, 128), cluster_shape_mn: tuple[int, int] | None = None,
-        sf_vec_size: int = 16, arch: str | None = None, accurate: bool = False,
+        sf_vec_size: int = 16, arch: str | None = None, accurate: bool = False, power_of_two_scales: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
         self.rotary_size = head_size if rotary_size is None else rotary_size
@@ -106,10 +104,9 @@ class GemmRope(DenseGemm):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.rotary_size not in (16, 32, 64, 128, 256):
-            raise self.error("rotary_size", self.rotary_size, "16, 32, 64, 128 or 256")
-        if self.head_size < 1 or self.head_size % self.rotary_size:
-            raise self.error("head_size", self.head_size, f"multiples of rotary_size, {self.rotary_size}")
+        both = head, rotary = self.head_size, self.rotary_size
+        if head % 16 or not 16 <= rotary <= min(head, 256) or rotary % 16:
+            raise self.error("head_size and rotary_size", both, "multiples of 16, rotary_size up to 256 and head_size")
 
     def check_own_rules(self, sizes: Sizes) -> None:
         n, head = sizes["n"], self.head_size
@@ -120,9 +117,12 @@ class GemmRope(DenseGemm):
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")
         if not self.given("positions") and sizes["positions"] != sizes["m"]:
             raise self.error("rows of cos and sin", sizes["positions"], f"{sizes['m']}, those of a", "pass positions")
-        wide = self.sf_vec_size != SUM_VECTOR and (self.scaled or self.accurate or self.kind("a") not in FLOAT8)
-        if self.rotary_size == 256 and not (wide or self.interleaved):
-            raise self.unsupported("rotary_size", 256, "up to 128, for 8 bits or sf_vec_size=128 and no interleaving")
+        columns, sums = epilogue.needs_of(self.operations()).columns, self.sf_vec_size == SUM_VECTOR
+        together = columns if columns % 32 == 0 else 2 * columns
+        most = 256 if not sums and (self.scaled or self.accurate or self.kind("a") not in FLOAT8) else 128
+        if together > most or (self.scaled and not sums and 256 % together):
+            got = f"{self.rotary_size} of {head}, so {together} columns in one tile"
+            raise self.unsupported("rotary_size", got, f"at most {most}, a power of two for block-scaled operands")
 
 
 class GemmRopeSm100(GemmRope):
@@ -134,9 +134,9 @@ def gemm_rope_wrapper(
     head_size: int = 128, rotary_size: int | None = None, rotated_begin: int = 0, rotated_end: int | None = None,
     interleaved: bool = False, inverse: bool = False, alpha: float = 1.0, c_major: str = "n",
     c_dtype: dtype | None = None, mma_tiler_mn: tuple[int, int] = (128, 128),
-    cluster_shape_mn: tuple[int, int] | None = None, sfa_tensor: Tensor | None = None,
-    sfb_tensor: Tensor | None = None, norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16,
-    stream: Any = None, accurate: bool = False,
+    cluster_shape_mn: tuple[int, int] | None = None, sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
+    norm_const_tensor: Tensor | None = None, sf_vec_size: int = 16, stream: Any = None, accurate: bool = False,
+    power_of_two_scales: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes: ``c_tensor, sfc_tensor``.
 
