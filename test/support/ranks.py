@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +48,13 @@ def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> No
     assert [process.exitcode for process in processes] == [0] * ranks
 
 
-class Part(SimpleNamespace):
+@dataclass(eq=False)
+class Part:
     """Stands for :class:`cudnn.moe.exchange.Shared`."""
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    mine: torch.Tensor
+    addresses: torch.Tensor
+    meet: Callable[[], Any]
 
 
 class Rank:
@@ -82,7 +86,7 @@ class Threads:
         mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
         self.barrier.wait()
         addresses = torch.tensor([part.data_ptr() for part in self.memory[number]])
-        return Part(mine=mine, addresses=addresses, meet=self.barrier.wait)
+        return Part(mine, addresses, self.barrier.wait)
 
     def run(self, function: Callable[[Rank], Any]) -> None:
         """Runs a function for each rank."""
