@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from itertools import pairwise
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 
 import cudnn
 from cudnn import NSA, registry
+from cudnn.native_sparse_attention.selection import inverse
+from cudnn_kernels.attention.sparse import InverseConfiguration
 from support.selection import brief
 
 ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
@@ -92,7 +96,8 @@ def test_selection_backward(is_causal: bool, arch: str) -> None:
         torch.testing.assert_close(gradient.double(), expected, atol=4e-3, rtol=4e-3)
 
 
-def test_rows_that_chose_a_block() -> None:
+@pytest.mark.parametrize("arch", ["", "sm_90a"])
+def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences with 3, 0 and 5 rows, blocks of 2; lists with blocks twice, of the future, and none at all."""
     indices = torch.tensor([[0, 0], [1, -1], [1, 0], [2, 0], [7, 1], [0, 1], [0, 2], [2, 1]], dtype=torch.int32)[
         :, None
@@ -100,8 +105,11 @@ def test_rows_that_chose_a_block() -> None:
     counts = torch.tensor([[2], [1], [9], [2], [2], [0], [1], [2]], dtype=torch.int32)
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 
+    monkeypatch.setattr(inverse, "InverseConfiguration", functools.partial(InverseConfiguration, rows=3))
+
     def by_block(is_causal: bool) -> list[list[int]]:
-        rows, table = NSA.choosing_rows(indices, counts, ends, 2, is_causal, part=2)
+        with cudnn.emulation(arch, races=True) if arch else contextlib.nullcontext():
+            rows, table = NSA.choosing_rows(indices, counts, ends, 2, is_causal, part=2)
         assert table[0].tolist() == [0, 0, 0]
         found = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
         parts = [max(-(-len(x) // 2), 1) for x in found]
@@ -231,13 +239,13 @@ def test_top_k_before_compile() -> None:
         NSA.TopKReduction(*tensors, k_value=3).execute(*tensors)
 
 
-def test_there_is_no_kernel_for_blackwell_yet() -> None:
+def test_there_are_no_gradients_of_selection_on_blackwell_yet() -> None:
     call = selection_call()
     q, k, v = (call[f"{name}_tensor"] for name in "qkv")
-    row_values = torch.empty(50, 4)
-    samples = (q, k, v, q, row_values, row_values, call["block_indices_tensor"], call["block_counts_tensor"], ENDS)
+    lists = (call["block_indices_tensor"], call["block_counts_tensor"], ENDS)
+    samples = (q, k, v, q, q, torch.empty(50, 4), q, k, v, *lists, *NSA.choosing_rows(*lists, 16))
     with pytest.raises(RuntimeError, match="sm_90a"):
-        NSA.SelectionAttention(*samples, block_size=16, arch="sm_100a").check_support()
+        NSA.SelectionAttentionBackward(*samples, block_size=16, arch="sm_100a").check_support()
 
 
 @pytest.mark.parametrize("name", [name for name in registry.compiled() if name.startswith("nsa_")])

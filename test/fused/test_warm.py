@@ -156,7 +156,7 @@ def test_shapes_choose_among_kernels() -> None:
         (["--api", "gemm_amax", "--shape", "128x128x3"], "contiguous dimension: got 3; allowed: multiples of"),
         (["--api", "rmsnorm_rht_amax", "--shape", "2x131072"], "columns of x"),
         (["--jobs", "0"], "--jobs"),
-        (["--api", "nsa_top_k", "--arch", "sm_100a"], "architecture: got sm_100a; allowed: sm_90a"),
+        (["--api", "nsa_selection_backward", "--arch", "sm_100a"], "architecture: got sm_100a; allowed: sm_90a"),
     ],
 )
 def test_what_is_refused(given: list[str], words: str) -> None:

@@ -1,7 +1,8 @@
-"""Hopper's kernels of native sparse attention in the emulator, with races detected, against float64 loops."""
+"""The kernels of native sparse attention in the emulator, with races detected, against float64 loops."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,24 +13,24 @@ import torch
 
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn_kernels import compiler, fakes
+from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
     SelectionBackwardConfiguration,
     SelectionConfiguration,
     TopKConfiguration,
 )
 from cudnn_kernels.signature import workspace_size
-from cudnn_kernels.sm90.selection import Selection
-from cudnn_kernels.sm90.selection_backward import SelectionBackward
-from cudnn_kernels.sm90.top_k import TopK
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 
-def run(kernel: type, configuration: Any, given: dict[str, Any]) -> None:
-    """Compiles a kernel and runs it in the emulator."""
-    with ptx_emulator.emulate("sm_90a", races=True):
-        compiled = compiler.compile_for("sm_90a", kernel(configuration), *fakes.arguments(configuration))
+def run(configuration: Any, given: dict[str, Any], arch: str = "sm_90a") -> None:
+    """Compiles an architecture's kernel and runs it in the emulator."""
+    module, kernel = ARCHITECTURES[arch].source(configuration).split(":")
+    with ptx_emulator.emulate(arch, races=True):
+        made = getattr(importlib.import_module(module), kernel)(configuration)
+        compiled = compiler.compile_for(arch, made, *fakes.arguments(configuration))
         compiled(*(given[slot.name] for slot in configuration.slots()))
 
 
@@ -110,9 +111,10 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
         6,
     ),
 )
-def test_selection(c: SelectionConfiguration, choice: Choice) -> None:
+@pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
+def test_selection(c: SelectionConfiguration, choice: Choice, arch: str) -> None:
     given = selection_inputs(c, choice)
-    run(Selection, c, given)
+    run(c, given, arch)
     assert_selected(given, c)
 
 
@@ -139,10 +141,10 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
             part[block * share : (block + 1) * share] = part[share : 2 * share]
         first += count
     lse = made(rows[0], 1, c.heads)[..., 0] - 8
-    scores = torch.full_like(made(rows[0], c.count, c.key_heads), math.nan)
+    scores, indices = (made(rows[0], width, c.key_heads) for width in (c.count, c.before + c.count))
     return {
-        "q": made(rows[0], c.head, c.heads).to(dtype), "k": k, "lse": lse,
-        "topk_scores": scores, "topk_indices": torch.full_like(scores, 77, dtype=torch.int32),
+        "q": made(rows[0], c.head, c.heads).to(dtype), "k": k, "lse": -lse * math.log(2) if c.whole else lse,
+        "topk_scores": torch.full_like(scores, math.nan), "topk_indices": torch.full_like(indices, 77).int(),
         "cum_seqlen_q": torch.tensor([0, *queries]).cumsum(0).int(), "scale_softmax": 1.3 / math.sqrt(c.head),
         "cum_seqlen_k": torch.tensor([0, *keys]).cumsum(0).int(), "stream": 0,
     }  # fmt: skip
@@ -161,13 +163,17 @@ def assert_ranked(given: dict[str, Any], c: TopKConfiguration, ranking: Ranking)
             for head in range(c.key_heads):
                 heads = slice(head * c.group, (head + 1) * c.group)
                 logits = given["scale_softmax"] * parts["q"][heads, row].double() @ parts["k"][head].double().mT
-                p = (logits + math.log(2) * parts["lse"][heads, row].double()[:, None]).exp().sum(0)
+                factor = -1 if c.whole else math.log(2)
+                p = (logits + factor * parts["lse"][heads, row].double()[:, None]).exp().sum(0)
                 blocks = range(1, min((row + 1) // c.block - 2, -(-keys // share)))
                 scores = {b: float(p[b * share : (b + 1) * share].sum()) for b in blocks}
                 best = sorted(scores.values(), reverse=True)[: c.count]
                 missing = c.count - len(best)
                 expected = torch.tensor(best + [-math.inf] * missing)
-                found, chosen = parts["topk_scores"][head, row], parts["topk_indices"][head, row].tolist()
+                found, listed = parts["topk_scores"][head, row], parts["topk_indices"][head, row].tolist()
+                always, chosen = listed[: c.before], listed[c.before :]
+                newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
+                assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.whole else [])
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
@@ -187,7 +193,7 @@ RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
     ("c", "ranking"),
     brief(
         [
-            (RANK, Ranking(((10, 1), (0, 0), (150, 17)))),
+            (replace(RANK, whole=True), Ranking(((10, 1), (0, 0), (150, 17)))),
             (replace(RANK, heads=12, head=128, packed=False, count=2, block=4, stride=4),
              Ranking(((150, 140), (150, 140)))),
             (replace(RANK, heads=3, key_heads=1, head=64, block=12, stride=4), Ranking(((500, 125),))),
@@ -201,9 +207,10 @@ RANK = TopKConfiguration("float16", 32, 2, 64, 3, 16, 8, packed=True)
         0,
     ),
 )  # fmt: skip
-def test_top_k(c: TopKConfiguration, ranking: Ranking) -> None:
+@pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
+def test_top_k(c: TopKConfiguration, ranking: Ranking, arch: str) -> None:
     given = top_k_inputs(c, ranking)
-    run(TopK, c, given)
+    run(c, given, arch)
     assert_ranked(given, c, ranking)
 
 
@@ -257,7 +264,7 @@ def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -
     given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
     size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
-    run(SelectionBackward, c, given)
+    run(c, given)
     for name, gradient in expected.items():
         error = (given[name].double() - gradient).norm() / gradient.norm()
         assert error < 4 * torch.finfo(given["q"].dtype).eps, name

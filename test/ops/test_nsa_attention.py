@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.ops import nsa_attention
+from cudnn.ops import nsa_attention, nsa_decode
 from cudnn.ops._nsa_gates import nsa_gates
 from support.selection import brief
 
@@ -201,3 +201,55 @@ def test_compiled_it_is_the_same() -> None:
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nsa_attention(**{**tensors(), **OPTIONS, **change})
+
+
+def decode_call(dtype: torch.dtype, d: int = 16) -> dict[str, torch.Tensor]:
+    """The newest rows of sequences of 64 and 88 rows, and caches with NaN behind them; keys of the compressed means."""
+    call = tensors(d=d, dtype=dtype)
+    ends, small = call.pop("cu_seqlens"), call.pop("cu_seqlens_compressed")
+    found = {name: call[name][ends[1:] - 1] for name in ("query", "gates")}
+    for name, x in call.items():
+        if name not in found:
+            parts = x.tensor_split((small if "compressed" in name else ends)[1:-1].tolist())
+            cache = torch.full((len(LENGTHS), x.shape[1], 100, d), float("nan"), dtype=dtype)
+            for i, part in enumerate(parts):
+                cache[i, :, : len(part)] = part.transpose(0, 1)
+            found[name] = cache
+    return {**found, "lengths": ends.diff(), "compressed_lengths": small.diff()}
+
+
+def test_a_decode_step_is_the_last_row() -> None:
+    torch.manual_seed(0)
+    found = nsa_decode(**decode_call(torch.float64), **OPTIONS)
+    torch.manual_seed(0)
+    call = tensors()
+    expected = nsa_attention(**call, **OPTIONS)[call["cu_seqlens"][1:] - 1]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arch", "d", "dtype", "block"),
+    brief([("sm_90a", 64, torch.float16, 16), ("sm_100a", 128, torch.bfloat16, 32)], 0),
+)
+def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, block: int) -> None:
+    call = decode_call(dtype, d)
+    options = {**OPTIONS, "block_size": block, "compress_stride": 4, "selected_blocks": 5, "window_size": 21}
+    expected = nsa_decode(**{name: x.double() if x.is_floating_point() else x for name, x in call.items()}, **options)
+    with cudnn.emulation(arch, races=True):
+        found = nsa_decode(**call, **options)
+    torch.testing.assert_close(found.double(), expected, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"gates": torch.rand(2, 4, 2).double()}, ValueError, "shape of gates"),
+        ({"lengths": torch.tensor([64, 88])}, ValueError, "type of lengths"),
+        ({"key": torch.rand(2, 3, 100, 16).double()}, ValueError, "heads of query"),
+        ({"selected_blocks": 4}, ValueError, "selected_blocks"),
+        ({"compress_stride": 3}, ValueError, "block_size and compress_stride"),
+    ],
+)
+def test_what_a_decode_step_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        nsa_decode(**{**decode_call(torch.float64), **OPTIONS, **change})

@@ -176,11 +176,41 @@ class SelectionBackwardConfiguration(Selected):
 
 
 @dataclass(frozen=True)
+class InverseConfiguration:
+    """A pass of turning lists around, with ``rows`` to a warp: with ``causal``, without blocks behind a row.
+
+    ``places`` are, for every block as :class:`SelectionBackwardConfiguration` numbers them and every warp, counts, 0
+    before, or, where it ``puts`` rows in order, where those begin.
+    """
+
+    block: int
+    causal: bool
+    puts: bool
+    rows: int = 128
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        rows = ("s", "hk")
+        return (
+            Tensor("block_indices", "int32", (*rows, "chosen"), (None, None, 1), align=4),
+            Tensor("block_counts", "int32", rows, (None, None), align=4), vector("cum_seqlen", "int32", "ends"),
+            Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
+            *[vector("choosing", "int32", "choices")] * self.puts, Stream(),
+        )  # fmt: skip
+
+
+NEWEST = 3
+ALWAYS = 1 + NEWEST
+"""Blocks that are in every row's whole list: the first one, and so many of the newest."""
+
+
+@dataclass(frozen=True)
 class TopKConfiguration:
     """The ``count`` blocks of keys with the largest sums of probabilities, for each row and head of K.
 
     A block is ``block`` rows, whose keys were compressed to one for every ``stride`` rows. ``tile`` is (rows of the
-    product, keys): a row of the product is a row of a head of Q.
+    product, keys): a row of the product is a row of a head of Q. ``whole``: the results are whole lists, and lse is a
+    natural logarithm, not yet times -log2(e).
     """
 
     dtype: str
@@ -193,8 +223,14 @@ class TopKConfiguration:
     packed: bool = False
     tile: tuple[int, int] = (128, 128)
     stages: int = 3
+    whole: bool = False
 
     kernel = "top_k:TopK"
+
+    @property
+    def before(self) -> int:
+        """Entries of a list before the best blocks."""
+        return ALWAYS if self.whole else 0
 
     @property
     def group(self) -> int:
@@ -210,7 +246,7 @@ class TopKConfiguration:
             Tensor("lse", "float32", ("sq", self.heads) if self.packed else ("b", self.heads, "sq"),
                    (None,) * (3 - self.packed), align=4),
             self._matrix("topk_scores", "float32", "sq", self.key_heads, self.count, align=4),
-            self._matrix("topk_indices", "int32", "sq", self.key_heads, self.count, align=4),
+            self._matrix("topk_indices", "int32", "sq", self.key_heads, self.before + self.count, align=4),
             *(vector(name, "int32", "ends") for name in offsets), Scalar("scale_softmax", "float32"), Stream(),
         )  # fmt: skip
 
@@ -244,6 +280,49 @@ class GateConfiguration:
         gates = (vector_of_rows("gates", self.gates), *[vector_of_rows("d_gates", self.gates)] * self.gradient)
         changes = [f"d_{x}" for x in BRANCHES] if self.gradient else []
         return (*rows(*BRANCHES, "out", *changes), *gates, Stream())
+
+
+@dataclass(frozen=True)
+class DecodeConfiguration:
+    """All of native sparse attention, of the newest row of each sequence, from caches.
+
+    ``heads`` of Q, at most 16 of which share one of ``key_heads`` of K; ``gates`` is the type of gates. A list has
+    ``ALWAYS`` blocks of ``block`` keys and the ``count`` best ones; ``stride`` rows have a compressed key; the newest
+    ``window`` keys are the last branch. ``head`` is a multiple of 32, ``head_v`` of 64, ``block`` of 16.
+    """
+
+    dtype: str
+    gates: str
+    heads: int
+    key_heads: int
+    head: int
+    head_v: int
+    block: int
+    stride: int
+    count: int
+    window: int
+
+    @property
+    def group(self) -> int:
+        """Heads of Q that share one of K."""
+        return self.heads // self.key_heads
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel. ``probabilities`` is scratch memory."""
+
+        def cache(name: str, rows: str, width: int) -> Slot:
+            return Tensor(name, self.dtype, ("b", rows, self.key_heads, width), (None, None, None, 1))
+
+        return (
+            Tensor("q", self.dtype, ("b", self.heads, self.head), (None, None, 1)),
+            cache("k", "s", self.head), cache("v", "s", self.head_v), cache("compressed_k", "c", self.head),
+            cache("compressed_v", "c", self.head_v),
+            Tensor("gates", self.gates, ("b", self.heads, len(BRANCHES)), (None, None, None), align=2),
+            vector("lengths", "int32", "b"), vector("compressed_lengths", "int32", "b"),
+            Tensor("probabilities", "float32", ("b", self.key_heads, "c"), (None, None, 1), align=4),
+            Tensor("o", self.dtype, ("b", self.heads, self.head_v), (None, None, 1), align=2),
+            Scalar("scale_softmax", "float32"), Stream(),
+        )  # fmt: skip
 
 
 def vector_of_rows(name: str, dtype: str) -> Tensor:

@@ -65,7 +65,7 @@ class Selection(SelectedRows):
             cute.arch.setmaxregister_increase(many)
             self.consume(o, sums, maxima, buffers, offsets, tiles, steps, scale, group - 1, thread - GROUP * group)
 
-    name(selection, "cudnn_attention_selection_sm90")
+    name(selection, "cudnn_attention_selection")
 
     @cute.jit
     def consume(
@@ -92,14 +92,9 @@ class Selection(SelectedRows):
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """One tile, from a step and its phase on; those behind it."""
         s = self.s
-        score_mma, product_mma = self.score_mma(), self.product_mma()
-        scores_part, product_part = score_mma.get_slice(thread), product_mma.get_slice(thread)
-        own = cute.local_tile(buffers["q"][None, None, 0], (ROWS, s.head), (group, 0))
-        tSrQ = score_mma.make_fragment_A(scores_part.partition_A(own))
-        tSrK = score_mma.make_fragment_B(scores_part.partition_B(buffers["k"]))
-        tOrV = product_mma.make_fragment_B(product_part.partition_B(sequences.turned(buffers["v"])))
-        scores = cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.tile_n)), Float32)
-        acc = cute.make_rmem_tensor(product_mma.partition_shape_C((ROWS, s.head_v)), Float32)
+        tSrQ, tSrK, tOrV = self.operands(buffers, group, thread)
+        scores = cute.make_rmem_tensor(self.score_mma().partition_shape_C((ROWS, self.tile_n)), Float32)
+        acc = cute.make_rmem_tensor(self.product_mma().partition_shape_C((ROWS, s.head_v)), Float32)
         words = cute.make_rmem_tensor(self.tile_n // 4, Int32)
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
         softmax.reset(state)
@@ -108,7 +103,7 @@ class Selection(SelectedRows):
         while tile >= 0:
             if self.wanted(steps, stage, group):
                 self.multiply_scores(scores, tSrQ, tSrK, stage)
-                warpgroup.wait_group(0)
+                self.finish()
                 if self.hide_unchosen(scores, steps, stage, mine, group, thread):
                     corrections = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
                     self.round(scores, words)
@@ -116,13 +111,28 @@ class Selection(SelectedRows):
                 else:
                     words.fill(0)
                 self.multiply_values(acc, words, tOrV, stage)
-                warpgroup.wait_group(0)
+                self.finish()
             stage, phase = self.next(steps, stage, phase)
             tile = self.arrived(steps, stage, phase)
         stage, phase = self.next(steps, stage, phase)
         self.release(steps.rows_empty)
         self.write(acc, state, o, sums, maxima, mine, group, thread)
         return stage, phase
+
+    def operands(self, buffers: Any, group: Int32, thread: Int32) -> Any:
+        """A warpgroup's rows of Q, K and V as products take them."""
+        score_mma, product_mma = self.score_mma(), self.product_mma()
+        score, product = score_mma.get_slice(thread), product_mma.get_slice(thread)
+        own = cute.local_tile(buffers["q"][None, None, 0], (ROWS, self.s.head), (group, 0))
+        return (
+            score_mma.make_fragment_A(score.partition_A(own)),
+            score_mma.make_fragment_B(score.partition_B(buffers["k"])),
+            product_mma.make_fragment_B(product.partition_B(sequences.turned(buffers["v"]))),
+        )
+
+    def finish(self) -> None:
+        """Waits for a product."""
+        warpgroup.wait_group(0)
 
     @cute.jit
     def write(

@@ -23,7 +23,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import sequences, softmax
 from cudnn_kernels.attention.sequences import Sequence
-from cudnn_kernels.attention.sparse import TopKConfiguration
+from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -149,7 +149,7 @@ class TopK:
         else:
             self.choose(lse, scores, indices, sQ, sK, sums, full, empty, s, first, head, place, scale, steps, thread)
 
-    name(kernel, "cudnn_attention_top_k_sm90")
+    name(kernel, "cudnn_attention_top_k")
 
     def candidates(self, s: Sequence, query: Any) -> Int32:
         """One more than a row's last candidate: not the newest two blocks, and none without a key; 0 or less: none."""
@@ -200,11 +200,8 @@ class TopK:
         group, member = thread // GROUP, thread % GROUP
         warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
         leader = warp_index // self.team * self.team
-        mma = self.mma()
-        part = mma.get_slice(member)
-        tSrQ = mma.make_fragment_A(part.partition_A(cute.local_tile(sQ, (ROWS, c.head), (group, 0))))
-        tSrK = mma.make_fragment_B(part.partition_B(sK))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        left, right = self.operands(sQ, sK, group, member)
+        acc = cute.make_rmem_tensor(self.mma().partition_shape_C((ROWS, self.tile_n)), Float32)
         shift = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = group * ROWS + self.rows.row(member, slot)
@@ -212,6 +209,8 @@ class TopK:
             shift[slot] = -Float32.inf
             if (query < s.queries) & (index < c.group):
                 shift[slot] = lse[s.first_query + query, head * c.group + index, place]
+                if const_expr(c.whole):
+                    shift[slot] = shift[slot] * -softmax.LOG2_E
         places = (self.warp_queries, self.halves)
         best = Best(cute.make_rmem_tensor(places, Float32), cute.make_rmem_tensor(places, Int32))
         best.scores.fill(-math.inf)
@@ -220,7 +219,7 @@ class TopK:
         for step in cutlass.range(steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
             cute.arch.mbarrier_wait(full + stage, phase)
-            self.multiply(mma, acc, tSrQ, tSrK, stage)
+            self.multiply(acc, left, right, stage)
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
             shared = sums[None, None, None, step % self.buffers]
@@ -235,7 +234,13 @@ class TopK:
                 listed = half * WARP + lane
                 if (warp_index == leader) & (query + slot < s.queries) & (listed < c.count):
                     scores[s.first_query + query + slot, listed, head, place] = best.scores[slot, half]
-                    indices[s.first_query + query + slot, listed, head, place] = best.blocks[slot, half]
+                    indices[s.first_query + query + slot, c.before + listed, head, place] = best.blocks[slot, half]
+            if (warp_index == leader) & (query + slot < s.queries) & (lane < c.before):
+                row = query + slot
+                block = cutlass.max((row + 1) // c.block - (NEWEST - 1), 1) + lane - 1
+                block = Int32(select_(block > row // c.block, Int32(-1), block))
+                block = Int32(select_(lane == 0, Int32(0), block))
+                indices[s.first_query + row, lane, head, place] = block
 
     @cute.jit
     def meet(self, warp_index: Int32) -> None:
@@ -245,12 +250,20 @@ class TopK:
         else:
             cute.arch.sync_warp()
 
-    def multiply(self, mma: Any, acc: cute.Tensor, tSrQ: Any, tSrK: Any, stage: Int32) -> None:
+    def operands(self, sQ: cute.Tensor, sK: cute.Tensor, group: Int32, thread: Int32) -> Any:
+        """A warpgroup's rows of Q, and K, as a product takes them."""
+        mma = self.mma()
+        part = mma.get_slice(thread)
+        own = cute.local_tile(sQ, (ROWS, self.c.head), (group, 0))
+        return mma.make_fragment_A(part.partition_A(own)), mma.make_fragment_B(part.partition_B(sK))
+
+    def multiply(self, acc: cute.Tensor, left: Any, right: Any, stage: Int32) -> None:
         """Q K^T of a step."""
+        mma = self.mma()
         warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for block in range(self.c.head // 16):
-            cute.gemm(mma, acc, tSrQ[None, None, block], tSrK[None, None, block, stage], acc)
+            cute.gemm(mma, acc, left[None, None, block], right[None, None, block, stage], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         warpgroup.wait_group(0)

@@ -45,7 +45,7 @@ class Part:
 PARTS = (
     Part("compression"), Part("compression", backward=True), Part("top-k"), Part("selection"),
     Part("selection", backward=True), Part("selection", alike=True), Part("selection", backward=True, alike=True),
-    Part("whole"), Part("whole", backward=True),
+    Part("whole"), Part("whole", backward=True), Part("whole", alike=True), Part("whole", backward=True, alike=True),
 )  # fmt: skip
 
 
@@ -99,9 +99,20 @@ class Tensors:
 def tensors(shape: tuple[int, ...], alike: bool) -> Tensors:
     """Random operands."""
     tokens, hq, hk, d = shape
-    q, k, v = (operands.normal(1, tokens, h, d).bfloat16().requires_grad_() for h in (hq, hk, hk))
+    q, k, v = (operands.normal(1, tokens, h, d) for h in (hq, hk, hk))
+    q = smooth(q) if alike else q
+    q, k, v = (x.bfloat16().requires_grad_() for x in (q, k, v))
     gates = torch.rand(1, tokens, hq, 3, device=operands.DEVICE).bfloat16()
     return Tensors(q, k, v, gates, operands.normal(1, tokens, hq, d).bfloat16(), lists(tokens, hk, alike))
+
+
+def smooth(x: Any, keeps: float = 0.97) -> Any:
+    """Rows, (1, T, H, D), each of which keeps most of the row before: top-k chooses mostly the same blocks for both."""
+    found, factor, distance = x.clone(), keeps, 1
+    while distance < x.shape[1]:  # a sum of rows before, of twice as many after every step
+        found[:, distance:] += factor * found[:, :-distance]
+        factor, distance = factor * factor, 2 * distance
+    return found * (1 - keeps * keeps) ** 0.5
 
 
 def lists(tokens: int, heads: int, alike: bool) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cudnn.lazy import torch
+from cudnn_kernels.attention.sparse import ALWAYS
 
 Functions = dict[str, Callable[..., Any]]
 """compression(q, k, v) gives the log-sum-exp too; top-k(q, k, log-sum-exp); selection(q, k, v, lists); and
@@ -30,8 +31,8 @@ def ours(block: int, chosen: int, window: int) -> Functions:
         return o[None], lse[None]
 
     def top_k(q: Any, k: Any, lse: Any) -> Any:
-        found = ops.nsa_top_k(q[0], k[0], lse[0], ends(q), ends(k), q.shape[-1] ** -0.5, chosen, block, block)
-        return found[None]
+        best = chosen - ALWAYS
+        return ops.nsa_top_k(q[0], k[0], lse[0], ends(q), ends(k), q.shape[-1] ** -0.5, best, block, block)[None]
 
     def selection(q: Any, k: Any, v: Any, lists: Any) -> Any:
         o, _ = ops.nsa_selection(q[0], k[0], v[0], lists[0], ends(q), q.shape[-1] ** -0.5, block)
@@ -50,8 +51,7 @@ def near(q: Any, k: Any, v: Any, window: int) -> Any:
     """Attention to the newest keys, by cuDNN."""
     from cudnn.ops import _nsa_attention as ops
 
-    ends = torch.tensor([0, q.shape[1]], dtype=torch.int32, device=q.device)
-    o, _ = ops.nsa_window(q[0], k[0], v[0], ends, q.shape[-1] ** -0.5, window, q.shape[1])
+    o, _ = ops.nsa_window(q[0], k[0], v[0], None, q.shape[-1] ** -0.5, window, q.shape[1])
     return o[None]
 
 

@@ -26,7 +26,7 @@ class Sparse(FusedAPI):
     """A part of native sparse attention, over sequences of one length, (b, h, s, d), or packed ones, (t, h, d)."""
 
     sized_by = ("q", "k")
-    architectures = ("sm_90a",)
+    architectures = ("sm_90a", "sm_100a")
     usual_types = ("bf16", "fp16")
     most_heads: ClassVar[int] = 1 << 30
     """So many heads of Q may share one of K."""

@@ -10,6 +10,7 @@ from typing import Any
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import by_head
 from cudnn.sdpa.reference import Window, backward, forward, wide
+from cudnn_kernels.attention.sparse import ALWAYS, NEWEST
 
 
 def selection(tensors: Mapping[str, Any], scale: float, block_size: int, causal: bool = False) -> None:
@@ -67,8 +68,13 @@ def _times_chosen(tensors: Mapping[str, Any], rows: slice, head: int, block_size
     return times.tril() if causal else times
 
 
-def top_k(tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool) -> None:
-    """Writes the scores and the blocks, the largest first. Where there are too few: -inf and -1."""
+def top_k(
+    tensors: Mapping[str, Any], scale: float, block: int, stride: int, count: int, packed: bool, whole: bool = False
+) -> None:  # fmt: skip
+    """Writes the scores and the blocks, the largest first. Where there are too few: -inf and -1.
+
+    ``whole``: the blocks that all rows have come before them, and the log-sum-exp is a natural one.
+    """
     names = ("q", "lse", "topk_scores", "topk_indices")
     if packed:
         ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
@@ -79,7 +85,19 @@ def top_k(tensors: Mapping[str, Any], scale: float, block: int, stride: int, cou
     else:
         parts = [{n: tensors[n][i] for n in (*names, "k")} for i in range(tensors["q"].shape[0])]
     for x in parts:
-        _top_k_of_sequence(x, scale, block, block // stride, count)
+        if whole:
+            x["lse"] = -x["lse"] * math.log2(math.e)
+            x["topk_indices"][..., :ALWAYS] = _always(x["q"].shape[1], block, x["q"].device)
+        best = x["topk_indices"][..., ALWAYS * whole :]
+        _top_k_of_sequence({**x, "topk_indices": best}, scale, block, block // stride, count)
+
+
+def _always(rows: int, block: int, device: Any) -> Any:
+    """The blocks that every row of a sequence has in its whole list, with -1 where there are fewer: (rows, 4)."""
+    place = torch.arange(rows, device=device)
+    newest = ((place + 1) // block - (NEWEST - 1)).clamp(min=1)[:, None] + torch.arange(NEWEST, device=device)
+    newest = newest.masked_fill(newest > (place // block)[:, None], -1)
+    return torch.nn.functional.pad(newest, (1, 0)).int()
 
 
 def _top_k_of_sequence(x: Mapping[str, Any], scale: float, block: int, share: int, count: int) -> None:
@@ -124,3 +142,34 @@ def compression_backward(tensors: Mapping[str, Any], scale: float, packed: bool)
     lse = tensors["lse"]
     own = lse.T.contiguous().view(lse.shape) if packed else lse  # head by head, as attention has it
     backward({**tensors, "lse": own}, Complete(None, None), scale, packed)
+
+
+def decode(
+    q: Any, k: Any, v: Any, ck: Any, cv: Any, gates: Any, lengths: list[int], compressed_lengths: list[int], o: Any,
+    scale: float, sizes: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    """Writes O of the newest row of each sequence, (b, h, d), from caches (b, h, s, d).
+
+    ``sizes``: rows of a block, rows of a compressed key, the best blocks of a list, keys of the window.
+    """
+    block, stride, count, window = sizes
+    group = q.shape[1] // k.shape[1]
+    for b, (length, small) in enumerate(zip(lengths, compressed_lengths, strict=True)):
+        for head in range(k.shape[1]):
+            heads = slice(head * group, (head + 1) * group)
+            mine = scale * wide(q[b, heads])
+            p = (mine @ wide(ck[b, head, :small]).T).softmax(-1)
+            key = torch.arange(length, device=q.device)
+            share = block // stride
+            sums = torch.nn.functional.pad(p.sum(0), (0, -small % share)).unflatten(0, (-1, share)).sum(-1)
+            candidates = sums[1 : max(length // block - (NEWEST - 1), 1)]
+            best = 1 + candidates.sort(descending=True, stable=True).indices[:count]
+            chosen = torch.cat([best, _always(max(length, 1), block, q.device)[-1]])
+            seen = (key[:, None] // block == chosen).any(-1)
+            found = [p @ wide(cv[b, head, :small])]
+            for mask in (seen, key >= length - window):
+                scores = (mine @ wide(k[b, head, :length]).T).masked_fill(~mask, -math.inf)
+                found.append(scores.softmax(-1) @ wide(v[b, head, :length]))
+            weights = wide(gates[b, heads]).unbind(-1)
+            parts = [x * g[:, None] for x, g in zip(found, weights, strict=True)]
+            o[b, heads] = torch.stack(parts).sum(0).to(o.dtype)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from cudnn.ops._causal_conv1d import causal_conv1d as causal_conv1d
     from cudnn.ops._moe_mlp import moe_mlp as moe_mlp
     from cudnn.ops._nsa_attention import nsa_attention as nsa_attention
+    from cudnn.ops._nsa_decode import nsa_decode as nsa_decode
     from cudnn.ops._scaled_dot_product_attention import scaled_dot_product_attention as scaled_dot_product_attention
 
-_OWN = ("causal_conv1d", "moe_mlp", "nsa_attention", "scaled_dot_product_attention")
+_OWN = ("causal_conv1d", "moe_mlp", "nsa_attention", "nsa_decode", "scaled_dot_product_attention")
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for an operator

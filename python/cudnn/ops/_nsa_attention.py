@@ -1,10 +1,8 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
-import math
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from cudnn.errors import refusal
 from cudnn.experimental.ops import _graphs
@@ -13,10 +11,9 @@ from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.ops._nsa_gates import nsa_gates
 from cudnn.ops._registration import custom_op
+from cudnn_kernels.attention.sparse import ALWAYS
 
 _WHERE = "nsa_attention"
-_NEWEST = 3
-"""At most so many of the newest blocks are in every row's list, as is the first one; top-k finds the others."""
 _NARROW = (torch.float16, torch.bfloat16)
 _window_cache: _graphs.GraphCache = {}
 _window_backward_cache: _graphs.GraphCache = {}
@@ -91,17 +88,15 @@ def nsa_attention(
         longest = q.shape[0] if max_seqlen is None else max_seqlen
     compressed, lse = nsa_compression(q, ck, cv, ends, ends_compressed, factor)
     if block_indices is None:
-        if selected_blocks <= _NEWEST + 1:
-            raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {_NEWEST + 1}"))
-        best = nsa_top_k(
-            q.detach(), ck.detach(), lse, ends, ends_compressed, factor, selected_blocks - _NEWEST - 1,
-            block_size, compress_stride,
-        )  # fmt: skip
-        lists = torch.cat([_always(ends, q.shape[0], block_size)[:, None].expand(-1, k.shape[1], -1), best], -1)
+        if selected_blocks <= ALWAYS:
+            raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
+        best = selected_blocks - ALWAYS
+        given = (q.detach(), ck.detach(), lse, ends, ends_compressed)
+        lists = nsa_top_k(*given, factor, best, block_size, compress_stride)
     else:
-        lists = block_indices if packed else block_indices.transpose(1, 2).flatten(0, 1)
-    selected, _ = nsa_selection(q, k, v, lists.int().contiguous(), ends, factor, block_size)
-    near, _ = nsa_window(q, k, v, ends, factor, window_size, longest)
+        lists = (block_indices if packed else block_indices.transpose(1, 2).flatten(0, 1)).int().contiguous()
+    selected, _ = nsa_selection(q, k, v, lists, ends, factor, block_size)
+    near, _ = nsa_window(q, k, v, ends if packed else None, factor, window_size, longest)
     out = nsa_gates(compressed, selected, near, g if g.element_size() <= compressed.element_size() else g.float())
     return out if packed else out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 
@@ -145,23 +140,8 @@ def _check(
 
 def _ends(x: torch.Tensor) -> torch.Tensor:
     """Where the sequences of ``[B, H, S, D]`` end."""
-    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[2]
-
-
-def _places(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """The place of each row in its sequence."""
-    row = torch.arange(rows, device=ends.device, dtype=torch.int32)
-    sequence = torch.searchsorted(ends, row, right=True) - 1
-    return row - ends[sequence.clamp(0, ends.shape[0] - 1)]
-
-
-def _always(ends: torch.Tensor, rows: int, block: int) -> torch.Tensor:
-    """The blocks that every row of packed sequences has in its list: ``[T, 4]``, with -1 where there are fewer."""
-    place = _places(ends, rows)
-    first_newest = ((place + 1) // block - 2).clamp(min=1)
-    newest = first_newest[:, None] + torch.arange(_NEWEST, device=ends.device)
-    newest = newest.masked_fill(newest > (place // block)[:, None], -1)
-    return F.pad(newest, (1, 0)).int()
+    batch, rows = x.shape[0], x.shape[2]
+    return torch.arange(0, batch * rows + 1, max(rows, 1), dtype=torch.int32, device=x.device)
 
 
 def _by_kernels(q: torch.Tensor) -> bool:
@@ -252,19 +232,24 @@ def nsa_top_k(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
     count: int, block_size: int, compress_stride: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Packed lists ``[T, H_kv, count]`` of the blocks with the largest probabilities, from the log-sum-exp; then -1."""
-    scores = lse.new_empty((q.shape[0], k.shape[1], count))
-    indices = torch.empty_like(scores, dtype=torch.int32)
+    """Packed lists ``[T, H_kv, 4 + count]``: the first block, the newest ones, and those with the largest probabilities
+    of compressed keys, from their log-sum-exp; -1 for none.
+    """
+    scores, indices = lse.new_empty((q.shape[0], k.shape[1], count)), _whole_lists(q, k, count)
     tensors = {
-        "q": q, "k": k, "lse": -lse * math.log2(math.e), "topk_scores": scores, "topk_indices": indices,
-        "cum_seqlen_q": ends_q, "cum_seqlen_k": ends_k,
+        "q": q, "k": k, "lse": lse, "topk_scores": scores, "topk_indices": indices, "cum_seqlen_q": ends_q,
+        "cum_seqlen_k": ends_k,
     }  # fmt: skip
     if _by_kernels(q):
         options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
-        _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale})
+        _run(NSA.TopKReduction, tensors, {**options, "scale_softmax": scale, "whole_lists": True})
     else:
-        reference.top_k(tensors, scale, block_size, compress_stride, count, packed=True)
+        reference.top_k(tensors, scale, block_size, compress_stride, count, packed=True, whole=True)
     return indices
+
+
+def _whole_lists(q: torch.Tensor, k: torch.Tensor, count: int) -> torch.Tensor:
+    return q.new_empty((q.shape[0], k.shape[1], ALWAYS + count), dtype=torch.int32)
 
 
 @nsa_top_k.register_fake
@@ -272,7 +257,7 @@ def _(
     q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
     count: int, block_size: int, compress_stride: int,
 ) -> torch.Tensor:  # fmt: skip
-    return lse.new_empty((q.shape[0], k.shape[1], count), dtype=torch.int32)
+    return _whole_lists(q, k, count)
 
 
 def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -347,7 +332,7 @@ nsa_selection.register_autograd(_differentiate_selection, setup_context=_setup_s
 
 
 def _described(x: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
-    """Packed rows as the graph has them: (b, h, longest, d)."""
+    """Rows, packed or of one length, as the graph has them: (b, h, longest, d)."""
     row, head, one = x.stride()
     strides = (longest * row, head, row, one)
     return torch.empty_strided((batch, x.shape[1], longest, x.shape[2]), strides, dtype=x.dtype, device="meta")
@@ -355,24 +340,40 @@ def _described(x: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
 
 def _window(
     cache: _graphs.GraphCache, describe: Any, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor],
-    ends: torch.Tensor, scale: float, window: int, longest: int,
+    ends: Maybe, scale: float, window: int, longest: int,
 ) -> None:  # fmt: skip
-    """Runs a graph of attention to the newest rows of packed sequences, with tensors by name."""
-    batch = ends.shape[0] - 1
-    packed = {name: x for name, x in {**inputs, **outputs}.items() if x.ndim == 3}
-    lengths = ends.diff().view(-1, 1, 1, 1)
-    inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}
-    inputs |= {f"offset_{name}": (ends.long() * x.stride(0)).view(-1, 1, 1, 1) for name, x in packed.items()}
-    described = {name: _described(x, batch, longest) for name, x in packed.items()}
+    """Runs a graph of attention to the newest rows of sequences, with tensors by name. No ``ends``: of one length."""
+    rows = {name: x for name, x in {**inputs, **outputs}.items() if x.ndim == 3}
+    batch = _batch(next(iter(rows.values())), ends, longest)
+    described = {name: _described(x, batch, longest) for name, x in rows.items()}
+    if ends is None:
+        shapes = {name: (x.shape, x.stride()) for name, x in described.items()}
+        inputs, outputs = (
+            {name: x.as_strided(*shapes[name]) if name in shapes else x for name, x in given.items()}
+            for given in (inputs, outputs)
+        )
+    else:
+        lengths, starts = ends.diff().view(-1, 1, 1, 1), ends.long().view(-1, 1, 1, 1)
+        first = {step: starts * step for step in {x.stride(0) for x in rows.values()}}
+        inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}
+        inputs |= {f"offset_{name}": first[x.stride(0)] for name, x in rows.items()}
     options = {"attn_scale": scale, "diagonal_band_left_bound": window, "diagonal_band_right_bound": 0}
     _graphs.run(cache, describe, inputs, outputs, options, described)
 
 
+def _batch(x: torch.Tensor, ends: Maybe, longest: int) -> int:
+    """How many sequences there are."""
+    return x.shape[0] // max(longest, 1) if ends is None else ends.shape[0] - 1
+
+
 @custom_op("nsa_window", autocast=("q", "k", "v"))
 def nsa_window(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float, window: int, longest: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed O and, ``[B, H_q, longest, 1]``, the log-sum-exp of causal attention to the newest rows, by cuDNN."""
+    """O and, ``[B, H_q, longest, 1]``, the log-sum-exp of causal attention to the newest rows, by cuDNN.
+
+    Sequences are packed, or, without ``ends``, have ``longest`` rows each.
+    """
     q, k, v = (_graphs.aligned(x) for x in (q, k, v))
     o, stats = _window_results(q, v, ends, longest)
     inputs, outputs = {"q": q, "k": k, "v": v}, {"o": o, "stats": stats}
@@ -380,16 +381,14 @@ def nsa_window(
     return o, stats
 
 
-def _window_results(
-    q: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    stats = (ends.shape[0] - 1, q.shape[1], longest, 1)
+def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    stats = (_batch(q, ends, longest), q.shape[1], longest, 1)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
 
 
 @nsa_window.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, scale: float, window: int, longest: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _window_results(q, v, ends, longest)
 
@@ -397,7 +396,7 @@ def _(
 @custom_op("nsa_window_bwd")
 def nsa_window_bwd(
     d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    ends: torch.Tensor, scale: float, window: int, longest: int,
+    ends: Maybe, scale: float, window: int, longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     given = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
@@ -410,7 +409,7 @@ def nsa_window_bwd(
 @nsa_window_bwd.register_fake
 def _(
     d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    ends: torch.Tensor, scale: float, window: int, longest: int,
+    ends: Maybe, scale: float, window: int, longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return _like(q), _like(k), _like(v)
 

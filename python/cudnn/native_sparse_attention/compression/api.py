@@ -66,7 +66,6 @@ class CompressionAttention(Sparse):
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left")
     integers = ("right", "left")
-    architectures = tuple(TILES)
     head_sizes = HEADS
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)

@@ -53,7 +53,6 @@ class CompressionAttentionBackward(Sparse):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     integers = ("right", "left")
-    architectures = ("sm_90a", "sm_100a")
     head_sizes = HEADS
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)

@@ -39,7 +39,8 @@ class SelectionAttention(Selected):
     Row i of a head of k attends to the blocks ``block_indices[i, h, :block_counts[i, h]]`` of its sequence: block b has
     the keys from ``b * block_size`` on, as far as the sequence goes, or, with ``is_causal``, as far as the row itself.
     A block that is listed twice counts twice; one outside the sequence has no keys. A row without any key gets o = 0,
-    l = 0 and m = -inf. Hopper (sm_90a) only so far.
+    l = 0 and m = -inf. The kernel for Blackwell (sm_100a) has run in the emulator only; its products are those of
+    warps.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get. q and k have the same sequences:
@@ -47,8 +48,9 @@ class SelectionAttention(Selected):
         max_s_q, max_s_k: the same number; the kernel finds lengths by itself.
         acc_dtype: torch.float32. block_size: 16, 32, 64 or 128 keys.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
-            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+            device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
+            kernel itself.
         is_causal: rows see no key behind their own place. Existing programs leave such blocks out of the lists.
     """
 

@@ -15,7 +15,7 @@ from cudnn.native_sparse_attention.base import AnyRowValues, cached
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn.sdpa.base import keys, queries
-from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
+from cudnn_kernels.attention.sparse import PART, SelectionBackwardConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 HEADS = ((64, 64), (128, 128))
 """Elements of a head, in Q and K and in V."""
 MOST_HEADS = 64
+LEAST_PART, PARTS = 512, 1024
+"""Rows of a list that are worth a CTA, and into so many parts the wrapper divides lists where there are enough rows."""
 
 
 class SelectionAttentionBackward(Selected):
@@ -43,6 +45,8 @@ class SelectionAttentionBackward(Selected):
         sample_choosing, sample_choosing_ends: the rows that chose each block, from
             :func:`cudnn.NSA.choosing_rows` with the same lists.
         block_size, scale_softmax, is_causal, arch: as those of :class:`SelectionAttention`.
+        part: rows of a block's list that the kernel takes at a time: that of ``choosing_rows``. Small ones spread short
+            sequences over the multiprocessors; a part needs 256 (d + dv) bytes of workspace.
     """
 
     title = "selection attention, backward"
@@ -57,12 +61,16 @@ class SelectionAttentionBackward(Selected):
     most_heads = MOST_HEADS
     head_sizes = HEADS
 
+    architectures = ("sm_90a",)
+
+    part: int
+
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
         sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor, sample_block_indices: Tensor,
         sample_block_counts: Tensor, sample_cum_seqlen_q: Tensor, sample_choosing: Tensor,
         sample_choosing_ends: Tensor, block_size: int = 64, scale_softmax: float | None = None,
-        arch: str | None = None, is_causal: bool = False,
+        arch: str | None = None, is_causal: bool = False, part: int = PART,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -88,8 +96,9 @@ class SelectionAttentionBackward(Selected):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionBackwardConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal
-        )
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
+            part=self.part,
+        )  # fmt: skip
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
@@ -107,13 +116,16 @@ def selection_attention_backward_wrapper(
     """
     given = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
     results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
-    choosing, ends = choosing_rows(*given, block_size, is_causal)
+    part = PART
+    while part > LEAST_PART and part * PARTS > block_indices_tensor.numel():
+        part //= 2
+    choosing, ends = choosing_rows(*given, block_size, is_causal, part)
     tensors = {
         "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
         "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,
         "cum_seqlen_q": cum_seqlen_q_tensor, "choosing": choosing, "choosing_ends": ends,
     }  # fmt: skip
-    options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal}
+    options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal, "part": part}
     operation = cached(SelectionAttentionBackward, tensors, options)
     operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
     return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})

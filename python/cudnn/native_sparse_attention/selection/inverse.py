@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from cudnn import launch
 from cudnn.lazy import torch
-from cudnn_kernels.attention.sparse import PART
+from cudnn_kernels.attention.sparse import PART, InverseConfiguration
+
+_SOURCE = "cudnn_kernels.attention.inverse:Inverse"
 
 
 def choosing_rows(
@@ -28,8 +31,42 @@ def choosing_rows(
         ``choosing``, int32, (t * hk * n,): rows. ``choosing_ends``, int32, (hk * blocks + 1, 3), where blocks are
         ``t // block_size + sequences``: block b of sequence i has number ``cum_seqlen[i] // block_size + i + b`` of its
         head of k, and the rows from ``choosing_ends[number, 0]`` to the next. A block that a row lists twice has it
-        twice. The other columns count the parts before: all, and those of lists with several.
+        twice. The other columns count the parts before: all, and those of lists with several. ``choosing`` is not
+        written behind the last list.
     """
+    rows, heads, most = block_indices.shape
+    device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
+    blocks = rows // block_size + sequences
+    if block_indices.is_cuda or launch.emulated_architecture():
+        choosing, ends = _sorted(block_indices, block_counts, cum_seqlen, block_size, is_causal, heads * blocks)
+    else:
+        numbers = _numbers(block_indices, block_counts, cum_seqlen, block_size, is_causal)
+        numbers, order = numbers.flatten().sort(stable=True)
+        choosing = (order // (heads * most)).int()
+        ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32)).int()
+    parts = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
+    several = parts.where(parts > 1, 0)
+    before = (torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for x in (parts, several))
+    return choosing, torch.stack([ends, *before], 1)
+
+
+def _sorted(indices: Any, counts: Any, ends: Any, block: int, causal: bool, blocks: int) -> tuple[Any, Any]:
+    """By the kernel: rows by block, and where each block's begin and the last one's end."""
+    from cudnn.moe._run import run
+
+    passes = [InverseConfiguration(block, causal, puts) for puts in (False, True)]
+    places = indices.new_zeros(blocks, -(-indices.shape[0] // passes[0].rows))
+    run(_SOURCE, passes[0], indices, counts, ends, places)
+    total = places.view(-1).cumsum(0, dtype=torch.int32)
+    begins = (total - places.view(-1)).view(places.shape)
+    found = torch.cat([begins[:, 0], total[-1:]])
+    choosing = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
+    run(_SOURCE, passes[1], indices, counts, ends, begins, choosing)
+    return choosing, found
+
+
+def _numbers(block_indices: Any, block_counts: Any, cum_seqlen: Any, block_size: int, is_causal: bool) -> Any:
+    """In PyTorch, the number of the block of every entry of the lists, those of all heads of k; behind them: none."""
     rows, heads, most = block_indices.shape
     device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
     blocks = rows // block_size + sequences
@@ -42,9 +79,4 @@ def choosing_rows(
     listed &= (block_indices >= 0) & (block_indices < present[:, None, None])
     number = block_indices + (first // block_size + sequence).int()[:, None, None]
     number += (blocks * torch.arange(heads, device=device, dtype=torch.int32))[:, None]
-    numbers, order = number.masked_fill(~listed, heads * blocks).flatten().sort(stable=True)
-    ends = torch.searchsorted(numbers, torch.arange(heads * blocks + 1, device=device, dtype=torch.int32))
-    parts = (ends.diff() + part - 1).div(part, rounding_mode="floor").clamp_(min=1)
-    several = parts.where(parts > 1, 0)
-    before = (torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (parts, several))
-    return (order // (heads * most)).int(), torch.stack([ends, *before], 1).int()
+    return number.masked_fill(~listed, heads * blocks)

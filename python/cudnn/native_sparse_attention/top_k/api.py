@@ -14,7 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
-from cudnn_kernels.attention.sparse import TopKConfiguration
+from cudnn_kernels.attention.sparse import ALWAYS, TopKConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -34,7 +34,12 @@ class TopKReduction(Sparse):
     ``0 < b < (i + 1) // selection_block_size - 2`` that have a key: the first block, and the newest, are always
     attended to. ``topk_scores`` are the ``k_value`` largest scores, in descending order, of equal ones the lower block;
     ``topk_indices`` are their blocks. Where there are fewer candidates: -inf and -1. All keys of a candidate lie before
-    the row, so ``is_causal`` changes nothing. Hopper (sm_90a) only so far.
+    the row, so ``is_causal`` changes nothing. The kernel for Blackwell (sm_100a) has run in the emulator only; its
+    products are those of warps.
+
+    With ``whole_lists``, ``topk_indices`` are (.., 4 + k), what selection attention needs: the first block, the newest
+    ones, which are those from ``(i + 1) // selection_block_size - 2`` on, then the best; -1 for none. ``lse`` is then
+    the natural log-sum-exp, as compression attention wrote it.
 
     | tensor                    | one length             | packed, with offsets | type                              |
     |---------------------------|------------------------|----------------------|-----------------------------------|
@@ -50,18 +55,19 @@ class TopKReduction(Sparse):
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
         max_s_q, max_s_k: not needed. acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its tiles.
-        k_value: 1 to 32. selection_block_size: rows of a block, a multiple of compress_stride.
+        k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
         compress_stride: rows for each compressed key.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
-        arch: ``"sm_90a"``, to check and compile where there is no GPU; default: that of the tensors' device. On CPU
-            tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the kernel itself.
+        arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
+            device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
+            kernel itself.
     """
 
     title = "top-k reduction"
     tensors = (
         queries("q", "d"), keys("k", "d"), TensorSpec("lse", AnyRowValues(), ("float32",)),
         TensorSpec("topk_scores", Heads("sq", "hk", "count", 4), ("float32",), written=True),
-        TensorSpec("topk_indices", Heads("sq", "hk", "count", 4), ("int32",), written=True), *OFFSETS,
+        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True), *OFFSETS,
     )  # fmt: skip
     returns = ("topk_scores", "topk_indices")
     scalars = ("scale_softmax",)
@@ -74,6 +80,7 @@ class TopKReduction(Sparse):
     k_value: int
     selection_block_size: int
     compress_stride: int
+    whole_lists: bool
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_lse: Tensor, sample_topk_scores: Tensor,
@@ -81,7 +88,7 @@ class TopKReduction(Sparse):
         sample_cum_seqlen_k: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
         acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
         is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
-        arch: str | None = None,
+        arch: str | None = None, whole_lists: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -105,7 +112,8 @@ class TopKReduction(Sparse):
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
-        return {**super().sizes(descs), "count": self.k_value, "ends": ends.shape[0] if ends else 0}
+        listed = self.k_value + ALWAYS * self.whole_lists
+        return {**super().sizes(descs), "count": self.k_value, "listed": listed, "ends": ends.shape[0] if ends else 0}
 
     def check_options(self) -> None:
         self.check_offsets()
@@ -125,18 +133,18 @@ class TopKReduction(Sparse):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         configuration = TopKConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], self.k_value, self.selection_block_size,
-            self.compress_stride, self.packed, TILES[sizes["d"]],
+            self.compress_stride, self.packed, TILES[sizes["d"]], whole=self.whole_lists,
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         blocks = self.selection_block_size, self.compress_stride
-        reference.top_k(tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed)
+        reference.top_k(tensors, tensors["scale_softmax"], *blocks, self.k_value, self.packed, self.whole_lists)
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
         s, hq, hk, d = shape
-        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "count": 16, "ends": 2}
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 32, "d": d, "count": 16, "listed": 16, "ends": 2}
         return [{"packed": packed, **sizes} for packed in (False, True)]
 
 
@@ -145,7 +153,7 @@ def topk_reduction_wrapper(
     cum_seqlen_k_tensor: Tensor | None = None, max_s_q: int | None = None, max_s_k: int | None = None,
     acc_dtype: dtype = torch.float32, k_value: int = 16, selection_block_size: int = 64, compress_stride: int = 32,
     is_causal: bool = True, mma_tiler_mn: tuple[int, int] = (128, 128), scale_softmax: float | None = None,
-    current_stream: Any = None,
+    current_stream: Any = None, whole_lists: bool = False,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, and executes.
 
@@ -154,12 +162,13 @@ def topk_reduction_wrapper(
     options = {
         "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "k_value": k_value,
         "selection_block_size": selection_block_size, "compress_stride": compress_stride, "is_causal": is_causal,
-        "mma_tiler_mn": tuple(mma_tiler_mn), "scale_softmax": scale_softmax,
+        "mma_tiler_mn": tuple(mma_tiler_mn), "scale_softmax": scale_softmax, "whole_lists": whole_lists,
     }  # fmt: skip
     packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
     rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
     scores = torch.empty((*rows, heads, k_value), dtype=torch.float32, device=q_tensor.device)
-    indices = torch.empty_like(scores, dtype=torch.int32)
+    listed = k_value + ALWAYS * whole_lists
+    indices = torch.empty((*rows, heads, listed), dtype=torch.int32, device=q_tensor.device)
     if not packed:
         scores, indices = scores.transpose(1, 2), indices.transpose(1, 2)
     tensors = {

@@ -1,0 +1,64 @@
+"""Products of 64 rows by four warps, each with its 16, on Blackwell: what kernels use that keep sums in registers.
+
+Registers of an accumulator, and of an operand that was one, are in the same order as those of Hopper's warpgroup
+products, so what is computed with them is the same code. Tensor memory would make them faster; these kernels wait for
+K and V most of the time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
+
+ROWS = 64
+DEPTH = 16  # of one instruction
+
+
+class WarpProducts:
+    """To be a kernel's first base; ``dtype`` is that of the operands."""
+
+    dtype: Any
+
+    def mma(self) -> cute.TiledMma:
+        """The product."""
+        op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, DEPTH))
+        return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(ROWS, 16, DEPTH))
+
+    def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
+        """A left operand in shared memory, (rows, depth)."""
+        return self._source(cute.make_tiled_copy_A, tensor, thread, False)
+
+    def right(self, tensor: cute.Tensor, thread: Int32, transposed: bool = False) -> Any:
+        """A right operand in shared memory, (columns, depth, stages); ``transposed``: columns follow each other."""
+        return self._source(cute.make_tiled_copy_B, tensor, thread, transposed)
+
+    def _source(self, make: Any, tensor: cute.Tensor, thread: Int32, transposed: bool) -> Any:
+        copy = make(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.dtype), self.mma())
+        own = copy.get_slice(thread)
+        return copy, own, own.partition_S(tensor)
+
+    def fetched(self, source: Any, shape: Any, place: tuple[Any, ...]) -> cute.Tensor:
+        """A step's operand in registers."""
+        copy, own, tensor = source
+        found = cute.make_rmem_tensor(shape, self.dtype)
+        cute.copy(copy, tensor[(None, None, *place)], own.retile(found)[None, None, 0])
+        return found[None, None, 0]
+
+    def multiply_shared(self, acc: cute.Tensor, left: Any, right: Any, columns: int, depth: int, stage: Int32) -> None:
+        """acc = left right^T."""
+        mma = self.mma()
+        shapes = mma.partition_shape_A((ROWS, DEPTH)), mma.partition_shape_B((columns, DEPTH))
+        acc.fill(0.0)
+        for k in range(depth // DEPTH):
+            a, b = self.fetched(left, shapes[0], (k,)), self.fetched(right, shapes[1], (k, stage))
+            cute.gemm(mma, acc, a, b, acc)
+
+    def add_product(self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, stage: Int32) -> None:
+        """acc += left right^T, ``left`` in registers: (values, 1, steps)."""
+        mma = self.mma()
+        shape = mma.partition_shape_B((columns, DEPTH))
+        for k in range(cute.size(left, mode=[2])):
+            cute.gemm(mma, acc, left[None, None, k], self.fetched(right, shape, (k, stage)), acc)
