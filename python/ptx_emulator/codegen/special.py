@@ -1,4 +1,4 @@
-"""Special registers of PTX: what each holds in every lane of a machine. Clocks stand still, but the global timer."""
+"""Special registers of PTX: what each holds in every lane of a machine. Clocks stand still."""
 
 from __future__ import annotations
 
