@@ -117,6 +117,14 @@ EMULATE = Setting(
     "unset: the reference in PyTorch.",
 )
 
+PLAN_CUDA_GRAPHS = Setting(
+    "CUDNN_PLAN_CUDA_GRAPHS",
+    "1 or 0",
+    _flag,
+    True,
+    "Whether calls of a graph whose tensors lie where they lay before launch a CUDA graph that the plan keeps, instead "
+    "of calling cuDNN. Read at a graph's first call with tensors of a kind.",
+)
 CLUSTER_OVERLAP_MARGIN = Setting(
     "CUDNNFE_CLUSTER_OVERLAP_MARGIN",
     "a number, 0 or more",
@@ -157,8 +165,8 @@ SEMANTICS = Setting(
 )
 
 SETTINGS = (
-    LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, SYSTEM_KERNEL_CACHE, EMULATE, CLUSTER_OVERLAP_MARGIN,
-    GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL, GROUPED_GEMM_DYNAMIC_MNKL, SEMANTICS,
+    LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, SYSTEM_KERNEL_CACHE, EMULATE, PLAN_CUDA_GRAPHS,
+    CLUSTER_OVERLAP_MARGIN, GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL, GROUPED_GEMM_DYNAMIC_MNKL, SEMANTICS,
 )  # fmt: skip
 
 

@@ -54,6 +54,17 @@ def test_stream_by_position_and_by_keyword() -> None:
     destroy_handle(handle)
 
 
+def test_each_handle_has_an_object_for_each_stream() -> None:
+    first, second = Handle(0x7000, 0), Handle(0x7000, 0)
+    found = [first.queue]
+    for stream in (64, 0, 128, 64):
+        first.put_on(stream)
+        found.append(first.queue)
+    assert found[2] is found[0]
+    assert found[4] is found[1]
+    assert len({id(queue) for queue in [*found, second.queue]}) == 4
+
+
 def test_a_destroyed_handle_is_refused_everywhere() -> None:
     handle = create_handle()
     number = int(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import re
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from cudnn.backend import cuda_graph
 from cudnn.backend import handle as handles
 from cudnn.backend.device import DeviceProperties
 from cudnn.backend.engine import OperationGraph, heuristics
 from cudnn.backend.handle import Handle, create_handle, destroy_handle
 from cudnn.backend.library import Library
-from cudnn.backend.plan import ExecutionPlan, PlanList
+from cudnn.backend.plan import ExecutionPlan, Pack, PlanList
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, knob_type, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
 from support import descriptors
@@ -258,7 +260,7 @@ def described_handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
 
 def address(pack: Any) -> int:
     """The address that a prepared argument passes."""
-    return ctypes.addressof(pack._obj)
+    return ctypes.addressof(pack.argument._obj)
 
 
 def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_handle: Handle) -> None:
@@ -283,6 +285,109 @@ def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_h
     assert len(plan.packs) <= bound
     plan.close()
     assert not plan.packs
+
+
+class GraphDriver:
+    """Makes, and destroys, executable CUDA graphs that are numbers; cuDNN fills them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lib: Library, status: int = 0) -> None:
+        self.calls: list[Any] = []
+        self.capturing, self.left, self._status, self._next = 0, 0, status, 100
+        monkeypatch.setattr(cuda_graph, "_driver", self)
+        monkeypatch.setattr(cuda_graph, "unchecked", lambda name: self.ask)
+        monkeypatch.setattr(cuda_graph, "on_device", lambda device: contextlib.nullcontext(ctypes.c_void_p()))
+        monkeypatch.setattr(lib, "populate_cuda_graph", self.populate)
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        if name in ("cuGraphCreate", "cuGraphInstantiateWithFlags", "cuEventCreate"):
+            self._next += 1
+            arguments[0]._obj.value = self._next
+        target = getattr(arguments[0], "_obj", arguments[0])
+        read = ctypes.addressof(target) if isinstance(target, ctypes.c_char) else target.value  # never what lies there
+        self.calls.append((name, read))
+
+    def ask(self, queue: Any, *result: Any) -> int:
+        if not result:
+            self.calls.append("cuEventQuery")
+            return self.left
+        result[0]._obj.value = self.capturing
+        return 0
+
+    def populate(self, handle: int, plan: Any, pack: Any, graph: int) -> int:
+        self.calls.append(("populate", address(Pack(pack)), graph))
+        return self._status
+
+
+def test_cuda_graphs_are_kept_with_packs(
+    plan: ExecutionPlan, described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = GraphDriver(monkeypatch, libcudnn)
+    pack = plan.pack((4096, 1 << 40, 2 << 40, 0, described_handle.ptr))
+    described_handle.marker = ctypes.c_void_p(7)  # it was asked before
+    for driver.capturing, driver.left in ((1, 0), (0, 600)):
+        pack.calls = plan.CALLS_BEFORE_GRAPH
+        plan.keep_graph(pack, described_handle)
+        assert (pack.calls, pack.queue, pack.graph) == (256 - 32, None, None)  # tried again later
+
+    driver.left = 0
+    driver.calls.clear()
+    plan.keep_graph(pack, described_handle)
+    assert pack.calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
+    assert pack.queue is described_handle.queue
+    del driver.calls[:4]  # of the question whether the GPU keeps up
+    names = [call[0] for call in driver.calls]
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    assert names == [
+        exchange, "cuStreamGetCtx", "cuGraphCreate", "populate", "cuGraphInstantiateWithFlags", "cuGraphDestroy",
+        exchange,
+    ]  # fmt: skip
+    assert driver.calls[3] == ("populate", address(pack), 101)
+    assert ctypes.addressof(pack.graph._obj) == 102
+
+    described_handle.put_on(0x5000)
+    driver.calls.clear()
+    plan.keep_graph(pack, described_handle)  # for another stream
+    assert driver.calls[5] == ("cuGraphExecDestroy", 102)
+    assert pack.queue is described_handle.queue
+    driver.calls.clear()
+    plan.close()
+    assert ("cuGraphExecDestroy", 104) in driver.calls
+
+
+def test_the_gpu_is_asked_whether_it_keeps_up(
+    described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it has passed the event of the question before; never in a capture, which the question would break."""
+    driver = GraphDriver(monkeypatch, libcudnn)
+    exchange, record = ("cuThreadExchangeStreamCaptureMode", 2), ("cuEventRecord", 101)
+    for driver.capturing, driver.left, found, calls in (
+        (1, 0, False, []),
+        (0, 0, False, [exchange, ("cuEventCreate", 101), record, exchange]),
+        (0, 0, True, [exchange, "cuEventQuery", record, exchange]),
+        (0, 600, False, [exchange, "cuEventQuery", record, exchange]),
+    ):
+        driver.calls.clear()
+        cuda_graph.ask_whether_it_keeps_up(described_handle)
+        assert (described_handle.keeps_up, described_handle.until_asked, driver.calls) == (found, 32, calls)
+
+
+def test_a_plan_whose_cuda_graph_fails_goes_on_without(
+    plan: ExecutionPlan,
+    described_handle: Handle,
+    libcudnn: Library,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = GraphDriver(monkeypatch, libcudnn, status=3000)
+    described_handle.marker = ctypes.c_void_p(7)
+    pack = plan.pack((4096, 1 << 40, 2 << 40, 0, described_handle.ptr))
+    with caplog.at_level("INFO", "cudnn"):
+        plan.keep_graph(pack, described_handle)
+    assert pack.queue is None
+    assert pack.calls < -(10**9)
+    assert "its CUDA graph failed: populating a CUDA graph failed" in caplog.text
+    assert "cuGraphDestroy" in str(driver.calls)
+    assert "cuGraphInstantiateWithFlags" not in str(driver.calls)
 
 
 def test_packs_without_the_deprecated_entry_point(

@@ -14,6 +14,7 @@ import torch
 import cudnn
 from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
 from cudnn.backend.handle import default_handle
+from cudnn.backend.plan import ExecutionPlan
 from support.graphs import FLOAT, HALF, MODES
 
 pytestmark = pytest.mark.gpu
@@ -145,6 +146,133 @@ def test_copies_before_and_after_a_plan_are_nodes() -> None:
         torch.testing.assert_close(halves[:1000].float(), truncated, atol=0, rtol=0)
         assert halves[1000] == 0
     native.close()
+
+
+# CUDA graphs that plans keep for addresses that come again.
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> cudnn.pygraph:
+    """A built product whose calls launch a CUDA graph after a few."""
+    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    graph = product()
+    plan_natively(graph)
+    return graph
+
+
+def graphs_of(graph: cudnn.pygraph) -> int:
+    plan = graph._plan()
+    assert plan is not None
+    return sum(pack.graph is not None for pack in plan.packs.values())
+
+
+def launch(graph: cudnn.pygraph, pack: dict[int, torch.Tensor], space: torch.Tensor, times: int = 1) -> None:
+    """Calls with new numbers in the same memory, each checked."""
+    for _ in range(times):
+        pack[1].normal_()
+        pack[2].normal_()
+        pack[3].fill_(float("nan"))
+        graph.execute(pack, space)
+        check(pack)
+
+
+def test_new_numbers_in_the_same_memory(kept: cudnn.pygraph) -> None:
+    space, packs = workspace(kept), [data() for _ in range(3)]
+    launch(kept, packs[0], space, 6)
+    assert graphs_of(kept) == 1
+    for pack in packs * 8:
+        launch(kept, pack, space)
+    mixed = {1: packs[0][1], 2: packs[1][2], 3: packs[2][3]}
+    launch(kept, mixed, space)
+    assert graphs_of(kept) == 3
+
+
+def test_a_capture_gets_the_kernels_themselves(kept: cudnn.pygraph) -> None:
+    space, pack = workspace(kept), data()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch(kept, pack, space, 6)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, stream=stream):
+            kept.execute(pack, space)
+        for _ in range(3):
+            pack[1].normal_()
+            pack[3].fill_(float("nan"))
+            captured.replay()
+            check(pack)
+        launch(kept, pack, space, 2)
+
+
+def test_none_is_made_in_a_capture_of_another_stream(kept: cudnn.pygraph) -> None:
+    """Making one neither joins nor breaks a capture that is under way."""
+    space, pack, other = workspace(kept), data(), torch.ones(8, device="cuda")
+    launch(kept, pack, space, 6)
+    handle = cudnn.create_handle()
+    side = torch.cuda.Stream()
+    cudnn.set_stream(handle, side.cuda_stream)
+    kept.execute(pack, space, handle=handle)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        other.add_(1)
+        for _ in range(40):
+            kept.execute(pack, space, handle=handle)
+            time.sleep(1e-3)
+        other.add_(1)
+    captured.replay()
+    check(pack)
+    assert other.tolist() == [3] * 8
+    assert graphs_of(kept) == 2
+    cudnn.destroy_handle(handle)
+
+
+def test_streams_in_turn(kept: cudnn.pygraph) -> None:
+    space, pack = workspace(kept), data()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for number in range(24):
+        with torch.cuda.stream(streams[number // 4 % 3]):
+            launch(kept, pack, space)
+    assert graphs_of(kept) == 1
+
+
+def test_scalars_by_value_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
+    a = graph.tensor([BATCH, M, K], [M * K, K, 1], uid=1)
+    b = graph.tensor([BATCH, K, N], [K * N, N, 1], uid=2)
+    factor = graph.tensor([1, 1, 1], [1, 1, 1], data_type=FLOAT, is_pass_by_value=True, uid=4)
+    graph.mul(graph.matmul(a, b), factor).set_output(True).set_data_type(HALF).set_uid(3)
+    plan_natively(graph)
+    pack, space, number = data(), workspace(graph), torch.ones(1, 1, 1)
+    for value in range(1, 9):
+        number.fill_(value)
+        graph.execute({**pack, 4: number}, space)
+        torch.cuda.synchronize()
+        torch.testing.assert_close(pack[3].float(), value * (pack[1].float() @ pack[2].float()), atol=0.3, rtol=3e-3)
+    assert graphs_of(graph) == 0
+
+
+def test_a_gpu_that_is_far_behind_gets_the_kernels_themselves(kept: cudnn.pygraph) -> None:
+    space, pack, handle = workspace(kept), data(), default_handle(0)
+    launch(kept, pack, space, 80)
+    assert handle.keeps_up
+    torch.cuda._sleep(50_000_000)
+    for _ in range(80):
+        kept.execute(pack, space)
+    assert not handle.keeps_up
+    launch(kept, pack, space, 80)
+    assert handle.keeps_up
+
+
+def test_one_that_is_running_goes_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    graph = product()
+    plan_natively(graph)
+    space, pack = workspace(graph), data()
+    launch(graph, pack, space, 8)
+    pack[3].fill_(float("nan"))
+    torch.cuda._sleep(50_000_000)
+    graph.execute(pack, space)
+    assert graphs_of(graph) == 1
+    del graph
+    check(pack)
 
 
 # Overridden shapes.

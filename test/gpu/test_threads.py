@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.backend.plan import ExecutionPlan
 from support.graphs import FLOAT, HALF, MODES
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +79,31 @@ def test_two_threads(shared: bool, own_handles: bool) -> None:
             cudnn.destroy_handle(handle)
 
     together(work)
+
+
+def test_threads_with_a_cuda_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one plan, kept since the addresses come again."""
+    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    graph, a, b, c = product()
+    half: Any = {"dtype": torch.float16, "device": "cuda"}
+    torch.cuda.synchronize()
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+            x, y, out = (
+                torch.empty(2, 128, 256, **half),
+                torch.empty(2, 256, 64, **half),
+                torch.empty(2, 128, 64, **half),
+            )
+            for _ in range(ROUNDS):
+                x.normal_()
+                y.normal_()
+                out.fill_(float("nan"))
+                graph.execute({a: x, b: y, c: out}, workspace)
+                torch.testing.assert_close(out.float(), x.float() @ y.float(), atol=3e-2, rtol=3e-3)
+
+    together(work, 4)
 
 
 def test_default_handles_are_of_the_thread() -> None:

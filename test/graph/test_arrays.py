@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from ctypes import c_int
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
+from cudnn.backend.plan import Pack
 from cudnn.pygraph import fast_call
 from cudnn.pygraph.arrays import check_array
 from cudnn.pygraph.tensor import Tensor
@@ -185,15 +187,30 @@ def test_outputs_between_the_elements_of_others_are_not() -> None:
 
 # On the path that is written out for a graph.
 class Recorder:
-    """Stands for a plan: counts what reaches cuDNN."""
+    """Stands for a plan: counts what reaches cuDNN, and what the driver."""
 
-    def __init__(self) -> None:
-        self.packs: dict[Any, Any] = {}
+    CALLS_BEFORE_GRAPH = 3
+
+    def __init__(self, fills_cuda_graphs: bool = True) -> None:
+        self.packs: dict[Any, Pack] = {}
         self.argument, self.launched, self.checked, self.elsewhere = 0, 0, 0, 0
         self.last: Any = None
+        self.fills_cuda_graphs = fills_cuda_graphs
+        self.graphs: list[Any] = []  # that were launched
+        self.refusal = 0
 
-    def pack(self, key: Any) -> Any:
-        return self.packs.setdefault(key, key)
+    def pack(self, key: Any) -> Pack:
+        return self.packs.setdefault(key, Pack(key))
+
+    def keep_graph(self, pack: Pack, handle: Any) -> None:
+        pack.queue, pack.graph = handle.queue, pack.argument
+
+    def lose_graph(self, pack: Pack, status: int) -> None:
+        pack.queue = None
+
+    def launch_graph(self, graph: Any, queue: Any) -> int:
+        self.graphs.append((graph, queue))
+        return self.refusal
 
     def launch(self, *arguments: Any) -> int:
         self.launched += 1
@@ -221,6 +238,11 @@ class Bound:
 
 class Handle:
     device, ptr, argument = -1, 1, 1  # the device of CPU tensors
+
+    def __init__(self) -> None:
+        self.queue, self.capturing, self.busy = object(), c_int(), False
+        self.capture_result = self.capturing
+        self.keeps_up, self.until_asked = False, 0
 
 
 @pytest.fixture
@@ -295,6 +317,113 @@ def test_what_a_check_refuses_is_not_accepted(call: tuple[Any, Recorder], monkey
         assert (plan.checked, plan.launched) == (checks, 0)
     run({1: torch.zeros(4, 8), 2: torch.ones(1)})
     assert (plan.checked, plan.launched) == (2, 1)
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a call written out for one tensor (key 1) and a scalar (key 2), on the device unless it is ``by_value``.
+
+    The driver that stands in says of each handle what its ``capturing`` says.
+    """
+
+    def make(by_value: frozenset[int] = frozenset(), **options: Any) -> tuple[Any, Recorder, Handle]:
+        plan, own = Recorder(**options), Handle()
+        driver = {"cuGraphLaunch": plan.launch_graph, "cuStreamIsCapturing": lambda queue, result: 0}
+        monkeypatch.setattr(fast_call, "unchecked", driver.__getitem__)
+
+        def ask(handle: Any) -> None:
+            handle.keeps_up, handle.until_asked = not handle.busy, 2
+
+        monkeypatch.setattr(fast_call, "ask_whether_it_keeps_up", ask)
+        program: Any = Bound(plan)
+        program.by_value = by_value
+        arrays = [torch.zeros(4, 8), torch.ones(1)]
+        return fast_call.specialised(program, plan, [1, 2], arrays, own, lambda *_: None), plan, own  # type: ignore[arg-type]
+
+    return make
+
+
+def test_addresses_that_come_again_launch_a_cuda_graph(again: Any) -> None:
+    run, plan, own = again()
+    first, second = ({1: torch.zeros(4, 8), 2: torch.ones(1)} for _ in range(2))
+    for _ in range(6):
+        run(first)
+    key = first[1].data_ptr(), first[2].data_ptr(), 0, own.ptr
+    assert (plan.launched, plan.graphs) == (4, [(key, own.queue)] * 2)  # one to make the pack, three that are counted
+    run(second)
+    run({**first, 2: second[2]})
+    assert (plan.launched, len(plan.graphs)) == (6, 2)
+    run(first)
+    run({**first, 1: first[1].view(torch.int32)})  # goes elsewhere
+    assert (plan.launched, len(plan.graphs)) == (6, 3)
+
+
+def test_a_captured_stream_gets_the_kernels_themselves(again: Any) -> None:
+    run, plan, own = again()
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    for _ in range(5):
+        run(data)
+    own.capturing.value = 1
+    run(data)
+    assert (plan.launched, len(plan.graphs)) == (5, 1)
+    own.capturing.value = 0
+    run(data)
+    assert (plan.launched, len(plan.graphs)) == (5, 2)
+
+
+def test_a_gpu_that_is_far_behind_gets_the_kernels_themselves(again: Any) -> None:
+    """Asked at every second call, here."""
+    run, plan, own = again()
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    own.busy = True
+    for _ in range(8):
+        run(data)
+    assert (plan.launched, len(plan.graphs)) == (8, 0)
+    own.busy = False
+    for _ in range(4):
+        run(data)
+    own.busy = True
+    for _ in range(4):
+        run(data)
+    assert (plan.launched, len(plan.graphs)) == (12, 4)
+
+
+def test_another_stream_does_not_get_the_cuda_graph(again: Any) -> None:
+    run, plan, own = again()
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    home, other = own.queue, object()
+    for _ in range(5):
+        run(data)
+    own.queue = other
+    run(data)
+    assert (plan.launched, len(plan.graphs)) == (5, 1)
+    own.queue = home
+    run(data)
+    assert (plan.launched, len(plan.graphs)) == (5, 2)
+
+
+def test_a_cuda_graph_that_the_driver_refuses_is_given_up(again: Any) -> None:
+    run, plan, _ = again()
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    plan.refusal = 700
+    for _ in range(8):
+        run(data)
+    assert (plan.launched, len(plan.graphs)) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"by_value": frozenset({2})}, {"fills_cuda_graphs": False}, {"setting": "0"}],
+    ids=lambda o: next(iter(o)),
+)
+def test_where_no_cuda_graph_is_kept(again: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars by value, whose values it would keep; plans that fill none; users who want none."""
+    monkeypatch.setenv("CUDNN_PLAN_CUDA_GRAPHS", options.pop("setting", "1"))
+    run, plan, _ = again(**options)
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    for _ in range(8):
+        run(data)
+    assert (plan.launched, plan.graphs) == (8, [])
 
 
 @pytest.mark.parametrize("without", [False, True])

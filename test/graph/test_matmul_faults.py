@@ -10,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn.backend import library
+from cudnn.backend.plan import Pack
 from cudnn.pygraph import known_faults
 from cudnn.pygraph.fast_call import specialised
 from cudnn.pygraph.known_faults import SEEN_IN
@@ -150,7 +151,7 @@ def test_a_cast_that_runs_apart(start: int, apart: None, h200: Any, monkeypatch:
     calls: list[Any] = []
     monkeypatch.setattr(before.graph, "execute", lambda *arguments: calls.append(arguments), raising=False)
     monkeypatch.setattr(program.plan, "launch", lambda *arguments: calls.append("plan") or 0)
-    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: calls.append(pointers))
+    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: calls.append(pointers) or Pack(None))
     addresses = {uid: 4096 * (1 + index) for index, uid in enumerate(program.bindings.user)}
     handle: Any = type("Handle", (), {"ptr": 1, "argument": None, "device": 0})()
     program.launch([*addresses.values()], 1 << 20, handle, program.plan)
@@ -212,7 +213,7 @@ def test_such_data_go_to_a_plan_that_reads_them(
     program = graph._cudnn()
     calls: list[Any] = []
     monkeypatch.setattr(program.plan, "launch", lambda *arguments: calls.append("plan") or 0)
-    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: object())
+    monkeypatch.setattr(program.plan, "pack", lambda key, pointers=None: Pack(None))
     program.launch([4096, 8192, 16384], 0, handle, program.plan)
     assert calls == ["plan"]
     assert program._at_any_address is None

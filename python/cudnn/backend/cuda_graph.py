@@ -1,16 +1,23 @@
-"""Nodes of a CUDA graph, added through the driver one after the other: copies, and a graph inside the graph."""
+"""CUDA graphs through the driver: nodes added one after the other, copies and a graph inside the graph; and graphs that
+plans keep, to launch them again."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Generator
 from ctypes import c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
+from cudnn.backend import library
 from cudnn.backend.handle import Handle, on_device
 from cudnn.errors import refusal
 
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+CALLS_UNTIL_ASKED = 32  # a GPU that is as many calls behind does not wait for the host; to ask takes a few us
 
 
 class _Side(ctypes.Structure):
@@ -44,8 +51,14 @@ def upper_halves(target: int, source: int, count: int) -> Copy:
     return Copy(wide, _Side(memory_type=_DEVICE, device=target, pitch=2), 2, count, 1)
 
 
+@functools.cache
+def unchecked(name: str) -> Any:
+    """A function of the driver that converts nothing and checks nothing, for the hot path."""
+    return ctypes.CDLL("libcuda.so.1")[name]
+
+
 def _driver(name: str, *arguments: Any) -> None:
-    status = ctypes.CDLL("libcuda.so.1")[name](*arguments)
+    status = unchecked(name)(*arguments)
     if status:
         raise RuntimeError(f"{name} failed: CUDA driver error {status}.")
 
@@ -108,3 +121,67 @@ class Chain:
             inner = c_void_p()
             _driver("cuGraphChildGraphNodeGetGraph", self._plan, ctypes.byref(inner))
             fill(inner.value or 0)
+
+
+@contextlib.contextmanager
+def _apart_from_captures() -> Generator[None]:
+    """What this thread calls here neither breaks nor joins a capture, be it of another thread."""
+    mode = c_int(_RELAXED)
+    _driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+def is_capturing(handle: Handle) -> bool:
+    """Whether the handle's stream is being captured, or cannot be asked while another one is."""
+    return bool(unchecked("cuStreamIsCapturing")(handle.queue, handle.capture_result) or handle.capturing.value)
+
+
+def ask_whether_it_keeps_up(handle: Handle) -> None:
+    """Sets the handle's ``keeps_up``, for the next calls too; False at first, and for a stream that is being captured.
+
+    A GPU that has passed the place in the stream where it was asked before waits for the host, or nearly so. Whether
+    the stream is empty would say too little: the launch just before is always on its way.
+    """
+    handle.until_asked = CALLS_UNTIL_ASKED
+    handle.keeps_up = passed = False
+    if is_capturing(handle):
+        return
+    with contextlib.suppress(RuntimeError), on_device(handle.device), _apart_from_captures():
+        if handle.marker is None:
+            marker = c_void_p()
+            _driver("cuEventCreate", ctypes.byref(marker), c_uint(_DISABLE_TIMING))
+            handle.marker = marker
+        else:
+            passed = not unchecked("cuEventQuery")(handle.marker)
+        _driver("cuEventRecord", handle.marker, handle.queue)
+        handle.keeps_up = passed
+
+
+def executable(handle: Handle, fill: Callable[[int], None]) -> Any:
+    """An executable CUDA graph of what ``fill`` puts into an empty one, as an argument of ``cuGraphLaunch``.
+
+    Raises:
+        RuntimeError: the driver refuses, or the handle's stream is of another context than the device's primary one,
+            such as a green context, whose SMs the nodes would not keep to.
+    """
+    graph, made, home = c_void_p(), c_void_p(), c_void_p()
+    with on_device(handle.device) as context, _apart_from_captures():
+        _driver("cuStreamGetCtx", handle.queue, ctypes.byref(home))
+        if home.value != context.value:
+            raise RuntimeError("its stream does not belong to the primary context of the device")
+        _driver("cuGraphCreate", ctypes.byref(graph), c_uint(0))
+        try:
+            fill(graph.value or 0)
+            _driver("cuGraphInstantiateWithFlags", ctypes.byref(made), graph, c_uint64(0))
+        finally:
+            _driver("cuGraphDestroy", graph)
+    return library.pointer_argument(made.value or 0)
+
+
+def destroy_executable(made: Any) -> None:
+    """Destroys an executable graph, once what it has launched is done."""
+    with contextlib.suppress(RuntimeError), _apart_from_captures():  # the device may have been reset
+        _driver("cuGraphExecDestroy", made)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from ctypes import c_int, c_void_p
+from typing import Any
 
 from cudnn.backend import library
 from cudnn.errors import refusal
@@ -30,16 +31,38 @@ class Handle:
         is_reference: True where there is no GPU: graphs run on the reference executor.
         argument: ``ptr`` for calls on the hot path.
         stream: The stream set last.
+        queue: ``stream`` for calls on the hot path: the same object whenever this handle is on that stream, and no
+            other handle's.
+        capturing: Whether a capture is under way, as ``cuStreamIsCapturing`` last said through ``capture_result``.
+        keeps_up: Whether the GPU, when it was last asked, had done what was queued when it was asked before.
+        until_asked: How many calls go by before it is asked again.
+        marker: The ``CUevent`` by which it is asked; None before the first time.
     """
 
-    __slots__ = ("argument", "device", "is_reference", "ptr", "stream")
+    __slots__ = (
+        "_queues", "argument", "capture_result", "capturing", "device", "is_reference", "keeps_up", "marker", "ptr",
+        "queue", "stream", "until_asked",
+    )  # fmt: skip
 
     def __init__(self, ptr: int, device: int) -> None:
         self.ptr = ptr
         self.device = device
         self.is_reference = device < 0
         self.argument = library.pointer_argument(ptr)
-        self.stream = 0
+        self.capturing = c_int()
+        self.capture_result = ctypes.byref(self.capturing)
+        self.keeps_up = False
+        self.until_asked = 0
+        self.marker: c_void_p | None = None
+        self._queues: dict[int, Any] = {}
+        self.put_on(0)
+
+    def put_on(self, stream: int) -> None:
+        """Notes the stream that cuDNN has been told of."""
+        self.stream = stream
+        if stream not in self._queues:
+            self._queues[stream] = ctypes.byref(ctypes.c_char.from_address(stream))  # also of 0: an object of its own
+        self.queue = self._queues[stream]
 
     def __int__(self) -> int:
         return resolve(self).ptr
@@ -151,6 +174,9 @@ def destroy_handle(handle: Handle | int) -> None:
     pointer, live.ptr, live.argument = live.ptr, 0, None
     if not live.is_reference:
         lib = library.load()
+        driver = _driver()
+        if driver is not None and live.marker is not None:
+            driver.cuEventDestroy_v2(live.marker)
         lib.check(lib.destroy_handle(pointer), "destroying a handle (cudnnDestroy)")
 
 
@@ -161,7 +187,7 @@ def set_stream(handle: Handle | int, stream: int) -> None:
     if not live.is_reference:
         lib = library.load()
         lib.check(lib.set_stream(live.ptr, number), "setting the stream of a handle (cudnnSetStream)")
-    live.stream = number
+    live.put_on(number)
 
 
 def get_stream(handle: Handle | int) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_int64, c_void_p
 from struct import Struct
 from typing import Any, NamedTuple
 
-from cudnn.backend import library
+from cudnn.backend import cuda_graph, library
 from cudnn.backend.attributes import Attribute
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.device import DeviceProperties, KernelCache
@@ -20,10 +21,30 @@ from cudnn.backend.handle import Handle, resolve
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
 
+_log = logging.getLogger("cudnn")
 _VARIANT_PACK = int(DescriptorType.VARIANT_PACK)
 _encode_pointer = Struct("Q").pack
 _MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken; no device has it
 _EXPLAIN = "To find the nodes that it refuses, and what to change, call graph.explain()."
+
+
+class Pack:
+    """A finalized variant pack.
+
+    Attributes:
+        argument: It, for calls of cuDNN.
+        calls: How often the hot path met it on a stream for which it has no CUDA graph.
+        queue: The stream for which it has one, as ``Handle.queue``; None where it has none.
+        graph: The executable CUDA graph of the plan with these pointers, as an argument of ``cuGraphLaunch``.
+    """
+
+    __slots__ = ("argument", "calls", "graph", "queue")
+
+    def __init__(self, argument: Any) -> None:
+        self.argument = argument
+        self.calls = 0
+        self.queue: Any = None
+        self.graph: Any = None
 
 
 class _Packs:
@@ -31,7 +52,7 @@ class _Packs:
 
     __slots__ = ("keys", "misses", "scratch")
 
-    def __init__(self, scratch: Any) -> None:
+    def __init__(self, scratch: Pack) -> None:
         self.keys: list[tuple[int, ...]] = []
         self.misses = 0
         self.scratch = scratch
@@ -74,8 +95,8 @@ class ExecutionPlan:
 
     Attributes:
         packs: From (data pointers in the order of ``uids``, workspace pointer, ``handle.ptr``) to the finalized pack.
-            The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key])``, which returns a status; a
-            key that is missing goes to ``pack``, a status that is not 0 to ``failure``.
+            The hot path is ``plan.launch(handle.argument, plan.argument, plan.packs[key].argument)``, which returns a
+            status; a key that is missing goes to ``pack``, a status that is not 0 to ``failure``.
         argument: The plan, for the hot path.
         launch: ``cudnnBackendExecute``, without conversions.
         uids: The tensors whose pointers the keys hold, set by ``bind``.
@@ -83,12 +104,14 @@ class ExecutionPlan:
 
     MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
     MAX_MISSES = 1024
+    CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 3 us a call, and 0.8 ms were seen to make one
+    CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream
 
     def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
         self.descriptor = descriptor
         self.config = config
         self.argument = library.pointer_argument(descriptor.pointer)
-        self.packs: dict[tuple[int, ...], Any] = {}
+        self.packs: dict[tuple[int, ...], Pack] = {}
         self.uids: tuple[int, ...] = ()
         self._by_handle: dict[int, _Packs] = {}
         self._library = library.load()
@@ -159,7 +182,8 @@ class ExecutionPlan:
             workspace: Address of ``workspace_size`` bytes of device memory.
         """
         key = (*pointers, workspace, handle.ptr)
-        status = self._library.execute_unchecked(handle.argument, self.argument, self.packs.get(key) or self.pack(key))
+        pack = self.packs.get(key) or self.pack(key)
+        status = self._library.execute_unchecked(handle.argument, self.argument, pack.argument)
         if status:
             raise self.failure(status)
 
@@ -167,7 +191,7 @@ class ExecutionPlan:
         """The exception for a failed execution."""
         return self._library.error(status, f"executing the plan {self.config.tag}")
 
-    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> Any:
+    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> Pack:
         """The pack of a key that ``packs`` lacks, good for one call.
 
         ``pointers`` (data pointers, workspace, ``handle.ptr``) goes into the pack instead of the key, for the graph,
@@ -187,29 +211,29 @@ class ExecutionPlan:
             pack = self._new_pack()
         else:
             if lib.reopen_unchecked is None:
-                lib.destroy(mine.scratch)
+                lib.destroy(mine.scratch.argument)
                 mine.scratch = self._new_pack()
             else:
-                status = lib.reopen_unchecked(mine.scratch)
+                status = lib.reopen_unchecked(mine.scratch.argument)
             pack = mine.scratch
             mine.misses += 1
             if mine.misses == self.MAX_MISSES:
                 self._forget(mine)
-        put = lib.set_unchecked
+        put, given = lib.set_unchecked, pack.argument
         count = self._uid_count
         # Plain ints for VARIANT_PACK_UNIQUE_IDS (1000), _DATA_POINTERS (1001), _WORKSPACE (1003) and the types
         # INT64 (3) and VOID_PTR (6): ctypes takes them faster than enumeration members or ctypes objects.
         status = (
             status
-            or put(pack, 1000, 3, count, self._uid_array)
-            or put(pack, 1001, 6, count, self._encode(*pointers))  # of the words, cuDNN copies the first `count`
-            or (pointers[-2] and put(pack, 1003, 6, 1, _encode_pointer(pointers[-2])))
-            or lib.finalize_unchecked(pack)
+            or put(given, 1000, 3, count, self._uid_array)
+            or put(given, 1001, 6, count, self._encode(*pointers))  # of the words, cuDNN copies the first `count`
+            or (pointers[-2] and put(given, 1003, 6, 1, _encode_pointer(pointers[-2])))
+            or lib.finalize_unchecked(given)
         )
         if status:
             error = lib.error(status, "preparing a variant pack")
             if stays:
-                lib.destroy(pack)
+                lib.destroy(given)
             raise error
         if stays:
             mine.keys.append(key)
@@ -229,15 +253,62 @@ class ExecutionPlan:
         mine = self._by_handle[key[-1]] = _Packs(self._new_pack())
         return mine
 
-    def _new_pack(self) -> Any:
+    def _new_pack(self) -> Pack:
         lib, pack = self._library, c_void_p()
         lib.check(lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack)), "creating a variant pack")
-        return library.pointer_argument(pack.value or 0)
+        return Pack(library.pointer_argument(pack.value or 0))
 
     def _forget(self, mine: _Packs) -> None:
         mine.misses = 0
         while mine.keys:
-            self._library.destroy(self.packs.pop(mine.keys.pop()))
+            pack = self.packs.pop(mine.keys.pop())
+            self._drop_graph(pack)
+            self._library.destroy(pack.argument)
+
+    @property
+    def fills_cuda_graphs(self) -> bool:
+        """Whether cuDNN can write the plan's kernels into a CUDA graph."""
+        return behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API in self.config.behavior_notes
+
+    def keep_graph(self, pack: Pack, handle: Handle) -> None:
+        """Makes the CUDA graph that later calls with this pack launch, for the handle's stream.
+
+        None is made while the GPU is far behind the host, or the stream is being captured. Kernels in a CUDA graph keep
+        the values of tensors that are passed by value, so the plan has none that the caller owns.
+        """
+        pack.calls = max(0, self.CALLS_BEFORE_GRAPH - cuda_graph.CALLS_UNTIL_ASKED)
+        cuda_graph.ask_whether_it_keeps_up(handle)
+        if not handle.keeps_up:
+            return
+        pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
+        self._drop_graph(pack)
+        tag = self.config.tag
+        first = not any(other.graph for other in self.packs.values())
+
+        def fill(graph: int) -> None:
+            call = self._library.populate_cuda_graph
+            self._library.check(call(handle.ptr, self.argument, pack.argument, graph), "populating a CUDA graph")
+
+        try:
+            pack.graph = cuda_graph.executable(handle, fill)
+        except (CudnnError, RuntimeError) as error:
+            pack.calls = -sys.maxsize
+            _log.info("the plan %s runs through cuDNN at every call, since its CUDA graph failed: %s", tag, error)
+            return
+        pack.queue = handle.queue
+        if first:
+            _log.info("the plan %s: calls with addresses that come again launch a CUDA graph from now on", tag)
+
+    def lose_graph(self, pack: Pack, status: int) -> None:
+        """Goes back to cuDNN's own call after the driver refused to launch the pack's CUDA graph."""
+        _log.warning("the plan %s: cuGraphLaunch failed, CUDA driver error %d; cuDNN runs it", self.config.tag, status)
+        self._drop_graph(pack)
+        pack.calls = -sys.maxsize
+
+    def _drop_graph(self, pack: Pack) -> None:
+        if pack.graph is not None:
+            pack.queue, made, pack.graph = None, pack.graph, None
+            cuda_graph.destroy_executable(made)
 
     def execute_overridden(
         self,
@@ -267,14 +338,14 @@ class ExecutionPlan:
         if status:
             raise self.failure(status)
 
-    def populate_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
+    def populate_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, graph: int) -> None:
         """Adds the plan's nodes to an empty ``cudaGraph_t``.
 
         Raises:
             cudnnGraphNotSupportedError: the plan lacks the note SUPPORTS_CUDA_GRAPH_NATIVE_API.
         """
         native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API
-        if native not in self.config.behavior_notes:
+        if not self.fills_cuda_graphs:
             notes = ", ".join(note.name for note in self.config.behavior_notes) or "none"
             raise cudnnGraphNotSupportedError(
                 refusal("populate_cuda_graph", f"notes of the plan {self.config.tag}", notes, native.name,
@@ -282,21 +353,21 @@ class ExecutionPlan:
                         "stream instead")
             )  # fmt: skip
         self._with_cuda_graph(
-            self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, cuda_graph
+            self._library.populate_cuda_graph, "populating a CUDA graph", handle, pointers, workspace, graph
         )
 
-    def update_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int) -> None:
+    def update_cuda_graph(self, handle: Handle, pointers: Sequence[int], workspace: int, graph: int) -> None:
         """Gives the nodes that ``populate_cuda_graph`` added new pointers."""
         self._with_cuda_graph(
-            self._library.update_cuda_graph, "updating a CUDA graph", handle, pointers, workspace, cuda_graph
+            self._library.update_cuda_graph, "updating a CUDA graph", handle, pointers, workspace, graph
         )
 
     def _with_cuda_graph(
-        self, call: Any, what: str, handle: Handle, pointers: Sequence[int], workspace: int, cuda_graph: int
+        self, call: Any, what: str, handle: Handle, pointers: Sequence[int], workspace: int, graph: int
     ) -> None:
         key = (*pointers, workspace, resolve(handle).ptr)
         pack = self.packs.get(key) or self.pack(key)
-        self._library.check(call(handle.ptr, self.argument, pack, cuda_graph), what)
+        self._library.check(call(handle.ptr, self.argument, pack.argument, graph), what)
 
     def close(self) -> None:
         """Destroys the plan and its packs."""
@@ -311,7 +382,7 @@ class ExecutionPlan:
     def _drop_packs(self) -> None:
         for mine in self._by_handle.values():
             self._forget(mine)
-            self._library.destroy(mine.scratch)
+            self._library.destroy(mine.scratch.argument)
         self._by_handle.clear()
 
 

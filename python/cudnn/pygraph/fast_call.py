@@ -6,6 +6,11 @@ machine with an H200. All else must be small beside that: one Python frame, the 
 (a loop or ``map`` costs 0.3 us more for four tensors), no descriptor, no allocation, no synchronisation. For new
 addresses, one call into PyTorch compares types, layouts and devices of all tensors with those last accepted: to read
 shape and strides of each as tuples costs five times as much.
+
+Most of that call can be saved too: a plan that fills CUDA graphs is asked for one of its kernels with these addresses
+when they have come often enough, and later calls on the same stream launch that. Three cases are left to cuDNN: streams
+that are being captured; scalars passed by value, whose values a CUDA graph would keep; and a GPU that is far behind the
+host, since one launch of a CUDA graph takes it about 1 us longer than the kernel alone.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cudnn import settings
+from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
 from cudnn.lazy import torch
 
@@ -23,7 +30,8 @@ if TYPE_CHECKING:
 
 _TEMPLATE = '''
 def make(
-    {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure
+    {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure,
+    calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph
 ):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
@@ -49,16 +57,32 @@ def make(
             found = pack(key)
         elif {other_type}:
             return otherwise(tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides)
-        status = launch(handle.argument, argument, found)
+        {replay}
+        status = launch(handle.argument, argument, found.argument)
         if status:
             raise failure(status)
     return execute
 '''
+_REPLAY = """
+        elif found.queue is not handle.queue:
+            found.calls += 1
+            if found.calls == calls_before_graph:
+                keep_graph(found, handle)
+        else:
+            if not handle.until_asked:
+                ask_whether_it_keeps_up(handle)
+            handle.until_asked -= 1
+            if handle.keeps_up and not is_capturing(handle.queue, handle.capture_result) and not handle.capturing.value:
+                status = launch_graph(found.graph, handle.queue)
+                if not status:
+                    return
+                lose_graph(found, status)
+"""
 
 
 @functools.cache
 def _compile(
-    types: tuple[int, ...], needed: int, has_handle: bool, off_bits: tuple[tuple[int, int], ...]
+    types: tuple[int, ...], needed: int, has_handle: bool, off_bits: tuple[tuple[int, int], ...], replays: bool
 ) -> Callable[..., Callable[..., None]]:
     """``types``: for each tensor, the number of its type among those that occur."""
     numbers = range(len(types))
@@ -76,6 +100,7 @@ def _compile(
         pointers=" ".join(f"t{i}.data_ptr()," for i in numbers),
         other_type=f"not ({' and '.join(same_type)})",
         workspace="workspace.data_ptr()" if needed else "0",
+        replay=_REPLAY.strip() if replays else "",
         small_workspace=f" or workspace.get_device() != home or workspace.nbytes < {needed}" if needed else "",
     )
     scope: dict[str, Any] = {}
@@ -128,7 +153,9 @@ def specialised(
     pairs = zip(program.bindings.user, arrays, strict=True)
     home = next((array.get_device() for uid, array in pairs if uid not in program.by_value), program.device)
     types = tuple(dtypes.index(array.dtype) for array in arrays)
-    return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits))(
+    by_value = program.by_value.intersection(program.bindings.user)
+    replays = plan.fills_cuda_graphs and not by_value and settings.PLAN_CUDA_GRAPHS.get()
+    return _compile(types, program.workspace_size(plan), own is not None, tuple(program.off_bits), replays)(
         *keys,
         *dtypes,
         accepted=(home, like(arrays)),
@@ -142,4 +169,10 @@ def specialised(
         check=check,
         otherwise=otherwise,
         failure=plan.failure,
+        calls_before_graph=plan.CALLS_BEFORE_GRAPH,
+        keep_graph=plan.keep_graph,
+        lose_graph=plan.lose_graph,
+        ask_whether_it_keeps_up=ask_whether_it_keeps_up,
+        is_capturing=replays and unchecked("cuStreamIsCapturing"),
+        launch_graph=replays and unchecked("cuGraphLaunch"),
     )

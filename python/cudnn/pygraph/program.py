@@ -263,9 +263,8 @@ class CudnnProgram:
             source = pointers[self.bindings.user.index(item.source)] + item.source_offset
             item.graph.execute({0: source, 1: space + item.result}, space + item.workspace, handle)
         if override is None:
-            status = plan.launch(
-                handle.argument, plan.argument, plan.packs.get(key) or plan.pack(key, self.filled(key))
-            )
+            pack = plan.packs.get(key) or plan.pack(key, self.filled(key))
+            status = plan.launch(handle.argument, plan.argument, pack.argument)
             if status:
                 raise plan.failure(status)
         else:
