@@ -141,6 +141,9 @@ class Machine:
     def parameter_address(self, offset: int) -> Any:
         return u64(self.parameter_base + offset)
 
+    def nanoseconds(self) -> Any:
+        return u64(time.time_ns())
+
     def load_parameter(self, m: Any, target: Array, offset: int, size: int, signed: bool) -> None:
         value = np.frombuffer(self.parameters, alu.UINT[size * 8], 1, offset)[0]
         if signed:
@@ -257,11 +260,12 @@ class Machine:
         pick = self.pick_random if self.scheduler == "random" else self.pick_lowest
         self.spins: dict[int, int] = {}
         self.polls: dict[int, Array] = {}
+        self.sleeping: list[tuple[int, Array]] = []
         idle, last, released = 0, -1, 0
         block = 0
         try:
             with np.errstate(all="ignore"):
-                while self.groups:
+                while self.groups or self.sleeping:
                     if self.event != last:
                         last, idle, released = self.event, 0, 0
                         self.spins.clear()
@@ -269,6 +273,9 @@ class Machine:
                     choice = pick()
                     if choice is None and self.queues.run_one():
                         self.event += 1
+                        continue
+                    if choice is None and self.sleeping:
+                        self.wake()
                         continue
                     if choice is None and self.polls and released < 200:
                         released += 1
@@ -320,9 +327,16 @@ class Machine:
             self.schedule(following, ready)
         elif what == "try":
             self.poll(block, inner, result[2] & inner, result[3])
-        else:
-            self.event += 1
-            self.schedule(following, inner)
+        else:  # nanosleep
+            self.sleeping.append((following, inner))
+
+    def wake(self) -> None:
+        """Threads that sleep go on, when no other one can: they may wait for memory that another launch writes."""
+        time.sleep(1e-3)
+        self.event += 1
+        for block, mask in self.sleeping:
+            self.schedule(block, mask)
+        self.sleeping.clear()
 
     def hold(self, block: int, mask: Array, ready: Array) -> None:
         waiting = mask & ~ready

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import queue
+import time
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import distributed as dist
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from cudnn.bench import ranks
 from cudnn.cli import app
 from cudnn.cli.ranks import table
+from cudnn.moe import exchange
+from support.ranks import run_processes
 
 LINE = ranks.Line(
     "Qwen3-30B-A3B", "uniform", 8192, 2, 100.0, 1200.0, 125.0, 1500.0, 3000.0, 1200.0, 2700.0, 33e6, 366e3, 99.0, 120.0,
@@ -33,7 +42,7 @@ def test_the_busiest_link_decides() -> None:
     sent = [[9e9, 366e6, 0.0], [366e6, 9e9, 366e6], [0.0, 366e6, 9e9]]  # what stays does not count
     assert ranks.busiest(sent) == 732e6
     assert ranks.seconds(sent) == pytest.approx(2e-3 + 16e-6)
-    assert ranks.seconds(sent, read=12e9, summed=4e9) == pytest.approx(3e-3 + 16e-6 + 1e-3)
+    assert ranks.seconds(sent, moved=12e9) == pytest.approx(3e-3 + 16e-6)
 
 
 def test_cases() -> None:
@@ -52,6 +61,58 @@ def test_table_and_csv(tmp_path: Path) -> None:
     ranks.write_csv([LINE], tmp_path / "ranks.csv")
     names, values = (line.split(",") for line in (tmp_path / "ranks.csv").read_text().splitlines())
     assert dict(zip(names, values, strict=True))["combine"] == "125.0"
+
+
+class OnCPU(TorchFunctionMode):
+    """What is wanted on a GPU is made here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return func(*args, **(given | {"device": "cpu"} if given.get("device") == "cuda" else given))
+
+
+class Event:
+    """Stands for that of CUDA."""
+
+    def __init__(self, **_: bool) -> None:
+        self.time = 0.0
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.time - self.time)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but GPUs, on small layers."""
+    for name in ("_sleep", "synchronize", "empty_cache", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    memory = types.SimpleNamespace(part=lambda _: torch.zeros(1000))
+    monkeypatch.setattr(exchange.AllToAll, "tokens", memory, raising=False)
+    monkeypatch.setattr(exchange.AllToAll, "meet", lambda _: dist.barrier(), raising=False)
+    monkeypatch.setattr(ranks, "MODELS", dict.fromkeys(ranks.NAMES, (16, 4, 64, 32)))
+    cases = [ranks.Case(ranks.NAMES[1], 16, routing) for routing in ("uniform", "zipf")]
+
+    def rank(number: int) -> None:
+        found: Any = queue.SimpleQueue()
+        dist.init_process_group = lambda *_, **__: None  # in this process, where it is done
+        with OnCPU():
+            ranks._rank(number, count, 0, cases, math.inf, found)
+        if number == 0:
+            lines = [found.get() for _ in cases]
+            ranks.write_csv(lines, tmp_path / "ranks.csv")
+            for line in lines:
+                assert (line.ranks, line.flops) == (count, 6 * 16 * 64 * 32 * 4)
+                assert line.bytes >= line.tokens * 64 * 2  # a token has four experts
+                assert min(line.share("combine"), line.teraflops("backward"), line.modelled_dispatch) > 0
+        assert found.get() is None
+
+    run_processes(count, tmp_path, rank)
+    assert len((tmp_path / "ranks.csv").read_text().splitlines()) == 1 + len(cases)
 
 
 @pytest.mark.parametrize(

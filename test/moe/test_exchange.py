@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import cudnn
-from cudnn.moe import Exchange, sort
+from cudnn.moe import Exchange, exchange, sort
+from cudnn_kernels.moe.configuration import GiveBackConfiguration
 from support.pages import ROOT, Page
-from support.ranks import Threads, run_processes
+from support.ranks import Rank, Threads, run_processes
 
 EXPERTS, TOP_K, HIDDEN, MOST = 8, 3, 16, 7
 
@@ -103,17 +105,89 @@ def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_by_kernels_on_shared_memory(arch: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(len(counts), counts)
+    monkeypatch.setattr(exchange, "GiveBackConfiguration", functools.partial(GiveBackConfiguration, before=4))
 
-    def rank(number: int) -> None:
+    def rank(group: Rank) -> None:
         given: dict[str, Any] = {"max_tokens": MOST, "dtype": torch.float32, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=True):
-            case.check(number, Exchange(number, EXPERTS, TOP_K, HIDDEN, **given))
+            case.check(group.number, Exchange(group, EXPERTS, TOP_K, HIDDEN, **given))
 
     Threads(len(counts), monkeypatch).run(rank)
 
 
+@pytest.mark.full
+def test_a_rank_that_sends_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that waits for them ends in time."""
+
+    def rank(group: Rank) -> None:
+        given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True, "time_limit": 1}
+        with cudnn.emulation("sm_90a"):
+            parallel = Exchange(group, 4, 2, 16, **given)
+            indices = torch.tensor([[0, 2]] * 3, dtype=torch.int32)  # an expert of each
+            received = parallel.dispatch(torch.ones(3, 16).bfloat16(), indices, torch.ones(3, 2))
+            if group.number:
+                return
+            with pytest.raises(Exception, match="trap"):
+                parallel.combine(received.tokens, sort(received.indices, 2)[2], received)
+
+    Threads(2, monkeypatch).run(rank)
+
+
+def test_ranks_meet_before_others_memory_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a CUDA graph runs is not known: it may have a part of what happens, again and again."""
+    (group,), said, capture = Threads(1, monkeypatch).groups, list[str](), 0
+    monkeypatch.setattr(exchange, "run", lambda source, *_: said.append(source.split(":")[1]))
+    monkeypatch.setattr(exchange, "capture_of", lambda _: capture)
+    way = Exchange(group, 8, 2, 16, max_tokens=4, device="cpu", symmetric=True).way
+    monkeypatch.setattr(way.tokens, "meet", lambda: said.append("meet"))
+    x, indices = torch.ones(4, 16).bfloat16(), torch.zeros(4, 2, dtype=torch.int32)
+
+    def dispatch() -> None:
+        way.dispatch(x, indices, torch.ones(4, 2))
+
+    def give_back() -> None:
+        way.give_back(x, indices, None, exchange.Sent(indices, indices[:, :1], 8))
+
+    for now, call, expected in (
+        (0, dispatch, ["Dispatch", "meet"]),
+        (0, give_back, ["GiveBack"]),
+        (0, give_back, ["meet", "GiveBack"]),
+        (0, dispatch, ["Dispatch", "meet"]),
+        (0, dispatch, ["meet", "Dispatch", "meet"]),
+        (1, give_back, ["meet", "GiveBack"]),
+        (1, dispatch, ["Dispatch", "meet"]),
+        (2, give_back, ["meet", "GiveBack"]),
+        (0, dispatch, ["meet", "Dispatch", "meet"]),
+        (0, give_back, ["meet", "GiveBack"]),
+    ):
+        said.clear()
+        capture = now
+        call()
+        assert said == expected
+
+
+def test_a_group_hears_nothing_of_another_one_over_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one before it, which is gone, and of a rank that gave up."""
+    first = Threads(2, monkeypatch)
+    first.run(lambda group: exchange.agree(group, "layer", 0, 60, "MoE"))
+    for number in (0, 1):
+        again = Threads(2, monkeypatch, first.store)
+        with pytest.raises(RuntimeError, match="got no answer of all ranks within"):
+            exchange.agree(again.groups[number], "layer", 0, 0.01, "MoE")
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr(exchange, "Path", lambda _: boot)
+    found = {exchange._host()}  # where nothing says when it started
+    for text in ("one", "another"):
+        boot.write_text(text)
+        found.add(exchange._host())
+    assert len(found) == 3
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Threads(1, monkeypatch)
+    (group,) = Threads(1, monkeypatch).groups
     given: dict[str, Any] = {"max_tokens": 4, "device": "cpu", "symmetric": True}
     changed: Any
     for changed, words in (
@@ -124,8 +198,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_rows": 0}, "max_rows: got 0; allowed: 1 or more"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
-            Exchange(**{"group": 0, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
-    parallel = Exchange(0, 8, 2, 16, **given)
+            Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
+    parallel = Exchange(group, 8, 2, 16, **given)
     x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
     for changed, words in (
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
+import weakref
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 from torch import distributed as dist
 
 import cudnn
-from cudnn.moe import Exchange
+from cudnn.moe import Exchange, parallel
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
-from support.ranks import Threads, run_processes
+from support.ranks import Rank, Threads, run_processes
 
 EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 64, 32
 
@@ -101,9 +103,12 @@ def refused(rank: int, ranks: int) -> None:
         layer(tokens(rank)[0])
     with pytest.raises(ValueError, match="MoE: experts: got 8 experts and 1 shared ones"):
         MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=dist.group.WORLD, shared_experts=1)
-    other = Exchange(None, EXPERTS, 1, HIDDEN, max_tokens=8, device="cpu")
-    with pytest.raises(ValueError, match=r"MoE: group, an Exchange: got \(8, 1, 64, torch.bfloat16\); allowed"):
-        MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=other)(tokens(rank)[0])
+    for choices, place in ((1, "cpu"), (TOP_K, "meta")):
+        other = Exchange(None, EXPERTS, choices, HIDDEN, max_tokens=8, device="cpu")
+        other.device = torch.device(place)
+        its = rf"\(8, {choices}, 64, torch.bfloat16, device\(type='{place}'\)\)"
+        with pytest.raises(ValueError, match=f"MoE: group, an Exchange: got {its}; allowed"):
+            MoE(HIDDEN, INNER, EXPERTS, TOP_K, group=other)(tokens(rank)[0])
 
 
 def absent(rank: int) -> None:
@@ -119,12 +124,22 @@ def absent(rank: int) -> None:
 
 
 def test_one_rank() -> None:
-    """The whole way of tokens, to itself."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        same_as_alone(0, 1, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    """The whole way of tokens, to itself. Its exchange goes with a group, or when the next one needs one."""
+    groups, left = list[Any](), list[Any]()
+    for keeps in (True, False):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            same_as_alone(0, 1, dist.group.WORLD)
+            gc.collect()
+            assert not any(each() for each in left)
+            ((made,),) = parallel._KNOWN[dist.group.WORLD].exchanges.values()
+            left.append(weakref.ref(made))
+            del made
+            groups += [dist.group.WORLD] if keeps else []  # as PyTorch's functions may
+        finally:
+            dist.destroy_process_group()
+    gc.collect()
+    assert not any(each() for each in left)
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
@@ -143,11 +158,11 @@ def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("arch", "ranks"), [("sm_90a", 2), ("sm_100a", 2), ("sm_90a", 4)])
 def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(number: int) -> None:
+    def rank(here: Rank) -> None:
         given: dict[str, Any] = {"max_tokens": 8, "device": "cpu", "symmetric": True}
         with cudnn.emulation(arch, races=ranks == 2):
-            group = Exchange(number, EXPERTS, TOP_K, HIDDEN, **given)
-            same_as_alone(number, ranks, group, most=7, bias=ranks == 4)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
+            same_as_alone(here.number, ranks, group, most=7, bias=ranks == 4)
 
     Threads(ranks, monkeypatch).run(rank)
 
@@ -156,14 +171,14 @@ def test_kernels_on_shared_memory(arch: str, ranks: int, monkeypatch: pytest.Mon
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """More choices of experts of a rank than there is memory for."""
 
-    def rank(number: int) -> None:
-        given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True}
-        x, _, weights, _ = tokens(number, 3)
+    def rank(here: Rank) -> None:
+        given: dict[str, Any] = {"max_tokens": 8, "max_rows": 4, "device": "cpu", "symmetric": True, "time_limit": 20}
+        x, _, weights, _ = tokens(here.number, 3)
         indices = torch.full(weights.shape, -1)
         indices[:, 0] = 1  # those of both ranks are on the first
-        up, down = (w[4 * number :][:4] for w in parameters(False))
+        up, down = (w[4 * here.number :][:4] for w in parameters(False))
         with cudnn.emulation("sm_90a"):
-            group = Exchange(number, EXPERTS, TOP_K, HIDDEN, **given)
+            group = Exchange(here, EXPERTS, TOP_K, HIDDEN, **given)
             moe_mlp(x, (indices, weights), up, down, group=group)
 
     ranks = Threads(2, monkeypatch)

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,25 +48,35 @@ def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> No
     assert [process.exitcode for process in processes] == [0] * ranks
 
 
-class Part(SimpleNamespace):
+@dataclass(eq=False)
+class Part:
     """Stands for :class:`cudnn.moe.exchange.Shared`."""
 
-    __eq__ = object.__eq__
+    mine: torch.Tensor
+    addresses: torch.Tensor
+    meet: Callable[[], Any]
+
+
+class Rank:
+    """Stands for a process group, as one rank sees it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class Threads:
-    """Threads in place of processes: a rank is its own process group."""
+    """Threads in place of processes."""
 
-    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch, store: Any = None) -> None:
         self.ranks, self.failures = ranks, list[str]()
         self.barrier = threading.Barrier(ranks, timeout=120)
         self.memory: defaultdict[int, list[Any]] = defaultdict(lambda: [None] * ranks)
         self.made = [0] * ranks
-        store = dist.HashStore()
-        group = SimpleNamespace(get_rank=lambda rank: rank, get_world_size=lambda _: ranks)
+        self.groups = [Rank(number) for number in range(ranks)]
+        self.store = store or dist.HashStore()
+        group = SimpleNamespace(get_rank=lambda rank: rank.number, get_world_size=lambda _: ranks)
         monkeypatch.setattr(exchange, "dist", group)
-        monkeypatch.setattr(exchange, "store_of", lambda _: store)
-        monkeypatch.setattr(exchange, "_TOLD", {})
+        monkeypatch.setattr(exchange, "store_of", lambda _: self.store)
         monkeypatch.setattr(exchange, "Shared", self.shared)
 
     def shared(self, shape: tuple[int, ...], dtype: torch.dtype, parallel: exchange.Exchange) -> Any:
@@ -75,18 +86,18 @@ class Threads:
         mine = self.memory[number][rank] = torch.full(shape, -99).to(dtype)
         self.barrier.wait()
         addresses = torch.tensor([part.data_ptr() for part in self.memory[number]])
-        return Part(mine=mine, addresses=addresses, is_read=False, meet=self.barrier.wait)
+        return Part(mine, addresses, self.barrier.wait)
 
-    def run(self, function: Callable[[int], None]) -> None:
+    def run(self, function: Callable[[Rank], Any]) -> None:
         """Runs a function for each rank."""
-        threads = [threading.Thread(target=self._rank, args=(rank, function)) for rank in range(self.ranks)]
+        threads = [threading.Thread(target=self._rank, args=(group, function)) for group in self.groups]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert not self.failures, "\n".join(self.failures)
 
-    def _rank(self, rank: int, function: Callable[[int], None]) -> None:
+    def _rank(self, rank: Rank, function: Callable[[Rank], Any]) -> None:
         try:
             function(rank)
         except BaseException:

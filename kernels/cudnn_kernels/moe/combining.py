@@ -102,13 +102,17 @@ class Combine:
 
     def store(self, target: cute.Tensor, values: list) -> None:
         """Rounds 16 bytes of a row, and stores them."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
+        cute.copy(atom, self.rounded(values), target)
+
+    def rounded(self, values: list) -> cute.Tensor:
+        """16 bytes of a row."""
         wide = cute.make_rmem_tensor(self.c.vector, Float32)
         for i, value in enumerate(values):
             wide[i] = value
         part = cute.make_rmem_tensor(self.c.vector, self.dtype)
         part.store(wide.load().to(self.dtype))
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        cute.copy(atom, part, target)
+        return part
 
 
 class CombineGradient(Combine):

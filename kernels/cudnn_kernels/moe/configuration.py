@@ -165,32 +165,30 @@ class CombineConfiguration(Pieces):
 
 @dataclass(frozen=True)
 class GiveBackConfiguration(CombineConfiguration):
-    """Sums that go to the ranks whose tokens they are of, with ``values`` numbers of 32 bits for each token.
+    """Sums that go to the ranks whose tokens they are of, with ``values`` float32 numbers for each token, as bits.
 
-    Those of tokens of this rank go to ``out``, also where they are zeros.
+    ``out`` gets the sums over all ranks of this rank's tokens, ``own_values`` those of the numbers. At least ``before``
+    CTAs start between one that sends a token and the one that adds what came of it: about what runs at a time on a GPU.
     """
 
     ranks: int = field(kw_only=True)
     values: int = field(kw_only=True)
+    before: int = field(default=512, kw_only=True)
+
+    @property
+    def ahead(self) -> int:
+        """By how many tokens sending is ahead of adding."""
+        return -(-self.before // (self.ranks * self.slices))
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel."""
-        out = Tensor("out", self.dtype, ("own", self.hidden), (None, 1))
-        found = (*self.summed(), addresses("targets", "ranks"), out)
+        """The arguments of the kernel; ``limit`` in milliseconds."""
+        found = (*self.summed(), addresses("targets", "ranks"))
+        found += (Tensor("row_of_rank", "int32", ("own", self.ranks), (self.ranks, 1), align=4),)
+        found += (Tensor("out", self.dtype, ("own", self.hidden), (None, 1)), addresses("word_targets", "ranks"))
         if self.values:
             found += (Tensor("values", "int32", ("tokens", self.values), (self.values, 1), align=4),)
-            found += (addresses("value_targets", "ranks"),)
-        return (*found, Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
-
-
-@dataclass(frozen=True)
-class AddConfiguration(CombineConfiguration):
-    """Sums of other ranks, added to those of this ``rank`` in ``out``. A choice is a rank's row here."""
-
-    def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel."""
-        out = Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1))
-        return (*self.summed(), out, Scalar("rank", "int32"), Stream())
+            found += (Tensor("own_values", "int32", ("own", self.values), (self.values, 1), align=4),)
+        return (*found, Scalar("rank", "int32"), Scalar("most", "int32"), Scalar("limit", "int32"), Stream())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Both kernels write to the other GPUs, which keeps the link busier than reading does. A rank has a row for every token of
 every rank: token t of rank s is row s * most + t. ``Dispatch`` writes a token to each rank that has an expert of it.
 ``GiveBack`` adds up what the experts here made of a token, and writes the sum to the token's rank: one row, however
-many of its experts are here. ``Add`` adds what came from other ranks to the sums of this one.
+many of its experts are here. Meanwhile it adds what comes from other ranks to the sums of this one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, select_
+from cutlass import Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.moe.combining import Combine
 from cudnn_kernels.moe.configuration import WARP
@@ -86,8 +86,9 @@ class Dispatch(Combine):
 class GiveBack(Combine):
     """The kernel for a :class:`GiveBackConfiguration`. The ranks' tokens take turns, which keeps the link busy.
 
-    Sums are read again as soon as all have come, from the first token on. So the first tokens come last here, and rows,
-    which nobody reads again, make room for sums in the L2 cache.
+    CTAs start in the order of their numbers. Those that send a token come some before the one that has its sum on this
+    rank and adds the others', for which it waits: no CTA waits for a later one. The last one waits until all ranks have
+    begun: what they read before may then be written again.
     """
 
     streams = True
@@ -97,78 +98,166 @@ class GiveBack(Combine):
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        names = ("rows", "row_of_choice", "weights", "targets", "out", "values", "value_targets", "rank", "most")
+        names = ("rows", "row_of_choice", "weights", "targets", "row_of_rank", "out", "word_targets", "values",
+                 "own_values", "rank", "most", "limit")  # fmt: skip
+        turns = given["most"] + cutlass.min(c.ahead, given["most"])
         self.give_back(*(given.get(x) for x in names)).launch(
-            grid=[given["row_of_choice"].shape[0] * c.slices, 1, 1], block=[-(-c.width // WARP) * WARP, 1, 1],
+            grid=[turns * c.ranks * c.slices, 1, 1], block=[-(-c.width // WARP) * WARP, 1, 1],
             stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
     def give_back(
         self, rows: cute.Tensor, row_of_choice: cute.Tensor, weights: Any, targets: cute.Tensor,
-        out: cute.Tensor, values: Any, value_targets: Any, rank: Int32, most: Int32,
+        row_of_rank: cute.Tensor, out: cute.Tensor, word_targets: cute.Tensor, values: Any, own_values: Any,
+        rank: Int32, most: Int32, limit: Int32,
     ) -> None:  # fmt: skip
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
         turn, column = block // c.slices, block % c.slices * c.width + thread
-        target, token = (rank + 1 + turn % c.ranks) % c.ranks, most - 1 - turn // c.ranks
-        source = target * most + token
+        target, token = (rank + 1 + turn % c.ranks) % c.ranks, turn // c.ranks
+        is_own = target == rank
+        token -= Int32(select_(is_own, cutlass.min(c.ahead, most), Int32(0)))
+        is_one = (token >= 0) & (token < Int32(select_(is_own, out.shape[0], most)))
+        token = Int32(select_(is_one, token, Int32(0)))
+        source, place = target * most + token, Int64(rank) * most + token
         row, factor = self.choices(row_of_choice, weights, source)
         largest = Int32(-1)
         for k in cutlass.range_constexpr(c.top_k):
             largest = cutlass.max(largest, row[k])
-        is_own, place = target == rank, Int64(rank) * most + token
-        is_wanted = (is_own & (token < out.shape[0])) | ((target != rank) & (largest >= 0))
-        if is_wanted & (thread < c.width) & (column < self.columns):
-            total = self.total(rows, row, factor, column)
-            start = Int64(select_(is_own, out.iterator.toint(), targets[target]))
-            first = Int64(select_(is_own, Int64(token), place)) * c.hidden
-            self.store(at(self.dtype, start, first + column * c.vector, c.vector), total)
+        is_one &= is_own | (largest >= 0)
+        if is_one & (thread < c.width) & (column < self.columns):
+            words = self.words(self.total(rows, row, factor, column))
+            first = targets[target] + 16 * Int64(column)
+            if is_own:
+                total = self.sum_of(self.of_ranks(words, row_of_rank, token, rank, first, self.size, limit))
+                self.store(self.part(out, token, column), total)
+            else:
+                send(words, first + place * self.size)
         if const_expr(c.values):
-            if (largest >= 0) & (block % c.slices == 0) & (thread < c.values):
-                cell = at(Int32, value_targets[target], place * c.values + thread, 1)
-                cell[0] = values[source, thread]
+            if is_one & (block % c.slices == 0) & (thread < c.values):
+                word = [values[source, thread]]
+                start = word_targets[target] + 4 * Int64(c.ranks + thread)
+                if is_own:
+                    each = self.of_ranks(word, row_of_rank, token, rank, start, 4 * c.values, limit)
+                    own_values[token, thread] = sum_of_numbers(each)
+                else:
+                    send(word, start + place * (4 * c.values))
+        if (thread < c.ranks) & (thread != rank):
+            if block == 0:
+                cute.arch.fence_acq_rel_sys()
+                send([Int32(0)], word_targets[thread] + 4 * Int64(rank))
+            if block == blocks - 1:
+                cell = word_targets[rank] + 4 * Int64(thread)
+                take(look(cell, 1), cell, limit)
+                cute.arch.fence_acq_rel_sys()
 
     name(give_back, "cudnn_moe_give_back")
 
+    @property
+    def size(self) -> int:
+        """Bytes of a token."""
+        return self.c.hidden * self.dtype.width // 8
 
-class Add(Combine):
-    """The kernel for an :class:`AddConfiguration`."""
+    def words(self, values: list) -> list:
+        """16 bytes of a row, rounded."""
+        words = cute.recast_tensor(self.rounded(values), Int32)
+        return [words[i] for i in range(4)]
 
-    streams = True
+    def of_ranks(
+        self, own: list, row_of_rank: cute.Tensor, token: Int32, rank: Int32, first: Int64, size: int, limit: Int32
+    ) -> list:
+        """Words of a token from each rank, of this one, ``own``, first; zeros from those that have no row of it.
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        c = self.c
-        given = bind(c.slots(), arguments)
-        tokens = max(1, c.most_threads // c.width)  # of a CTA
-        self.add(given["rows"], given["row_of_choice"], given["out"], given["rank"], tokens).launch(
-            grid=[cute.ceil_div(given["out"].shape[0], tokens) * c.slices, 1, 1],
-            block=[-(-tokens * c.width // WARP) * WARP, 1, 1], stream=given["stream"], min_blocks_per_mp=1,
-        )  # fmt: skip
+        Rows of the others are of ``size`` bytes, the words of row 0 at ``first``.
+        """
+        rows = [row_of_rank[token, (rank + 1 + step) % self.c.ranks] for step in range(self.c.ranks - 1)]
+        cells = [first + size * Int64(cutlass.max(row, 0)) for row in rows]
+        found = [look(cell, len(own)) for cell in cells]  # all at once
+        for words, cell, row in zip(found, cells, rows, strict=True):
+            take(words, cell, limit, row >= 0)
+        others = zip(found, rows, strict=True)
+        return [own, *([Int32(select_(row >= 0, x[i], Int32(0))) for i in range(len(own))] for x, row in others)]
 
-    @cute.kernel
-    def add(
-        self, rows: cute.Tensor, row_of_choice: cute.Tensor, out: cute.Tensor, rank: Int32,
-        tokens: cutlass.Constexpr[int],
-    ) -> None:  # fmt: skip
-        c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        token = block // c.slices * tokens + thread // c.width
-        column = block % c.slices * c.width + thread % c.width
-        if (thread < tokens * c.width) & (token < out.shape[0]) & (column < self.columns):
-            row, _ = self.choices(row_of_choice, None, token)
-            for k in cutlass.range_constexpr(c.top_k):
-                row[k] = Int32(select_(rank == k, Int32(-1), row[k]))
-            self.store(self.part(out, token, column), self.with_own(rows, row, out, token, column))
+    def sum_of(self, each: list) -> list:
+        """The sum of 16 bytes of all ranks, in float32."""
+        total = [Float32(0.0)] * self.c.vector
+        for words in each:
+            part = cute.make_rmem_tensor(self.c.vector, self.dtype)
+            bits = cute.recast_tensor(part, Int32)
+            for i, word in enumerate(words):
+                bits[i] = word
+            numbers = part.load().to(Float32)
+            total = [a + numbers[i] for i, a in enumerate(total)]
+        return total
 
-    name(add, "cudnn_moe_add")
 
-    def with_own(self, rows: cute.Tensor, row: cute.Tensor, out: cute.Tensor, token: Int32, column: Int32) -> list:
-        """The sum of 16 bytes of other ranks' sums and this rank's."""
-        own = self.load(out, token, column)
-        others = self.total(rows, row, row, column)
-        return [a + b for a, b in zip(self.values(own, Int32(0)), others, strict=True)]
+def sum_of_numbers(each: list) -> Int32:
+    """The sum of a float32 of all ranks, as its bits."""
+    total = Float32(0.0)
+    for (word,) in each:
+        total += word.bitcast(Float32)
+    return total.bitcast(Int32)
+
+
+NOTHING = -1
+"""A word where nothing has come. No rank sends it: these bits are a NaN, of 16 or 32 bits, and another one is sent."""
+NAN = 0x7FFF7FFF
+
+
+def look(address: Int64, count: int) -> cute.Tensor:
+    """Words to which another GPU may be writing: what is there now."""
+    words = cute.make_rmem_tensor(count, Int32)
+    look_again(words, address)
+    return words
+
+
+def look_again(words: cute.Tensor, address: Int64) -> None:
+    """The same, in memory that is there."""
+    count = cute.size(words)
+    vector, pattern = _vector("w", count)
+    code = f"ld.relaxed.sys.global{vector}.b32 {pattern}, [{{$r0}}];"
+    found = cute.arch.inline_ptx(code, write_only_types=[Int32] * count, read_only_args=[address])
+    for i, word in enumerate(found if count > 1 else [found]):
+        words[i] = word
+
+
+def send(words: list, address: Int64) -> None:
+    """Stores words, which another GPU may look for."""
+    _store([Int32(select_(word == NOTHING, Int32(NAN), word)) for word in words], address)
+
+
+def _store(words: list, address: Int64) -> None:
+    vector, pattern = _vector("r", len(words))
+    code = f"st.relaxed.sys.global{vector}.b32 [{{$r{len(words)}}}], {pattern};"
+    cute.arch.inline_ptx(code, read_only_args=[*words, address])
+
+
+def _vector(kind: str, count: int) -> tuple[str, str]:
+    """PTX's suffix for so many words, and their names."""
+    names = ", ".join(f"{{${kind}{i}}}" for i in range(count))
+    return (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
+
+
+def _is_missing(words: cute.Tensor) -> Any:
+    missing = words[0] == NOTHING
+    for i in range(1, cute.size(words)):
+        missing |= words[i] == NOTHING
+    return missing
+
+
+@cute.jit
+def take(words: cute.Tensor, address: Int64, limit: Int32, comes: Any = True) -> None:
+    """Waits until what comes to an address is there, ``limit`` milliseconds at most, and leaves nothing there."""
+    if comes:
+        if _is_missing(words):
+            start, pause = cute.arch.globaltimer(), Int32(64)  # nanoseconds
+            while _is_missing(words):
+                cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[pause])
+                pause = cutlass.min(2 * pause, Int32(1024))
+                look_again(words, address)
+                if cute.arch.globaltimer() - start > Int64(limit) * 1_000_000:
+                    cute.arch.inline_ptx("trap;")
+        _store([Int32(NOTHING)] * cute.size(words), address)

@@ -113,14 +113,14 @@ def busiest(sent: Sequence[Sequence[float]]) -> float:
     return max(*out, *come)
 
 
-def seconds(sent: Sequence[Sequence[float]], read: float = 0.0, summed: float = 0.0, link: Link | None = None) -> float:
+def seconds(sent: Sequence[Sequence[float]], moved: float = 0.0, link: Link | None = None) -> float:
     """A model of an exchange, not a measurement: the busiest link at the speed of writing, and a meeting of the ranks.
 
-    Meanwhile ``read`` bytes move in a GPU's memory, and ``summed`` bytes after it: dispatch has neither; to
-    combine, the rows of the experts are read while sums travel, and sums are added up when they have come.
+    Meanwhile ``moved`` bytes move in a GPU's memory: to combine, the rows of the experts, and sums that come and those
+    of all ranks. Dispatch has none to speak of.
     """
     link = link or Link()
-    return max(busiest(sent) / link.writes, read / link.memory) + link.meeting + summed / link.memory
+    return max(busiest(sent) / link.writes, moved / link.memory) + link.meeting
 
 
 def measure(ranks: int, wanted: Sequence[Case], limit: float = math.inf) -> Iterator[Line | str]:
@@ -213,10 +213,9 @@ class Measurement:
         many = self._passes(self.exchange)
         parts = self._parts()
         sent = self._sent()
-        rows, sums = worst(self.rows), worst(self.sums)
-        row = 2 * self.hidden
-        summed = (self.exchange.is_sent(self.routing.indices).sum().item() + self.case.tokens) * row
-        modelled = seconds(sent), seconds(sent, (rows + sums) * row, worst(summed))
+        come = self.exchange.is_sent(self.routing.indices).sum().item() - sent[self.rank][self.rank] / (2 * self.hidden)
+        moved = worst(self.rows + come + self.case.tokens) * 2 * self.hidden
+        modelled = seconds(sent), seconds(sent, moved)
         times = (*parts, *many, *one, busiest(sent), self._copy(), *(each * 1e6 for each in modelled), self.case.flops)
         names = [field.name for field in fields(Line)][4:]
         case = self.case
@@ -273,7 +272,6 @@ class Measurement:
             tokens, local, weights, sent = way.dispatch(*given)
             rows = parallel.sorted_rows(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
-            self.sums = int((local >= 0).any(1).sum())
             made, _ = layer.forward(tokens, weights, rows, experts, False, parallel.unsummed)
             dispatch = self._median(lambda: way.dispatch(*given))
 

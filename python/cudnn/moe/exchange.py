@@ -6,12 +6,15 @@ experts is formed before it is sent.
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import time
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -22,13 +25,12 @@ from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
-    AddConfiguration,
     DispatchConfiguration,
     GiveBackConfiguration,
 )
 
 _WHERE = "Exchange"
-_DISPATCH, _GIVE_BACK, _ADD = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack", "Add"))
+_DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack"))
 Tensor = torch.Tensor
 
 
@@ -93,7 +95,7 @@ class Exchange:
         symmetric: bool | None = None, time_limit: float = 600.0,
     ) -> None:  # fmt: skip
         group = dist.group.WORLD if group is None else group
-        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self._group, self.rank, self.ranks = ref(group), dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -110,14 +112,23 @@ class Exchange:
             if not is_right:
                 raise ValueError(refusal(_WHERE, what, got, allowed))
         self.layers: set[Any] = set()  # those that all ranks have called
+        self.milliseconds = min(max(1, int(1000 * time_limit)), 2**31 - 1)
         self.local_experts = experts // self.ranks
         self.max_rows = self.ranks * max_tokens * min(top_k, self.local_experts)
         self.max_rows = self.max_rows if max_rows is None else min(max_rows, self.max_rows)
         words = f"{experts} experts, {top_k} of a token, hidden {hidden}, max_tokens {max_tokens}, {dtype}, {symmetric}"
-        hosts = agree(group, words, zlib.crc32(socket.gethostname().encode()), time_limit, _WHERE)
+        hosts = agree(group, words, zlib.crc32(_host().encode()), time_limit, _WHERE)
         if symmetric is None:
             symmetric = self.device.type == "cuda" and len(set(hosts)) == 1
         self.way: Any = InHost(self) if symmetric else AllToAll(self)
+
+    @property
+    def group(self) -> Any:
+        """The process group, which does not live longer for this."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(refusal(_WHERE, "group", "one that was destroyed", "a process group that is in use"))
+        return group
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts; a choice outside of 0 to E - 1 is dropped.
@@ -228,7 +239,13 @@ class Sent:
     come: list[int] = field(default_factory=list)
 
 
-_TOLD: dict[Any, int] = {}
+def _host() -> str:
+    """What the processes of one host have in common, also where hosts have the same name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
+
+
+_TOLD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many times each group has agreed."""
 
 
@@ -240,14 +257,19 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
         RuntimeError: a rank did not come within ``time_limit`` seconds.
     """
     rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
-    turn = _TOLD[group, rank] = _TOLD.get((group, rank), 0) + 1
+    turn = _TOLD[group] = _TOLD.get(group, 0) + 1
     keys = [f"cudnn/{turn}/{each}" for each in range(ranks)]
     store.set(keys[rank], f"{number} {words}")
     try:
         store.wait(keys, timedelta(seconds=time_limit))
     except RuntimeError as error:
+        store.delete_key(keys[rank])
         raise RuntimeError(_nobody(where, time_limit)) from error
     numbers, theirs = zip(*(store.get(key).decode().split(" ", 1) for key in keys), strict=True)
+    count = f"cudnn/{turn}"
+    if store.add(count, 1) == ranks:  # all have read: a group that is made anew over this store finds nothing
+        for key in (count, *keys):
+            store.delete_key(key)
     others = [each for each in range(ranks) if theirs[each] != words]
     if others:
         got = f"another one on the ranks {', '.join(map(str, others))} than here: {words}"
@@ -326,10 +348,7 @@ class AllToAll:
 
 
 class Shared:
-    """Memory that all ranks of a group see: this rank's part, and the addresses of all.
-
-    ``is_read``: since the ranks met, some may be reading it, so they must meet before it is written again.
-    """
+    """Memory that all ranks of a group see: this rank's part, and the addresses of all."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -338,8 +357,7 @@ class Shared:
         self._handle = symmetric.rendezvous(self.mine, exchange.group)
         addresses = [self.part(rank).data_ptr() for rank in range(exchange.ranks)]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=exchange.device)
-        self.is_read = False
-        self._milliseconds = max(1, int(1000 * exchange.time_limit))
+        self._milliseconds = exchange.milliseconds
 
     def meet(self) -> None:
         """All ranks wait for each other, on their streams."""
@@ -350,18 +368,43 @@ class Shared:
         return self._handle.get_buffer(rank, tuple(self.mine.shape), self.mine.dtype)
 
 
+def capture_of(device: torch.device) -> int:
+    """The number of the capture of a CUDA graph on the current stream; 0 without."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    found = ctypes.byref(status), ctypes.byref(number), None, None, None
+    error = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, *found)
+    if error:
+        raise RuntimeError(refusal(_WHERE, "stream", f"error {error} of CUDA", "a stream in capture"))
+    return number.value
+
+
 class InHost:
-    """By kernels on symmetric memory, between GPUs of a host."""
+    """By kernels on symmetric memory, between GPUs of a host.
+
+    ``read``: memory that ranks may be reading, so they must meet before it is written again. ``sums`` and ``words`` are
+    read by the kernel that waits for what comes there, and leaves them as they were, with all bits set. The first words
+    say that a rank has begun to send; behind them are the numbers that come with sums.
+
+    When a CUDA graph runs nothing here knows. So ranks meet before the first write in a graph, which may be what it
+    begins with, and since there is a graph before each write that is in none.
+    """
 
     reuses = True
 
     def __init__(self, exchange: Exchange) -> None:
         e = self.e = exchange
-        self.choices = Shared((2, e.ranks * e.max_tokens, e.top_k), torch.int32, e)  # and their weights' bits
-        self.tokens = Shared((e.ranks * e.max_tokens, e.hidden), e.dtype, e)
-        self.sums = Shared((e.ranks * e.max_tokens, e.hidden), e.dtype, e)
-        self.values = Shared((e.ranks * e.max_tokens, e.top_k), torch.float32, e)
-        self.meet()  # zeros are there before others write
+        rows = e.ranks * e.max_tokens
+        self.choices = Shared((2, rows, e.top_k), torch.int32, e)  # and their weights' bits
+        self.tokens = Shared((rows, e.hidden), e.dtype, e)
+        self.sums = Shared((rows, e.hidden), e.dtype, e)
+        self.words = Shared((e.ranks + rows * e.top_k,), torch.int32, e)
+        for each in (self.sums, self.words):
+            each.mine.view(torch.uint8).fill_(255)
+        self.capture, self.was_captured = 0, False
+        self.meet()  # that is there before others write
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor) -> tuple[Any, ...]:
         """The fields of :class:`Received`; the tokens are in memory that the next call writes to."""
@@ -399,33 +442,37 @@ class InHost:
     def give_back(
         self, rows: Tensor, row_of_choice: Tensor, weights: Tensor | None, sent: Sent, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K)."""
-        e = self.e
-        self._free(self.sums, self.values)
+        """Sums of rows, where the tokens came from, added up there; and ``values`` of choices, float32 (R, K).
+
+        Values are zeros at choices of other ranks' experts.
+        """
+        e, count = self.e, len(sent.row_of_rank)
+        self._free(self.sums, self.words)
         configuration = GiveBackConfiguration(
             name_of(e.dtype), e.hidden, row_of_choice.shape[1], weights is not None,
             ranks=e.ranks, values=0 if values is None else e.top_k,
         )  # fmt: skip
-        count = len(sent.row_of_rank)
-        sums = (rows.new_empty if len(rows) else rows.new_zeros)(max(1, count), e.hidden)
-        given = (rows, row_of_choice, *(() if weights is None else (weights,)), self.sums.addresses, sums)
+        rows = rows if len(rows) else rows.new_zeros(1, e.hidden)
+        row_of_rank = sent.row_of_rank if count else sent.row_of_rank.new_full((1, e.ranks), -1)
+        sums = rows.new_empty(max(1, count), e.hidden)
+        given = (rows, row_of_choice, *(() if weights is None else (weights,)), self.sums.addresses, row_of_rank, sums)
+        given, own = (*given, self.words.addresses), None
         if values is not None:
-            given = (*given, values.view(torch.int32), self.values.addresses)
-        if len(rows):
-            run(_GIVE_BACK, configuration, *given, e.rank, e.max_tokens)
-        self.meet(self.sums, self.values)
-        if count:
-            added = AddConfiguration(name_of(e.dtype), e.hidden, e.ranks, weighted=False)
-            run(_ADD, added, self.sums.mine, sent.row_of_rank, sums, e.rank)
-        return sums[:count], None if values is None else e.values_of(self.values.mine, sent)
+            own = values.new_empty(max(1, count), e.top_k)
+            given = (*given, values.view(torch.int32), own.view(torch.int32))
+        run(_GIVE_BACK, configuration, *given, e.rank, e.max_tokens, e.milliseconds)
+        self.read = {self.sums, self.words}  # all ranks have begun: they have read the rest
+        return sums[:count], None if own is None else own[:count]
 
     def _free(self, *written: Shared) -> None:
         """Waits until nobody reads these any more."""
-        if any(each.is_read for each in written):
+        capture, last = capture_of(self.e.device), self.capture
+        self.capture, self.was_captured = capture, self.was_captured or bool(capture)
+        is_known = capture == last and bool(capture) == self.was_captured
+        if not (is_known and self.read.isdisjoint(written)):
             self.meet()
 
     def meet(self, *read: Shared) -> None:
         """All ranks wait for each other; afterwards these are read."""
         self.tokens.meet()
-        for each in (self.choices, self.tokens, self.sums, self.values):
-            each.is_read = each in read
+        self.read = set(read)

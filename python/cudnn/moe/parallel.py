@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed import distributed_c10d
 
 from cudnn.errors import refusal
 from cudnn.moe import layer
@@ -21,14 +23,32 @@ _WHERE = "moe_mlp"
 Sizes = tuple[int, int, int, torch.dtype]
 """Experts of all ranks, those of a token, hidden size and type."""
 
-_LAYERS: dict[Any, set[Any]] = {}
-"""Layers that all ranks have called, by process group."""
 
-_EXCHANGES: dict[Any, list[Exchange]] = {}
-"""Those that were made for layers, which share the last one, by group, sizes, device and time limit.
+@dataclass
+class Known:
+    """Layers that all ranks of a group have called; exchanges made for them, by sizes, device and time limit.
 
-Those before it had too little room, and stay: a CUDA graph may have their addresses.
-"""
+    Layers share the last one. Those before it had too little room, and stay: a CUDA graph may have their addresses.
+    """
+
+    layers: set[Any] = field(default_factory=set)
+    exchanges: dict[Any, list[Exchange]] = field(default_factory=dict)
+
+
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+"""By process group, as long as it is there."""
+
+
+def _known(group: Any) -> Any:
+    """What a group knows; an exchange knows its layers itself."""
+    if isinstance(group, Exchange):
+        return group
+    found = _KNOWN.get(group)
+    if found is None:
+        for other in [each for each in _KNOWN if each not in distributed_c10d._world.pg_map]:
+            del _KNOWN[other]  # destroyed, though functions of PyTorch may have it as an argument's default
+        found = _KNOWN[group] = Known()
+    return found
 
 
 def ranks_of(group: Any) -> int:
@@ -44,14 +64,14 @@ def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_lim
         RuntimeError: a rank did not come within the limit.
     """
     if isinstance(group, Exchange):
-        its = (group.experts, group.top_k, group.hidden, group.dtype)
-        if its != sizes:
-            allowed = f"one of {sizes}, as the layer has: experts, top_k, hidden size, type"
+        its, wanted = (group.experts, group.top_k, group.hidden, group.dtype, group.device), (*sizes, x.device)
+        if its != wanted:
+            allowed = f"one of {wanted}, as the layer has: experts, top_k, hidden size, type, device"
             raise ValueError(refusal(where, "group, an Exchange", its, allowed))
         agree(group.group, words, 0, group.time_limit, where)
         return
     most = max(1, *agree(group, words, len(x), time_limit, where))
-    made = _EXCHANGES.setdefault((group, sizes, x.device, time_limit), [])
+    made = _known(group).exchanges.setdefault((sizes, x.device, time_limit), [])
     if not made or (made[-1].max_tokens < most and made[-1].way.reuses):
         given: dict[str, Any] = {"max_tokens": most, "dtype": sizes[3], "device": x.device, "time_limit": time_limit}
         made.append(Exchange(group, *sizes[:3], **given))
@@ -59,11 +79,11 @@ def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_lim
 
 def exchange_of(group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> Exchange:
     """The exchange of a layer over a group, on which its ranks agree at the first call: see :func:`agreed`."""
-    known = group.layers if isinstance(group, Exchange) else _LAYERS.setdefault(group, set())
-    if (words, x.device, time_limit) not in known:
+    known = _known(group)
+    if (words, x.device, time_limit) not in known.layers:
         agreed(_WHERE, group, words, sizes, x, time_limit)
-        known.add((words, x.device, time_limit))
-    return group if isinstance(group, Exchange) else _EXCHANGES[group, sizes, x.device, time_limit][-1]
+        known.layers.add((words, x.device, time_limit))
+    return known if isinstance(known, Exchange) else known.exchanges[sizes, x.device, time_limit][-1]
 
 
 @dataclass(frozen=True)

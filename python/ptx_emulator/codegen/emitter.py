@@ -190,6 +190,8 @@ class Emitter:
         if name.startswith("%"):
             if name[1:] not in SPECIAL_REGISTERS:
                 raise UnsupportedPTX(f"special register {name}")
+            if name == "%globaltimer":
+                return "M.nanoseconds()"
             self.special.add(name[1:])
             return f"M.special[{name[1:]!r}]"
         if name in kernel.parameters:

@@ -46,7 +46,7 @@ def trap(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
 @handles("nanosleep")
 def sleep(e: Emitter, i: Instruction, mods: Modifiers) -> list[str]:
     mods.ignore("u32")
-    return ["return ('yield',m)"]
+    return ["return ('sleep',m)"]
 
 
 @handles("setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "pmevent")

@@ -1,4 +1,4 @@
-"""Special registers of PTX: what each holds in every lane of a machine. Clocks stand still."""
+"""Special registers of PTX: what each holds in every lane of a machine. Clocks stand still, but the global timer."""
 
 from __future__ import annotations
 
