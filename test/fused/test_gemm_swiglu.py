@@ -169,13 +169,15 @@ def test_operator_in_a_compiled_function(backend: str) -> None:
     assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(a, b), layer(a, b))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients(compiled: bool) -> None:
-    """Those of PyTorch for the definition, in float64; of both results and of one."""
+@pytest.mark.parametrize(("compiled", "halves"), [(False, False), (True, True)])
+def test_gradients(compiled: bool, halves: bool) -> None:
+    """Those of PyTorch for the definition, in float64; of both results and of one; with halves, gates first."""
     from cudnn.ops import gemm_swiglu
 
+    layout: Any = {"glu_layout": "concatenated", "glu_order": "gate_up"} if halves else {}
+
     def loss(a: torch.Tensor, b: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        ab12, c, *_ = gemm_swiglu(a, b, 0.5, "n", F32, F16)
+        ab12, c, *_ = gemm_swiglu(a, b, 0.5, "n", F32, F16, **layout)
         return (ab12 * weights[0]).sum() + (c.float() * weights[1]).sum()
 
     function = torch.compile(loss, backend="aot_eager") if compiled else loss
@@ -185,7 +187,8 @@ def test_gradients(compiled: bool) -> None:
         found = torch.autograd.grad(function(a, b, weights), (a, b))
         wide = [x.detach().double().requires_grad_() for x in (a, b)]
         z = 0.5 * torch.einsum("mkl,nkl->mnl", *wide)
-        expected = torch.autograd.grad((z * weights[0]).sum() + (gemms.swiglu(z) * weights[1]).sum(), wide)
+        activated = gemms.swiglu(z, halves, halves)
+        expected = torch.autograd.grad((z * weights[0]).sum() + (activated * weights[1]).sum(), wide)
         for gradient, other in zip(found, expected, strict=True):
             torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=1e-4)
 
