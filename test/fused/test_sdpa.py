@@ -109,13 +109,13 @@ def test_rows_that_see_nothing() -> None:
     assert lse[0, 0, 4:].isfinite().all()
 
 
-@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize(("head", "head_v"), SdpaBackward.head_sizes)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, deterministic: bool) -> None:
-    q, lse = matrix(1, 32, 2, head), torch.empty(1, 2, 32)
+def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, deterministic: bool) -> None:
+    q, v, lse = matrix(1, 32, 2, head), matrix(1, 32, 2, head_v), torch.empty(1, 2, 32)
     options: dict[str, Any] = {"deterministic": deterministic}
     for arch in ("sm_90a", "sm_100a"):
-        attention = SdpaBackward(q, q, q, q, q, lse, q, q, q, arch=arch, **options)
+        attention = SdpaBackward(q, q, v, v, v, lse, q, q, v, arch=arch, **options)
         configuration = attention.plan(arch, attention.sizes(attention.descs)).configuration
         assert getattr(configuration, "deterministic", False) == (deterministic and arch == "sm_90a")
 

@@ -99,11 +99,11 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head", [64, 128, 256])
-def test_deterministic_gradients(head: int, causal: bool) -> None:
+@pytest.mark.parametrize(("head", "head_v"), SdpaBackward.head_sizes)
+def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
     options = {**(CAUSAL if causal else {}), "deterministic": True}
-    q, do = (drawn(1000, 4, head, integers=False) for _ in range(2))
-    k, v = (drawn(1000, 2, head, integers=False) for _ in range(2))
+    q, do = (drawn(1000, 4, width, integers=False) for width in (head, head_v))
+    k, v = (drawn(1000, 2, width, integers=False) for width in (head, head_v))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     expected, lse, _ = formula(*leaves, causal, head**-0.5)
     expected.backward(do.float())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cudnn.bench.sass import disassemble
+from cudnn.sdpa import backward as table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration
@@ -25,7 +26,10 @@ FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
-BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (64, 128))
+BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (80, 128))
+THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128))
+WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
+WIDER = replace(WIDE, head_v=192, tile=(64, 96))
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,21 @@ def run(arch: str, configuration: Any, given: dict[str, Any]) -> None:
         compiled(*(given[slot.name] for slot in configuration.slots()))
 
 
+def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -> dict[str, Any]:
+    """:func:`drawn`, with what the forward pass leaves and a workspace that holds NaN."""
+    given = drawn(problem, configuration.head, configuration.head_v)
+    for index in range(len(problem.lengths)):
+        found = sequence(given, problem, index)
+        expected = reference(found, given["scale_softmax"], replace(problem, sink=False))
+        found["o"].copy_(expected["o"])
+        found["lse"].copy_(expected["lse"])
+    heads, ends = given["q"].shape[1], len(problem.lengths)
+    rows = given["q"].shape[0 if problem.packed else 2]
+    slots = problem.configured(configuration).slots()
+    size = workspace_size(slots, {"sq": rows, "hq": heads, "b": ends})
+    return given | {"workspace": torch.full((size,), 255, dtype=torch.uint8)}
+
+
 def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]) -> None:
     """Compares results: their error is at most that of rounding P, dS and the result once each."""
     for index in range(len(problem.lengths)):
@@ -147,6 +166,7 @@ def assert_right(given: dict[str, Any], problem: Problem, names: tuple[str, ...]
 
 
 LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
+ONE_END: dict[str, Any] = {"packed": False, "right": True, "left": False, "deterministic": False}
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
@@ -196,6 +216,15 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
             ("sm_90a", PAIRED, replace(PACKED, left=60)),
             ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
+            ("sm_90a", replace(BACKWARD, tile=(64, 128)), replace(PACKED, left=60)),
+            ("sm_90a", THIN, WINDOW),
+            ("sm_90a", replace(THIN, deterministic=True), SHORT),
+            ("sm_90a", WIDE, SHORT),
+            ("sm_90a", replace(WIDE, deterministic=True), Problem(((200, 290),), heads=(2, 1), right=0)),
+            ("sm_90a", WIDER, WINDOW),
+            ("sm_90a", replace(WIDER, deterministic=True), SHORT),
+            ("sm_100a", GradientsConfiguration("bfloat16", 96, 96), WINDOW),
+            ("sm_100a", GradientsConfiguration("bfloat16", 192, 192), SHORT),
             ("sm_90a", replace(PAIRED, deterministic=True), Problem(((130, 400),), heads=(2, 1), right=0)),
             ("sm_90a", replace(PAIRED, deterministic=True), Problem(((70, 340), (100, 200)), packed=True, left=100)),
             (
@@ -211,18 +240,8 @@ def test_forward(arch: str, configuration: ForwardConfiguration, problem: Proble
     ),
 )
 def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
-    given = drawn(problem, configuration.head, configuration.head_v)
-    for index in range(len(problem.lengths)):
-        found = sequence(given, problem, index)
-        expected = reference(found, given["scale_softmax"], replace(problem, sink=False))
-        found["o"].copy_(expected["o"])
-        found["lse"].copy_(expected["lse"])
-    configuration = problem.configured(configuration)
-    heads, ends = given["q"].shape[1], len(problem.lengths)
-    rows = given["q"].shape[0 if problem.packed else 2]
-    size = workspace_size(configuration.slots(), {"sq": rows, "hq": heads, "b": ends})
-    given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
-    run(arch, configuration, given)
+    given = backward_arguments(configuration, problem)
+    run(arch, problem.configured(configuration), given)
     assert_right(given, replace(problem, sink=False), ("dq", "dk", "dv"))
 
 
@@ -232,9 +251,12 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
         (replace(PAIRED, right=True), 6),
-        (replace(BACKWARD, right=True), 4),
-        pytest.param(replace(PAIRED, right=True, deterministic=True), 6, marks=pytest.mark.full),
-        pytest.param(replace(BACKWARD, head=64, head_v=64, tile=(128, 128), right=True), 4, marks=pytest.mark.full),
+        (replace(BACKWARD, right=True), 5),
+        *(
+            pytest.param(table.configuration("sm_90a", "bfloat16", heads, ends), 6, marks=pytest.mark.full)
+            for heads in table.TILES
+            for ends in (ONE_END, {"packed": True, "right": True, "left": True, "deterministic": True})
+        ),
     ],
 )
 def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
@@ -252,6 +274,8 @@ def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
             replace(BLACKWELL, right=True, left=True, softcap=True),
             GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True),
             GradientsConfiguration("bfloat16", 256, 256, packed=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 96, 96, packed=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 192, 192, packed=True, right=True, left=True),
         ],
         0,
     ),

@@ -113,6 +113,11 @@ class BackwardConfiguration:
     deterministic: bool = False
 
     @property
+    def dq_turned(self) -> bool:
+        """Whether products for dQ have elements of the head in rows, which come in 64: query rows come in 8 then."""
+        return self.tile[0] % 64 > 0
+
+    @property
     def kernel(self) -> str:
         """The module and class of the kernel."""
         return "attention_backward_pair:PairedBackward" if self.pair else "attention_backward:AttentionBackward"

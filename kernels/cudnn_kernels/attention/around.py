@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, select_
+from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import BackwardConfiguration, sequences
+from cudnn_kernels.attention import BackwardConfiguration, Rows, sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.signature import START, Workspace
 
-THREADS = 256
+ROW_THREADS, THREADS = 128, 256  # of a CTA that has rows, and of one that rounds dQ
 WARP = 32
 VECTOR = 8  # elements of 16 bits that a thread loads at once
 SLAB = 64  # query rows of a product of dQ
@@ -31,66 +34,122 @@ def block_of_rows(block: Int32, rows: Any, size: int, offsets: Any) -> tuple[Int
     return mine * size, first, Int32(rows)
 
 
+@dataclass
+class Values:
+    """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them.
+
+    Of each sequence whole blocks of rows; the first two and the last are (s, h, b), the sums (512, .., blocks, h, b).
+    """
+
+    log_sums: cute.Tensor
+    products: cute.Tensor
+    dq_sums: Any = None
+    turns: Any = None
+
+
+def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
+    """Launches :class:`RowProducts` on a call's arguments by name; its results."""
+    q, k, o, do = (sequences.matrix(given[x], c.packed) for x in ("q", "k", "o", "do"))
+    offsets = given.get("cum_seqlen_q")
+    batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
+    blocks, heads = sequences.blocks_of(q.shape[0], batches, c.tile[0], c.packed), q.shape[2:]
+    sizes = {"sq": Int64(q.shape[0]), "sk": Int64(k.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
+    shapes = {"dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads)}
+    found = {
+        x.name: region(c, given["workspace"], x.name, shapes.get(x.name, (blocks * c.tile[0], *heads)), sizes)
+        for x in c.regions()
+        if isinstance(x, Rows)
+    }
+    values = Values(found["log_sums"], found["row_products"], found.get("dq_sums"), found.get("turns"))
+    lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
+    RowProducts(c).launch(o, do, lse, values, offsets, given["stream"])
+    return values
+
+
+def region(
+    c: BackwardConfiguration, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]
+) -> cute.Tensor:
+    """A region of the workspace as values of 32 bits: counts where they are of turns."""
+    (slot,) = (slot for slot in c.slots() if isinstance(slot, Workspace))
+    start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
+    kind = Int32 if name == "turns" else Float32
+    first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=kind)
+    return cute.make_tensor(first, cute.make_layout(shape))
+
+
 class RowProducts:
-    """D = the sum of O dO over a row, LSE * log2(e), and zeros for dQ's sums. One warp has a row of a head.
+    """D = the sum of O dO over a row, LSE * log2(e), and zeros for dQ's sums. One CTA has 16 rows of a head.
 
     Results begin a new block of rows for every sequence. LSE is inf where there is no row, or where it is -inf: so P
-    is 0 there.
+    is 0 there. A row has 8 to 32 lanes, and a lane some rows, all of which it loads before it adds.
     """
+
+    rows = 16
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         self.c = configuration
+        self.lanes = next(lanes for lanes in (8, 16, 32) if lanes * VECTOR >= configuration.head_v)
+        self.passes = self.rows * self.lanes // ROW_THREADS
 
     def launch(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        dq_sums: cute.Tensor, offsets: Any, stream: Any, turns: Any = None,
+        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: Values, offsets: Any, stream: Any
     ) -> None:  # fmt: skip
-        """O, dO (s, d, h, b); LSE (s, h, b); D, LSE * log2(e) and dQ's sums with rows rounded up to blocks.
-
-        ``turns`` become zeros too.
-        """
-        blocks = products.shape[0] // (THREADS // WARP)
-        zeros = cute.make_tensor(dq_sums.iterator, cute.make_layout((self.c.head, *products.shape)))
-        counts = None if turns is None else cute.make_tensor(turns.iterator, products.layout)
-        self.kernel(o, do, lse, products, log_sums, zeros, counts, offsets).launch(
-            grid=[blocks, o.shape[2], o.shape[3]], block=[THREADS, 1, 1], stream=stream
+        """O, dO (s, d, h, b); LSE (s, h, b); the values' turns become zeros too."""
+        rows = values.products.shape
+        blocks, counts, zeros = rows[0] // self.rows, values.turns, values.dq_sums
+        if zeros is not None:
+            zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * self.c.head, blocks, *rows[1:])))
+        if counts is not None:
+            counts = cute.make_tensor(counts.iterator, values.products.layout)
+        self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, offsets).launch(
+            grid=[blocks, o.shape[2], o.shape[3]], block=[ROW_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        zeros: cute.Tensor, counts: Any, offsets: Any,
+        zeros: Any, counts: Any, offsets: Any,
     ) -> None:  # fmt: skip
-        c = self.c
+        c, lanes = self.c, self.lanes
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = cute.arch.block_idx()
-        lane, place = thread % WARP, block * (THREADS // WARP) + thread // WARP
-        nothing = cute.make_rmem_tensor(4, Float32)
-        nothing.fill(0.0)
-        for vector in cutlass.range_constexpr(0, c.head // 4, WARP):
-            if lane + vector < c.head // 4:
-                cute.autovec_copy(nothing, cute.local_tile(zeros[None, place, head, batch], (4,), (lane + vector,)))
-        size = c.tile[0]
-        mine, first, rows = block_of_rows(place // size, o.shape[0], size, offsets)
-        row, total, log_sum = mine + place % size, Float32(0.0), Float32.inf
-        if row < rows:
-            for vector in cutlass.range_constexpr(0, c.head_v // VECTOR, WARP):
-                if lane + vector < c.head_v // VECTOR:
-                    parts = []
-                    for tensor in (o, do):
-                        source = cute.local_tile(tensor[first + row, None, head, batch], (VECTOR,), (lane + vector,))
-                        part = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-                        cute.autovec_copy(source, part)
-                        parts.append(part.load().to(Float32))
-                    total += (parts[0] * parts[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            log_sum = lse[first + row, head, batch] * LOG2_E
-            log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
-        total = cute.arch.warp_reduction_sum(total)
-        if lane == 0:
-            products[place, head, batch] = total
-            log_sums[place, head, batch] = log_sum
-            if const_expr(counts is not None):
-                counts[place, head, batch] = 0
+        lane, size = thread % lanes, c.tile[0]
+        mine, first, rows = block_of_rows(block * self.rows // size, o.shape[0], size, offsets)
+        mine += block * self.rows % size
+        parts = [
+            [cute.make_rmem_tensor(VECTOR, tensor.element_type) for tensor in (o, do)] for _ in range(self.passes)
+        ]  # fmt: skip
+        for i in cutlass.range_constexpr(self.passes):
+            row = mine + self.row(thread, i)
+            if (row < rows) & (lane < c.head_v // VECTOR):
+                for x in cutlass.range_constexpr(2):
+                    source = cute.local_tile((o, do)[x][first + row, None, head, batch], (VECTOR,), (lane,))
+                    cute.autovec_copy(source, parts[i][x])
+        if const_expr(zeros is not None):
+            nothing = cute.make_rmem_tensor(4, Float32)
+            nothing.fill(0.0)
+            for i in cutlass.range_constexpr(self.rows * c.head // 4 // ROW_THREADS):
+                vector = (thread + i * ROW_THREADS,)
+                cute.autovec_copy(nothing, cute.local_tile(zeros[None, block, head, batch], (4,), vector))
+        for i in cutlass.range_constexpr(self.passes):
+            row, total, log_sum = mine + self.row(thread, i), Float32(0.0), Float32.inf
+            if row < rows:
+                if lane < c.head_v // VECTOR:
+                    a, b = (part.load().to(Float32) for part in parts[i])
+                    total = (a * b).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                log_sum = lse[first + row, head, batch] * LOG2_E
+                log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if lane == 0:
+                place = block * self.rows + self.row(thread, i)
+                products[place, head, batch] = total
+                log_sums[place, head, batch] = log_sum
+                if const_expr(counts is not None):
+                    counts[place, head, batch] = 0
+
+    def row(self, thread: Int32, i: int) -> Int32:
+        """Which of the CTA's rows is a thread's ``i``-th."""
+        return thread // self.lanes + i * (ROW_THREADS // self.lanes)
 
     name(kernel, "cudnn_attention_row_products")
 
@@ -98,8 +157,8 @@ class RowProducts:
 class QueryGradient:
     """dQ = scale times the sums that Hopper's backward kernels leave, rounded. One CTA has a block of rows of a head.
 
-    Sums are in the order of accumulators: for every 64 rows and 8 elements of the head, four values of each of 128
-    threads.
+    Sums are in the order of accumulators: for every 64 rows and 8 elements of the head, or the other way round, four
+    values of each of 128 threads.
     """
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
@@ -129,13 +188,18 @@ class QueryGradient:
                 index = i * groups + group
                 source = cute.local_tile(sums[None, index, block, head, batch], (4,), (lane,))
                 cute.autovec_copy(source, values)
-                query = index // columns * SLAB + lane // WARP * 16 + lane % WARP // 4
+                across = size // 8 if c.dq_turned else columns  # 8 columns each, of accumulators in 64 rows
+                along = index // across * SLAB + lane // WARP * 16 + lane % WARP // 4
                 for j in cutlass.range_constexpr(2):
                     pair = cute.make_rmem_tensor(2, self.dtype)
                     for k in cutlass.range_constexpr(2):
                         pair[k] = (values[2 * j + k] * scale).to(self.dtype)
-                    where = (query + 8 * j, index % columns * 4 + lane % 4)
-                    cute.autovec_copy(pair, cute.local_tile(sdQ, (1, 2), where))
+                    where = (along + 8 * j, index % across * 4 + lane % 4)
+                    if const_expr(c.dq_turned):
+                        for k in cutlass.range_constexpr(2):
+                            sdQ[2 * where[1] + k, where[0]] = pair[k]
+                    else:
+                        cute.autovec_copy(pair, cute.local_tile(sdQ, (1, 2), where))
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(size * columns // THREADS):
                 vector = thread + i * THREADS

@@ -13,9 +13,8 @@ operands from there. Two buffers of S and dP let the tensor cores compute one wh
 of tensor memory. The other half has the sums: dK and dV together, for heads of up to 128 elements, so that seven
 products do, in two kernels. Longer heads take a kernel for each, and eight products. A pair of CTAs would have room.
 
-The kernel for dQ, which comes first, also computes D, and leaves it and LSE, times log2(e), in the workspace for the
-others: of each sequence whole tiles of rows, so that they can load 16 bytes at a time. LSE is inf there where it is
--inf and where there is no row, so that P is 0.
+D and LSE, times log2(e), are in the workspace: of each sequence whole tiles of rows, so that 16 bytes can be loaded at
+a time.
 
 No Blackwell was at hand: correct in the emulator, never timed.
 """
@@ -28,11 +27,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, Int32, Int64, const_expr, select_
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention.around import prepare
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.gradients import GradientsConfiguration, Pass
 from cudnn_kernels.attention.mask import Mask, mask_of
@@ -44,7 +44,7 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import BARRIERS
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
 
@@ -102,24 +102,10 @@ class AttentionBackward:
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
-        c = self.c
-        given = bind(c.slots(), arguments)
-        q, o, do = (sequences.matrix(given[name], c.packed) for name in ("q", "o", "do"))
-        offsets = given.get("cum_seqlen_q")
-        batches = offsets.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        sizes = {"sq": Int64(q.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
-        shape = (sequences.blocks_of(q.shape[0], batches, ROWS, c.packed) * ROWS, q.shape[2], q.shape[3])
-        values = [self.region(given["workspace"], name, shape, sizes) for name in ("log_sums", "row_products")]
-        sources = (o, do, sequences.rows(given["lse"], c.packed, c.lse == "by head"))
-        for each in c.passes(SUMS):
-            PassKernel(c, each).launch(given, values, sources)
-
-    def region(self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]) -> cute.Tensor:
-        """A region of the workspace as float32 values."""
-        (slot,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
-        start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
-        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=Float32)
-        return cute.make_tensor(first, cute.make_layout(shape))
+        given = bind(self.c.slots(), arguments)
+        values = prepare(self.c, given)
+        for each in self.c.passes(SUMS):
+            PassKernel(self.c, each).launch(given, [values.log_sums, values.products])
 
 
 class PassKernel:
@@ -143,10 +129,9 @@ class PassKernel:
         free = SHARED_MEMORY - BARRIERS - (sum(self.row_widths) * ROWS + 2 * self.column_widths[0] * BLOCK) * size
         return 2, min(2, free // (self.column_widths[1] * BLOCK * size))
 
-    def launch(self, given: dict[str, Any], values: list, sources: Any) -> None:
-        """Launches it on a call's arguments by name and on LSE * log2(e) and D, which dQ's makes of ``sources``."""
+    def launch(self, given: dict[str, Any], values: list) -> None:
+        """Launches it on a call's arguments by name and on LSE * log2(e) and D."""
         c, g = self.c, self.g
-        sources = sources if g.of_queries else None
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = [(load, x, ROWS, width) for x, width in zip(g.rows, self.row_widths, strict=True)]
         boxes += [(load, x, BLOCK, width) for x, width in zip(g.columns, self.column_widths, strict=True)]
@@ -161,8 +146,8 @@ class PassKernel:
         batches = offsets[0].shape[0] - 1 if c.packed else 1
         tiles = sequences.blocks_of(rows.shape[0], batches, ROWS, c.packed)
         self.kernel(
-            [atom for atom, _ in made], [tensor for _, tensor in made], values, sources, *offsets, q.shape[0],
-            k.shape[0], q.shape[2] // k.shape[2], tiles, given["scale_softmax"], given["right"], given["left"],
+            [atom for atom, _ in made], [tensor for _, tensor in made], values, *offsets, q.shape[0], k.shape[0],
+            q.shape[2] // k.shape[2], tiles, given["scale_softmax"], given["right"], given["left"],
         ).launch(
             grid=[tiles, rows.shape[2], rows.shape[3]], block=[THREADS, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
@@ -184,8 +169,8 @@ class PassKernel:
 
     @cute.kernel
     def kernel(
-        self, atoms: list, tensors: list, values: list, sources: Any, offsets_q: Any, offsets_k: Any,
-        queries: Int32, keys: Int32, group_heads: Int32, tiles: Int32, scale: Float32, right: Int32, left: Int32,
+        self, atoms: list, tensors: list, values: list, offsets_q: Any, offsets_k: Any, queries: Int32,
+        keys: Int32, group_heads: Int32, tiles: Int32, scale: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warps."""
         thread, _, _ = cute.arch.thread_idx()
@@ -223,9 +208,7 @@ class PassKernel:
             self.multiply(pointer, buffers, b, steps)
         elif warp < MMA_WARP:
             if p.row < p.mask.queries:
-                self.compute(
-                    pointer, buffers, b, p, atoms, tensors, values, sources, scale, steps, thread,
-                )  # fmt: skip
+                self.compute(pointer, buffers, b, p, atoms, tensors, values, scale, steps, thread)
             barriers.wait(Barrier.END, ROWS)
             if warp == 0:
                 cute.arch.relinquish_tmem_alloc_permit()
@@ -367,15 +350,13 @@ class PassKernel:
     @cute.jit
     def compute(
         self, pointer: cute.Pointer, buffers: list, b: Barriers, p: Problem, atoms: list, tensors: list,
-        values: list, sources: Any, scale: Float32, steps: Int32, thread: Int32,
+        values: list, scale: Float32, steps: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """Four warps: P and dS of all steps, then the results."""
         g = self.g
         log_sum, product = Float32(0.0), Float32(0.0)
         if const_expr(g.of_queries):
-            log_sum, product = self.of_row(sources, p, p.row + thread)
-            place = p.first_value + p.row + thread
-            values[0][place, p.head, p.batch], values[1][place, p.head, p.batch] = log_sum, product
+            log_sum, product = (x[p.first_value + p.row + thread, p.head, p.batch] for x in values)
         for step in cutlass.range(steps, unroll=1):
             head, block = self.step(p, step)
             buffer = step % BUFFERS
@@ -413,23 +394,6 @@ class PassKernel:
         if steps > 0:
             cute.arch.mbarrier_wait(b.done, 0)
         self.store(pointer, buffers, p, atoms, tensors, scale, steps, thread)
-
-    @cute.jit
-    def of_row(self, sources: Any, p: Problem, row: Int32) -> tuple[Float32, Float32]:
-        """LSE * log2(e) and D of a thread's row."""
-        o, do, lse = sources
-        log_sum, product, place = Float32.inf, Float32(0.0), p.first_row + row
-        if row < p.mask.queries:
-            for vector in cutlass.range(self.c.head_v // VECTOR, unroll=4):
-                parts = []
-                for tensor in (o, do):
-                    part = cute.make_rmem_tensor(VECTOR, self.dtype)
-                    cute.autovec_copy(cute.local_tile(tensor[place, None, p.head, p.batch], (VECTOR,), (vector,)), part)
-                    parts.append(part.load().to(Float32))
-                product += (parts[0] * parts[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            log_sum = lse[place, p.head, p.batch] * LOG2_E
-            log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
-        return log_sum, product
 
     def fetch(self, source: cute.Tensor, target: cute.Tensor, head: Int32, p: Problem, row: Int32) -> None:
         """Four values of query rows, as many as 16 bytes hold."""

@@ -22,20 +22,22 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
-from cudnn_kernels.attention.around import QueryGradient, RowProducts
+from cudnn_kernels.attention.around import QueryGradient, Values, prepare
+from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.cluster import Cluster, meet
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, register_operand
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import bind
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply
@@ -47,6 +49,20 @@ TOGETHER = 8
 """Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last; half
 as many with pairs of CTAs. Several blocks of a head still run at the same time, and find in L2 what they load.
 """
+
+
+@dataclass(frozen=True)
+class Box:
+    """A tile in shared memory that the copy engine fetches: of a tensor, so many rows and columns.
+
+    ``part``: a product takes so many of the columns. ``stages``: buffers.
+    """
+
+    source: str
+    rows: int
+    columns: int
+    part: int = 0
+    stages: int = 1
 
 
 @dataclass
@@ -64,93 +80,103 @@ class Block:
     mask: Mask
 
 
-@dataclass
-class Values:
-    """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them."""
-
-    log_sums: cute.Tensor
-    products: cute.Tensor
-    dq_sums: cute.Tensor
-    turns: Any = None
-
-
 class Backward:
-    """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys."""
+    """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys.
 
-    cluster = 1
+    A subclass has ``more_buffers`` and ``more_barriers``, what a warpgroup does that multiplies (``consume``) and each
+    of the ``assistants``, warps that neither do nor fetch (``assist``), and ``result_part``: a warpgroup's part of the
+    buffer of dK or dV, whether values go there transposed, and how many matrices at once. ``dq_width``: columns of K of
+    a warpgroup's product for dQ. ``ahead``: scores are computed a step before all else. ``stages``: buffers of dO.
+    ``copies_values``: the copy engine fetches LSE and D too.
+    """
+
+    cluster, stages, assistants, ahead, copies_values = 1, STAGES, GROUPS, True, True
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         c = self.c = configuration
         self.dtype = DTYPES[c.dtype]
         self.m, self.n = c.tile
         self.rows = WgmmaRows(slots=2)
-        self.widths = {"q": c.head, "k": c.head, "v": c.head_v, "do": c.head_v}
+
+    def boxes(self) -> dict[str, Box]:
+        """What is fetched, by the names of the buffers."""
+        c = self.c
+        return {
+            "q": Box("q", self.m, c.head, stages=STAGES), "do": Box("do", self.m, c.head_v, stages=self.stages),
+            "k": Box("k", self.n, c.head, self.dq_width), "v": Box("v", self.n, c.head_v),
+        }  # fmt: skip
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        q, k, o, do, dq, dk, dv = (
-            sequences.matrix(given[name], c.packed) for name in ("q", "k", "o", "do", "dq", "dk", "dv")
-        )
-        copied = {name: sequences.copied(given[name], c.packed) for name in ("q", "k", "v", "do")}
-        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
+        q, k, dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in ("q", "k", "dq", "dk", "dv"))
         offsets = (given.get("cum_seqlen_q"), given.get("cum_seqlen_k"))
         batches = offsets[0].shape[0] - 1 if const_expr(c.packed) else q.shape[3]
         scale, stream, key_heads = given["scale_softmax"], given["stream"], cute.size(k, mode=[2])
-        blocks = sequences.blocks_of(q.shape[0], batches, self.m, c.packed)
-        sizes = {"sq": Int64(q.shape[0]), "sk": Int64(k.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
-        per_row = (blocks * self.m, q.shape[2], q.shape[3])
-        per_block = (512, self.m * c.head // 512, blocks, q.shape[2], q.shape[3])
-        values = Values(
-            self.region(given["workspace"], "log_sums", per_row, sizes),
-            self.region(given["workspace"], "row_products", per_row, sizes),
-            self.region(given["workspace"], "dq_sums", per_block, sizes),
-        )
-        if const_expr(c.deterministic):
-            values.turns = self.region(given["workspace"], "turns", (self.m, *per_block[2:]), sizes, Int32)
-        RowProducts(c).launch(
-            o, do, lse, values.products, values.log_sums, values.dq_sums, offsets[0], stream, values.turns
-        )  # fmt: skip
+        values = prepare(c, given)
         clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
         heads = key_heads * q.shape[3]
-        sections = cute.ceil_div(heads, TOGETHER // self.cluster if const_expr(c.right or c.compressed) else 1)
+        longest_first = const_expr((c.right or c.compressed) and not c.deterministic)
+        sections = cute.ceil_div(heads, TOGETHER // self.cluster if longest_first else 1)
+        atoms = tuple(self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values())
         self.kernel(
-            self.atoms(copied), dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets,
-            q.shape[0], q.shape[2] // key_heads, scale, given["right"], given["left"],
+            atoms, dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets, q.shape[0],
+            q.shape[2] // key_heads, scale, given["right"], given["left"],
         ).launch(
             grid=[self.cluster * cute.ceil_div(heads, sections), clusters, sections],
             block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
         QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)
 
-    def region(
-        self, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any], kind: Any = Float32
-    ) -> cute.Tensor:  # fmt: skip
-        """A region of the workspace as values of 32 bits."""
-        (slot,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
-        start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
-        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=kind)
-        return cute.make_tensor(first, cute.make_layout(shape))
+    @cute.kernel
+    def kernel(
+        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
+        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
+    ) -> None:  # fmt: skip
+        """The roles of the warpgroups."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else 0
+        smem = SmemAllocator()
+        layouts = {x: self.tile(box.rows, box.columns, box.stages, box.part) for x, box in self.boxes().items()}
+        buffers = {x: self.allocate(smem, layout) for x, layout in layouts.items()} | self.more_buffers(smem)
+        counts = {f"{x}_{state}": (stages, count) for x, stages in (("q", STAGES), ("do", self.stages))
+                  for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
+        barriers = self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
+        block, values = self.block(offsets, queries, dk, right, left, rank), Values(*values)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(FEW)
+            if warp_index == 0:
+                named = dict(zip(self.boxes(), atoms, strict=True))
+                self.produce(named, buffers, barriers, values, block, group_heads, rank)
+            if const_expr(self.assistants > 0):
+                if (warp_index > 0) & (warp_index <= self.assistants):
+                    self.assist(buffers, barriers, values, block, group_heads, rank, warp_index - 1)
+        else:
+            cute.arch.setmaxregister_increase(MANY)
+            self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, rank, group - 1, thread - GROUP)
+        if const_expr(self.cluster > 1):  # until when the other CTA may write here
+            meet(Cluster(self.cluster, 1))
 
-    def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
-        """How the copy engine fetches each tensor."""
-        raise NotImplementedError
+    name(kernel, "cudnn_attention_backward_sm90")
 
-    def kernel(self, *arguments: Any) -> Any:
-        """The kernel proper."""
-        raise NotImplementedError
+    def tile(self, rows: int, columns: int, stages: int = 1, part: int = 0) -> Any:
+        """A buffer's layout, rows of contiguous elements: (rows, columns), and stages if there are several.
 
-    def tile(self, rows: int, columns: int, stages: int = 1) -> Any:
-        """A buffer's layout, rows of contiguous elements: (rows, columns), and stages if there are several."""
-        layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+        Its swizzled pieces are so narrow that whole ones make up the columns, or the ``part`` of a product.
+        """
+        kind = sm90.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.dtype, part or columns)
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        layout = cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
         return layout if stages > 1 else cute.slice_(layout, (None, None, 0))
 
-    def loaded(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
+    def loaded(self, tensor: cute.Tensor, box: Box) -> Any:
         """How the copy engine fetches a tile: an atom and the tensor of its coordinates."""
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, tensor, self.tile(rows, columns), (rows, columns))
+        tile = self.tile(box.rows, box.columns, part=box.part)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (box.rows, box.columns))
 
     def mma(self, n: int, a: OperandMajorMode, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
         """The product of 64 rows and ``n`` columns, of operands in shared memory, or A from registers."""
@@ -176,11 +202,7 @@ class Backward:
                 for i in range(count):
                     cute.arch.mbarrier_init(made[name] + i, arrivals)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+        meet(Cluster(self.cluster, 1))
 
     @cute.jit
     def block(self, offsets: Any, queries: Int32, dk: cute.Tensor, right: Int32, left: Int32, rank: Any) -> Block:
@@ -199,15 +221,14 @@ class Backward:
             batch, cluster = sequences.find_block(offsets[1], cluster, size)
             s = sequences.packed(*offsets, batch)
             first_block = sequences.first_block(offsets[0], batch, self.m)
-        queries, keys = s.queries, s.keys
-        mask = mask_of(c, queries, keys, right, left)
+        mask = mask_of(c, s.queries, s.keys, right, left)
         first = cluster * size
         if not exists:
-            first = keys
+            first = s.keys
         seen_by = mask.turned()
         begin = seen_by.begin(first) // self.m
         end = cute.ceil_div(cutlass.max(seen_by.end(first + size - 1), Int32(0)), self.m)
-        if first >= keys:
+        if first >= s.keys:
             end = begin
         end = cutlass.max(begin, end)
         return Block(first + rank * self.n, head, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
@@ -215,19 +236,59 @@ class Backward:
     def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``."""
         tile = cute.local_tile(cute.domain_offset(place, source), shape, (0, 0))
-        to, of = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
-        )
+        to, of = partition(atom, 0, 1, target, tile)
         cute.copy(atom, of, to, tma_bar_ptr=full)
+
+    def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
+        """Where the tiles begin that stay for all steps: rows and columns, by the names of the buffers."""
+        return {"k": (block.key, 0), "v": (block.key, 0)}
 
     @cute.jit
     def fetch_keys(self, atoms: Any, buffers: Any, full: Any, block: Block, places: Any) -> None:
-        """Fetches the tiles that stay for all steps, if there are any, by the names of their buffers."""
+        """Fetches the tiles that stay, if there are any steps."""
+        boxes = self.boxes()
         if block.end > block.begin:
-            self.expect(full, self.n * sum(self.widths[x] for x in places))
+            self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
             for x, place in places.items():
                 rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_key, block.mask.keys)
-                self.fetch(atoms[x][0], rows, buffers[x], place, (self.n, self.widths[x]), full)
+                self.fetch(atoms[x][0], rows, buffers[x], place, (boxes[x].rows, boxes[x].columns), full)
+
+    @cute.jit
+    def produce(
+        self, atoms: Any, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Any
+    ) -> None:  # fmt: skip
+        """One warp: fetches K and V, then Q and dO of every step."""
+        boxes, steps = self.boxes(), block.end - block.begin
+        total = steps * group_heads
+        self.fetch_keys(atoms, buffers, barriers["kv_full"], block, self.keys_fetched(block, rank))
+        batch = 0 if const_expr(self.c.packed) else block.batch
+        more = cutlass.min(total, 1) if const_expr(self.ahead) else 0  # the last Q is multiplied for nothing
+        for step in cutlass.range(total + more, unroll=1):
+            used = cutlass.min(step, total - 1)
+            head, index = block.head * group_heads + used // steps, block.begin + used % steps
+            first = (block.first_block + index) * self.m
+            for x, of_rows in (("q", "log_sums"), ("do", "products")):
+                if x == "q" or step < total:
+                    stages, width = boxes[x].stages, boxes[x].columns
+                    stage, phase = step % stages, step // stages % 2
+                    full = barriers[f"{x}_full"] + stage
+                    cute.arch.mbarrier_wait(barriers[f"{x}_empty"] + stage, phase ^ 1)
+                    self.expect(full, self.m * width, 4 * self.m if const_expr(self.copies_values) else 0)
+                    rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_query, block.mask.queries)
+                    target = buffers[x] if const_expr(stages == 1) else buffers[x][None, None, stage]
+                    self.fetch(atoms[x][0], rows, target, (index * self.m, 0), (self.m, width), full)
+                    if const_expr(self.copies_values):
+                        source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
+                        self.fetch_rows(source, buffers[of_rows][None, stage].iterator, full)
+
+    @cute.jit
+    def fetch_rows(self, source: Any, target: Any, full: Any) -> None:
+        """Starts a copy of a value for each row."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[target.toint(), source.toint(), Int32(4 * self.m), full.toint()],
+            )
 
     @cute.jit
     def expect(self, full: Any, elements: int, more: int = 0) -> None:
@@ -249,10 +310,11 @@ class Backward:
         cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=GROUPS * GROUP)
 
     @cute.jit
-    def hide(self, scores: cute.Tensor, mask: Mask, row: Int32, key: Int32, width: int, thread: Int32) -> None:
+    def hide(self, scores: cute.Tensor, mask: Mask, row: Int32, key: Int32, width: int) -> None:
         """Makes scores that do not count -inf, in the tiles that have any."""
         if not mask.whole(row, ROWS, key, width):
-            mask.hide(scores, self.rows, thread, row, key, width)
+            thread, _, _ = cute.arch.thread_idx()  # anew: to keep it for this would cost a register in all steps
+            mask.hide(scores, self.rows, thread % GROUP, row, key, width)
 
     def put(
         self, mma: Any, values: cute.Tensor, target: cute.Tensor, transposed: bool, count: int, thread: Int32
@@ -275,15 +337,10 @@ class Backward:
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty)
 
-    def sums(self, values: Values, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> cute.Tensor:
-        """Those of dQ of a step's block."""
-        head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
-        return values.dq_sums[None, None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
-
-    def turns(self, values: Values, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> cute.Tensor:
-        """How many have added each part of dQ of a step's block so far."""
-        head, m_block = block.head * group_heads + step // steps, block.begin + step % steps
-        return values.turns[None, block.first_block + m_block, head, 0 if self.c.packed else block.batch]
+    def place(self, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> tuple[Any, ...]:
+        """Where the values of a step's block are: block, head, batch."""
+        batch = 0 if self.c.packed else block.batch
+        return block.first_block + block.begin + step % steps, block.head * group_heads + step // steps, batch
 
     def turn(self, mask: Mask, block: Block, m_block: Int32) -> Int32:
         """How many clusters add to a block of queries before this one."""
@@ -308,30 +365,57 @@ class Backward:
         arguments = [place.toint(), Int32(count)]
         cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=arguments)
 
+    def finish(
+        self, results: Any, buffers: Any, block: Block, scale: Float32, group: Int32, thread256: Int32
+    ) -> None:  # fmt: skip
+        """Writes dK and dV, through the buffers of K and V: of each the accumulators, their product, and the tensor."""
+        for x, (acc, mma, out) in zip(("k", "v"), results, strict=True):
+            part, transposed, count = self.result_part(buffers[x], group)
+            self.all_multiplying()  # both have used the buffer
+            values = self.rounded(acc, scale if x == "k" else None)
+            self.put(mma, values, part, transposed, count, thread256 - group * GROUP)
+            self.all_multiplying()
+            self.write(buffers[x], out, block, thread256)
+
     @cute.jit
-    def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, width: int, thread256: Int32) -> None:
+    def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, thread256: Int32) -> None:
         """Writes the rows of dK or dV that exist, from shared memory."""
         batch = 0 if const_expr(self.c.packed) else block.batch
         vector = 128 // self.dtype.width
-        columns = width // vector
+        columns = cute.size(buffer, mode=[1]) // vector
         target = cute.domain_offset((block.first_key + block.key, 0), out[None, None, block.head, batch])
-        for i in cutlass.range_constexpr(self.n * columns // (GROUPS * GROUP)):
+        rows = cutlass.min(Int32(self.n), block.mask.keys - block.key)
+        for i in cutlass.range_constexpr(-(-self.n * columns // (GROUPS * GROUP))):
             index = thread256 + i * GROUPS * GROUP
             row, column = index // columns, index % columns
-            if block.key + row < block.mask.keys:
+            if row < rows:
                 source = cute.local_tile(buffer, (1, vector), (row, column))
                 cute.autovec_copy(source, cute.local_tile(target, (1, vector), (row, column)))
 
 
 class AttentionBackward(Backward):
-    """The kernel in which a warpgroup has 64 keys."""
+    """The kernel in which a warpgroup has 64 keys.
 
-    def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
-        c = self.c
-        return (
-            self.loaded(copied["q"], self.m, c.head), self.loaded(copied["do"], self.m, c.head_v),
-            self.loaded(copied["k"], self.n, c.head), self.loaded(copied["v"], self.n, c.head_v),
-        )  # fmt: skip
+    Of steps whose rows do not come in 64, dQ is computed transposed, and the next scores before a step ends.
+    """
+
+    def __init__(self, configuration: BackwardConfiguration) -> None:
+        super().__init__(configuration)
+        self.ahead = self.turned = configuration.dq_turned
+        self.dq_width = ROWS if self.turned else self.c.head * self.m // (GROUPS * ROWS)  # columns of K
+
+    def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
+        """dS, and float32 values: dQ on its way, and what belongs to a step's rows."""
+        per_row = cute.make_layout((self.m, STAGES))
+        layouts = {"dq": cute.make_layout((512, self.m * self.c.head // 512)), "log_sums": per_row, "products": per_row}
+        found = {x: smem.allocate_tensor(Float32, layout, byte_alignment=128) for x, layout in layouts.items()}
+        return found | {"ds": self.allocate(smem, self.tile(self.m, self.n, STAGES))}
+
+    def more_barriers(self) -> dict[str, tuple[int, int]]:
+        return {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
+
+    def result_part(self, buffer: cute.Tensor, group: Int32) -> tuple[cute.Tensor, bool, int]:
+        return cute.local_tile(buffer, (ROWS, cute.size(buffer, mode=[1])), (group, 0)), False, 4
 
     def score_mma(self) -> cute.TiledMma:
         """S^T and dP^T: rows are a warpgroup's keys, columns queries."""
@@ -342,90 +426,16 @@ class AttentionBackward(Backward):
         return self.mma(head, OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
 
     def query_mma(self) -> cute.TiledMma:
-        """dQ = dS K: of 64 queries half of the head, or of 128 all of it."""
-        return self.mma(self.c.head * self.m // (GROUPS * ROWS), OperandMajorMode.K, OperandMajorMode.MN)
-
-    @cute.kernel
-    def kernel(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
-        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
-    ) -> None:  # fmt: skip
-        """The roles of the warpgroups."""
-        c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
-        smem = SmemAllocator()
-        buffers = {
-            "q": self.allocate(smem, self.tile(self.m, c.head, STAGES)),
-            "do": self.allocate(smem, self.tile(self.m, c.head_v, STAGES)),
-            "k": self.allocate(smem, self.tile(self.n, c.head)), "v": self.allocate(smem, self.tile(self.n, c.head_v)),
-            "ds": self.allocate(smem, self.tile(self.m, self.n, STAGES)),
-        }  # fmt: skip
-        dq = cute.make_layout((512, self.m * c.head // 512))
-        buffers["dq"] = smem.allocate_tensor(Float32, dq, byte_alignment=128)
-        per_row = cute.make_layout((self.m, STAGES))
-        buffers |= {x: smem.allocate_tensor(Float32, per_row, byte_alignment=128) for x in ("log_sums", "products")}
-        ring = {"full": (STAGES, 1), "empty": (STAGES, 4 * GROUPS)}
-        counts = {f"{x}_{state}": count for x in ("q", "do") for state, count in ring.items()}
-        counts |= {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
-        barriers = self.barriers(smem, {"kv_full": (1, 1), **counts}, thread)
-        block, values = self.block(offsets, queries, dk, right, left, 0), Values(*values)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(FEW)
-            if warp_index == 0:
-                named = dict(zip(("q", "do", "k", "v"), atoms, strict=True))
-                self.produce(named, buffers, barriers, values, block, group_heads)
-            if warp_index == 1:
-                self.accumulate(buffers["dq"], barriers, values, block, group_heads)
-        else:
-            cute.arch.setmaxregister_increase(MANY)
-            self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, group - 1, thread - GROUP)
-
-    name(kernel, "cudnn_attention_backward_sm90")
-
-    @cute.jit
-    def produce(
-        self, atoms: Any, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32
-    ) -> None:  # fmt: skip
-        """One warp: fetches K and V, then Q and dO of every step."""
-        c = self.c
-        steps = block.end - block.begin
-        mine = (block.key, 0)
-        self.fetch_keys(atoms, buffers, barriers["kv_full"], block, {"k": mine, "v": mine})
-        total = steps * group_heads
-        batch = 0 if const_expr(c.packed) else block.batch
-        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
-            used = cutlass.min(step, total - 1)
-            head, index = block.head * group_heads + used // steps, block.begin + used % steps
-            first = (block.first_block + index) * self.m
-            stage, phase = step % STAGES, step // STAGES % 2
-            for x, of_rows in (("q", "log_sums"), ("do", "products")):
-                if x == "q" or step < total:
-                    full = barriers[f"{x}_full"] + stage
-                    cute.arch.mbarrier_wait(barriers[f"{x}_empty"] + stage, phase ^ 1)
-                    self.expect(full, self.m * self.widths[x], 4 * self.m)
-                    rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_query, block.mask.queries)
-                    target = buffers[x][None, None, stage]
-                    self.fetch(atoms[x][0], rows, target, (index * self.m, 0), (self.m, self.widths[x]), full)
-                    source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
-                    self.fetch_rows(source, buffers[of_rows][None, stage].iterator, full)
-
-    @cute.jit
-    def fetch_rows(self, source: Any, target: Any, full: Any) -> None:
-        """Starts a copy of a value for each row."""
-        with cute.arch.elect_one():
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target.toint(), source.toint(), Int32(4 * self.m), full.toint()],
-            )
+        """dQ = dS K: of 64 queries half of the head, or of 128 all of it. Or dQ^T, of half of the head."""
+        if self.turned:
+            return self.mma(self.m, OperandMajorMode.MN, OperandMajorMode.K)
+        return self.mma(self.dq_width, OperandMajorMode.K, OperandMajorMode.MN)
 
     @cute.jit
     def consume(
         self, buffers: Any, barriers: Any, dk: cute.Tensor, dv: cute.Tensor, values: Values, block: Block,
-        group_heads: Int32, scale: Float32, group: Int32, thread256: Int32,
+        group_heads: Int32, scale: Float32, rank: Any, group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
-        """A warpgroup: the products of all steps, then dK and dV."""
         c = self.c
         thread = thread256 - group * GROUP
         score_mma, query_mma = self.score_mma(), self.query_mma()
@@ -437,13 +447,14 @@ class AttentionBackward(Backward):
         tKrQ = dk_mma.make_fragment_B(dk_part.partition_B(turned(buffers["q"])))
         tVrdO = dv_mma.make_fragment_B(dv_part.partition_B(turned(buffers["do"])))
         slab, half = (group, 0) if const_expr(self.m == GROUPS * ROWS) else (0, group)
-        width = c.head * self.m // (GROUPS * ROWS)
-        tQrS = query_mma.make_fragment_A(
-            query.partition_A(cute.local_tile(buffers["ds"], (ROWS, self.n), (slab, 0, None)))
-        )
-        tQrK = query_mma.make_fragment_B(
-            query.partition_B(cute.local_tile(turned(buffers["k"]), (width, self.n), (half, 0)))
-        )
+        sK = cute.local_tile(turned(buffers["k"]), (self.dq_width, self.n), (half, 0))
+        if const_expr(self.turned):
+            tQrS = query_mma.make_fragment_B(query.partition_B(buffers["ds"]))
+            tQrK = query_mma.make_fragment_A(query.partition_A(sK))
+        else:
+            sS = cute.local_tile(buffers["ds"], (ROWS, self.n), (slab, 0, None))
+            tQrS = query_mma.make_fragment_A(query.partition_A(sS))
+            tQrK = query_mma.make_fragment_B(query.partition_B(sK))
         scores, gradients = (
             cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.m)), Float32) for _ in range(2)
         )
@@ -451,7 +462,10 @@ class AttentionBackward(Backward):
             cute.make_rmem_tensor(mma.partition_shape_C((ROWS, head)), Float32)
             for mma, head in ((dk_mma, c.head), (dv_mma, c.head_v))
         )
-        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((ROWS, width)), Float32)
+        dq_shape = query_mma.partition_shape_C((ROWS, self.m if const_expr(self.turned) else self.dq_width))
+        acc_dq = cute.make_rmem_tensor(dq_shape, Float32)
+        if const_expr(self.ahead):  # in the same registers, of which ptxas would else find too few
+            acc_dq = cute.make_tensor(scores.iterator, acc_dq.layout)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
         steps = block.end - block.begin
@@ -462,15 +476,21 @@ class AttentionBackward(Backward):
         )
         if total > 0:
             cute.arch.mbarrier_wait(barriers["kv_full"], 0)
+            if const_expr(self.ahead):
+                cute.arch.mbarrier_wait(q_full, 0)
+                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, 0], False)
+                warpgroup.wait_group(0)
         for step in cutlass.range(total, unroll=1):
             m_block = block.begin + step % steps
             stage, phase = step % STAGES, step // STAGES % 2
-            cute.arch.mbarrier_wait(q_full + stage, phase)
-            self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, stage], False)
+            if const_expr(not self.ahead):
+                cute.arch.mbarrier_wait(q_full + stage, phase)
+                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, stage], False)
             cute.arch.mbarrier_wait(do_full + stage, phase)
             self.multiply(self.score_mma(), gradients, tSrV, tSrdO[None, None, None, stage], False)
-            warpgroup.wait_group(1)
-            self.hide(scores, mask, key, m_block * self.m, self.m, thread)
+            if const_expr(not self.ahead):
+                warpgroup.wait_group(1)
+            self.hide(scores, mask, key, m_block * self.m, self.m)
             self.exponentiate(scores, buffers["log_sums"][None, stage], scale * LOG2_E, thread)
             p = register_operand(dv_mma, self.rounded(scores), (ROWS, self.m))
             warpgroup.wait_group(0)
@@ -482,22 +502,24 @@ class AttentionBackward(Backward):
             self.put(score_mma, rounded, sdS, True, 4, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.all_multiplying()
-            self.multiply(self.query_mma(), acc_dq, tQrS[None, None, None, stage], tQrK, False)
+            tQr = (tQrS[None, None, None, stage], tQrK)
+            self.multiply(self.query_mma(), acc_dq, *(tQr[::-1] if const_expr(self.turned) else tQr), False)
             self.multiply(self.key_mma(c.head), acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.release(do_empty + stage)
             cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
             self.hand_over(acc_dq, buffers["dq"], dq_full + group, group, thread)
-            warpgroup.wait_group(0)
-            self.release(q_empty + stage)
-        self.all_multiplying()  # both have used K
-        for acc, mma, buffer, out, head, factor in (
-            (acc_dk, dk_mma, buffers["k"], dk, c.head, scale), (acc_dv, dv_mma, buffers["v"], dv, c.head_v, None),
-        ):  # fmt: skip
-            mine = cute.local_tile(buffer, (ROWS, head), (group, 0))
-            self.put(mma, self.rounded(acc, factor), mine, False, 4, thread)
-            self.all_multiplying()
-            self.write(buffer, out, block, head, thread256)
+            if const_expr(self.ahead):
+                following = (step + 1) % STAGES
+                cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
+                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, following], False)
+                warpgroup.wait_group(1)
+                self.release(q_empty + stage)
+                warpgroup.wait_group(0)  # in flight over a loop's end, ptxas would let products wait for each other
+            else:
+                warpgroup.wait_group(0)
+                self.release(q_empty + stage)
+        self.finish(((acc_dk, dk_mma, dk), (acc_dv, dv_mma, dv)), buffers, block, scale, group, thread256)
 
     @cute.jit
     def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:
@@ -513,42 +535,39 @@ class AttentionBackward(Backward):
         self.release(full)
 
     @cute.jit
-    def accumulate(
-        self, buffer: cute.Tensor, barriers: Any, values: Values, block: Block, group_heads: Int32
+    def assist(
+        self, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Any, part: Int32
     ) -> None:  # fmt: skip
-        """One warp: lets the copy engine add both warpgroups' parts of dQ, step by step."""
+        """One warp: lets the copy engine add a warpgroup's part of dQ, step by step."""
         c = self.c
         steps = block.end - block.begin
         chunks = self.m * c.head // 512 // GROUPS
-        size = Int32(4 * 512 * chunks)
+        source, full, empty = (
+            cute.domain_offset((0, part * chunks), buffers["dq"]).iterator.toint(), barriers["dq_full"] + part,
+            barriers["dq_empty"] + part,
+        )  # fmt: skip
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
         for step in cutlass.range(steps * group_heads, unroll=1):
-            sums = self.sums(values, block, step, steps, group_heads)
-            for part in cutlass.range_constexpr(GROUPS):
-                cute.arch.mbarrier_wait(barriers["dq_full"] + part, step % 2)
+            place = self.place(block, step, steps, group_heads)
+            target = cute.domain_offset((0, part * chunks), values.dq_sums[(None, None, *place)]).iterator.toint()
+            cute.arch.mbarrier_wait(full, step % 2)
+            if const_expr(c.deterministic):
+                turn = self.turn(mask, block, block.begin + step % steps)
+                self.wait_for_turn(values.turns[(None, *place)], part, turn)
+                cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
+            with cute.arch.elect_one():
+                cute.arch.inline_ptx(
+                    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                    read_only_args=[target, source, Int32(4 * 512 * chunks)],
+                )
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(empty)
                 if const_expr(c.deterministic):
-                    turn = self.turn(mask, block, block.begin + step % steps)
-                    self.wait_for_turn(self.turns(values, block, step, steps, group_heads), part, turn)
+                    cute.arch.cp_async_bulk_wait_group(0, read=False)
                     cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
-                source, target = (cute.domain_offset((0, part * chunks), x).iterator.toint() for x in (buffer, sums))
-                with cute.arch.elect_one():
-                    cute.arch.inline_ptx(
-                        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                        read_only_args=[target, source, size],
-                    )
-                    cute.arch.cp_async_bulk_commit_group()
-                cute.arch.sync_warp()
-            for part in cutlass.range_constexpr(GROUPS):
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=True)
-                    cute.arch.mbarrier_arrive(barriers["dq_empty"] + part)
-                cute.arch.sync_warp()
-            for part in cutlass.range_constexpr(GROUPS if c.deterministic else 0):
-                with cute.arch.elect_one():
-                    cute.arch.cp_async_bulk_wait_group(GROUPS - 1 - part, read=False)
-                    cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
-                    self.end_turn(self.turns(values, block, step, steps, group_heads), part)
-                cute.arch.sync_warp()
+                    self.end_turn(values.turns[(None, *place)], part)
+            cute.arch.sync_warp()
 
     def columns(self, values: cute.Tensor, thread: Int32) -> cute.Tensor:
         """The values, in shared memory, of the query rows that a thread has as columns."""

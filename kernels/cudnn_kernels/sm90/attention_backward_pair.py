@@ -1,11 +1,12 @@
-"""Attention on Hopper, backward, for heads of 256 elements: pairs of CTAs share the additions of dQ.
+"""Attention on Hopper, backward, for heads of over 128 elements: pairs of CTAs share the additions of dQ.
 
 The additions to dQ's sums are what limits backward passes with large heads, of whose keys a CTA can have but few. So
 two CTAs with neighbouring blocks of keys send each other their dS through distributed shared memory, and each adds up
 one half of the head for both: half as many additions.
 
 Each of the two multiplying warpgroups has half of the keys for Q K^T and dO V^T. For the products dV^T = dO^T P and
-dK^T = Q^T dS it has half of the head: so P and dS pass through shared memory.
+dK^T = Q^T dS it has half of the head, where that comes in rows of 64, which reads least of shared memory, else half of
+the keys. P and dS pass through shared memory.
 """
 
 from __future__ import annotations
@@ -15,144 +16,91 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.attention import BackwardConfiguration, sequences
+from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.attention.around import Values
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
-from cudnn_kernels.naming import name
-from cudnn_kernels.sm90.attention_backward import FEW, GROUP, GROUPS, MANY, STAGES, Backward, Block, Values
+from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Block, Box
 
 
 class PairedBackward(Backward):
     """The kernel of which two CTAs exchange dS."""
 
-    cluster = 2
+    cluster, stages, copies_values = 2, 1, False
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         super().__init__(configuration)
-        self.half_n = self.n // GROUPS
-        self.half_d = self.widths["peer_k"] = self.c.head // 2
+        self.half_n, self.half_d = self.n // GROUPS, self.c.head // 2
+        self.dq_width, self.assistants = self.half_d // GROUPS, int(self.c.deterministic)
 
-    def atoms(self, copied: dict[str, cute.Tensor]) -> Any:
-        """Those of Q, dO, K, V, and of half of the head of the other CTA's K."""
-        c = self.c
-        return (
-            *(self.loaded(copied[x], self.m, c.head) for x in ("q", "do")),
-            *(self.loaded(copied[x], self.n, c.head) for x in ("k", "v")),
-            self.loaded(copied["k"], self.n, self.half_d),
-        )  # fmt: skip
+    def boxes(self) -> dict[str, Box]:
+        """With half of the head of the other CTA's K."""
+        return super().boxes() | {"peer_k": Box("k", self.n, self.half_d, self.dq_width)}
 
-    def score_layout(self) -> Any:
-        """P^T or dS^T: (keys, queries), queries in rows."""
-        layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.m, self.n, self.m), self.dtype, 1)
-        return cute.slice_(layout, (None, None, 0))
+    def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
+        other = (block.key + (1 - 2 * rank) * self.n, rank * self.half_d)
+        return super().keys_fetched(block, rank) | {"peer_k": other}
+
+    def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
+        """P^T and dS^T: (keys, queries), queries in rows."""
+        return {x: self.allocate(smem, self.tile(self.n, self.m)) for x in ("p", "ds", "peer_ds")}
+
+    def more_barriers(self) -> dict[str, tuple[int, int]]:
+        found = {"peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS)}
+        return found | ({"turn": (1, 1), "added": (1, 4 * GROUPS)} if self.c.deterministic else {})
+
+    def result_part(self, buffer: cute.Tensor, group: Int32) -> tuple[cute.Tensor, bool, int]:
+        head = cute.size(buffer, mode=[1])
+        return cute.local_tile(turned(buffer), *self.share(head, group)), True, 2
 
     def score_mma(self) -> cute.TiledMma:
         """Q K^T and dO V^T: rows are queries, columns a warpgroup's half of the keys."""
         return self.mma(self.half_n, OperandMajorMode.K, OperandMajorMode.K)
 
-    def key_mma(self) -> cute.TiledMma:
+    def share(self, head: int, group: Any = 0) -> tuple[tuple[int, int], tuple[Any, Any]]:
+        """A warpgroup's part of dV^T or dK^T: so many of the head's elements and keys, and which ones."""
+        if head % (GROUPS * ROWS) == 0:
+            return (head // GROUPS, self.n), (group, 0)
+        return (head, self.half_n), (0, group)
+
+    def key_mma(self, head: int) -> cute.TiledMma:
         """dV^T = dO^T P and dK^T = Q^T dS: rows are the head's elements, columns keys."""
-        return self.mma(self.n, OperandMajorMode.MN, OperandMajorMode.K)
+        return self.mma(self.share(head)[0][1], OperandMajorMode.MN, OperandMajorMode.K)
+
+    def key_operands(
+        self, mma: cute.TiledMma, rows: cute.Tensor, scores: cute.Tensor, group: Int32, thread: Int32
+    ) -> Any:  # fmt: skip
+        """Those of a warpgroup's part of dV^T or dK^T, from dO or Q, (m, head, stage), and P or dS."""
+        head, part = cute.size(rows, mode=[1]), mma.get_slice(thread)
+        (elements, keys), (i, j) = self.share(head, group)
+        a = cute.local_tile(turned(rows), (elements, self.m), (i, 0, None)[: cute.rank(rows)])
+        b = cute.local_tile(scores, (keys, self.m), (j, 0))
+        return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
 
     def query_mma(self) -> cute.TiledMma:
         """dQ = dS K: columns are a quarter of the head."""
-        return self.mma(self.half_d // GROUPS, OperandMajorMode.MN, OperandMajorMode.MN)
-
-    @cute.kernel
-    def kernel(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
-        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
-    ) -> None:  # fmt: skip
-        """The roles of the warpgroups."""
-        c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        group = cute.arch.make_warp_uniform(thread // GROUP)
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        smem = SmemAllocator()
-        rows, columns, scores = self.tile(self.m, c.head), self.tile(self.n, c.head), self.score_layout()
-        layouts = {
-            "q": self.tile(self.m, c.head, STAGES), "do": rows, "k": columns, "v": columns,
-            "peer_k": self.tile(self.n, self.half_d), "p": scores, "ds": scores, "peer_ds": scores,
-        }  # fmt: skip
-        buffers = {x: self.allocate(smem, layout) for x, layout in layouts.items()}
-        counts = {
-            "kv_full": (1, 1), "q_full": (STAGES, 1), "q_empty": (STAGES, 4 * GROUPS), "do_full": (1, 1),
-            "do_empty": (1, 4 * GROUPS), "peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS),
-        }  # fmt: skip
-        if const_expr(c.deterministic):
-            counts |= {"turn": (1, 1), "added": (1, 4 * GROUPS)}
-        barriers = self.barriers(smem, counts, thread)
-        block, values = self.block(offsets, queries, dk, right, left, rank), Values(*values)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(FEW)
-            if warp_index == 0:
-                names = ("q", "do", "k", "v", "peer_k")
-                self.produce(dict(zip(names, atoms, strict=True)), buffers, barriers, block, group_heads, rank)
-            if const_expr(c.deterministic):
-                if warp_index == 1:
-                    self.take_turns(barriers, values, block, group_heads, rank)
-        else:
-            cute.arch.setmaxregister_increase(MANY)
-            self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, rank, group - 1, thread - GROUP)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-    name(kernel, "cudnn_attention_backward_sm90")
-
-    @cute.jit
-    def produce(
-        self, atoms: Any, buffers: Any, barriers: Any, block: Block, group_heads: Int32, rank: Int32
-    ) -> None:  # fmt: skip
-        """One warp: fetches K and V, then Q and dO of every step."""
-        c = self.c
-        steps = block.end - block.begin
-        other = (block.key + (1 - 2 * rank) * self.n, rank * self.half_d)
-        mine = (block.key, 0)
-        self.fetch_keys(atoms, buffers, barriers["kv_full"], block, {"k": mine, "v": mine, "peer_k": other})
-        total = steps * group_heads
-        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):  # the last Q is multiplied for nothing
-            used = cutlass.min(step, total - 1)
-            head, place = block.head * group_heads + used // steps, ((block.begin + used % steps) * self.m, 0)
-            queries = (head, block.batch, block.first_query, block.mask.queries)
-            stage, shape = step % STAGES, (self.m, c.head)
-            full = barriers["q_full"] + stage
-            cute.arch.mbarrier_wait(barriers["q_empty"] + stage, step // STAGES % 2 ^ 1)
-            self.expect(full, self.m * c.head)
-            rows = sequences.copied_rows(atoms["q"][1], *queries)
-            self.fetch(atoms["q"][0], rows, buffers["q"][None, None, stage], place, shape, full)
-            if step < total:
-                cute.arch.mbarrier_wait(barriers["do_empty"], step % 2 ^ 1)
-                self.expect(barriers["do_full"], self.m * c.head)
-                more = sequences.copied_rows(atoms["do"][1], *queries)
-                self.fetch(atoms["do"][0], more, buffers["do"], place, shape, barriers["do_full"])
+        return self.mma(self.dq_width, OperandMajorMode.MN, OperandMajorMode.MN)
 
     @cute.jit
     def consume(
         self, buffers: Any, barriers: Any, dk: cute.Tensor, dv: cute.Tensor, values: Values, block: Block,
         group_heads: Int32, scale: Float32, rank: Int32, group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
-        """A warpgroup: the products of all steps, then dK and dV."""
         c = self.c
         thread = thread256 - group * GROUP
-        score_mma, key_mma, query_mma = self.score_mma(), self.key_mma(), self.query_mma()
-        score, key, query = (x.get_slice(thread) for x in (score_mma, key_mma, query_mma))
+        score_mma, query_mma = self.score_mma(), self.query_mma()
+        dk_mma, dv_mma = self.key_mma(c.head), self.key_mma(c.head_v)
+        score, query = score_mma.get_slice(thread), query_mma.get_slice(thread)
         tSrQ, tSrdO = (score_mma.make_fragment_A(score.partition_A(buffers[x])) for x in ("q", "do"))
-        tSrK, tSrV = (
-            score_mma.make_fragment_B(score.partition_B(cute.local_tile(buffers[x], (self.half_n, c.head), (group, 0))))
-            for x in ("k", "v")
-        )
-        half = (c.head // GROUPS, self.m)
-        tVrdO = key_mma.make_fragment_A(key.partition_A(cute.local_tile(turned(buffers["do"]), half, (group, 0))))
-        tKrQ = key_mma.make_fragment_A(key.partition_A(cute.local_tile(turned(buffers["q"]), half, (group, 0, None))))
-        tVrP, tKrS = (key_mma.make_fragment_B(key.partition_B(buffers[x])) for x in ("p", "ds"))
-        mine = (self.half_d // GROUPS, self.n)
+        halves = (("k", c.head), ("v", c.head_v))
+        sK, sV = (cute.local_tile(buffers[x], (self.half_n, head), (group, 0)) for x, head in halves)
+        tSrK, tSrV = (score_mma.make_fragment_B(score.partition_B(x)) for x in (sK, sV))
+        tKrQ, tKrS = self.key_operands(dk_mma, buffers["q"], buffers["ds"], group, thread)
+        tVrdO, tVrP = self.key_operands(dv_mma, buffers["do"], buffers["p"], group, thread)
+        mine = (self.dq_width, self.n)
         tQrK, tQrPeerK = (
             query_mma.make_fragment_B(query.partition_B(cute.local_tile(turned(buffers[x]), mine, (part, 0))))
             for x, part in (("k", rank * GROUPS + group), ("peer_k", group))
@@ -162,9 +110,10 @@ class PairedBackward(Backward):
             cute.make_rmem_tensor(score_mma.partition_shape_C((self.m, self.half_n)), Float32) for _ in range(2)
         )
         acc_dk, acc_dv = (
-            cute.make_rmem_tensor(key_mma.partition_shape_C((c.head // GROUPS, self.n)), Float32) for _ in range(2)
+            cute.make_rmem_tensor(mma.partition_shape_C(self.share(head)[0]), Float32)
+            for mma, head in ((dk_mma, c.head), (dv_mma, c.head_v))
         )
-        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((self.m, self.half_d // GROUPS)), Float32)
+        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((self.m, self.dq_width)), Float32)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
         row_sums, row_products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
@@ -187,14 +136,14 @@ class PairedBackward(Backward):
             stage, phase = step % STAGES, step % 2
             cute.arch.mbarrier_wait(barriers["do_full"], phase)
             self.multiply(self.score_mma(), gradients, tSrdO, tSrV, False)
-            self.hide(scores, mask, m_block * self.m, first_key, self.half_n, thread)
+            self.hide(scores, mask, m_block * self.m, first_key, self.half_n)
             for slot in cutlass.range_constexpr(2):
                 for i in self.rows.order(self.half_n, slot):
                     scores[i] = cute.math.exp2(scores[i] * scale_log2 - row_sums[slot], fastmath=True)
             self.put(score_mma, self.rounded(scores), sP, True, 2, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.all_multiplying()
-            self.multiply(self.key_mma(), acc_dv, tVrdO, tVrP, True)
+            self.multiply(self.key_mma(c.head_v), acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
             for slot in cutlass.range_constexpr(2):
                 for i in self.rows.order(self.half_n, slot):
@@ -208,7 +157,7 @@ class PairedBackward(Backward):
             if thread256 < 32:
                 self.send(own, peer, peer_full, rank)
             self.multiply(self.query_mma(), acc_dq, tQrS, tQrK, False)
-            self.multiply(self.key_mma(), acc_dk, tKrQ[None, None, None, stage], tKrS, True)
+            self.multiply(self.key_mma(c.head), acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             warpgroup.wait_group(1)
             self.release(barriers["do_empty"])
             cute.arch.mbarrier_wait(peer_full, phase)
@@ -223,16 +172,12 @@ class PairedBackward(Backward):
             if const_expr(c.deterministic):
                 self.added(added)  # in the step before: the fence has little left to wait for
                 cute.arch.mbarrier_wait(barriers["turn"], phase)
-            self.add(acc_dq, self.sums(values, block, step, steps, group_heads), rank * GROUPS + group, thread)
+            sums = values.dq_sums[(None, None, *self.place(block, step, steps, group_heads))]
+            self.add(acc_dq, sums, rank * GROUPS + group, thread)
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
         if const_expr(c.deterministic):
             self.added(added)
-        for acc, buffer, out, factor in ((acc_dk, buffers["k"], dk, scale), (acc_dv, buffers["v"], dv, None)):
-            mine = cute.local_tile(turned(buffer), (c.head // GROUPS, self.n), (group, 0))
-            self.all_multiplying()  # both have used the buffer
-            self.put(key_mma, self.rounded(acc, factor), mine, True, 2, thread)
-            self.all_multiplying()
-            self.write(buffer, out, block, c.head, thread256)
+        self.finish(((acc_dk, dk_mma, dk), (acc_dv, dv_mma, dv)), buffers, block, scale, group, thread256)
 
     def add(self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32) -> None:
         """Adds a part of dQ to a block's sums: four values of a thread at a time, threads next to each other.
@@ -248,19 +193,21 @@ class PairedBackward(Backward):
             )
 
     @cute.jit
-    def take_turns(self, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Int32) -> None:
+    def assist(
+        self, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Int32, part: Int32
+    ) -> None:  # fmt: skip
         """One warp: says when it is the turn of this CTA's half of dQ, and then that of the step before is over."""
         steps = block.end - block.begin
         total, mask = steps * group_heads, replace(block.mask)
         for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):
             used, before = cutlass.min(step, total - 1), cutlass.max(step - 1, 0)  # the last turn is its own still
             turn = self.turn(mask, block, block.begin + used % steps)
-            self.wait_for_turn(self.turns(values, block, used, steps, group_heads), rank, turn)
+            self.wait_for_turn(values.turns[(None, *self.place(block, used, steps, group_heads))], rank, turn)
             cute.arch.sync_warp()
             cute.arch.mbarrier_wait(barriers["added"], step % 2)
             self.release(barriers["turn"])
             with cute.arch.elect_one():
-                turns = self.turns(values, block, before, steps, group_heads)
+                turns = values.turns[(None, *self.place(block, before, steps, group_heads))]
                 self.end_turn(turns, rank, cutlass.min(step, 1))
             cute.arch.sync_warp()
 
@@ -292,8 +239,7 @@ class PairedBackward(Backward):
         group_heads: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """LSE and D of a thread's rows, long before they are needed."""
-        batch = 0 if const_expr(self.c.packed) else block.batch
-        head, m_block = block.head * group_heads + step // steps, block.first_block + block.begin + step % steps
+        m_block, head, batch = self.place(block, step, steps, group_heads)
         for slot in cutlass.range_constexpr(2):
             row = m_block * self.m + self.rows.row(thread, slot)
             row_sums[slot] = values.log_sums[row, head, batch]

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention import around, sequences
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind, sizes_of
@@ -60,7 +60,7 @@ class CompressionBackward(AttentionBackward):
         head = Int64(rows) * width
         by_head = (head, head * group)
         stride = (width, by_head, 1) if self.c.packed else (head * group * heads, by_head, width, 1)
-        first = self.region(given["workspace"], region, (1,), sizes).iterator
+        first = around.region(self.c, given["workspace"], region, (1,), sizes).iterator
         return cute.make_tensor(cute.recast_ptr(first, dtype=self.dtype), cute.make_layout(shape, stride=stride))
 
     def add_heads(self, sums: cute.Tensor, out: cute.Tensor, offsets: Any, stream: Any) -> None:

@@ -36,7 +36,7 @@ def obstacle(
     """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
     is_causal, alignment, left, right = bounds
     with_gradients = has_gradients(q, k, v)
-    sizes = (SdpaBackward if with_gradients else SdpaForward).head_sizes
+    sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
     if others:
         return "a mask, lengths, sinks or dropout: it has bounds alone"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:

@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 
 TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile": (128, 128)},
-    (128, 128): {"tile": (64, 128)},
+    (96, 96): {"tile": (64, 128)},
+    (128, 128): {"tile": (80, 128)},
+    (192, 128): {"tile": (64, 112), "pair": True},
+    (192, 192): {"tile": (64, 96), "pair": True},
     (256, 256): {"tile": (64, 80), "pair": True},
 }
 """On Hopper: query rows of a step and keys of a CTA by head sizes, and whether two CTAs exchange dS."""
+PACKED_TILES = {(128, 128): {"tile": (64, 128)}}
+"""The same of packed sequences, where 80 rows and a mask take more registers than there are."""
 
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
+    tiles = TILES | (PACKED_TILES if ends["packed"] else {})
     choices = {
-        "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **TILES[heads], **ends),
+        "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
         "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
     }
     return choices[arch]()
