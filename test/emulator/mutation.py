@@ -33,7 +33,7 @@ class Mutant:
     outcome: str  # the fault's class, "mismatch", or "survived"
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)
 def parsed(text: str, entry: str) -> Kernel:
     """Of which every mutant has a copy."""
     kernel = parse(text, entry)
@@ -42,18 +42,22 @@ def parsed(text: str, entry: str) -> Kernel:
 
 
 @contextmanager
-def without(site: int | None, seen: list[Program]) -> Iterator[None]:
-    """Every kernel loaded inside lacks its instruction `site`."""
+def without(site: int | None, seen: list[Program], entry: str = "") -> Iterator[None]:
+    """Every kernel loaded inside, of whose name `entry` is a part, lacks its instruction `site`. They are appended."""
 
     @lru_cache
-    def load(text: str, entry: str) -> Program:
-        whole = parsed(text, entry)
+    def load(text: str, name: str) -> Program:
+        if entry not in name:
+            return untouched(text, name)
+        whole = parsed(text, name)
         kernel = replace(whole, instructions=[replace(instruction) for instruction in whole.instructions])
         if site is not None:
             dropped = kernel.instructions[site]
             dropped.opcode, dropped.modifiers, dropped.operands, dropped.predicate = "nop", [], [], None
         seen.append(Program(kernel))
         return seen[-1]
+
+    untouched = machine.load
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "load", load)
@@ -67,20 +71,23 @@ def holds_registers(instruction: Instruction) -> bool:
 
 def mutants(
     run: Callable[[str, int], bool], attempts: list[tuple[str, int]],
-    chosen: Callable[[Instruction], bool] = synchronises,
+    chosen: Callable[[Instruction], bool] = synchronises, entry: str = "",
 ) -> list[Mutant]:  # fmt: skip
-    """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right."""
+    """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right.
+
+    All kernels are meant of whose names `entry` is a part.
+    """
     seen: list[Program] = []
-    with without(None, seen):
+    with without(None, seen, entry):
         for scheduler, seed in attempts:
             assert run(scheduler, seed)
-    kernel = seen[0].kernel
+    kernels = {program.kernel.name: program.kernel for program in seen}
     found = []
-    for site, instruction in enumerate(kernel.instructions):
+    for name, site, instruction in [(x.name, i, at) for x in kernels.values() for i, at in enumerate(x.instructions)]:
         if not chosen(instruction):
             continue
         outcome = "survived"
-        with without(site, []):
+        with without(site, [], name):
             for scheduler, seed in attempts:
                 try:
                     outcome = outcome if run(scheduler, seed) else "mismatch"

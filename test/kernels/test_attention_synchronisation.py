@@ -1,0 +1,82 @@
+"""Attention's barriers, fences, arrivals, commits and waits: dropped one at a time, and seen missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ptx_emulator = pytest.importorskip("ptx_emulator")
+
+from cudnn_kernels import compiler, fakes  # noqa: E402
+from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration  # noqa: E402
+from emulator.mutation import holds_registers, mutants  # noqa: E402
+from kernels import test_attention as attention  # noqa: E402
+from kernels.test_attention import Problem  # noqa: E402
+
+STEPS = BackwardConfiguration("bfloat16", 64, 64, (64, 128))
+CASES: dict[str, tuple[str, Any, Problem]] = {
+    # small tiles, and enough steps to fill each buffer again after its release; not deterministic ones, whose CTAs ask
+    # again and again whether it is their turn: a missing arrival would never end
+    "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
+}
+ENTRY = "_sm"
+"""In the kernels' names, and in none of what comes before and after the backward pass."""
+WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
+LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
+FENCE = "no register of these products was written since the fence of the ones before"
+EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
+    "backward": {
+        WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),
+        COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"), "wgmma.fence.sync.aligned": (3, FENCE),
+        "bar.warp.sync": (2, LANES), "bar.sync": (1, "neither K nor V is used any more at the barrier before the last"),
+    },
+}  # fmt: skip
+
+
+def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, int], bool]:
+    c, forward = problem.configured(configuration), isinstance(configuration, ForwardConfiguration)
+    given = (
+        attention.drawn(problem, c.head, c.head_v) if forward else attention.backward_arguments(configuration, problem)
+    )
+    written = {name: given[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
+    with ptx_emulator.emulate(arch):
+        compiled = compiler.compile_for(arch, attention.kernel(arch, c), *fakes.arguments(c))
+
+    def run(scheduler: str, seed: int) -> bool:
+        for name, fresh in written.items():
+            given[name].copy_(fresh)
+        with ptx_emulator.emulate(arch, races=True, scheduler=scheduler, seed=seed):
+            compiled(*(given[slot.name] for slot in c.slots()))
+        try:
+            attention.assert_right(given, problem, ("o",) if forward else ("dq", "dk", "dv"))
+        except AssertionError:
+            return False
+        return True
+
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(3600)
+def test_each_synchronisation_is_missed(name: str) -> None:
+    """Barriers, fences, arrivals, commits and waits, dropped one at a time."""
+    attempts = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
+    results = mutants(launcher(*CASES[name]), attempts, entry=ENTRY)
+    assert len(results) > 20
+    survivors = Counter(mutant.text for mutant in results if mutant.outcome == "survived")
+    equivalent = EQUIVALENT.get(name, {})
+    assert not {text: n for text, n in survivors.items() if n > equivalent.get(text, (0, ""))[0]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_waits_for_registers_are_missed(name: str) -> None:
+    """wgmma.commit_group and wait_group, tcgen05.wait::ld: dropped one at a time, under one schedule."""
+    results = mutants(launcher(*CASES[name]), [("lowest-pc", 0)], holds_registers, ENTRY)
+    assert len(results) >= (3 if CASES[name][0] == "sm_90a" else 1)
+    outcomes = Counter(mutant.outcome for mutant in results)
+    assert outcomes["RaceError"] == len(results) - EQUIVALENT.get(name, {}).get(COMMIT, (0, ""))[0]
