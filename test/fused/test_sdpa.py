@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import cudnn
 from cudnn.sdpa import (
     SdpaBackward,
+    SdpabwdSm100D256,
     SdpaForward,
     SdpafwdSm100D256,
     sdpa_bwd_wrapper_sm100_d256,
@@ -101,6 +104,101 @@ def test_the_kernels_run_from_the_wrappers(kernels: str, as_batch: bool) -> None
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
 
 
+@dataclass(frozen=True)
+class Cache:
+    """K and V of ``lengths`` keys in memory with room for more, NaN beyond, or in pages that lie anywhere in a pool."""
+
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]
+    rows: int = 1
+    page: int = 0
+    pages_of_heads: bool = False
+    head: tuple[int, int] = (128, 128)
+    dtype: torch.dtype = torch.bfloat16
+    sink: bool = False
+    splits: int = 0
+
+    def keys(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of each sequence, (h, s, d)."""
+        shapes = [(self.heads[1], n, d) for n in self.lengths for d in self.head]
+        return list(zip(*[iter(torch.randn(shape).to(self.dtype) for shape in shapes)] * 2, strict=True))
+
+    def stored(self, keys: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """K, V and the table of pages, if there are any."""
+        page = self.page or max(self.lengths) + 5
+        per = -(-max(self.lengths) // page)
+        order = torch.randperm(len(keys) * per + 2)[: len(keys) * per].view(-1, per)
+        table = torch.full(order.shape, -7, dtype=torch.int32)
+        stored = []
+        for which, d in enumerate(self.head):
+            shape = (order.numel() + 2, self.heads[1], page, d)
+            pool = torch.full(shape, torch.nan, dtype=self.dtype)
+            if not self.pages_of_heads:
+                pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
+            for index, pair in enumerate(keys):
+                for number, part in enumerate(pair[which].split(page, 1)):
+                    place = order[index, number] if self.page else index
+                    pool[place, :, : part.shape[1]] = part
+                    table[index, number] = place
+            stored.append(pool if self.page else pool[: len(keys)])
+        return *stored, table if self.page else None
+
+
+@pytest.mark.parametrize(
+    ("cache", "options"),
+    brief(
+        [
+            (Cache((200, 50), (4, 2), page=16, splits=2), {}),
+            (Cache((200, 300), (12, 2), 3, head=(64, 64), dtype=torch.float16, sink=True, splits=3), CAUSAL),
+            (
+                Cache((150, 60), (7, 1), 2, 128, pages_of_heads=True, head=(256, 256)),
+                {"is_causal": True, "window_size": (40, 0), "softcap": 5.0},
+            ),
+            (Cache((300, 140), (6, 2), 40, 256, head=(192, 128), sink=True), CAUSAL),
+        ],
+        0,
+    ),
+)
+def test_caches_of_keys(cache: Cache, options: dict[str, Any]) -> None:
+    """Results in PyTorch and in the emulator are those of each sequence alone."""
+    keys, batch, (hq, _) = cache.keys(), len(cache.lengths), cache.heads
+    k, v, table = cache.stored(keys)
+    q = torch.randn(batch, cache.rows, hq, cache.head[0]).to(cache.dtype).transpose(1, 2)
+    sink = torch.linspace(-1, 3, hq) if cache.sink else None
+    lengths = torch.tensor(cache.lengths, dtype=torch.int32)
+
+    def attended(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **samples: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
+        lse = torch.full(q.shape[:3], torch.nan)
+        given = {name: x for name, x in {**samples, "sink": sink}.items() if x is not None}
+        more = {f"sample_{name}": x for name, x in given.items()}
+        made = SdpaForward(q, k, v, o, lse, **more, num_splits=cache.splits, **options)
+        made.compile()
+        made.execute(q, k, v, o, lse, **{f"{name}_tensor": x for name, x in given.items()})
+        return o, lse
+
+    alone = [attended(q[i : i + 1], *(x[None] for x in pair)) for i, pair in enumerate(keys)]
+    expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+    for arch in ("", "sm_90a"):
+        with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+            o, lse = attended(q, k, v, seqlen_k=lengths, page_table=table)
+        torch.testing.assert_close(lse, expected[1], atol=2e-6, rtol=1e-6)
+        assert (o.double() - expected[0]).norm() <= 2 * torch.finfo(o.dtype).eps * expected[0].double().norm()
+
+
+@pytest.mark.parametrize(("rows", "arch", "splits"), [(16, "sm_90a", 26), (17, "sm_90a", 0), (16, "sm_100a", 0)])
+def test_few_rows_split_the_keys_on_hopper(rows: int, arch: str, splits: int) -> None:
+    q, k, o, lse = matrix(5, rows, 4), matrix(5, 8192, 1), matrix(5, rows, 4), torch.empty(5, 4, rows)
+    attention = SdpaForward(q, k, k, o, lse, arch=arch)
+    plan = attention.plan(arch, attention.sizes(attention.descs))
+    assert [slot.name for slot in plan.slots].count("splits") == (splits > 0)
+    if splits:
+        assert attention.constants == {"splits": splits}
+        assert plan.workspace_size(attention.sizes(attention.descs)) >= splits * q.numel() * 4
+
+
 def test_rows_that_see_nothing() -> None:
     q, k = matrix(1, 8, 1), matrix(1, 4, 1)
     o, lse = sdpa_fwd_wrapper_sm100_d256(q, k, k, **CAUSAL)
@@ -142,6 +240,28 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
 
 
+@pytest.mark.parametrize(
+    ("api", "wrapper", "given"),
+    [(SdpafwdSm100D256, sdpa_fwd_wrapper_sm100_d256, 3), (SdpabwdSm100D256, sdpa_bwd_wrapper_sm100_d256, 6)],
+)
+def test_wrappers_keep_objects_as_existing_programs_expect(
+    monkeypatch: pytest.MonkeyPatch, api: Any, wrapper: Any, given: int
+) -> None:
+    """Programs replace the methods, and look at the dictionary of the objects."""
+    compiled, executed = [], []
+    monkeypatch.setattr(api, "check_support", lambda self: True)
+    monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
+    monkeypatch.setattr(api, "execute", lambda self, **tensors: executed.append(tensors))
+    objects = getattr(sys.modules[api.__module__], f"_cache_of_{api.__name__}Objects")
+    objects.clear()
+    q, lse = matrix(1, 32, 2), torch.zeros(1, 2, 32)
+    for _ in range(2):
+        wrapper(*(q, q, q, q, q, lse)[:given])
+    assert len(compiled) == len(objects) == 1
+    assert [tensors["q_tensor"] is q for tensors in executed] == [True, True]
+    objects.clear()
+
+
 def test_offsets_belong_to_packed_sequences() -> None:
     q = matrix(1, 32, 2)
     o, lse = torch.empty_like(q), torch.empty(1, 2, 32)
@@ -151,3 +271,19 @@ def test_offsets_belong_to_packed_sequences() -> None:
         attention.execute(q, q, q, o, lse, offsets(0, 32), offsets(0, 32))
     with pytest.raises(ValueError, match="where each sequence ends"):
         SdpaForward(*(x[0].transpose(0, 1) for x in (q, q, q, o)), lse[0].t(), offsets(0), offsets(0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        ({"sample_page_table": torch.zeros(1, 2, dtype=torch.int32)}, ValueError, "sample_seqlen_k"),
+        ({"sample_seqlen_k": torch.ones(2, dtype=torch.int32)}, ValueError, "seqlen_k"),
+        ({"sample_seqlen_k": torch.ones(1)}, ValueError, "seqlen_k"),
+        ({"num_splits": -1}, ValueError, "num_splits"),
+        ({"sample_seqlen_k": torch.ones(1, dtype=torch.int32), "arch": "sm_100a"}, NotImplementedError, "seqlen_k"),
+    ],
+)
+def test_what_caches_are_refused(samples: dict[str, Any], error: type[Exception], message: str) -> None:
+    q = matrix(1, 24, 2)
+    with pytest.raises(error, match=message):
+        SdpaForward(q, q, q, q, torch.empty(1, 2, 24), **samples).compile()

@@ -14,7 +14,7 @@ from cudnn.bench.sass import disassemble
 from cudnn.sdpa import backward as table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
 from support.compiled import compile_kernel
@@ -24,6 +24,7 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
+DECODE = DecodeConfiguration("bfloat16", 256, 256, (64, 64), right=True, left=True, sink=True, cached=True, page=16)
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
 BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (80, 128))
@@ -250,6 +251,7 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
     [
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
+        pytest.param(DECODE, 10, marks=pytest.mark.full),
         (replace(PAIRED, right=True), 6),
         (replace(BACKWARD, right=True), 5),
         *(

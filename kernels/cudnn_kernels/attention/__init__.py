@@ -79,6 +79,47 @@ class ForwardConfiguration:
 
 
 @dataclass(frozen=True)
+class DecodeConfiguration(ForwardConfiguration):
+    """Few query rows and many keys: a head's keys are split among CTAs, whose results another kernel combines.
+
+    The heads of Q that have a head of K in common are rows of the same tile. K and V may be ``cached``: each
+    sequence has a length of its own, and with a ``page`` of so many keys a list of pages: K is (pages, hk, page, d).
+    """
+
+    cached: bool = False
+    page: int = 0
+
+    kernel = "attention_decode:AttentionDecode"
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        keys = ("pages", "hk", self.page) if self.page else ("b", "hk", "sk")
+        shapes = {name: ("b", "hq", "sq", head) for name, head in (("q", self.head), ("o", self.head_v))}
+        shapes |= {"k": (*keys, self.head), "v": (*keys, self.head_v)}
+        return (
+            *[Tensor(name, self.dtype, shapes[name], (None, None, None, 1)) for name in "qkvo"],
+            row_values(False, "lse"),
+            *[vector("seqlen_k", "int32", "b")] * self.cached,
+            *[Tensor("page_table", "int32", ("b", "pages of one"), (None, 1), align=4)] * (self.page > 0),
+            *[vector("sink", "float32", "hq")] * self.sink,
+            Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
+            *[Scalar("softcap", "float32")] * self.softcap, Scalar("splits", "int32"),
+            Workspace((Parts("parts", self.head_v), Parts("log_sums", 1))), Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A region of the workspace: float32 values of every row, from every CTA that has some of its keys."""
+
+    name: str
+    count: int
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return 4 * self.count * sizes["splits"] * sizes["b"] * sizes["hq"] * sizes["sq"]
+
+
+@dataclass(frozen=True)
 class Rows:
     """A region of the workspace: bytes for every row of a head of Q, of each sequence a number of blocks of rows."""
 

@@ -74,6 +74,19 @@ class Mask:
 
 
 @dataclass
+class SharedMask(Mask):
+    """Rows of ``share`` heads, of which each query has one after the other."""
+
+    share: Int32
+
+    def end(self, row: Any) -> Int32:
+        return super().end(row // self.share)
+
+    def begin(self, row: Any) -> Int32:
+        return super().begin(row // self.share)
+
+
+@dataclass
 class CompressedMask(Mask):
     """Keys that stand for ``ratio`` rows each: row q sees those whose rows end with it or before it."""
 

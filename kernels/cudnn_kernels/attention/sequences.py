@@ -80,12 +80,15 @@ def copied(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
     rows, and one whose last step leads back by 2^30 rows, as addresses of 64 bits wrap around.
     """
     made = matrix(tensor, is_packed)
-    if not is_packed:
-        return made
-    rows, head, heads, _ = made.shape
+    return made if not is_packed else ended(made, made.shape[0] + 1, made.stride[0])
+
+
+def ended(made: cute.Tensor, steps: Any, step: Any) -> cute.Tensor:
+    """:func:`copied` of a matrix whose sequences end after any of so many steps of so many elements."""
+    _, head, heads, _ = made.shape
     row, one, by_head, _ = made.stride
-    turn = Int64((1 << 34) * 8 // tensor.element_type.width)  # 2^30 steps of 2^34 bytes: once around
-    shape, stride = (FAR, head, heads, rows + 1, FAR + 1), (row, one, by_head, row, turn - row)
+    turn = Int64((1 << 34) * 8 // made.element_type.width)  # 2^30 steps of 2^34 bytes: once around
+    shape, stride = (FAR, head, heads, steps, FAR + 1), (row, one, by_head, step, turn - row)
     return cute.make_tensor(made.iterator, cute.make_layout(shape, stride=stride))
 
 
@@ -93,7 +96,12 @@ def copied_rows(tensor: cute.Tensor, head: Int32, batch: Int32, first: Int32, le
     """(s, d) of a head of a sequence, of the copy engine's coordinates of a :func:`copied` tensor."""
     if cute.rank(tensor) == 4:
         return tensor[None, None, head, batch]
-    return cute.domain_offset((FAR - length, 0), tensor[None, None, head, first + length, FAR])
+    return ended_rows(tensor, head, first + length, length)
+
+
+def ended_rows(tensor: cute.Tensor, head: Int32, end: Int32, length: Int32) -> cute.Tensor:
+    """(s, d) of a head of a sequence that ends after so many steps, of an :func:`ended` tensor."""
+    return cute.domain_offset((FAR - length, 0), tensor[None, None, head, end, FAR])
 
 
 def rows(tensor: cute.Tensor, is_packed: bool, by_head: bool = True) -> cute.Tensor:

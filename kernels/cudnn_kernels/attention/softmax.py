@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,20 +57,21 @@ class Cap:
 
 
 def update(
-    state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK
+    state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK, chains: int = 2
 ) -> Sequence[Float32]:  # fmt: skip
     """Turns a block's scores into exponentials, in place. They are at most 2^slack.
 
-    What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact.
+    What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact. A row's
+    maximum is found in so many ``chains`` at a time.
     """
     corrections = []
     for slot in range(rows.slots):
         order = rows.order(width, slot)
-        chains = [scores[order[0]], scores[order[1]]]
-        for place, i in enumerate(order[2:]):
-            chains[place % 2] = cute.arch.fmax(chains[place % 2], scores[i])
+        found = [scores[i] for i in order[:chains]]
+        for place, i in enumerate(order[chains:]):
+            found[place % chains] = cute.arch.fmax(found[place % chains], scores[i])
         before = state.maxima[slot]
-        largest = cute.arch.fmax(before, rows.across(cute.arch.fmax(*chains), cute.arch.fmax))
+        largest = cute.arch.fmax(before, rows.across(functools.reduce(cute.arch.fmax, found), cute.arch.fmax))
         largest = Float32(select_((largest - before) * state.scale > slack, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))

@@ -51,6 +51,7 @@ class AttentionForward(Forward):
         self.groups = self.tile_m // ROWS
         self.warps = 4 * self.groups
         self.score_rows = WgmmaRows(slots=2)
+        self.seldom = configuration.head_v > 128  # whether O is multiplied anew only where that is needed
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
@@ -229,7 +230,7 @@ class AttentionForward(Forward):
         words = cute.make_rmem_tensor(self.tile_n // 4, Int32)  # P, two values a word
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
         cap = softmax.Cap(cap_factor) if const_expr(c.softcap) else None
-        if const_expr(c.sink):
+        if const_expr(sink is not None):
             softmax.reset_to_sink(state, sink[p.head], self.score_rows, thread)
         else:
             softmax.reset(state)
@@ -294,8 +295,13 @@ class AttentionForward(Forward):
         if const_expr(cap is not None):
             cap.apply(scores)
         self.hide(scores, p, row, thread, end - 1)
-        softmax.update(state, scores, self.score_rows, self.tile_n)
+        self.update(state, scores)
         self.round(scores, words)
+
+    def update(self, state: softmax.State, scores: cute.Tensor) -> Any:
+        """The exponentials of a block, and what O is to be multiplied by."""
+        slack, chains = (softmax.SLACK, 2) if self.seldom else (0.0, 4)
+        return softmax.update(state, scores, self.score_rows, self.tile_n, slack, chains)
 
     def step(
         self, scores: cute.Tensor, acc: cute.Tensor, tSrQ: Any, tSrK: Any, words: cute.Tensor,
@@ -316,12 +322,16 @@ class AttentionForward(Forward):
             cap.apply(scores)
         if const_expr(masked):
             self.hide(scores, p, row, thread, n)
-        corrections = softmax.update(state, scores, self.score_rows, self.tile_n)
-        done_before_the_wait(state.sums[0] + state.sums[1])
+        corrections = self.update(state, scores)
+        if const_expr(self.seldom):
+            done_before_the_wait(state.sums[0] + state.sums[1])
         warpgroup.wait_group(0)
         self.release(rings.v_empty + value_stage)
         self.round(scores, words)
-        self.correct_where_needed(acc, *corrections)
+        if const_expr(self.seldom):
+            self.correct_where_needed(acc, *corrections)
+        else:
+            self.correct(acc, corrections)
 
     def last(self, acc: cute.Tensor, words: cute.Tensor, tOrV: Any, rings: Rings, count: Int32) -> None:
         """The products of the last block."""

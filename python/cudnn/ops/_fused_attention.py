@@ -11,7 +11,7 @@ from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward
-from cudnn.sdpa.base import cached
+from cudnn.sdpa.base import called
 
 NAMES = "q", "k", "v"
 FASTER = {
@@ -108,8 +108,7 @@ def fused_sdpa(
     options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
     if q.is_cuda:
         say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
-    operation: Any = cached(SdpaForward, tensors, options)
-    operation.execute(*tensors)
+    called(SdpaForward, tensors, options)
     return o, lse
 
 
@@ -129,8 +128,7 @@ def fused_sdpa_bwd(
         return tuple(x.zero_() for x in gradients)  # pyright: ignore[reportReturnType]
     tensors = (*map(_readable, (q, k, v, o, do)), lse, *gradients, None, None)
     options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
-    operation: Any = cached(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
-    operation.execute(*tensors)
+    called(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
     return gradients  # pyright: ignore[reportReturnType]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
@@ -11,7 +11,7 @@ from cudnn.fused.layouts import Sizes
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, cached, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, Attention, called, keys, queries, row_values
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 
@@ -111,6 +111,10 @@ class SdpabwdSm100D256(SdpaBackward):
 
     head_sizes = ((256, 256),)
     any_order = False
+    objects: ClassVar[dict[Any, Any]] = {}
+
+
+_cache_of_SdpabwdSm100D256Objects = SdpabwdSm100D256.objects  # noqa: N816
 
 
 def sdpa_bwd_wrapper_sm100_d256(
@@ -132,6 +136,5 @@ def sdpa_bwd_wrapper_sm100_d256(
     given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)
     results = tuple(map(torch.empty_like, (q_tensor, k_tensor, v_tensor)))
     tensors = (*given, *results, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    operation: Any = cached(SdpabwdSm100D256, tensors, options)
-    operation.execute(*tensors, current_stream=current_stream)
+    called(SdpabwdSm100D256, tensors, options, current_stream)
     return TupleDict(zip(("dq_tensor", "dk_tensor", "dv_tensor"), results, strict=True))

@@ -21,9 +21,9 @@ def queries(name: str, head: str, written: bool = False) -> TensorSpec:
     return TensorSpec(name, Heads("sq", "hq", head), TYPES, same="" if name == "q" else "q", written=written)
 
 
-def keys(name: str, head: str, written: bool = False) -> TensorSpec:
-    """A matrix with the rows of K."""
-    return TensorSpec(name, Heads("sk", "hk", head), TYPES, same="q", written=written)
+def keys(name: str, head: str, written: bool = False, batch: str = "b") -> TensorSpec:
+    """A matrix with the rows of K; ``batch`` names the size of its first dimension."""
+    return TensorSpec(name, Heads("sk", "hk", head, batch), TYPES, same="q", written=written)
 
 
 def row_values(written: bool = False) -> TensorSpec:
@@ -81,8 +81,9 @@ class Attention(FusedAPI):
         for name in ("q", "k"):
             ends, most = given[f"sample_cum_seqlen_{name}"], given[f"max_s_{name}"]
             if ends is None:
-                shape = given[f"sample_{name}"].shape
-                longest = shape[2] if len(shape) == 4 else 0
+                shape, table = given[f"sample_{name}"].shape, given.get("sample_page_table")
+                pages = table.shape[-1] if name == "k" and table is not None else 1
+                longest = shape[2] * pages if len(shape) == 4 else 0
             else:
                 values = ends.tolist()
                 if len(values) < 2 or values[0] != 0 or any(a > b for a, b in pairwise(values)):
@@ -104,12 +105,16 @@ class Attention(FusedAPI):
         (*first, hq, sq, d), (*_, hk, sk, _) = shapes["q"], shapes["k"]
         if packed:
             first, hq, sq, hk, sk = [options["sequences"]], sq, hq, sk, hk
-        return {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d, "ends": first[0] + 1}
+        found = {"packed": packed, "b": first[0], "hq": hq, "sq": sq, "hk": hk, "sk": sk, "d": d, "ends": first[0] + 1}
+        table = options.get("table", ())  # its shape, where K and V are pages
+        return found | {"bk": shapes["k"][0] if table else first[0], "pages": table[-1] if table else 1}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         shapes = {name: descs[name].shape for name in self.sized_by}
         ends = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q")
-        found = self.sizes_of(shapes, {"packed": self.packed, "sequences": ends.shape[0] - 1 if ends else 0})
+        table = descs.get("page_table")
+        options = {"sequences": ends.shape[0] - 1 if ends else 0, "table": table.shape if table else ()}
+        found = self.sizes_of(shapes, {"packed": self.packed, **options})
         v = self.descs["v"]
         return {**found, "dv": v.shape[-1] if v is not None else found["d"]}
 
@@ -161,7 +166,7 @@ class Attention(FusedAPI):
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         for packed in (False, True):
             rows = b * s if packed else s
-            sizes = {"packed": packed, "b": b, "hq": h, "hk": h, "sq": rows, "sk": rows, "d": d, "dv": dv}
+            sizes = {"packed": packed, "b": b, "bk": b, "hq": h, "hk": h, "sq": rows, "sk": rows, "d": d, "dv": dv}
             tensors = {
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
@@ -177,14 +182,15 @@ class Attention(FusedAPI):
                 yield cls(**arguments)
 
 
-def cached(api: type[Attention], samples: Sequence[Any], options: Mapping[str, Any]) -> Attention:
-    """The object that a wrapper uses for tensors like these: made and compiled once."""
-    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in samples)
+def called(api: type[Attention], tensors: Sequence[Any], options: Mapping[str, Any], stream: Any = None) -> None:
+    """Executes the object that a wrapper has for tensors like these, in the order of ``execute``: made at first."""
+    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors)
     key = (kinds, tuple(options.items()))
     made = api.objects.get(key)
     if made is None:
-        made = api(*samples, **options)
+        made = api(*tensors, **options)
         made.check_support()
         made.compile()
         api.objects[key] = made
-    return made
+    given = zip(api.parameters.values(), tensors, strict=False)  # programs replace `execute` by one of keywords alone
+    made.execute(**dict(given), current_stream=stream)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.api_base import TupleDict
 from cudnn.fused.call import Plan, kernel_plan
@@ -12,8 +13,9 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, cached, keys, queries, row_values
-from cudnn_kernels.attention import ForwardConfiguration
+from cudnn.sdpa.base import OFFSETS, Attention, called, keys, queries, row_values
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention import DecodeConfiguration, ForwardConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -25,6 +27,10 @@ TILES = {
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200."""
 SHARING = {"sm_90a": {(256, 256): 2}, "sm_100a": {}}
 """CTAs that share the loads of K and V, to relieve L2, where there is no causal mask."""
+DECODE = {(64, 64): (128, 4), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
+"""Keys of a tile, and how many tiles are on their way, on Hopper where CTAs split a sequence's keys."""
+FEW = 64
+"""Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 HEADS = tuple(TILES["sm_90a"])
 
 
@@ -48,6 +54,8 @@ class SdpaForward(Attention):
     | lse        | (b, hq, sq)                     | (tq, hq)                  | float32                           |
     | cum_seqlen | none                            | (b + 1,)                  | int32: 0, then where sequences end |
     | sink       | (hq,), or none                  | (hq,), or none            | float32                           |
+    | seqlen_k   | (b,), or none                   | none                      | int32                             |
+    | page_table | (b, pages), or none             | none                      | int32                             |
 
     Matrices may have any strides with a last one of 1 and others that are multiples of 16 bytes. Packed row values lie
     head by head in memory, whatever the strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq
@@ -64,13 +72,23 @@ class SdpaForward(Attention):
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
             kernel itself.
         softcap: 0 for none. sample_sink: a tensor like the logits of the sinks, if there are any.
+        sample_seqlen_k: a tensor like the lengths of the sequences' keys, if k and v are caches with room for more: a
+            sequence has the first so many keys, and its diagonal ends at its own last one. Hopper only.
+        sample_page_table: a tensor like the table of pages, if k is a pool (pages, hk, page, d), and so v: key i of a
+            sequence is row i % page of the page ``page_table[sequence, i // page]``. Entries beyond a sequence's length
+            are not read. A page has a power of 2 of keys, 8 or more. Needs ``sample_seqlen_k``.
+        num_splits: on Hopper, CTAs that share a sequence's keys where rows are few, or keys a cache; 0: from the
+            samples' sizes. The result is the same bit for bit with the same number.
     """
 
     softcap: float
     title = "attention, forward"
-    tensors = (queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
-               row_values(written=True), *OFFSETS,
-               TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True))  # fmt: skip
+    tensors = (queries("q", "d"), keys("k", "d", batch="bk"), keys("v", "dv", batch="bk"),
+               queries("o", "dv", written=True), row_values(written=True), *OFFSETS,
+               TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
+               TensorSpec("seqlen_k", Contiguous("b", alignment=4), ("int32",), optional=True),
+               TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True))  # fmt: skip
+    counted_by = ("page_table",)
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
     head_sizes = HEADS
@@ -83,6 +101,7 @@ class SdpaForward(Attention):
         pv_acc_dtype: dtype = torch.float32, mma_tiler_mn: tuple[int, int] = (128, 128), is_causal: bool = False,
         window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
         arch: str | None = None, softcap: float = 0.0, sample_sink: Tensor | None = None,
+        sample_seqlen_k: Tensor | None = None, sample_page_table: Tensor | None = None, num_splits: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -90,27 +109,74 @@ class SdpaForward(Attention):
         self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
         cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
         scale_softmax: float | None = None, scale_output: float | None = None, current_stream: Any = None,
-        sink_tensor: Tensor | None = None,
+        sink_tensor: Tensor | None = None, seqlen_k_tensor: Tensor | None = None,
+        page_table_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
+        tensors = (*tensors, seqlen_k_tensor, page_table_tensor)
         self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         if not 0 <= self.softcap < math.inf:
             raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
+        cached, paged = self.given("seqlen_k"), self.given("page_table")
+        if cached and self.packed:
+            raise self.unsupported("seqlen_k", "lengths beside cum_seqlen_k", "one of the two")
+        if paged and not cached:
+            raise self.error("page_table", "no lengths beside it", "sample_seqlen_k too")
+        if paged and (sizes["sk"] < 8 or sizes["sk"] & (sizes["sk"] - 1)):
+            raise self.error("page_table", f"pages of {sizes['sk']} keys", "pages of a power of 2 of keys, 8 or more")
+        if not 0 <= self.num_splits <= 256:
+            raise self.error("num_splits", self.num_splits, "1 to 256, or 0 to let the samples' sizes decide")
+
+    def decodes(self, sizes: Sizes) -> bool:
+        """Whether Hopper's CTAs split a sequence's keys."""
+        share = sizes["hq"] // max(sizes["hk"], 1)
+        return self.given("seqlen_k") or (not self.packed and share * sizes["sq"] <= FEW)
+
+    @functools.cached_property
+    def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many CTAs split a sequence's keys: the chip is done after the fewest blocks, and two a round besides."""
+        if self.num_splits:
+            return {"splits": self.num_splits}
+        sizes, multiprocessors = super().sizes(self.descs), ARCHITECTURES["sm_90a"].multiprocessors
+        tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / FEW) * sizes["b"] * sizes["hk"]
+        blocks = math.ceil(self.longest[1] / DECODE.get((sizes["d"], sizes["dv"]), (FEW, 0))[0])
+
+        def cost(splits: int) -> int:
+            return math.ceil(tiles * splits / multiprocessors) * (math.ceil(blocks / splits) + 2)
+
+        return {"splits": min(range(1, min(blocks, 64) + 1), key=cost, default=1)}
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        return super().sizes(descs) | self.constants
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
+        if self.given("seqlen_k") and arch != "sm_90a":
+            raise self.unsupported("seqlen_k", arch, "sm_90a")
+        if arch == "sm_90a" and self.decodes(sizes):
+            return kernel_plan(arch, self.decode(sizes))
         cluster = 1 if ends["right"] else SHARING[arch].get(heads, 1)
         kind = name_of(self.dtype("q"))
         configuration = ForwardConfiguration(
             kind, *heads, TILES[arch][heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
         )
         return kernel_plan(arch, configuration)
+
+    def decode(self, sizes: Sizes) -> DecodeConfiguration:
+        """What Hopper's kernel for few rows, or caches, is compiled for."""
+        heads, ends, share = (sizes["d"], sizes["dv"]), self.ends(), sizes["hq"] // max(sizes["hk"], 1)
+        keys, stages = DECODE[heads]
+        return DecodeConfiguration(
+            name_of(self.dtype("q")), *heads, (64 if share * sizes["sq"] <= FEW else 128, keys), **ends, stages=stages,
+            softcap=self.softcap > 0, sink=self.given("sink"), cached=self.given("seqlen_k"),
+            page=sizes["sk"] if self.given("page_table") else 0,
+        )  # fmt: skip
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         numbers = tensors["scale_softmax"], tensors["scale_output"], self.softcap
@@ -122,6 +188,10 @@ class SdpafwdSm100D256(SdpaForward):
 
     head_sizes = ((256, 256),)
     any_order = False
+    objects: ClassVar[dict[Any, Any]] = {}
+
+
+_cache_of_SdpafwdSm100D256Objects = SdpafwdSm100D256.objects  # noqa: N816
 
 
 def sdpa_fwd_wrapper_sm100_d256(
@@ -143,8 +213,7 @@ def sdpa_fwd_wrapper_sm100_d256(
     o = torch.empty_like(q_tensor)
     lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
     tensors = (q_tensor, k_tensor, v_tensor, o, lse, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-    operation: Any = cached(SdpafwdSm100D256, tensors, options)
-    operation.execute(*tensors, current_stream=current_stream)
+    called(SdpafwdSm100D256, tensors, options, current_stream)
     return TupleDict(o_tensor=o, lse_tensor=lse)
 
 

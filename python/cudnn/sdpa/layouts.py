@@ -22,12 +22,13 @@ class Heads(Layout):
     rows: str
     heads: str
     head: str
+    batch: str = "b"
     alignment: int = 16
     rank = 4
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         rows, heads, head = sizes[self.rows], sizes[self.heads], sizes[self.head]
-        return (rows, heads, head) if sizes["packed"] else (sizes["b"], heads, rows, head)
+        return (rows, heads, head) if sizes["packed"] else (sizes[self.batch], heads, rows, head)
 
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         rows, heads, head = sizes[self.rows], sizes[self.heads], sizes[self.head]

@@ -38,14 +38,27 @@ def wide(x: Any) -> Any:
     return x if x.dtype is torch.float64 else x.float()
 
 
+def cached(x: Any, index: int, lengths: Any, table: Any) -> Any:
+    """K or V of a sequence, (h, s, d), of which it has so many rows, in pages where there is a table of them."""
+    length = int(lengths[index])
+    if table is None:
+        return x[index, :, :length]
+    pages = table[index, : -(-length // x.shape[2])]
+    return x[pages].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
 def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, Any]]:
     """The tensors of each sequence: matrices (h, s, d), LSE (h, s). Writing them writes the whole tensors."""
     queries, keys = ("q", "o", "do", "dq"), ("k", "v", "dk", "dv")
     present = [name for name in (*queries, *keys) if tensors.get(name) is not None]
     lse = by_head(tensors["lse"], packed)
     if not packed:
+        table, lengths = tensors.get("page_table"), tensors.get("seqlen_k")
         for index in range(tensors["q"].shape[0]):
-            yield {**{name: tensors[name][index] for name in present}, "lse": lse[index]}
+            parts = {name: tensors[name][index] for name in present if table is None or name not in keys}
+            if lengths is not None:
+                parts |= {name: cached(tensors[name], index, lengths, table) for name in "kv"}
+            yield {**parts, "lse": lse[index]}
         return
     ends_q, ends_k = (tensors[name].tolist() for name in ("cum_seqlen_q", "cum_seqlen_k"))
     for index in range(len(ends_q) - 1):
