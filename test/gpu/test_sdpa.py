@@ -98,6 +98,28 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
     assert torch.equal(o, first)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize(("head", "head_v", "page"), [(64, 64, 256), (128, 128, 16), (192, 128, 64), (256, 256, 128)])
+def test_pages_of_keys(head: int, head_v: int, page: int, rows: int) -> None:
+    lengths = torch.tensor([3000, 1, 777], device="cuda", dtype=torch.int32)
+    table = torch.randperm(3 * 4096 // page, device="cuda").view(3, -1).int()
+    q = drawn(rows, 12, head, batch=3, integers=False)
+    k, v = (drawn(page, 2, width, batch=table.numel(), integers=False) for width in (head, head_v))
+    o, lse = drawn(rows, 12, head_v, batch=3), torch.empty(3, 12, rows, device="cuda")
+    attention = SdpaForward(q, k, v, o, lse, sample_seqlen_k=lengths, sample_page_table=table)
+    attention.compile()
+    attention.execute(q, k, v, o, lse, seqlen_k_tensor=lengths, page_table_tensor=table)
+    for i, length in enumerate(lengths.tolist()):
+        keys = (x[table[i]].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (k, v))
+        expected, expected_lse, _ = formula(q[i : i + 1], *keys, False, head**-0.5)
+        torch.testing.assert_close(o[i : i + 1].float(), expected, atol=4e-3, rtol=2e-3)
+        torch.testing.assert_close(lse[i : i + 1], expected_lse, atol=1e-4, rtol=1e-4)
+    first = o.clone()
+    for _ in range(1000):
+        attention.execute(q, k, v, o, lse, seqlen_k_tensor=lengths, page_table_tensor=table)
+    assert torch.equal(o, first)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head", "head_v"), SdpaBackward.head_sizes)
 def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
