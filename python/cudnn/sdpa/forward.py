@@ -82,6 +82,7 @@ class SdpaForward(Attention):
     """
 
     softcap: float
+    num_splits: int
     title = "attention, forward"
     tensors = (queries("q", "d"), keys("k", "d", batch="bk"), keys("v", "dv", batch="bk"),
                queries("o", "dv", written=True), row_values(written=True), *OFFSETS,
@@ -153,7 +154,7 @@ class SdpaForward(Attention):
         return {"splits": min(range(1, min(blocks, 64) + 1), key=cost, default=1)}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
-        return super().sizes(descs) | self.constants
+        return {**super().sizes(descs), **self.constants}
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
