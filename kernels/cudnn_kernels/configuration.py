@@ -100,6 +100,8 @@ class GemmConfiguration:
         if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
             allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
             raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
+        if self.a.ragged or self.b.ragged:
+            raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 
     @property
     def gemm(self) -> GemmConfiguration:
@@ -166,9 +168,10 @@ class OperandConfiguration:
     """What Hopper's tensor cores need done to an operand (mn, k, l) before they multiply.
 
     With scale factors: every value times its factor, to bfloat16, the major kept. Without: the same values, MN-major to
-    K-major or, to ``widen`` those of 8 bits, to bfloat16, the major kept. ``float4_e2m1fn_x2`` has two values to a byte
-    along k. ``splits_k``: the factors are those of :class:`cudnn_kernels.schedule.GroupedK`. The grid has at most
-    ``resident`` CTAs for each multiprocessor, which share the tiles.
+    K-major or, to ``widen`` those of 8 bits, or ragged bfloat16, to bfloat16, the major kept. ``float4_e2m1fn_x2`` has
+    two values to a byte along k. ``splits_k``: factors, and ragged parts, are those of
+    :class:`cudnn_kernels.schedule.GroupedK`; parts are multiples of 16 bytes. The grid has at most ``resident`` CTAs
+    for each multiprocessor, which share the tiles.
 
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
@@ -185,8 +188,10 @@ class OperandConfiguration:
         scale = self.source.scale
         if self.source.index:
             raise ValueError(f"{self.source}: got an index; allowed: none, for an operand that is prepared")
+        if self.source.ragged and (self.source.major != "k" or not self.splits_k or not (scale or self.widen)):
+            raise ValueError(f"{self}: got a ragged operand; allowed: parts of a K-major one that becomes bfloat16")
         if self.widen:
-            if scale is not None or self.source.dtype not in FP8:
+            if scale is not None or self.source.dtype not in (*FP8, *("bfloat16",) * self.source.ragged):
                 raise ValueError(f"{self}: got neither {' nor '.join(FP8)} without scale factors, which can be widened")
             return
         form = (self.source.dtype, self.source.major, *((scale.dtype, scale.vector) if scale else (None, 0)))

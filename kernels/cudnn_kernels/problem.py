@@ -33,6 +33,9 @@ class Operand:
 
     ``index`` names an int32 tensor: row i of the product's A is row ``index[i]`` of the tensor or, where experts have
     parts of k, k number i of the product is that one. A number that the tensor has not stands for zeros.
+
+    ``ragged``, where experts have parts of k, K-major: each part is a matrix of its own, one after the other, without
+    gaps. The tensor's shape says how large all are together.
     """
 
     dtype: str
@@ -40,6 +43,7 @@ class Operand:
     scale: BlockScale | None = None
     pointers: bool = False
     index: str = ""
+    ragged: bool = False
 
     @property
     def bits(self) -> int:

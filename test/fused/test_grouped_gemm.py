@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cudnn
 from cudnn import registry
 from cudnn.fused import operator as operator_of
+from cudnn.fused.gradients import WGradInputOrder
 from cudnn.fused.grouped import ExpertsGemm, numbered
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemm, grouped
-from support.gemms import BF16, E4M3, F16, F32, FP4
+from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
 
 pytest.importorskip("ptx_emulator")
 
@@ -413,13 +415,17 @@ def test_numbers_of_tokens() -> None:
 
 def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) -> None:
     """Operands with scale factors, each expert's of its own; with other tokens after the last one."""
-    m, n, tokens, device = 136, 72, ends[-1] + 128, "cuda" if where == "gpu" else "cpu"
+    m, n, tokens, device = 136, 72, more.pop("offsets_of", ends[-1]) + 128, "cuda" if where == "gpu" else "cpu"
     a, b = (grouped.operand(kind, rows, tokens, 1, device) for rows in (m, n))
     vector = grouped.KINDS[kind][2]
-    sfa, sfb = (grouped.by_expert(x.scales, ends, vector) for x in (a, b))
-    names = () if kind == "mxfp8" else ("global_scale_a", "global_scale_b")
+    sfa, sfb = (grouped.by_expert(x.scales, sorted(ends), vector) for x in (a, b))
+    names = more.pop("scales_of", () if kind == "mxfp8" else ("global_scale_a", "global_scale_b"))
     scales = {key: torch.rand(len(ends), device=device) + 0.5 for key in names}
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    for x in (a, b) if "input_order" in more else ():
+        raw, packed = x.tensor[..., 0].view(torch.uint8), 2 if kind != "mxfp8" else 1
+        parts = raw.tensor_split([end // packed for end in ends], 1)
+        x.tensor = torch.cat([part.reshape(-1) for part in parts]).view(raw.shape).view(x.tensor.dtype)[..., None]
     addressed = more.pop("addressed", False)
     out: Any = torch.full((len(ends), m, n), 2.0, device=device)
     out = [x.clone() for x in out] if addressed else out
@@ -445,13 +451,34 @@ SCALED: list[dict[str, Any]] = [
     {"kind": "mxfp8", "ends": (128, 128, 384), "accumulate_on_output": True},
     {"kind": "nvfp4", "ends": (64, 64, 192), "addressed": True},
     {"kind": "mxfp4", "ends": (128, 256), "addressed": True, "accumulate_on_output": True},
+    {"kind": "nvfp4", "ends": (64, 64, 256), "input_order": "tensor_ragged"},
+    {"kind": "mxfp8", "ends": (128, 384, 384), "addressed": True, "input_order": WGradInputOrder.TensorRagged},
 ]
 
 
-@pytest.mark.parametrize("given", SCALED, ids=lambda given: given["kind"])
+@pytest.mark.parametrize("given", SCALED, ids=lambda given: "-".join(map(str, given)) + given["kind"])
 @pytest.mark.parametrize("where", WHERE)
 def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
-    scaled_gradients(where, **given)
+    refused = where == "sm_100a" and "input_order" in given
+    with pytest.raises(NotImplementedError, match="on sm_90a") if refused else contextlib.nullcontext():
+        scaled_gradients(where, **given)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_of_experts_matrices(where: str) -> None:
+    """Of bfloat16: the contiguous tokens of each expert are a matrix of its own; those of b are apart."""
+    device, ends = "cuda" if where == "gpu" else "cpu", (64, 64, 200)
+    a, b = torch.randn(136, 208, device=device).bfloat16(), torch.randn(208, 72, device=device).bfloat16()
+    parts = torch.cat([x.reshape(-1) for x in a.tensor_split(ends, 1)]).view(a.shape)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    made = (cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext(),
+            pytest.raises(NotImplementedError) if where == "sm_100a" else contextlib.nullcontext())  # fmt: skip
+    with made[0], made[1]:
+        (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
+            parts, b, None, None, offsets, wgrad_dtype=F32, input_order="tensor_ragged"
+        )
+        for found, start, end in zip(wgrad, (0, *ends[:-1]), ends, strict=True):
+            torch.testing.assert_close(found, a[:, start:end].float() @ b[start:end].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_what_functions_say_of_themselves() -> None:
@@ -465,13 +492,39 @@ def test_what_functions_say_of_themselves() -> None:
         size(0)
 
 
-def test_gradients_of_no_tokens_are_zero() -> None:
-    out = torch.full((2, 16, 32), 7.0)
-    offsets = torch.zeros(2, dtype=torch.int32)
-    a, b = torch.zeros(0, 16).bfloat16(), torch.zeros(0, 32).bfloat16()
-    (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a.T, b, None, None, offsets, wgrad_tensor=out, wgrad_dtype=F32)
-    assert wgrad is out
-    assert not out.any()
+NO_TOKENS = [(BF16, None, 16, {}), (E4M3, E8M0, 32, {}), (FP4, E4M3, 16, {"input_order": "tensor_ragged"})]
+
+
+@pytest.mark.parametrize(("dtype", "scale", "vector", "more"), NO_TOKENS, ids=["bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vector: int, more: dict[str, Any]) -> None:
+    """In a tensor and at addresses, or what they were, where they are added to. Empty operands come as Transformer
+    Engine makes them.
+    """
+    device, refused = "cuda" if where == "gpu" else "cpu", bool(more) and where == "sm_100a"
+    out = torch.full((2, 16, 32), 7.0, device=device)
+    nothing, offsets = torch.empty(0, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    a, b = nothing.to(BF16), nothing.to(BF16)
+    if scale is not None:
+        a, b = (nothing.to(torch.uint8).view(dtype) for _ in range(2))
+    a, b, factors = a.as_strided((16, 0), (16, 1)), b.as_strided((0, 32), (32, 1)), None
+    if scale is not None:
+        factors = nothing.to(torch.uint8).as_strided((128, 0), (16, 1)).view(scale)
+    if more:
+        more = more | {f"global_scale_{name}": torch.zeros(2, device=device) for name in "ab"}
+    given: dict[str, Any] = {"wgrad_dtype": F32, "sf_vec_size": vector, **more}
+    behind = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
+    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
+        call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **given)
+        for added in (True, False):
+            with pytest.raises(NotImplementedError) if refused and not added else contextlib.nullcontext():
+                call(**behind, accumulate_on_output=added)
+                assert bool((out == 7.0).all()) if added else not out.any()
+        out.fill_(7.0)
+        if not refused:
+            (wgrad,) = call(wgrad_tensor=out)
+            assert wgrad is out
+            assert not out.any()
 
 
 # Versions.
@@ -521,6 +574,35 @@ def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) 
     grouped.check(p)
 
 
+def test_largest_magnitudes_without_samples() -> None:
+    """An object computes them with or without samples; a call may leave them out."""
+    p = grouped.problem("grouped_gemm_glu_hadamard", ends=(64, 208), inputs={"prob": F32})
+    grouped.run(p, "reference")
+    names = ("a", "sfa", "padded_offsets", "alpha", "prob", "b")
+    results = {"c": torch.empty(208, 128, 1).bfloat16(), "d": torch.empty(208, 64, 1).bfloat16()}
+    made = cudnn.GroupedGemmGluHadamard(**{f"sample_{name}": x for name, x in (p.given | results).items() if name in
+                                           (*names, *results)})  # fmt: skip
+    made.compile()
+    given = {made.parameters[name]: x for name, x in (p.given | results).items() if name in (*names, *results)}
+    made.execute(**given)
+    found = {f"{name}_tensor": torch.zeros(2, 1) for name in ("amax", "post_rht_amax")}
+    made.execute(**given, **found)
+    assert torch.equal(results["d"], p.results["d_tensor"])
+    assert all(torch.equal(x, p.results[name]) for name, x in found.items())
+
+
+def test_samples_that_tell_where_experts_end() -> None:
+    """Of gradients with scale factors, ends are looked at when an object is made; float4 with factors of 8 bits has
+    global ones.
+    """
+    for ends, error in (((128, 64), "offsets: got .128, 64.; allowed: numbers that do not decrease, from 0 to 320"),
+                        ((64, 384), "offsets: got .64, 384.; allowed: numbers that do not")):  # fmt: skip
+        with pytest.raises(ValueError, match=error):
+            scaled_gradients("reference", "nvfp4", ends, offsets_of=192)
+    with pytest.raises(ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for factors of"):
+        scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
+
+
 def test_the_hadamard_matrix_is_built_in() -> None:
     """The same one may be given; another one only where it is not looked at."""
     p = grouped.problem("grouped_gemm_glu_hadamard", ends=(64,), inputs={"prob": F32})
@@ -544,6 +626,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("grouped_gemm", {}, {"b": None}, ValueError, "b_tensor and b_ptrs: got neither; allowed: one of them"),
     ("grouped_gemm", {"kind": "mxfp8"}, {}, TypeError, "sf"),
     ("grouped_gemm_quant", {"m_aligned": 128}, {}, ValueError, "m_aligned: got 128; allowed: 256"),
+    ("grouped_gemm_quant", {"d_dtype": F32}, {"d": torch.zeros(200, 128, 1)[..., 0]}, ValueError,
+     "d_tensor: got torch.float32 with 2 dimensions; allowed: torch.float32 with 3, as a"),
+    ("grouped_gemm", {}, {"d": torch.zeros(200, 128, 1)}, ValueError, "pass d_dtype=torch.float32"),
     ("grouped_gemm_quant", {"b_dtype": BF16}, {}, ValueError, "b_dtype: got torch.bfloat16; allowed: None, where b is"),
     ("grouped_gemm_quant", {"cd_major": "m"}, {}, ValueError, "cd_major: got 'm'; allowed: 'n'"),
     ("grouped_gemm_quant", {"sf_fp8_dtype_override": "e5m3"}, {}, ValueError, "sf_fp8_dtype_override: got 'e5m3'"),
@@ -566,6 +651,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
      {"prob": torch.rand(200)}, NotImplementedError, "float4_e2m1fn_x2, beside one of rows; allowed: float4_e2m1fn_x2"),
     ("grouped_gemm_glu_hadamard_quant", {"d_dtype": FP4}, {"prob": torch.rand(200)}, ValueError,
      "d tensor of four bits: got 64 columns of swiglu; allowed: multiples of 128"),
+    ("grouped_gemm_glu_hadamard_quant", {"mma_tiler_mn": (128, 256)}, {"prob": torch.rand(200)}, ValueError,
+     "mma_tiler_mn: got .128, 256.; allowed: 256 rows"),
     ("grouped_gemm_glu_hadamard_quant", {"glu_limit": -1.0}, {"prob": torch.rand(200)}, ValueError, "glu_limit: got"),
 ]  # fmt: skip
 

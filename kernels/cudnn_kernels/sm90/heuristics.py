@@ -47,8 +47,8 @@ def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfigura
 
 def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
     """What must be done to an operand first, if anything. ``splits_k`` as in a schedule."""
-    if accurate and operand.scale is None and operand.bits == 8:
-        return OperandConfiguration(operand, widen=True)
+    if operand.scale is None and (operand.ragged or (accurate and operand.bits == 8)):
+        return OperandConfiguration(operand, widen=True, splits_k=operand.ragged)
     if operand.scale is None and (operand.major == "k" or operand.bits == 16):
         return None
     return OperandConfiguration(operand, splits_k=splits_k and operand.scale is not None)

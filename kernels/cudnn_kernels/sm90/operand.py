@@ -143,8 +143,12 @@ class Preparation:
             across = row * self.tile[1] + thread // WARP
             if along < length:
                 raw = cute.make_rmem_tensor((PIECE * self.bits // 32, PIECES), Uint32)
-                place = self.offset(source, along, cutlass.min(across, width - 1), address(pointers, batch))
-                step = self.directions(source.stride[:2])[1] * WARPS
+                line = cutlass.min(across, width - 1)
+                if const_expr(self.c.source.ragged):
+                    place, step = self.part_at(offsets, along, line, width)
+                else:
+                    place = self.offset(source, along, line, address(pointers, batch))
+                    step = self.directions(source.stride[:2])[1] * WARPS
                 for i in cutlass.range_constexpr(PIECES):
                     raw[None, i].store(_words(source, place, PIECE * self.bits // 32).load())
                     # Past the end the last piece is read again, and not written: no branch parts the loads.
@@ -160,10 +164,16 @@ class Preparation:
                         _words(target, place, 4).store(cute.recast_tensor(rounded, Uint32).load())
                     place += step
 
+    def part_at(self, offsets: cute.Tensor, k: Int32, row: Int32, rows: Any) -> tuple[Int64, Int64]:
+        """Where a value of a ragged source lies, in the tensor's elements, and the distance of a thread's rows."""
+        start, end = part_of(offsets, k)
+        pitch, packed = Int64(end - start), self.c.source.packed
+        return (Int64(start) * rows + pitch * row + (k - start)) // packed, pitch // packed * WARPS
+
     def values(self, raw: cute.Tensor) -> cute.Tensor:
         """A piece as float32."""
         values = cute.make_rmem_tensor((PIECE,), Float32)
-        if self.bits == 8:
+        if self.bits >= 8:
             values.store(cute.recast_tensor(raw, DTYPES[self.c.source.dtype]).load().to(Float32))
         else:
             # The three bits below the sign, put where float16 has its lowest exponent bits and its highest one of the

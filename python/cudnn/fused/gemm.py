@@ -64,6 +64,7 @@ class FusedGemm(FusedAPI):
 
     pairs: ClassVar[int] = 1  # columns of the product for each column of the result
     result: ClassVar[tuple[str, str]]
+    tile_m: ClassVar[Sequence[int]] = (128, 256)
     tile_n: ClassVar[Sequence[int]] = (64, 128, 192, 256)
     largest_cluster: ClassVar[int] = 16  # in each dimension
     default_cluster: ClassVar[tuple[int, int]] = (1, 1)  # for a tile of 256 rows
@@ -245,8 +246,8 @@ class FusedGemm(FusedAPI):
     def _check_tiles(self) -> None:
         """The instruction's tile and the cluster. On Hopper both are hints that nothing depends on."""
         m, n = self.mma_tiler_mn
-        if m not in (128, 256):
-            raise self.error("mma_tiler_mn", self.mma_tiler_mn, "128 or 256 rows")
+        if m not in self.tile_m:
+            raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"{' or '.join(map(str, self.tile_m))} rows")
         if n not in self.tile_n:
             raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"{', '.join(map(str, self.tile_n))} columns")
         if any(not is_power_of_2(size) or size > self.largest_cluster for size in self.cluster_shape_mn):

@@ -10,18 +10,30 @@ from typing import Any
 from cudnn.api_base import ceil_div
 from cudnn.errors import refusal
 from cudnn.fused import addresses
+from cudnn.fused.call import Plan
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
-from cudnn.fused.layouts import Contiguous, FlatScales, OneMatrix, Sizes, TensorSpec, Transposed, Weights
+from cudnn.fused.layouts import (
+    Contiguous,
+    FlatScales,
+    Matrix,
+    OneMatrix,
+    Sizes,
+    TensorSpec,
+    Transposed,
+    Weights,
+)
 from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
+from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import GroupedK
 
 TYPES = (*NARROW, *FLOAT8, FLOAT4, "uint8")
 OF_EXPERTS = Contiguous("experts", alignment=4)
+UNREAD = 128  # tokens of operands that stand for none
 
 
 class WGradInputOrder(Enum):
@@ -77,6 +89,19 @@ class ExpertGradients(ExpertsGemm):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self.schedule = GroupedK()
+        if self.scaled:
+            self._check_ends(given["sample_offsets"])
+
+    def _check_ends(self, offsets: Any) -> None:
+        """Raises for tokens of experts that cannot be, as far as a sample's values can be read."""
+        if type(offsets) is not torch.Tensor or offsets.is_meta or offsets.dtype != torch.int32 or offsets.ndim != 1:
+            return
+        if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        ends, tokens = offsets.tolist(), self.sizes(self.descs)["k"]
+        if any(end < before for before, end in zip([0, *ends], [*ends, tokens], strict=True)):
+            got = f"{ends[:8]}{'...' if len(ends) > 8 else ''}"
+            raise self.error("offsets", got, f"numbers that do not decrease, from 0 to {tokens}")
 
     def operations(self) -> tuple[Any, ...]:
         names = ("global_scale_a", "global_scale_b")
@@ -136,7 +161,9 @@ class ExpertGradients(ExpertsGemm):
     @classmethod
     def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
-        where, experts = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel()
+        where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
+        if name_of(b.dtype) == FLOAT4 and not b.shape[0]:  # no bytes tell along which dimension they are packed
+            arguments = {**arguments, "b_tensor": b.as_strided(b.shape, (1, UNREAD))}
         wgrad, given = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
         (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
         if (given is not None) != (arguments["output_mode"] == "discrete"):
@@ -173,23 +200,51 @@ class ExpertGradients(ExpertsGemm):
             raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))
         if self.given("global_scale_a") != self.given("global_scale_b"):
             raise self.error("global_scale_a and global_scale_b", "one of them", "both or none")
+        if self.kind("sfa") == SCALES[1] and not self.given("global_scale_a"):
+            raise self.error("global_scale_a and global_scale_b", "None", f"both, for factors of {SCALES[1]}")
         for name in "ab":
             if self.given(f"{name}_index") and self.major(name) == "k":
                 raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
-        by_token = "k" in (self.major("a"), self.major("b"))
-        if getattr(self.input_order, "value", self.input_order) == "tensor_ragged" and by_token:
-            raise self.unsupported("input_order", "'tensor_ragged' with contiguous tokens", "'tensor2d'")
+
+    def ragged(self, name: str) -> bool:
+        """Whether each expert's part of an operand is a matrix of its own; where tokens are apart, it is one anyway."""
+        order = getattr(self.input_order, "value", self.input_order)
+        return order == WGradInputOrder.TensorRagged.value and self.major(name) == "k"
+
+    def operand(self, name: str) -> Operand:
+        return replace(super().operand(name), ragged=self.ragged(name))
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        prepared = arch == "sm_90a" and (self.scaled or self.kind("a") == "bfloat16")
+        if not prepared and any(map(self.ragged, "ab")):
+            got = f"'tensor_ragged' with contiguous tokens of {self.kind('a')} on {arch}"
+            allowed = "on sm_90a, with scale factors or bfloat16; else 'tensor2d'"
+            raise self.unsupported("input_order", got, allowed)
+        return super().plan(arch, sizes)
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if self.given("wgrad") and self.major("wgrad") != "n":
             raise self.error("wgrad tensor", "columns that are contiguous", "rows that are")
 
     def run_empty(self, tensors: Sequence[Any]) -> None:
+        """Zeros, where they are not to be added; the kernel writes those at addresses, of operands that it never reads.
+        """
+        given = dict(zip(self.names, tensors, strict=True))
         if self.accumulate_on_output:
             return
-        if not self.given("wgrad"):
-            raise self.unsupported("tokens", 0, "at least one, where gradients are behind addresses")
-        tensors[self.names.index("wgrad")].zero_()
+        if self.given("wgrad"):
+            given["wgrad"].zero_()
+            return
+        sizes, stand_ins = self.sizes(self.descs), {}
+        few = sizes | {name: UNREAD for name in sizes if name == "k" or name.startswith("tokens of")}
+        few["factors of k"] = 4 * ceil_div(UNREAD, 4 * self.sf_vec_size)
+        for name in ("a", "b", "sfa", "sfb", "a_index", "b_index"):
+            if given[name] is not None:
+                layout, x = self.spec(name).layout, given[name]
+                major = self.major(name) if isinstance(layout, Matrix) else ""
+                stand_ins[name] = layout.allocate(few, major, x.dtype, x.device)
+        self.compile()
+        self.run(tuple(stand_ins.get(name, x) for name, x in given.items()), (), None, None)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
         ends = tensors["offsets"].tolist()
@@ -209,10 +264,14 @@ class ExpertGradients(ExpertsGemm):
         """The values of an operand, of each expert."""
         x, scales, vector = tensors[name], tensors.get(f"sf{name}"), self.sf_vec_size
         x = numbered(x, tensors.get(f"{name}_index"), 1)
+        rows, ragged = x.shape[0], self.ragged(name)
         atoms, first, found = ceil_div(x.shape[0], 128), 0, []
         for start, end in zip([0, *ends[:-1]], ends, strict=True):
             packed = 2 if name_of(x.dtype) == FLOAT4 else 1
             part = x[:, start // packed : end // packed]
+            if ragged:
+                pitch, first_of_all = (end - start) // packed, x.storage_offset()
+                part = x.as_strided(part.shape, (pitch, 1, 1), first_of_all + rows * (start // packed))
             if scales is None or start == end:
                 found.append(dequantize(part)[..., 0])
                 continue

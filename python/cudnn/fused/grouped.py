@@ -276,6 +276,16 @@ class ExpertsGemm(FusedGemm):
         return name_of(given["a"].dtype) in FLOAT8 and not of_sums
 
     @classmethod
+    def check_buffer(cls, name: str, given: Mapping[str, Any], dtype: Any) -> None:
+        """Raises unless a caller's tensor is what the wrapper would return: of this type, with as many dimensions."""
+        tensor, a = given[name], given["a"]
+        if not isinstance(cls.spec(name).layout, OneMatrix) or (tensor.dtype, tensor.ndim) == (dtype, a.ndim):
+            return
+        got, allowed = f"{tensor.dtype} with {tensor.ndim} dimensions", f"{dtype} with {a.ndim}, as a"
+        cure = f"pass {name}_dtype={tensor.dtype}" if tensor.dtype != dtype else ""
+        raise ValueError(refusal(f"{cls.folder()}_wrapper", f"{name}_tensor", got, allowed, cure))
+
+    @classmethod
     def given_or(cls, dtype: Any, other: Any = None) -> Any:
         """A type that the caller may leave out."""
         return dtype or other or torch.bfloat16
@@ -378,6 +388,8 @@ class ExpertsGemm(FusedGemm):
             got = "both" if b is not None else "neither"
             raise ValueError(refusal(where, "b_tensor and b_ptrs", got, "one of them"))
         if b is not None:
+            if arguments.get("n") is not None:
+                raise ValueError(refusal(where, "n", arguments["n"], "None, where b is a tensor"))
             transposed = arguments.get("b_major") == "n" and Weights.is_experts_first(b)
             return {**arguments, "b_tensor": b.transpose(1, 2).permute(1, 2, 0)} if transposed else arguments
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")

@@ -168,6 +168,10 @@ class FusedAPI(APIBase):
         """Raises for options without which there are no sizes."""
 
     @classmethod
+    def check_buffer(cls, name: str, given: Mapping[str, Any], dtype: Any) -> None:
+        """Raises for a caller's tensor that a wrapper cannot return as a result of this type."""
+
+    @classmethod
     def cache_key(cls, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
         """What tells calls of the wrapper apart that need objects of their own."""
         return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in given.values())

@@ -36,7 +36,7 @@ class TransformedExperts(ExpertsGemm):
     returns = ("c", "d", "sfd", "rht_rowwise", "sfrht_rowwise", "rht_colwise", "sfrht_colwise")
     scalars = ("norm_const", "rht_norm_const")
     result = ("d", "")
-    group_rows = 256
+    group_rows, tile_m = 256, (256,)
     usual_types = ("bf16", "nvfp4")
     example = (("m", "n", "k", "experts"), (512, 256, 64, 2))
 
@@ -137,6 +137,8 @@ class TransformedExperts(ExpertsGemm):
     def check_own_rules(self, sizes: Sizes) -> None:
         if not self.given("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
+        if self.dtype("a") == torch.uint8:
+            raise self.error("a tensor dtype", torch.uint8, f"{FLOAT4} for bytes", f"pass a.view(torch.{FLOAT4})")
         self.check_transforms(self.given("rht_rowwise"), self.kind("rht_colwise") or None)
         step = 64 if self.act_func != "srelu" else 32
         if sizes["n"] % step:

@@ -87,7 +87,10 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
     try:
         given = api.viewed(given, options)
         fitted = {name: None if tensor is None else api.fitted(name, tensor) for name, tensor in given.items()}
-        results = {n: made for n, made in api.results({**arguments, **fitted}).items() if given.get(n) is None}
+        results = api.results({**arguments, **fitted})
+        for name in [name for name in results if given.get(name) is not None]:
+            dtype, _ = results.pop(name)
+            api.check_buffer(name, given, dtype)
         allocated = allocate(api, fitted, options, results)
         kinds = api.cache_key(fitted, options)
     except (AttributeError, TypeError):

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
-from cudnn.fused.grouped import BIAS, FLOATS, PROB, ExpertsGemm, largest, operands, output
+from cudnn.fused.grouped import BIAS, FLOATS, MOST_EXPERTS, PROB, ExpertsGemm, largest, operands, output
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import HADAMARD_SIZE, hadamard_matrix
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import HADAMARD_SIZE, is_other
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -41,7 +41,8 @@ class GroupedGemmGluHadamard(GatedExperts):
     factors, of 256.
 
     Args:
-        sample_a ... sample_bias: tensors like those that ``execute`` will get. ``prob`` may not be left out.
+        sample_a ... sample_bias: tensors like those that ``execute`` will get. ``prob`` may not be left out. The
+            largest magnitudes are always computed: ``execute`` may get tensors for them or not.
         sample_hadamard: H, which is built in: its values are looked at when the object is made, and in no call.
         act_func: ``"swiglu"``, ``"geglu"`` with the usual numbers, ``"situglu"``, or ``"srelu"``: y = relu(c)^2.
         situ_beta1, situ_beta2: of situglu, positive.
@@ -64,10 +65,11 @@ class GroupedGemmGluHadamard(GatedExperts):
     result = ("d", "")
     scalars = SITU
     activations = tuple(ACTIVATIONS)
-    group_rows = HADAMARD_SIZE
+    group_rows, tile_m = HADAMARD_SIZE, (256,)
     hints = (*ExpertsGemm.hints, "use_tmem_post_rht_amax")
 
     use_tmem_post_rht_amax: bool
+    _unseen: Any = None  # where a call's largest magnitudes go that nobody asks for
 
     @older_order(
         "self sample_a sample_b sample_c sample_d sample_sfa sample_sfb sample_padded_offsets sample_alpha sample_prob "
@@ -86,8 +88,22 @@ class GroupedGemmGluHadamard(GatedExperts):
         situ_beta1: float = 4.0, situ_beta2: float = 25.0, use_dynamic_sched: bool = False,
         use_tmem_post_rht_amax: bool = False, *, semantics: str | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(locals())
-        self._other_matrix = sample_hadamard is not None and _is_other(sample_hadamard)
+        given = {**locals()}
+        for name in self.magnitudes(given):
+            if given[f"sample_{name}"] is None:
+                given[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
+        super().__init__(given)
+        self._other_matrix = sample_hadamard is not None and is_other(sample_hadamard)
+
+    @classmethod
+    def magnitudes(cls, given: Mapping[str, Any]) -> tuple[str, ...]:
+        """The largest magnitudes that there are."""
+        return ("amax",) if cls.follows_older(given) else ("amax", "post_rht_amax")
+
+    def compile(self) -> None:
+        super().compile()
+        if self._unseen is None:
+            self._unseen = torch.zeros(2, MOST_EXPERTS, 1, device=self._device)
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, a_tensor: Tensor, c_tensor: Tensor, d_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor,
@@ -97,7 +113,11 @@ class GroupedGemmGluHadamard(GatedExperts):
         bias_tensor: Tensor | None = None, situ_beta1: float | None = None, situ_beta2: float | None = None,
         current_stream: Any = None, *, workspace_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Writes ``c_tensor``, ``d_tensor`` and what else the samples had. See :attr:`FusedAPI.run`."""
+        """Writes ``c_tensor``, ``d_tensor`` and largest magnitudes. See :attr:`FusedAPI.run`."""
+        if amax_tensor is None and self._unseen is not None:
+            amax_tensor = self._unseen[0, : padded_offsets.shape[0]]
+        if post_rht_amax_tensor is None and self._unseen is not None and self.given("post_rht_amax"):
+            post_rht_amax_tensor = self._unseen[1, : padded_offsets.shape[0]]
         self.run(
             (a_tensor, c_tensor, d_tensor, sfa_tensor, padded_offsets, alpha_tensor, prob_tensor, b_tensor, sfb_tensor,
              b_ptrs, sfb_ptrs, hadamard_tensor, amax_tensor, post_rht_amax_tensor, bias_tensor),
@@ -110,21 +130,19 @@ class GroupedGemmGluHadamard(GatedExperts):
         return {**sizes, "columns": sizes["n"]} if options["act_func"] == "srelu" else sizes
 
     def operations(self) -> tuple[Any, ...]:
-        amax = (epilogue.Amax("amax", by_expert=True),) if self.given("amax") else ()
+        amax = epilogue.Amax("amax", by_expert=True)
         if self.semantics == "1.23":
-            rotated = (epilogue.Hadamard("n", "x"), *amax)
+            rotated = (epilogue.Hadamard("n", "x"), amax)
         else:
             after = epilogue.Amax("post_rht_amax", by_expert=True, value="rotated")
-            transform = (epilogue.Hadamard("m", factor=0.25), after)
-            rotated = (*amax, *(transform if self.given("post_rht_amax") else ()))
+            rotated = (amax, epilogue.Hadamard("m", factor=0.25), after)
         product = (*self.scaled_product(), *self.biased(), self.store("c"))
         return (*product, ACTIVATIONS[self.act_func], *self.multiplied_by("prob"), *rotated, self.store("d"))
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         found = {name: (cls.given_or(given[f"{name}_dtype"]), "n") for name in ("c", "d")}
-        names = ("amax",) if cls.follows_older(given) else ("amax", "post_rht_amax")
-        return {**found, **dict.fromkeys(names, (torch.float32, ""))}
+        return {**found, **dict.fromkeys(cls.magnitudes(given), (torch.float32, ""))}
 
     def check_own_rules(self, sizes: Sizes) -> None:
         if not self.given("prob"):
@@ -136,13 +154,6 @@ class GroupedGemmGluHadamard(GatedExperts):
             raise self.error("post_rht_amax tensor", "a tensor", "None, with the semantics 1.23")
         if self._other_matrix and (self.use_tmem_post_rht_amax or self.semantics == "1.23"):
             raise self.unsupported("hadamard tensor", "another matrix", "that of hadamard_utils.hadamard_matrix(16)")
-
-
-def _is_other(matrix: Tensor) -> bool:
-    """Whether it has other values than the one that is built in."""
-    if matrix.device.type == "meta" or tuple(matrix.shape) != (HADAMARD_SIZE, HADAMARD_SIZE):
-        return False
-    return not torch.equal(matrix.float(), hadamard_matrix(HADAMARD_SIZE, device=matrix.device))
 
 
 class GroupedGemmGluHadamardSm100(GroupedGemmGluHadamard):

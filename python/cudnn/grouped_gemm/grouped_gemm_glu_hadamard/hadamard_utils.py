@@ -23,3 +23,10 @@ def hadamard_matrix(n: int, dtype: Any = None, device: Any = None) -> Any:
     while signs.shape[0] < n:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
     return signs.to(dtype=dtype or torch.float32, device=device)
+
+
+def is_other(matrix: Any) -> bool:
+    """Whether a matrix has other values than the one that is built in."""
+    if matrix.device.type == "meta" or tuple(matrix.shape) != (HADAMARD_SIZE, HADAMARD_SIZE):
+        return False
+    return not torch.equal(matrix.float(), hadamard_matrix(HADAMARD_SIZE, device=matrix.device))
