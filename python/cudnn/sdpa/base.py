@@ -23,7 +23,7 @@ def queries(name: str, head: str, written: bool = False) -> TensorSpec:
 
 def keys(name: str, head: str, written: bool = False, batch: str = "b") -> TensorSpec:
     """A matrix with the rows of K; ``batch`` names the size of its first dimension."""
-    return TensorSpec(name, Heads("sk", "hk", head, batch), TYPES, same="q", written=written)
+    return TensorSpec(name, Heads("sk", "hk", head, batch=batch), TYPES, same="q", written=written)
 
 
 def row_values(written: bool = False) -> TensorSpec:

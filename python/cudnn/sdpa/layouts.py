@@ -22,8 +22,8 @@ class Heads(Layout):
     rows: str
     heads: str
     head: str
-    batch: str = "b"
     alignment: int = 16
+    batch: str = "b"
     rank = 4
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
