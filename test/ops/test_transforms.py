@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cudnn
 from cudnn.cli.programs import gemm_operands
@@ -26,6 +28,44 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+# Calls that PyTorch has to see.
+
+
+class SeenError(Exception):
+    """The dispatcher was asked."""
+
+
+class Other(torch.Tensor):
+    """Another class of tensors."""
+
+
+def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dispatched(*_: Any) -> None:
+        raise SeenError
+
+    operator = conv_module.causal_conv1d_fwd_primitive
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((2, 8, 20), (8, 4), (8,)))
+    leaves = [x, weight, bias]
+    expected = torch.autograd.grad(operator._opoverload(*leaves, "silu").sum(), leaves)
+    for each in (operator, conv_module.causal_conv1d_bwd_primitive):
+        monkeypatch.setattr(each, "_opoverload", dispatched)
+    torch.testing.assert_close(torch.autograd.grad(operator(*leaves, "silu").sum(), leaves), expected)
+    with torch.no_grad():
+        assert not operator(x, weight, bias, "silu").requires_grad
+    negated = torch.randn(2, 8, 20, dtype=torch.complex64).conj().imag
+    for given in (negated, x.as_subclass(Other), x.to("meta")):
+        with pytest.raises(SeenError):
+            operator(given, weight, bias, "silu")
+    around = [TorchDispatchMode(), BaseTorchFunctionMode(), torch.autocast("cpu", dtype=BF16)]
+    for context in (*around, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
+        with pytest.raises(SeenError), context:
+            operator(x, weight, bias, "silu")
+    with pytest.raises(SeenError):
+        torch.vmap(lambda x: operator(x, weight, bias, "silu"))(x[None])
+    with pytest.raises(SeenError):  # its gradient has none
+        torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
 
 
 # Autocast.
