@@ -70,6 +70,15 @@ def test_what_is_refused() -> None:
         attention(q, k, v, backend="fused")
 
 
+def test_float32_in_autocast_is_its_type() -> None:
+    q, k, v, _ = drawn()
+    wide = [x.float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=q.dtype):
+        found = attention(*wide, enable_gqa=True, backend="fused")
+    assert torch.equal(found, attention(q, k, v, enable_gqa=True, backend="fused"))
+    assert torch.autograd.grad(found.float().sum(), wide)[0].dtype is torch.float32
+
+
 def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.launch, "device_architecture", lambda index: "sm_90a")
 

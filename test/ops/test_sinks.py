@@ -49,6 +49,18 @@ def test_results_and_gradients(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_vmap() -> None:
+    many = [torch.stack([x.detach(), 2 * x.detach()]).requires_grad_() for x in tensors(F64)]
+
+    def step(*given: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(*given[:3], is_causal=True, enable_gqa=True, sinks=given[3])
+
+    found, expected = torch.vmap(step)(*many), torch.stack([step(*(x[i] for x in many)) for i in range(2)])
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(found.shape, dtype=F64)
+    torch.testing.assert_close(*(torch.autograd.grad(y, many, weights) for y in (found, expected)))
+
+
 def test_compiled_and_in_autocast() -> None:
     q, k, v, sinks = tensors(torch.float32)
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
-from cudnn.ops._registration import in_type
 
 _WHERE = "scaled_dot_product_attention"
 
@@ -35,22 +34,27 @@ class Attend(torch.autograd.Function):
     the result as the sink leaves it, and the gradient times the share, it is the gradient with a sink.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], bias: Tensor | None,
+        sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], bias: Tensor | None,
         dropout_p: float, seed: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         given: tuple[Any, ...] = (q, k, v, *options, *[None] * 4, bias, dropout_p, seed)
         o, lse = sdpa(*given)
-        share = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1, 1))
-        o = (o * share).to(q.dtype)
-        ctx.save_for_backward(sinks, q, k, v, o, lse, share, bias, seed)
-        ctx.options, ctx.dropout_p = options, dropout_p
-        return o
+        return (o * _share(lse, sinks)).to(q.dtype), lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.options, bias, ctx.dropout_p, seed = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*tensors, *output, bias, seed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (d_o,), (sinks, q, k, v, o, lse, share, bias, seed) = gradients, ctx.saved_tensors
+        (d_o, _), (sinks, q, k, v, o, lse, bias, seed) = gradients, ctx.saved_tensors
+        share = _share(lse, sinks)
         by_row = (d_o.to(share.dtype) * o).sum(-1, keepdim=True)
         d_sinks = ((share - 1) * by_row).sum((0, 2, 3)).to(sinks.dtype)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -59,12 +63,14 @@ class Attend(torch.autograd.Function):
         return d_sinks, *sdpa_bwd(*first, *last), None, None, None, None
 
 
+def _share(lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1, 1))
+
+
 def attend(
     sinks: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, alignment: int, left: int,
     right: int, *lengths: Any, bias: Tensor | None, dropout_p: float, seed: Tensor | None,
 ) -> tuple[Tensor]:  # fmt: skip
     """The result of attention, in place of the operator's that has no sinks."""
     check(sinks, q, bias, lengths)
-    if torch.is_autocast_enabled(q.device.type):  # the operator's rule comes too late for what is kept
-        q, k, v, bias = (in_type(x, torch.get_autocast_dtype(q.device.type)) for x in (q, k, v, bias))
-    return (Attend.apply(sinks, q, k, v, (scale, is_causal, alignment, left, right), bias, dropout_p, seed),)
+    return Attend.apply(sinks, q, k, v, (scale, is_causal, alignment, left, right), bias, dropout_p, seed)[:1]
