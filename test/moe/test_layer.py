@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnn
 from cudnn import moe
+from cudnn.moe import layer as passes
 from cudnn.moe.experts import Rows
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
@@ -247,6 +248,18 @@ def test_the_same_bits_in_every_run(activation: str) -> None:
         assert all(torch.equal(again[name], x) for name, x in first.items())
 
 
+@pytest.mark.gpu
+def test_sums_beside_a_product_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = case(8192, 512, 64, 8, 4)
+    c = Case({n: t.cuda() for n, t in c.tensors.items()}, c.indices.cuda(), c.activation, c.out.cuda())
+    monkeypatch.setattr(passes, "BESIDE", 2**60)
+    expected = results(c, ours, c.leaves())
+    monkeypatch.setattr(passes, "BESIDE", 0)
+    for _ in range(20):
+        again = results(c, ours, c.leaves())
+        assert all(torch.equal(again[name], x) for name, x in expected.items())
+
+
 @pytest.mark.parametrize("main", [False, True])
 def test_compiled_without_graph_breaks(main: bool) -> None:
     c = case(bias=True)
@@ -331,6 +344,25 @@ def test_the_module() -> None:
     assert torch.equal(layer(x, routing), y)
 
 
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_routers_part_of_gradients(gate: bool) -> None:
+    """One product adds it to the experts' part, where the module itself routes."""
+    torch.manual_seed(0)
+    layer = MoE(64, 32, 4, 2, shared_experts=int(gate), shared_gate=gate)
+    x = torch.randn(50, 64).bfloat16().requires_grad_()
+    leaves, weight = [x, *layer.parameters()], torch.randn(50, 64).bfloat16()
+    y = layer(x)
+    found = torch.autograd.grad(y, leaves, weight, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, torch.autograd.grad(y, leaves, weight), strict=True))
+    expected = torch.autograd.grad(layer(x, layer.route(x)[1]), leaves, weight)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+    layer.router.weight.requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(layer(x), [x], weight)[0], found[0])
+    (of_router,) = torch.autograd.grad(layer.requires_grad_()(x.detach()), [layer.router.weight], weight)
+    assert torch.equal(of_router, found[3])
+
+
 def test_the_module_takes_halves_and_main_gradients() -> None:
     layer = MoE(64, 32, 4, 2, into_main_grad=True, correction_bias=True)
     gate, up = torch.randn(4, 32, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
@@ -348,6 +380,7 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     assert torch.equal(halves(x), layer(x))
     assert layer.up.grad is None
     assert bool(layer.up.main_grad.any())
+    assert layer.up.main_grad._version > 0  # autograd knows that it changed
     assert layer.router.weight.grad is not None
     assert "correction" in layer.state_dict()
     for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):

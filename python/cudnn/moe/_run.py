@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ def run(source: str, configuration: Any, *arguments: Any) -> None:
         launch.emulate(source, configuration, launch.emulated_architecture(), *arguments, 0)
         return
     index = device.index if device.index is not None else torch.cuda.current_device()
-    kernel = launch.kernel(source, configuration, _architecture(index, source))
-    kernel(*arguments, launch.raw_stream(None, index))
+    _kernel(source, configuration, index)(*arguments, launch.raw_stream(None, index))
 
 
-def _architecture(index: int, source: str) -> str:
+@functools.cache
+def _kernel(source: str, configuration: Any, index: int) -> Any:
     arch = launch.device_architecture(index)
     launch.pick(dict.fromkeys(ARCHITECTURES, ""), arch, source)
-    return arch
+    return launch.kernel(source, configuration, arch)

@@ -68,18 +68,20 @@ def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.
     _check(rows, row_of_choice, weights)
     if not has_kernel(rows, "combine"):
         return reference.combine(rows, row_of_choice, weights)
-    tokens, top_k = row_of_choice.shape
+    tokens = row_of_choice.shape[0]
     if not rows.shape[0]:
         return rows.new_zeros(tokens, rows.shape[1])
     out = rows.new_empty(tokens, rows.shape[1])
     if tokens:
-        configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None)
-        run(_COMBINE, configuration, rows, row_of_choice, *_present(weights), out)
+        sum_into(out, rows, row_of_choice, weights)
     return out
 
 
-def _present(weights: Maybe) -> tuple[torch.Tensor, ...]:
-    return () if weights is None else (weights,)
+def sum_into(out: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
+    """The kernel of :func:`combine`."""
+    given, top_k = () if weights is None else (weights,), row_of_choice.shape[1]
+    configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None)
+    run(_COMBINE, configuration, rows, row_of_choice, *given, out)
 
 
 @moe_combine.register_fake

@@ -40,13 +40,17 @@ class Rows:
 
         Blackwell's kernels load rows by number. So do Hopper's, but at no more than 2.3 TB/s on an H200, each row once
         for 256 columns; a copy takes 0.6 ps for an element of a row. So copies pay from about 900 columns on, and for
-        gradients, where one copy serves two products, or a product over rows has rows by number.
+        the gradient of the result, where one copy serves two products.
         """
-        if _arch(x) != "sm_90a" or columns < COPIED:
+        if self.by_number(x, columns):
             return x, self.token
         copied = x.new_empty(self.count, x.shape[1])
         spread(x, self.of_choice, copied)
         return copied, None
+
+    def by_number(self, x: Tensor, columns: int = COPIED) -> bool:
+        """Whether :meth:`read` gives a matrix as it is."""
+        return _arch(x) != "sm_90a" or columns < COPIED
 
     def scattered(self, values: Tensor) -> Tensor:
         """Values of choices, (T, K), as values of rows, and one more: where choices were dropped, in row -1."""
@@ -113,6 +117,21 @@ def _pointers(device: Any, *addresses: int) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
+def ones(count: int, device: Any) -> Tensor:
+    """Ones in float32, kept where they are not made within a CUDA graph, which would make them each time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.ones(count, device=device)
+    return _ones(count, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(count: int, device: Any) -> Tensor:
+    made = torch.ones(count, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # once: calls on other streams read it, too
+    return made
+
+
 def _arch(x: Tensor) -> str | None:
     """The architecture whose kernels run on a tensor's device; None for the reference."""
     return launch.device_architecture(x.get_device()) if x.is_cuda else launch.emulated_architecture()
@@ -121,8 +140,9 @@ def _arch(x: Tensor) -> str | None:
 _OBJECTS: dict[Any, Any] = {}
 
 
-def execute(name: str, tensors: dict[str, Any], **options: Any) -> None:
-    """Runs a fused API by its name on tensors by theirs; it is compiled where no call of the kind has been.
+def execute(name: str, tensors: dict[str, Any], margin: int = 0, **options: Any) -> None:
+    """Runs a fused API by its name on tensors by theirs; it is compiled where no call of the kind has been. It leaves
+    ``margin`` clusters of the GPU to others.
 
     Kinds differ in types, options, and the sizes and strides of weights or, for gradients of weights, in their size and
     the number of tokens to an expert, as a power of two: other sizes have other tiles.
@@ -136,11 +156,12 @@ def execute(name: str, tensors: dict[str, Any], **options: Any) -> None:
     elif b is not None:
         sizes = (b.shape, b.stride())
     types = tuple([(n, t.dtype) for n, t in tensors.items() if t is not None])
-    environment = (settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get())
+    environment = (settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get(), margin)
     key = (name, a.device, sizes, types, tuple(options.items()), environment)
     operation = _OBJECTS.get(key)
     if operation is None:
         operation = api(**api.samples(tensors), **options)
+        operation.margin += margin
         operation.check_support()
         operation.compile()
         _OBJECTS[key] = operation

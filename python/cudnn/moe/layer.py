@@ -6,18 +6,19 @@ is taken where the activation's is, from the intermediate width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.lazy import torch
-from cudnn.moe.combining import combine
-from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, operand, pointers, shape_of
+from cudnn.moe.combining import combine, sum_into
+from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, ones, operand, pointers, shape_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Total = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
-"""The sums of tokens' rows, as :func:`combine` makes them."""
+BESIDE = 2**26  # elements of the rows of tokens' gradients from which on they are summed beside a product
+MARGIN = 6  # clusters that it leaves to them
 
 
 class Needs(NamedTuple):
@@ -43,18 +44,18 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, total: Total = combine
+    x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, summed: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements.
 
-    ``total`` makes the result of the experts' rows, the rows of choices, and the weights.
+    Not ``summed``, the result is that of each row, (T K, H), without weights.
     """
     (experts, wide, _), (_, columns, inner) = shape_of(e.up), shape_of(e.down)
     gated = e.activation in GATED
     hidden = x.new_empty(rows.count, wide) if keeps or not gated else None
     activated = x.new_empty(rows.count, inner)
     made = x.new_empty(rows.count, columns)
-    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
+    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
     up, down = operand(e.up), operand(e.down)
     of_rows, index = rows.read(x, wide)
     tensors = {**given, **up[0], "a": of_rows, "a_index": index, "bias": _vectors(e.up_bias)}
@@ -64,24 +65,26 @@ def forward(
     else:
         execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
     execute("grouped_gemm", {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}, **down[1])
-    return total(made, rows.of_choice, weights), hidden if keeps and hidden is not None else x.new_empty(0)
+    y = combine(made, rows.of_choice, weights) if summed else made
+    return y, hidden if keeps and hidden is not None else x.new_empty(0)
 
 
 def backward(
     gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows, e: Experts,
-    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], total: Total = combine,
+    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], summed: bool = True,
 ) -> Gradients:  # fmt: skip
     """The gradients that are ``needed``, in the order of :class:`Needs`.
 
-    ``sums``: what those of up and down are added to instead, float32; empty: nothing. ``total``: of the rows of x's.
+    ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
+    is that of each row.
     """
     experts, _, inner = shape_of(e.down)
     needs = Needs(*needed)
-    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": weights.new_ones(experts)}
+    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
     by_row = weights.new_zeros(rows.count + 1)  # the last one is that of choices that were dropped
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
-    down, up = operand(e.down, True), operand(e.up, True)
+    down = operand(e.down, True)
     of_rows, index = rows.read(gradient)
     tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)[:-1]}
     tensors |= {"dprob": by_row[:-1], "d_row": by_hidden, "dbias": by_bias}
@@ -91,19 +94,12 @@ def backward(
         execute("grouped_gemm_dglu", tensors, **down[1], **options)
     else:
         execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1], deterministic=True)
-    by_up = by_down = by_x = None
-    offsets = {"offsets": rows.offsets}
+    by_down = None
     if needs.down:
-        by_down = _of_weights({**offsets, "a": of_rows.T, "a_index": index, "b": activated}, e.down, sums[1])
+        tensors = {"offsets": rows.offsets, "a": of_rows.T, "a_index": index, "b": activated}
+        by_down = _of_weights(tensors, e.down, sums[1])
     del tensors, of_rows, index, activated
-    if needs.x:
-        made = x.new_empty(rows.count, x.shape[1])
-        execute("grouped_gemm", {**given, **up[0], "a": by_hidden, "d": made}, **up[1])
-        by_x = total(made, rows.of_choice, None)
-        del made
-    if needs.up:
-        of_x, index = rows.read(x)
-        by_up = _of_weights({**offsets, "a": by_hidden.T, "b": of_x, "b_index": index}, e.up, sums[0])
+    by_x, by_up = _of_x_and_up(x, by_hidden, rows, e.up, needs, sums[0], summed)
     by_weights = rows.of_choices(by_row) if needs.weights else None
     by_down_bias = None
     if e.down_bias is not None:  # what it added to a row was weighted too
@@ -117,16 +113,61 @@ def backward(
     return Gradients(by_x, by_weights, by_up, by_down, by_bias, by_down_bias)
 
 
+def _of_x_and_up(
+    x: Tensor, by_hidden: Tensor, rows: Rows, up: Sequence[Tensor], needs: Needs, sums: Sequence[Tensor], summed: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of up, from that of the up projection's product.
+
+    A product for up that reads rows of x by number leaves bandwidth of the memory: the rows of x's gradient are summed
+    beside it, on a second stream.
+    """
+    experts, wide, columns = shape_of(up)
+
+    def of_up(margin: int = 0) -> Tensor | None:
+        if not needs.up:
+            return None
+        of_x, index = rows.read(x, wide)
+        tensors = {"offsets": rows.offsets, "a": by_hidden.T, "b": of_x, "b_index": index}
+        return _of_weights(tensors, up, sums, margin)
+
+    if not needs.x:
+        return None, of_up()
+    made = x.new_empty(rows.count, columns)
+    tensors, options = operand(up, True)
+    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device), "a": by_hidden, "d": made}
+    execute("grouped_gemm", tensors, **options)
+    if not summed:
+        return made, of_up()
+    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide)):
+        by_x = combine(made, rows.of_choice)
+        del made  # before rows of x are copied
+        return by_x, of_up()
+    by_x, main, second = torch.empty_like(x), torch.cuda.current_stream(x.device), _second_stream(x.device)
+    second.wait_stream(main)
+    by_up = of_up(MARGIN)
+    with torch.cuda.stream(second):
+        sum_into(by_x, made, rows.of_choice, None)
+    main.wait_stream(second)
+    return by_x, by_up
+
+
+@functools.cache
+def _second_stream(device: Any) -> Any:
+    return torch.cuda.Stream(device)
+
+
 def _vectors(bias: Tensor | None) -> Tensor | None:
     """Biases (E, n) as the grouped GEMMs take them."""
     return None if bias is None else bias.T
 
 
-def _of_weights(tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor]) -> Tensor | None:
+def _of_weights(
+    tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor], margin: int = 0
+) -> Tensor | None:
     """The product of two operands over the rows of each expert, or None where it is added to ``sums``."""
     if not sums:
         found = like[0].new_empty(shape_of(like))
-        execute("grouped_gemm_wgrad", {**tensors, "wgrad": found})
+        execute("grouped_gemm_wgrad", {**tensors, "wgrad": found}, margin)
         return found
     options: dict[str, Any] = {}
     if is_list(sums):
@@ -135,5 +176,5 @@ def _of_weights(tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[
         options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": sums[0].dtype}
     else:
         (tensors["wgrad"],) = sums
-    execute("grouped_gemm_wgrad", tensors, accumulate_on_output=True, **options)
+    execute("grouped_gemm_wgrad", tensors, margin, accumulate_on_output=True, **options)
     return None

@@ -60,7 +60,7 @@ def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_lim
     """Waits until all ranks have come with the same words, and sees to it that an exchange has room for their tokens.
 
     Raises:
-        ValueError: the ranks' layers differ, or an exchange that was given is of other sizes.
+        ValueError: the ranks' layers differ, or an exchange that was given is of other sizes or on another device.
         RuntimeError: a rank did not come within the limit.
     """
     if isinstance(group, Exchange):
@@ -113,11 +113,6 @@ def on_ranks(
     return _OverRanks.apply(x, weights, indices, exchange, kind, e.up_bias, e.down_bias, *e.up, *e.down)
 
 
-def unsummed(rows: Tensor, *_: Any) -> Tensor:
-    """The exchange adds the rows of a token up."""
-    return rows
-
-
 class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,7 +124,7 @@ class _OverRanks(torch.autograd.Function):
         rows = sorted_rows(local, exchange, sent)
         made, hidden = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if rows.count:
-            made, hidden = layer.forward(tokens, weights, rows, e, kind.keeps, unsummed)
+            made, hidden = layer.forward(tokens, weights, rows, e, kind.keeps, summed=False)
         if kind.keeps:
             tokens = tokens.clone() if way.reuses else tokens
             ctx.save_for_backward(
@@ -152,7 +147,7 @@ class _OverRanks(torch.autograd.Function):
         needed = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
         if rows.count:
             found = layer.backward(
-                gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums, unsummed
+                gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums, summed=False
             )  # fmt: skip
         else:
             found = _none(tokens, weights, e, needed, kind.sums)

@@ -6,12 +6,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cudnn.errors import refusal
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS
 from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, route, sort
 from cudnn.ops._moe_mlp import moe_mlp
+
+
+class _Logits(torch.autograd.Function):
+    """The router's product, and its tokens for the experts: their gradients meet here, where a product adds its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens, weight)
+        passed = tokens.view_as(tokens)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(passed)
+        return torch.nn.functional.linear(tokens, weight), passed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (by_logits, by_tokens), (tokens, weight) = gradients, ctx.saved_tensors
+        by_weight = by_logits.T @ tokens if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, by_weight
+        return by_tokens.addmm_(by_logits, weight), by_weight  # nobody else has this gradient
+
+
+class _Router(torch.nn.Linear):
+    """A linear layer that also ``passes`` its tokens on, with the gradients of both in one."""
+
+    def forward(self, tokens: Tensor, passes: bool = False) -> Any:
+        if not passes:
+            return super().forward(tokens)
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(tokens.device.type):
+            return super().forward(tokens), tokens
+        return _Logits.apply(tokens, self.weight)
 
 
 class MoE(torch.nn.Module):
@@ -86,7 +119,7 @@ class MoE(torch.nn.Module):
         self._ranks: dict[str, Any] = {"group": group, "time_limit": time_limit}
         self._agreed = group is None
         count, wide = experts // ranks + shared_experts, intermediate * (2 if activation in GATED else 1)
-        self.router = torch.nn.Linear(hidden, experts, bias=False, **made)
+        self.router = _Router(hidden, experts, bias=False, **made)
         self.shared_gate = torch.nn.Linear(hidden, 1, bias=False, **made) if shared_gate else None
         self.up = torch.nn.Parameter(torch.empty(count, wide, hidden, **made))
         self.down = torch.nn.Parameter(torch.empty(count, hidden, intermediate, **made))
@@ -134,7 +167,10 @@ class MoE(torch.nn.Module):
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
         if not self._agreed:
             self._agree(x)
-        if routing is None:
+        if routing is None and type(self.router) is _Router:
+            logits, tokens = self.router(x.reshape(-1, x.shape[-1]), passes=True)
+            routing, x = route(logits, self.top_k, bias=self.correction, **self._route), tokens.view(x.shape)
+        elif routing is None:
             _, routing = self.route(x)
         if self.shared_experts:
             routing = self._with_shared(x.reshape(-1, x.shape[-1]), routing)
