@@ -272,12 +272,12 @@ class Measurement:
             tokens, local, weights, sent = way.dispatch(*given)
             rows = parallel.sorted_rows(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
-            made, _ = layer.forward(tokens, weights, rows, experts, False, parallel.unsummed)
+            made, _ = layer.forward(tokens, weights, rows, experts, False, summed=False)
             dispatch = self._median(lambda: way.dispatch(*given))
 
             def compute() -> None:
                 each = parallel.sorted_rows(local, self.exchange, sent)
-                layer.forward(tokens, weights, each, experts, False, parallel.unsummed)
+                layer.forward(tokens, weights, each, experts, False, summed=False)
 
             between = self._median(compute)
             return dispatch, between, self._median(lambda: way.give_back(made, rows.of_choice, weights, sent))
