@@ -36,8 +36,8 @@ class SelectionAttentionBackward(Selected):
 
     dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
     results do not change from call to call. Rows behind the last sequence are left as they are. Hopper (sm_90a) only so
-    far. A call needs a workspace of 8 bytes for every row of every head of q, and (d + dv) / 8 for every entry of
-    the lists, which PyTorch's allocator provides on the stream of the call.
+    far. A call needs a workspace of 8 bytes for every row of every head of q, and 512 (d + dv) / part for every entry
+    of the lists, twice that for blocks of 128, which PyTorch's allocator provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
@@ -46,7 +46,7 @@ class SelectionAttentionBackward(Selected):
             :func:`cudnn.NSA.choosing_rows` with the same lists.
         block_size, scale_softmax, is_causal, arch: as those of :class:`SelectionAttention`.
         part: rows of a block's list that the kernel takes at a time: that of ``choosing_rows``. Small ones spread short
-            sequences over the multiprocessors; a part needs 256 (d + dv) bytes of workspace.
+            sequences over the multiprocessors; they take more workspace.
     """
 
     title = "selection attention, backward"
