@@ -318,6 +318,17 @@ class GraphDriver:
         return self._status
 
 
+class OfAnotherThread(Pack):
+    """A pack, beside which a thread puts another one when it is looked at."""
+
+    def __init__(self, packs: dict[Any, Any]) -> None:
+        self.packs = packs
+
+    @property
+    def graph(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.packs[1,] = Pack(None)
+
+
 def test_cuda_graphs_are_kept_with_packs(
     plan: ExecutionPlan, described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +342,7 @@ def test_cuda_graphs_are_kept_with_packs(
 
     driver.left = 0
     driver.calls.clear()
+    plan.packs[0,] = OfAnotherThread(plan.packs)
     plan.keep_graph(pack, described_handle)
     assert pack.calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
     assert pack.queue is described_handle.queue

@@ -119,6 +119,8 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     assert by_block(False) == [[0, 0, 2], [1, 2], [], [3, 6], [4, 7], [3, 7], []]  # sequence 2 begins with number 3
     assert by_block(True) == [[0, 0, 2], [2], [], [3, 6], [7], [7], []]
+    indices, counts, ends = indices[:0], counts[:0], ends * 0
+    assert by_block(False) == [[], [], []]
 
 
 def test_what_a_list_may_say() -> None:

@@ -361,6 +361,10 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(layer(x), [x], weight)[0], found[0])
     (of_router,) = torch.autograd.grad(layer.requires_grad_()(x.detach()), [layer.router.weight], weight)
     assert torch.equal(of_router, found[3])
+    shapes: list[Any] = []
+    layer.router.register_forward_hook(lambda module, given, logits: shapes.append(logits.shape))
+    assert torch.equal(layer(x), y)
+    assert shapes == [(50, 4)]
 
 
 def test_the_module_takes_halves_and_main_gradients() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.ops import nsa_attention, nsa_decode
+from cudnn.ops import _nsa_decode, nsa_attention, nsa_decode
 from cudnn.ops._nsa_gates import nsa_gates
 from support.selection import brief
 
@@ -174,6 +174,18 @@ def test_sequences_of_one_length() -> None:
     torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
 
 
+def test_sequences_too_short_for_a_compressed_key() -> None:
+    call = tensors((4, 4))
+    call |= {name: call[name][:0] for name in ("compressed_key", "compressed_value")}
+    call["cu_seqlens_compressed"] *= 0
+    packed = nsa_attention(**call, **OPTIONS)
+    batched = {
+        name: x.view(2, len(x) // 2, *x.shape[1:]).transpose(1, 2) for name, x in call.items() if "seqlens" not in name
+    }
+    found = nsa_attention(**batched, **OPTIONS)
+    torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
+
+
 def test_compiled_it_is_the_same() -> None:
     call = tensors((64,))
     of = leaves(call)
@@ -238,6 +250,14 @@ def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, bloc
     with cudnn.emulation(arch, races=True):
         found = nsa_decode(**call, **options)
     torch.testing.assert_close(found.double(), expected, atol=8e-3, rtol=8e-3)
+
+
+def test_no_sequences_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU refuses a grid without CTAs."""
+    monkeypatch.setattr(_nsa_decode, "run", None)
+    call = {name: x[:0] for name, x in decode_call(torch.float16, 64).items()}
+    with cudnn.emulation("sm_90a"):
+        assert nsa_decode(**call, **{**OPTIONS, "block_size": 16}).shape == (0, 4, 64)
 
 
 @pytest.mark.parametrize(

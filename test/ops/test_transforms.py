@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,8 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
     for context in (*around, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])):
         with pytest.raises(SeenError), context:
             operator(x, weight, bias, "silu")
+    with pytest.raises(SeenError), warnings.catch_warnings(action="ignore"):
+        torch.jit.trace(lambda *given: operator(*given, "silu"), tuple(leaf.detach() for leaf in leaves))
     with pytest.raises(SeenError):
         torch.vmap(lambda x: operator(x, weight, bias, "silu"))(x[None])
     with pytest.raises(SeenError):  # its gradient has none

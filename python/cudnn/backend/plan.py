@@ -283,7 +283,7 @@ class ExecutionPlan:
         pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
         self._drop_graph(pack)
         tag = self.config.tag
-        first = not any(other.graph for other in self.packs.values())
+        first = not any(other.graph for other in list(self.packs.values()))  # another thread may add some
 
         def fill(graph: int) -> None:
             call = self._library.populate_cuda_graph

@@ -46,6 +46,11 @@ class _Router(torch.nn.Linear):
             return super().forward(tokens), tokens
         return _Logits.apply(tokens, self.weight)
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether someone looks at its results or their gradients, and expects the logits alone."""
+        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+
 
 class MoE(torch.nn.Module):
     """A layer of experts: each token goes through ``top_k`` of them, chosen and weighted by a router.
@@ -167,7 +172,7 @@ class MoE(torch.nn.Module):
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
         if not self._agreed:
             self._agree(x)
-        if routing is None and type(self.router) is _Router:
+        if routing is None and type(self.router) is _Router and not self.router.has_hooks:
             logits, tokens = self.router(x.reshape(-1, x.shape[-1]), passes=True)
             routing, x = route(logits, self.top_k, bias=self.correction, **self._route), tokens.view(x.shape)
         elif routing is None:

@@ -141,7 +141,9 @@ def _check(
 def _ends(x: torch.Tensor) -> torch.Tensor:
     """Where the sequences of ``[B, H, S, D]`` end."""
     batch, rows = x.shape[0], x.shape[2]
-    return torch.arange(0, batch * rows + 1, max(rows, 1), dtype=torch.int32, device=x.device)
+    if not rows:
+        return torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
+    return torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=x.device)
 
 
 def _by_kernels(q: torch.Tensor) -> bool:

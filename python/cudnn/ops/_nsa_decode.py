@@ -107,6 +107,8 @@ def nsa_decode_step(
 ) -> torch.Tensor:  # fmt: skip
     """O, ``[B, H_q, D_v]``."""
     o = q.new_empty((*q.shape[:2], v.shape[3]))
+    if not o.numel():
+        return o
     if not (q.element_size() == 2 and has_kernel(q, _WHERE)):
         if q.is_cuda:
             raise ValueError(refusal(_WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16"))

@@ -56,7 +56,7 @@ class _Operator(CustomOpDef):
     """A custom operator whose function is called directly where nothing of PyTorch's has to see the call.
 
     PyTorch's own way to it takes 0.1 to 0.3 ms of the host's time for operators with many arguments. Modes, transforms,
-    autocast, the profiler, compilers and tensors of other classes go that way.
+    autocast, the profiler, tracing, compilers and tensors of other classes go that way.
     """
 
     def prepare(self, has_autocast: bool) -> None:
@@ -100,6 +100,7 @@ def _intercepted(has_autocast: bool) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or _profiler_enabled()
+        or torch._C._is_tracing()
         or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
     )
 

@@ -37,7 +37,7 @@ def choosing_rows(
     rows, heads, most = block_indices.shape
     device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
     blocks = rows // block_size + sequences
-    if block_indices.is_cuda or launch.emulated_architecture():
+    if block_indices.numel() and (block_indices.is_cuda or launch.emulated_architecture()):
         choosing, ends = _sorted(block_indices, block_counts, cum_seqlen, block_size, is_causal, heads * blocks)
     else:
         numbers = _numbers(block_indices, block_counts, cum_seqlen, block_size, is_causal)
