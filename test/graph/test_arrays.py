@@ -237,7 +237,7 @@ class Bound:
 
 
 class Handle:
-    device, ptr, argument = -1, 1, 1  # the device of CPU tensors
+    device, ptr, argument, stream = -1, 1, 1, 0  # the device of CPU tensors
 
     def __init__(self) -> None:
         self.queue, self.capturing, self.busy = object(), c_int(), False
@@ -386,6 +386,20 @@ def test_a_gpu_that_is_far_behind_gets_the_kernels_themselves(again: Any) -> Non
     for _ in range(4):
         run(data)
     assert (plan.launched, len(plan.graphs)) == (12, 4)
+
+
+def test_the_default_stream_of_another_device_does_not_get_the_cuda_graph(
+    again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [-1]
+    monkeypatch.setattr(fast_call, "current_device", lambda: lambda: current[0])
+    run, plan, own = again()
+    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
+    for device, stream, launched, graphs in ((-1, 0, 4, 1), (0, 0, 5, 1), (0, 8, 5, 2), (-1, 0, 5, 3)):
+        current[0], own.stream = device, stream
+        for _ in range(5 if not plan.launched else 1):
+            run(data)
+        assert (plan.launched, len(plan.graphs)) == (launched, graphs)
 
 
 def test_another_stream_does_not_get_the_cuda_graph(again: Any) -> None:

@@ -8,9 +8,10 @@ addresses, one call into PyTorch compares types, layouts and devices of all tens
 shape and strides of each as tuples costs five times as much.
 
 Most of that call can be saved too: a plan that fills CUDA graphs is asked for one of its kernels with these addresses
-when they have come often enough, and later calls on the same stream launch that. Three cases are left to cuDNN: streams
-that are being captured; scalars passed by value, whose values a CUDA graph would keep; and a GPU that is far behind the
-host, since one launch of a CUDA graph takes it about 1 us longer than the kernel alone.
+when they have come often enough, and later calls on the same stream launch that. Four cases are left to cuDNN: streams
+that are being captured; the default stream while another device is the current one, whose default stream the driver
+would take; scalars passed by value, whose values a CUDA graph would keep; and a GPU that is far behind the host, since
+one launch of a CUDA graph takes it about 1 us longer than the kernel alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 _TEMPLATE = '''
 def make(
     {names}, {types}, accepted, own, default_handle, device, find, launch, argument, pack, check, otherwise, failure,
-    calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph
+    calls_before_graph, keep_graph, lose_graph, ask_whether_it_keeps_up, is_capturing, launch_graph,
+    current_device
 ):
     def execute(
         tensor_to_buffer, workspace=None, handle=None, override_uids=None, override_shapes=None, override_strides=None
@@ -72,7 +74,10 @@ _REPLAY = """
             if not handle.until_asked:
                 ask_whether_it_keeps_up(handle)
             handle.until_asked -= 1
-            if handle.keeps_up and not is_capturing(handle.queue, handle.capture_result) and not handle.capturing.value:
+            if (
+                handle.keeps_up and (handle.stream or current_device is None or current_device() == handle.device)
+                and not is_capturing(handle.queue, handle.capture_result) and not handle.capturing.value
+            ):
                 status = launch_graph(found.graph, handle.queue)
                 if not status:
                     return
@@ -121,6 +126,11 @@ def like(arrays: Sequence[Any]) -> Callable[..., bool]:
         known = [(array.dtype, array.shape, array.stride(), array.device) for array in arrays]
         return lambda *given: known == [(array.dtype, array.shape, array.stride(), array.device) for array in given]
     return guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+def current_device() -> Callable[[], int] | None:
+    """Tells the thread's current device, whose default stream stream 0 is; None where there are not several devices."""
+    return torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
 
 
 def specialised(
@@ -175,4 +185,5 @@ def specialised(
         ask_whether_it_keeps_up=ask_whether_it_keeps_up,
         is_capturing=replays and unchecked("cuStreamIsCapturing"),
         launch_graph=replays and unchecked("cuGraphLaunch"),
+        current_device=current_device(),
     )
