@@ -116,10 +116,8 @@ def test_selftest_shows_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["selftest", "--arch", "sm_90a", "--emulate"])
     assert result.exit_code == 0, result.output
     steps = re.findall(r"^\d:\d\d:\d\d  (\d+) of (\d+), (.+)$", result.stderr, re.MULTILINE)
-    assert steps
-    done, total, doing = steps[-1]
-    assert int(done) == int(total) - 1  # the last is the GEMM
-    assert doing.startswith("gemm_amax ")
+    last = {doing.split()[0] for done, total, doing in steps if int(done) == int(total) - 1}
+    assert last == {"gemm_amax"}  # more than a period before it is done; a line may follow when all are
     assert not re.search(r"^\d:\d\d:\d\d  ", result.stdout, re.MULTILINE)
 
 
