@@ -117,7 +117,7 @@ def test_selftest_shows_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     steps = re.findall(r"^\d:\d\d:\d\d  (\d+) of (\d+), (.+)$", result.stderr, re.MULTILINE)
     last = {doing.split()[0] for done, total, doing in steps if int(done) == int(total) - 1}
-    assert last == {"gemm_amax"}  # more than a period before it is done; a line may follow when all are
+    assert "gemm_amax" in last  # it takes more than a period; a line may follow when all are done
     assert not re.search(r"^\d:\d\d:\d\d  ", result.stdout, re.MULTILINE)
 
 
