@@ -222,9 +222,10 @@ class Hook:
 
         def location(info: Any) -> Any:
             nonlocal context
-            if ir.Context.current is not context:
+            current = ir.Context.current  # pyright: ignore[reportAttributeAccessIssue]
+            if current is not context:
                 locations.clear()
-                context = ir.Context.current
+                context = current
             if id(info) not in locations:
                 locations[id(info)] = info, make(info)
             return locations[id(info)][1]
