@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import BackwardConfiguration, Rows, sequences
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, Rows, sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -67,8 +67,9 @@ def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
 
 
 def region(
-    c: BackwardConfiguration, workspace: cute.Tensor, name: str, shape: tuple[Any, ...], sizes: dict[str, Any]
-) -> cute.Tensor:
+    c: BackwardConfiguration | DecodeConfiguration, workspace: cute.Tensor, name: str, shape: tuple[Any, ...],
+    sizes: dict[str, Any],
+) -> cute.Tensor:  # fmt: skip
     """A region of the workspace as values of 32 bits: counts where they are of turns."""
     (slot,) = (slot for slot in c.slots() if isinstance(slot, Workspace))
     start = cute.assume(Int64(slot.places(sizes)[0][name]), START)

@@ -21,12 +21,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import DecodeConfiguration, sequences
+from cudnn_kernels.attention.around import region
 from cudnn_kernels.attention.forward import Problem, partition
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, REGISTERS, ROWS, AttentionForward, Rings
 
 WARP = 32
@@ -80,8 +81,8 @@ class AttentionDecode(AttentionForward):
             tensors.append(tensor)
         sizes = {"splits": Int64(splits), "b": Int64(batches), "hq": Int64(q.shape[2]), "sq": Int64(q.shape[0])}
         shape = (q.shape[0], q.shape[2], batches, splits)
-        parts = self.region(given["workspace"], "parts", (c.head_v, *shape), sizes)
-        log_sums = self.region(given["workspace"], "log_sums", shape, sizes)
+        parts = region(self.d, given["workspace"], "parts", (c.head_v, *shape), sizes)
+        log_sums = region(self.d, given["workspace"], "log_sums", shape, sizes)
         tiles = cute.ceil_div(q.shape[0] * (q.shape[2] // key_heads), self.tile_m)
         self.kernel(
             atoms, tensors, q, parts, log_sums, by_page, by_row, given.get("seqlen_k"), given.get("page_table"),
@@ -94,15 +95,6 @@ class AttentionDecode(AttentionForward):
         self.combine(parts, log_sums, o, lse, given.get("sink")).launch(
             grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
         )
-
-    def region(
-        self, workspace: cute.Tensor, region: str, shape: tuple[Any, ...], sizes: dict[str, Any]
-    ) -> cute.Tensor:  # fmt: skip
-        """A region of the workspace as float32 values."""
-        (slot,) = (slot for slot in self.d.slots() if isinstance(slot, Workspace))
-        start = cute.assume(Int64(slot.places(sizes)[0][region]), START)
-        first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=Float32)
-        return cute.make_tensor(first, cute.make_layout(shape))
 
     @cute.kernel
     def kernel(
