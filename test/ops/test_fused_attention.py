@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn.experimental.ops import scaled_dot_product_attention as experimental
+from cudnn.experimental.ops import sdpa as graphs
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import scaled_dot_product_attention as attention
 
@@ -123,3 +125,53 @@ def test_registered_right() -> None:
     many = torch.stack([q, 2 * q])
     together = torch.vmap(lambda x: attention(x, k, v, backend="fused"))(many)
     torch.testing.assert_close(together[1], attention(2 * q, k, v, backend="fused"))
+
+
+def test_the_operators_of_head_size_256() -> None:
+    for mine, other in (("sdpa_fwd_d256", "sdpa"), ("sdpa_bwd_d256", "sdpa_bwd")):
+        mine, other = (str(getattr(torch.ops.cudnn, name).default._schema) for name in (mine, other))
+        (more, results), others = mine.split("(", 1)[1].split(") ->"), other.split("(", 1)[1]
+        assert others.startswith(more)
+        assert others.endswith(results)
+        assert len(more.split(",")) == 12 + 4 * ("dO" in more)
+    q, k, v, do = drawn(rows=(8, 8), head=256)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    arguments = (0.07, True, 0, -1, -1, None, None, None, None)
+    torch.library.opcheck(torch.ops.cudnn.sdpa_fwd_d256.default, (*leaves, *arguments), test_utils=CHECKS)
+    results = []
+    for operator in (torch.ops.cudnn.sdpa_fwd_d256, torch.ops.cudnn.sdpa):
+        o, stats = operator(*leaves, *arguments)
+        results.append([o, stats, *torch.autograd.grad(o, leaves, do)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-2, rtol=3e-2)
+    o, stats = results[0][:2]
+    found = torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *arguments, True)
+    assert all(map(torch.equal, found, results[0][2:]))
+    for place, value, message in [
+        (5, torch.ones(2, 1, 1, 1).int(), "it has bounds alone"),
+        (3, 4, "left_bound=4: it has -1"),
+    ]:
+        changed = [value if place == i else x for i, x in enumerate(arguments)]
+        with pytest.raises(NotImplementedError, match=message):
+            torch.ops.cudnn.sdpa_fwd_d256(q, k, v, *changed)
+        with pytest.raises(NotImplementedError, match=message):
+            torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *changed)
+    with pytest.raises(NotImplementedError, match=r"head sizes \(64, 64\): it has 256"):
+        torch.ops.cudnn.sdpa_fwd_d256(*(x[..., :64] for x in (q, k, v)), *arguments)
+
+
+def test_existing_programs_reach_them_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = drawn(rows=(8, 8), head=256)
+    graphs._fprop_cache.clear()
+    expected = experimental(q, k, v, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(graphs, "_on_blackwell", lambda x: True)
+    for options, entries in [
+        ({"is_causal": True}, 1), ({}, 1), ({"is_causal": True, "diagonal_alignment": BOTTOM_RIGHT}, 2),
+        ({"seq_len_q": torch.tensor([3, 4])}, 3), ({"left_bound": 3}, 4), ({"is_causal": True, "right_bound": 1}, 5),
+    ]:  # fmt: skip
+        found = experimental(q, k, v, enable_gqa=True, **options)
+        assert len(graphs._fprop_cache) == entries
+        if options == {"is_causal": True}:
+            torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+    experimental(q, k[:, :, :6], v[:, :, :6], is_causal=True, enable_gqa=True)  # another diagonal
+    assert len(graphs._fprop_cache) == 6

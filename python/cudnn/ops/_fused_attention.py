@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cudnn import launch
+from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
 from cudnn.ops._registration import custom_op
@@ -14,6 +15,7 @@ from cudnn.sdpa import SdpaBackward, SdpaForward
 from cudnn.sdpa.base import called
 
 NAMES = "q", "k", "v"
+Maybe = torch.Tensor | None
 FASTER = {
     "sm_90a": frozenset(
         {(256, 256, causal, gradients) for causal in (False, True) for gradients in (False, True)}
@@ -154,5 +156,73 @@ def _backward(ctx: Any, d_o: torch.Tensor, d_lse: Any) -> tuple[Any, ...]:
 
 
 fused_sdpa.register_autograd(_backward, setup_context=_setup)
-for _operator in (fused_sdpa, fused_sdpa_bwd):
+
+
+def _bounds_of_d256(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[bool, int, int, int], lengths: tuple[Maybe, ...]
+) -> None:
+    """Raises for what the operators of head size 256 do not take."""
+    check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})
+    reason = obstacle(q, k, v, bounds, any(x is not None for x in lengths))
+    if not reason and (q.shape[3], v.shape[3]) != (256, 256):
+        reason = f"head sizes {(q.shape[3], v.shape[3])}: it has 256"
+    if not reason and bounds[2] != -1:
+        reason = f"left_bound={bounds[2]}: it has -1"
+    if reason:
+        raise NotImplementedError(refusal("sdpa_d256", "attention", reason, "what it has", "use torch.ops.cudnn.sdpa"))
+
+
+@custom_op("sdpa_fwd_d256", autocast=NAMES)
+def sdpa_fwd_d256(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, is_causal: bool, diagonal_alignment: int,
+    left_bound: int, right_bound: int, seq_len_q: torch.Tensor | None, seq_len_kv: torch.Tensor | None,
+    cumulative_seq_len_q: torch.Tensor | None, cumulative_seq_len_kv: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(O, Stats) of ``cudnn::sdpa``, by the kernels of ``cudnn.sdpa`` for heads of 256 elements.
+
+    Raises:
+        NotImplementedError: lengths, a left bound, or what else these kernels do not have.
+    """
+    bounds = is_causal, diagonal_alignment, left_bound, right_bound
+    _bounds_of_d256(q, k, v, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    o, lse = fused_sdpa(q, k, v, attn_scale, is_causal or right_bound == 0, -1)
+    return o, lse.unsqueeze(-1)
+
+
+@sdpa_fwd_d256.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    o, lse = _results(q, v)
+    return o, lse.unsqueeze(-1)
+
+
+@custom_op("sdpa_bwd_d256")
+def sdpa_bwd_d256(
+    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
+    attn_scale: float, is_causal: bool, diagonal_alignment: int, left_bound: int, right_bound: int,
+    seq_len_q: torch.Tensor | None, seq_len_kv: torch.Tensor | None, cumulative_seq_len_q: torch.Tensor | None,
+    cumulative_seq_len_kv: torch.Tensor | None, is_deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(dQ, dK, dV), contiguous, from what :func:`sdpa_fwd_d256` got and gave, and the gradient of O."""
+    bounds = is_causal, diagonal_alignment, left_bound, right_bound
+    _bounds_of_d256(q, k, v, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    lse, causal = stats.squeeze(-1).contiguous(), is_causal or right_bound == 0
+    return fused_sdpa_bwd(dO, q, k, v, o, lse, attn_scale, causal, -1, is_deterministic)
+
+
+@sdpa_bwd_d256.register_fake
+def _(
+    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q, k, v
+
+
+def _backward_of_d256(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = sdpa_bwd_d256(d_o, *ctx.saved_tensors, *ctx.options, is_deterministic=deterministic)
+    return *gradients, *[None] * len(ctx.options)
+
+
+sdpa_fwd_d256.register_autograd(_backward_of_d256, setup_context=_setup)
+for _operator in (fused_sdpa, fused_sdpa_bwd, sdpa_fwd_d256, sdpa_bwd_d256):
     _operator.register_vmap(over_batches(_operator))
