@@ -87,6 +87,9 @@ class Call:
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
         self.unset = (None,) * len(self.defaults)
         self.prepares = "workspace" in slots
+        sized = [name for name in (*api.sized_by, *api.counted_by) if api.given(name)]
+        self.sized = _shapes([at[name] for name in sized])
+        self.room: tuple[Any, int] = (None, 0)  # shapes, and the bytes of their workspace
         self.limits: dict[int, int] = {}
         self.checked: tuple[Any, Callable[[], Any]] = (None, _none)
         self.current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -171,8 +174,10 @@ class Call:
 
     def _allocated(self, tensors: tuple[Any, ...], stream: int) -> Any:
         """Memory of this call, which PyTorch's allocator knows to be used on ``stream``."""
-        size = self.plan.workspace_size(self.api.sizes_now(tensors))
-        first = tensors[0]
+        shapes, (known, size), first = self.sized(tensors), self.room, tensors[0]
+        if shapes != known:
+            size = self.plan.workspace_size(self.api.sizes_now(tensors))
+            self.room = (shapes, size)
         with _allocating_for(stream, first):
             return torch.empty(size, dtype=torch.uint8, device=first.device)
 

@@ -173,8 +173,8 @@ class ExpertsGemm(FusedGemm):
     """A GEMM of the tokens of each expert with the expert's weights, and an epilogue.
 
     The rows of A belong to experts, one after the other; ``padded_offsets`` says where each ends, on the device. Rows
-    beyond the last one's end are not touched. Experts may have any number of rows, also none; where operands or
-    results have scale factors, multiples of 256.
+    beyond the last one's end are not touched. Experts may have any number of rows, also none; where operands have
+    scale factors in atoms, or results have some, multiples of 256.
     """
 
     sized_by = multiplied = ("a", "b")
@@ -219,7 +219,8 @@ class ExpertsGemm(FusedGemm):
                     self.descs[name] = addresses.described(name, self.num_experts, self._device)
         self.acc_dtype = self.acc_dtype or torch.float32
         self.semantics = self.semantics or settings.SEMANTICS.get()
-        aligned = ALIGNED if self.scaled or self.quantizes() else self.group_rows
+        in_atoms = self.scaled and self.kind("sfa") != SUM_SCALES
+        aligned = ALIGNED if in_atoms or self.quantizes() else self.group_rows
         grouped = GroupedRows(offsets="padded_offsets", aligned=aligned)
         self.schedule = Dense() if self.use_single_group_runtime_offsets else grouped
 
