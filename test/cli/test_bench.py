@@ -428,6 +428,8 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
     assert len(benchmark.problems(bench.Options("bf16", all=True))) == 3 * (3 + 9 + 5)
     refused = {c.name: c.check({"y": torch.zeros(50, 64)}) for c in moe.candidates(shape, "forward")}
     assert all("wrong result: y is off by" in refused[name] for name in here[:-1])
+    (narrow,) = (c for c in moe.candidates((50, 128, 128, 4, 2), "forward") if c.name == moe.NARROW)
+    assert not narrow.check(narrow.prepare()())
 
 
 def sonicmoe_folder(path: Path) -> Path:

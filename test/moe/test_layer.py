@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +16,18 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import cudnn
-from cudnn import moe
+from cudnn import moe, registry
 from cudnn.moe import layer as passes
-from cudnn.moe.experts import Rows
+from cudnn.moe.experts import Experts, Rows
+from cudnn.moe.quantizing import quantized, quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EPSILON = {BF16: 2.0**-8, F16: 2.0**-11}
 WEIGHTS = ("up", "down")
+ARCHS = ("sm_90a", "sm_100a")
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
 @dataclass
@@ -135,6 +141,52 @@ def test_any_configuration(data: st.DataObject) -> None:
     check(c, results(c, ours, listed(t) if lists else t))
 
 
+class Passes(torch.autograd.Function):
+    """The layer's passes on tensors of any type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, rows: Rows, choice: Any, *given: Any) -> torch.Tensor:
+        up, down, up_bias, down_bias, activation = given
+        experts = Experts([up], [down], up_bias, down_bias, activation, (1.0, 1.702, 7.0, -7.0), "interleaved")
+        y, hidden = passes.forward(x, weights, rows, experts, True)
+        ctx.kept = (x, hidden, choice, weights, rows, experts)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        by_x, by_weights, *rest = passes.backward(*gradients, *ctx.kept, [True] * 6, ([], []))
+        return by_x, by_weights, None, None, *rest, None
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "srelu"])
+def test_gradcheck_of_the_reference(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes in float64, with an expert that has no token and a choice that was dropped."""
+
+    def execute(name: str, tensors: dict[str, Any], margin: int = 0, **options: Any) -> None:
+        given = {n: t.to(BF16) if t is not None and t.dtype is F64 else t for n, t in tensors.items()}
+        api = registry.find(name)
+        numbers = {n: options.pop(n) for n in api.run_time if n in options}
+        made = api(**api.samples(given), **options)
+        numbers = {n: numbers.get(n, getattr(made, n)) for n in api.scalars}
+        fitted = made.fitted_all([tensors.get(n) for n in api.names])
+        made.reference({**dict(zip(api.names, fitted, strict=True)), **numbers})
+
+    def combine(rows: torch.Tensor, of_choice: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        found = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[of_choice.long()]
+        return (found if weights is None else found * weights[..., None]).sum(1)
+
+    monkeypatch.setattr(passes, "execute", execute)
+    monkeypatch.setattr(passes, "combine", combine)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.manual_seed(0)
+    c = case(5, 16, 32, activation=activation, bias=True)
+    choice = torch.tensor([[0, 1], [3, 0], [1, 3], [-1, 0], [3, 1]], dtype=torch.int32)
+    offsets, token, of_choice = moe.sort(choice, 4)
+    t = c.leaves(F64)
+    given = (Rows(offsets, token, of_choice), choice, *(t[n] for n in ("up", "down", "up_bias", "down_bias")))
+    assert torch.autograd.gradcheck(Passes.apply, (t["x"], t["weights"], *given, activation), fast_mode=True)
+
+
 KERNELS: list[dict[str, Any]] = [
     {"bias": True},
     {"bias": True, "glu_layout": "concatenated", "inner": 96},
@@ -145,7 +197,7 @@ KERNELS: list[dict[str, Any]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", KERNELS)
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_the_kernels(arch: str, options: dict[str, Any]) -> None:
     c = case(70, **options)
     torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is full of NaN
@@ -154,6 +206,64 @@ def test_the_kernels(arch: str, options: dict[str, Any]) -> None:
             check(c, results(c, ours, c.leaves()))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+FP8 = 0.05  # of the norm: what e4m3 leaves of sums of products
+
+
+@pytest.mark.parametrize("where", ["reference", *(pytest.param(a, marks=pytest.mark.full) for a in ARCHS), GPU])
+def test_forward_products_of_e4m3(where: str) -> None:
+    """Experts end anywhere, and some choices are dropped; gradients are those of the pre-activation that was found."""
+    device = "cuda" if where == "gpu" else "cpu"
+    c = case(70, 128, 128, bias=True, dropped=True)
+    c = Case({n: t.to(device) for n, t in c.tensors.items()}, c.indices.to(device), c.activation, c.out.to(device))
+    expected = results(c, formula, c.leaves(F64))
+    with contextlib.nullcontext() if where in ("reference", "gpu") else cudnn.emulation(where, races=True):
+        found = results(c, functools.partial(ours, fp8=True), c.leaves())
+        lists = results(c, functools.partial(ours, fp8=True), listed(c.leaves()))
+    for name, right in expected.items():
+        error = float((found[name].double() - right).norm() / right.norm())
+        assert error < FP8, name
+        assert error > 0.01 or name not in ("x", "y"), "not of e4m3"
+        assert torch.equal(lists[name], found[name]), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_kernel_of_e4m3(arch: str) -> None:
+    """Rows, tokens by choice and weights: the bits of the reference; with zeros, and rows that fill no block."""
+    x = torch.randn(150, 256).bfloat16()
+    x[3, 128:] = 0.0
+    offsets, _, of_choice = moe.sort(torch.randint(-1, 4, (150, 2), dtype=torch.int32), 4)
+    weights = list(torch.randn(2, 128, 256).bfloat16())
+
+    def made() -> list[torch.Tensor]:
+        by_choice = [t[: offsets[-1]] for t in quantized(x, of_choice, 300)]
+        every = [*quantized(x), *by_choice, *quantized_weights(weights, False)]
+        return [t.view(torch.uint8) if t.itemsize == 1 else t for t in every]
+
+    expected = made()
+    with cudnn.emulation(arch, races=True):
+        assert all(torch.equal(a, b) for a, b in zip(made(), expected, strict=True))
+    narrow, factors = quantized(x)
+    wide = (narrow.float().unflatten(1, (-1, 128)) * factors[..., None]).flatten(1)
+    assert float((wide - x.float()).norm() / x.float().norm()) < 0.03
+
+
+def test_weights_in_e4m3_follow_the_weights() -> None:
+    """Kept while they stay, also for another call's list of them, and made anew after a change."""
+    t = case(hidden=128, inner=128).leaves()
+    first = quantized_weights([t["up"]], True)
+    assert quantized_weights([t["up"]], True) is first
+    assert quantized_weights([t["up"]], False) is not first
+    with torch.no_grad():
+        t["up"].mul_(2.0)
+    narrow, factors = quantized_weights([t["up"]], True)
+    assert torch.equal(narrow.float(), first[0].float())
+    assert torch.equal(factors, 2 * first[1])
+    with torch.inference_mode():
+        fixed = t["down"].clone()
+        assert quantized_weights([fixed], True) is not quantized_weights([fixed], True)
 
 
 @pytest.mark.parametrize("lists", [False, True])
@@ -197,6 +307,28 @@ def test_what_is_kept_for_the_backward_pass() -> None:
     x, hidden, small = 64 * 512, 128 * 64, [128] * 4 + [4]
     assert sizes == sorted([x, hidden, *small, *weights])
     assert not kept
+
+
+def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the tokens for that product, as large, takes their place."""
+    rows: list[Any] = []
+    alive: list[int] = []
+    of_weights, summed = passes._of_weights, passes.combine
+
+    def combine(made: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(weakref.ref(made))
+        return summed(made, *rest)
+
+    def product(*given: Any) -> Any:
+        alive.append(sum(row() is not None for row in rows))
+        return of_weights(*given)
+
+    monkeypatch.setattr(passes, "combine", combine)
+    monkeypatch.setattr(passes, "_of_weights", product)
+    c = case()
+    ours(c, c.leaves()).backward(c.out)
+    assert len(rows) == 2
+    assert alive == [0, 0]
 
 
 def test_tokens_are_copied_in_order_on_hopper_alone() -> None:
@@ -307,6 +439,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"up_bias": torch.zeros(4, 32).bfloat16()}, "shape of up_bias"),
     ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),
     ({"down": torch.zeros(4, 64, 32, dtype=BF16, device="meta")}, "devices: got"),
+    ({"fp8": True}, "fp8: got 'swiglu', 'interleaved', H 64, I 32; allowed: gates, interleaved, multiples of 128"),
 ]
 
 
@@ -387,6 +520,10 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     assert layer.up.main_grad._version > 0  # autograd knows that it changed
     assert layer.router.weight.grad is not None
     assert "correction" in layer.state_dict()
+    for wrong in (x.float(), x[:, :56]):
+        for call in (layer, layer.route):
+            with pytest.raises(ValueError, match=r"^MoE: x: got .*; allowed: torch.bfloat16 \[\.\.\., 64\]"):
+                call(wrong)
     for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):
         with pytest.raises(ValueError, match=r"^MoE: "):
             MoE(*sizes, activation=activation)

@@ -163,6 +163,33 @@ class CombineConfiguration(Pieces):
         return (*found, Stream())
 
 
+BLOCK, NARROW = 128, "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class QuantizeConfiguration:
+    """Rows of so many ``columns``, a multiple of BLOCK, in e4m3: a factor for BLOCK elements of a row or, ``blocks``,
+    for BLOCK rows of them too. With ``top_k``, rows are tokens, which are stored in the rows of their choices.
+    """
+
+    dtype: str
+    columns: int
+    blocks: bool = False
+    top_k: int = 0
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        rows, across = "rows" if self.top_k else "tokens", self.columns // BLOCK
+        choices = Tensor("row_of_choice", "int32", ("tokens", self.top_k), (self.top_k, 1), align=4)
+        return (
+            Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
+            *((choices,) if self.top_k else ()),
+            Tensor("quantized", NARROW, (rows, self.columns), (None, 1)),
+            Tensor("factors", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
+            Stream(),
+        )
+
+
 @dataclass(frozen=True)
 class GiveBackConfiguration(CombineConfiguration):
     """Sums that go to the ranks whose tokens they are of, with ``values`` float32 numbers for each token, as bits.

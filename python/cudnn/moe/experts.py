@@ -68,7 +68,7 @@ class Experts:
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one for each expert.
 
     N is I or, for a gated activation, 2 I: of every 64 rows, the first 32 are gates, or those of the first half, as
-    ``glu_layout`` says.
+    ``glu_layout`` says. With ``fp8`` the forward products are of e4m3.
     """
 
     up: Sequence[Tensor]
@@ -78,6 +78,7 @@ class Experts:
     activation: str
     numbers: Sequence[float]
     glu_layout: str
+    fp8: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -165,4 +166,5 @@ def execute(name: str, tensors: dict[str, Any], margin: int = 0, **options: Any)
         operation.check_support()
         operation.compile()
         _OBJECTS[key] = operation
-    operation.execute(**{parameter: tensors.get(n) for n, parameter in api.parameters.items()}, **scalars)
+    # What ``execute`` does, whose many arguments by name take the host's time.
+    operation.run(tuple(map(tensors.get, api.names)), tuple(map(scalars.get, api.scalars)), None, None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn.lazy import torch
 from cudnn.moe.combining import combine, sum_into
 from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, ones, operand, pointers, shape_of
+from cudnn.moe.quantizing import quantized, quantized_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,17 +55,23 @@ def forward(
     gated = e.activation in GATED
     hidden = x.new_empty(rows.count, wide) if keeps or not gated else None
     activated = x.new_empty(rows.count, inner)
-    made = x.new_empty(rows.count, columns)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
-    up, down = operand(e.up), operand(e.down)
-    of_rows, index = rows.read(x, wide)
-    tensors = {**given, **up[0], "a": of_rows, "a_index": index, "bias": _vectors(e.up_bias)}
-    tensors |= {"c": hidden, "d": activated}
+    up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
+    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": hidden, "d": activated}
+    if e.fp8:
+        tensors |= _narrow_rows(*quantized(x, rows.of_choice, rows.count))
+    else:
+        tensors["a"], tensors["a_index"] = rows.read(x, wide)
     if gated:
         execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
     else:
         execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
-    execute("grouped_gemm", {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}, **down[1])
+    del tensors  # and the tokens' copies, whose memory the result of the next product takes
+    made = x.new_empty(rows.count, columns)
+    tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}
+    if e.fp8:
+        tensors |= _narrow_rows(*quantized(activated))
+    execute("grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, **down[1])
     y = combine(made, rows.of_choice, weights) if summed else made
     return y, hidden if keeps and hidden is not None else x.new_empty(0)
 
@@ -140,7 +147,7 @@ def _of_x_and_up(
         return made, of_up()
     if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide)):
         by_x = combine(made, rows.of_choice)
-        del made  # before rows of x are copied
+        del made, tensors  # before rows of x are copied
         return by_x, of_up()
     by_x, main, second = torch.empty_like(x), torch.cuda.current_stream(x.device), _second_stream(x.device)
     second.wait_stream(main)
@@ -154,6 +161,18 @@ def _of_x_and_up(
 @functools.cache
 def _second_stream(device: Any) -> Any:
     return torch.cuda.Stream(device)
+
+
+def _narrow_rows(rows: Tensor, factors: Tensor) -> dict[str, Tensor]:
+    """Tensors of a product with rows in e4m3."""
+    return {"a": rows, "sfa": factors.unsqueeze(2)}
+
+
+def _narrow(weights: Sequence[Tensor], keeps: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and options of a product with weights in e4m3. A CUDA graph of training quantises them in each replay."""
+    kept = not (keeps and weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
+    narrow, factors = quantized_weights(weights, kept)
+    return {"b": narrow.permute(1, 2, 0), "sfb": factors.permute(1, 2, 0)}, {"sf_vec_size": 128}
 
 
 def _vectors(bias: Tensor | None) -> Tensor | None:

@@ -119,3 +119,11 @@ def combine_gradients(
             mine = mine * weights[token, choice, None]
         d_rows[row] = mine.to(rows.dtype)
     return d_rows, d_weights
+
+
+def quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 of (R, n), and float32 factors of so many rows by 128 columns."""
+    parts = x.float().unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
+    factors = parts.abs().amax((1, 3)) * (1 / 448)
+    inverse = factors.reciprocal().where(factors != 0, 0.0)[:, None, :, None]
+    return (parts * inverse).clamp(-448, 448).view(x.shape).to(torch.float8_e4m3fn), factors

@@ -282,11 +282,14 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], output[1])
     ctx.options = (*inputs[3:6], inputs[8])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-    logits, indices = ctx.saved_tensors
-    gradient = gradients[0].contiguous()
+def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    (logits, indices), gradient = ctx.saved_tensors, gradients[0]
+    if gradient is None:
+        return (None,) * 9
+    gradient = gradient.contiguous()
     return moe_route_bwd(gradient, logits, indices, *ctx.options), *[None] * 8
 
 

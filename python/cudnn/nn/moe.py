@@ -40,11 +40,15 @@ class _Router(torch.nn.Linear):
     """A linear layer that also ``passes`` its tokens on, with the gradients of both in one."""
 
     def forward(self, tokens: Tensor, passes: bool = False) -> Any:
+        cast, weight = torch.is_autocast_enabled(tokens.device.type), self.weight
+        if (tokens.dtype is not weight.dtype and not cast) or tokens.shape[-1] != weight.shape[1]:
+            got, allowed = f"{tokens.dtype} [..., {tokens.shape[-1]}]", f"{weight.dtype} [..., {weight.shape[1]}]"
+            raise ValueError(refusal("MoE", "x", got, allowed, "use x.to(layer.up.dtype), or torch.autocast"))
         if not passes:
             return super().forward(tokens)
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(tokens.device.type):
+        if cast or torch.compiler.is_compiling():
             return super().forward(tokens), tokens
-        return _Logits.apply(tokens, self.weight)
+        return _Logits.apply(tokens, weight)
 
     @property
     def has_hooks(self) -> bool:
@@ -78,6 +82,7 @@ class MoE(torch.nn.Module):
         bias: The experts have biases.
         shared_experts, shared_gate: See above.
         correction_bias: See above.
+        fp8: of :func:`cudnn.ops.moe_mlp`: the experts' forward products are of e4m3.
         into_main_grad: The backward pass adds the gradients of ``up`` and ``down`` to ``up.main_grad`` and
             ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
         group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
@@ -92,7 +97,8 @@ class MoE(torch.nn.Module):
 
     def __init__(
         self, hidden: int, intermediate: int, experts: int, top_k: int, *, activation: str = "swiglu",
-        glu_layout: str = "interleaved", bias: bool = False, shared_experts: int = 0, shared_gate: bool = False,
+        glu_layout: str = "interleaved", bias: bool = False, fp8: bool = False, shared_experts: int = 0,
+        shared_gate: bool = False,
         correction_bias: bool = False, into_main_grad: bool = False, score: str = "softmax", pre_softmax: bool = True,
         renormalize: bool = False, n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0,
         linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
@@ -108,7 +114,7 @@ class MoE(torch.nn.Module):
                 refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
             )
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
-        self.glu_layout, self.into_main_grad = glu_layout, into_main_grad
+        self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._route: dict[str, Any] = {
             "score": score, "pre_softmax": pre_softmax, "renormalize": renormalize, "n_group": n_group,
             "topk_group": topk_group, "scaling_factor": scaling_factor,
@@ -183,7 +189,7 @@ class MoE(torch.nn.Module):
         sums = (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
         return moe_mlp(
             x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation,
-            glu_layout=self.glu_layout, main_grads=sums, **self._numbers, **self._ranks,
+            glu_layout=self.glu_layout, fp8=self.fp8, main_grads=sums, **self._numbers, **self._ranks,
         )  # fmt: skip
 
     def _agree(self, x: Tensor) -> None:
@@ -195,6 +201,6 @@ class MoE(torch.nn.Module):
         self._agreed = True
 
     def extra_repr(self) -> str:
-        hidden = self.up.shape[2]
+        sizes = f"{self.up.shape[2]}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}"
         shared = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
-        return f"{hidden}, {self.down.shape[2]}, experts={self.experts}, top_k={self.top_k}{shared}, {self.activation}"
+        return f"{sizes}{shared}, {self.activation}{', fp8' * self.fp8}"

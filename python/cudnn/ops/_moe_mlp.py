@@ -35,6 +35,7 @@ def moe_mlp(
     geglu_alpha: float = 1.702,
     glu_clamp_max: float = 7.0,
     glu_clamp_min: float = -7.0,
+    fp8: bool = False,
     main_grads: tuple[Weights, Weights] | None = None,
     group: Any = None,
     time_limit: float = 600.0,
@@ -60,6 +61,10 @@ def moe_mlp(
         glu_layout: "interleaved", or "concatenated" where the gates are the first I rows of ``up``, one tensor, and the
             first I elements of ``up_bias``.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
+        fp8: The forward products are of e4m3: tokens and activations with a float32 factor for each 128 elements of a
+            row, weights for each 128 x 128. The copies of weights in e4m3 are kept, half of their memory, until
+            weights change. Gradients are those of a layer without ``fp8`` that had the same pre-activation. For gated
+            activations and interleaved weights; H and I are multiples of 128.
         main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
             and down to; then these get none.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r
@@ -80,14 +85,14 @@ def moe_mlp(
     up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
-        here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout), (up_sums, down_sums)
+        here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8), (up_sums, down_sums)
         return _on_ranks(tokens, routing[0], routing[1], here, sums, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
         indices, weights = routing
         _check_choices(tokens, indices, weights)
         indices = indices.int().contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
-    given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout)
+    given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8)
     return _on_one_rank(tokens, routing, *given).view(x.shape)
 
 
@@ -104,7 +109,7 @@ def _on_ranks(
     _check(x, indices, weights, e, sums)
     experts, top_k = shape_of(e.up)[0] * ranks_of(group), indices.shape[1]
     shapes = f"up {shape_of(e.up)}, down {shape_of(e.down)}, {x.dtype}"
-    words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers}"
+    words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers} fp8={e.fp8}"
     exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
     return on_ranks(x, indices.int(), weights, e, sums, exchange)
 
@@ -112,14 +117,14 @@ def _on_ranks(
 def _on_one_rank(
     tokens: torch.Tensor, routing: Routing, up: list[torch.Tensor], down: list[torch.Tensor],
     up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, up_sums: list[torch.Tensor],
-    down_sums: list[torch.Tensor], activation: str, numbers: list[float], glu_layout: str,
+    down_sums: list[torch.Tensor], activation: str, numbers: list[float], glu_layout: str, fp8: bool,
 ) -> torch.Tensor:  # fmt: skip
     """The layer of these experts alone."""
     tensors = (tokens, routing.weights, *up, *down, up_bias, down_bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     y, _ = moe_mlp_fwd_primitive(
         tokens, routing.weights, routing.indices, routing.offsets, routing.token_of_row, routing.row_of_choice,
-        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, keeps,
+        up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8, keeps,
     )  # fmt: skip
     return y
 
@@ -161,6 +166,9 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
     if up != (down[0], wide, h) or down[1] != h:
         got, pairs = {"x": tuple(x.shape), "up": up, "down": down}, "N = 2 I" if wide > down[2] else "N = I"
         raise ValueError(refusal(_WHERE, "shapes", got, f"x [T, H], up [E, N, H] and down [E, H, I], {pairs}"))
+    if e.fp8 and (e.activation not in GATED or e.glu_layout != LAYOUTS[0] or h % 128 or down[2] % 128):
+        got, allowed = f"{e.activation!r}, {e.glu_layout!r}, H {h}, I {down[2]}", "gates, interleaved, multiples of 128"
+        raise ValueError(refusal(_WHERE, "fp8", got, allowed, "leave fp8 out, or interleave the weights once"))
     for name, bias, shape in (("up_bias", e.up_bias, up[:2]), ("down_bias", e.down_bias, down[:2])):
         if bias is not None and tuple(bias.shape) != shape:
             raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(bias.shape), str(shape)))
@@ -195,10 +203,11 @@ def moe_mlp_fwd_primitive(
     activation: str,
     numbers: Sequence[float],
     glu_layout: str,
+    fp8: bool,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y of :func:`moe_mlp`, and what the backward pass needs where it ``keeps`` it, else no elements."""
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     if not token_of_row.numel():
         y, kept = _empty(x, token_of_row, experts, keeps)
@@ -217,9 +226,9 @@ def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool)
 def _(
     x: Any, weights: Any, indices: Any, offsets: Any, token_of_row: Any, row_of_choice: Any, up: Any, down: Any,
     up_bias: Any, down_bias: Any, up_sums: Any, down_sums: Any, activation: str, numbers: Any, glu_layout: str,
-    keeps: bool,
+    fp8: bool, keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout)
+    experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
     _check(x, indices, weights, experts, (up_sums, down_sums))
     return _empty(x, token_of_row, experts, keeps)
 
@@ -286,7 +295,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
     ctx.save_for_backward(
         x, output[1], weights, indices, offsets, token_of_row, row_of_choice, up_bias, down_bias, *up, *down
     )
-    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, _) = len(up), rest
+    ctx.count, (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, _, _) = len(up), rest
     ctx.set_materialize_grads(False)
 
 
@@ -295,7 +304,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     *tensors, up_bias, down_bias = saved[:9]
     up, down = (list(part) for part in (saved[9 : 9 + ctx.count], saved[9 + ctx.count :]))
     if gradient is None:
-        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 4
+        return *[None] * 6, [None] * len(up), [None] * len(down), None, None, *none, *[None] * 5
     x, weights, *_, ups, downs, of_up_bias, of_down_bias = ctx.needs_input_grad[:10]
     needed = [x, weights, any(ups), any(downs), of_up_bias, of_down_bias]
     rest = (*ctx.sums, ctx.activation, ctx.numbers, ctx.glu_layout, needed)
@@ -303,7 +312,7 @@ def _backward(ctx: Any, gradient: torch.Tensor | None, _: Any) -> tuple[Any, ...
     found = moe_mlp_bwd_primitive(gradient, *given)
     by_x, by_weights, by_up, by_down, *biases = (y if need else None for y, need in zip(found, needed, strict=True))
     by_each = [_of_each(y, like, s) for y, like, s in zip((by_up, by_down), (up, down), ctx.sums, strict=True)]
-    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, *[None] * 4
+    return by_x, by_weights, *[None] * 4, *by_each, *biases, *none, *[None] * 5
 
 
 def _of_each(gradient: torch.Tensor | None, like: list[torch.Tensor], sums: Sequence[torch.Tensor]) -> list[Any]:
