@@ -5,6 +5,7 @@ Hopper converts neither to e8m0 nor back, so that is integer arithmetic on float
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -137,7 +138,7 @@ class QuantizeColumns(_Quantizer):
                 column = layout.column(tile.thread, first + i)
                 maxima[column, layout.row(tile.thread, slot) // self.warp_rows] = value
         tile.barrier()
-        for start in range(0, self.width, self.plan.threads):
+        for start in range(0, self.words(TOKENS), self.plan.threads):
             self.convert(tile, part, tile.thread + start, maxima, factors)
         tile.barrier()
         y = self.plan.fragment(Float32, self.width)
@@ -148,26 +149,26 @@ class QuantizeColumns(_Quantizer):
         values[self.o.value] = Fragment(y, self.width, layout)
 
     @cute.jit
-    def convert(self, tile: Tile, part: int, column: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
-        """One thread: the factors of a column of the part, if it has so many."""
-        if column < self.width:
-            self.convert_column(tile, part, column, maxima, factors)
+    def convert(self, tile: Tile, part: int, index: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
+        """One thread: the factor of a column of the part and a group of its rows, if there are so many."""
+        if index < self.words(TOKENS):
+            self.convert_one(tile, part, index % self.width, index // self.width, maxima, factors)
 
-    def convert_column(self, tile: Tile, part: int, column: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
-        """One thread: the factors of a column of the part."""
-        warps, groups = TOKENS // self.warp_rows, self.plan.rows // TOKENS
-        for group in range(groups):
-            largest = maxima[column, group * warps]
-            for warp in range(1, warps):
-                largest = maximum(largest, maxima[column, group * warps + warp])
-            code, factors[column, group] = self.factor(largest)
-            row = tile.row + group * TOKENS
-            wanted = row < tile.end if self.plan.clips_rows else True
-            place = self.column(tile, part, column), row // TOKENS
-            if self.o.by_expert:
-                write_expert_factor(self.parameters[0], *place, tile, code, wanted)
-            else:
-                self.write(*place, tile.batch, code, wanted)
+    def convert_one(
+        self, tile: Tile, part: int, column: Int32, group: Int32, maxima: cute.Tensor, factors: cute.Tensor
+    ) -> None:
+        """The factor of a column of the part and a group of its rows."""
+        warps = TOKENS // self.warp_rows
+        largest = maxima[column, group * warps]
+        for warp in range(1, warps):
+            largest = maximum(largest, maxima[column, group * warps + warp])
+        code, factors[column, group] = self.factor(largest)
+        wanted = tile.row + group * TOKENS < tile.end if self.plan.clips_rows else True
+        place = self.column(tile, part, column), tile.row // TOKENS + group
+        if self.o.by_expert:
+            write_expert_factor(self.parameters[0], *place, tile, code, wanted)
+        else:
+            self.write(*place, tile.batch, code, wanted)
 
 
 class StoreColumns(Operation):
@@ -223,10 +224,7 @@ class StoreColumns(Operation):
 
 def magnitude(values: Any) -> Float32:
     """The largest absolute value; NaN if one is."""
-    largest = Float32(0.0)
-    for value in values:
-        largest = maximum(largest, cute.math.absf(value))
-    return largest
+    return functools.reduce(maximum, map(cute.math.absf, values))
 
 
 def e8m0(factor: Float32) -> tuple[Int32, Float32]:
@@ -280,14 +278,24 @@ FACTORS: dict[str, Callable[[Float32], tuple[Any, Float32]]] = {
 
 
 @cute.jit
+def write_factor(scales: cute.Tensor, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any) -> None:
+    """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
+    # Shifts and masks: the compiler does not know that rows and groups are not negative, and would round downwards.
+    if wanted and row >> 7 < scales.shape[2] and group >> 2 < scales.shape[4]:
+        place = (row & 31, row >> 5 & 3, row >> 7, group & 3, group >> 2, batch)
+        address = cute.recast_ptr(scales.iterator, dtype=Uint8) + cute.crd2idx(place, scales.layout)
+        cute.arch.store(address, Uint8(code))
+
+
+@cute.jit
 def write_expert_factor(scales: cute.Tensor, column: Int32, group: Int32, tile: Tile, code: Int32, wanted: Any) -> None:
     """The same for a column and 32 rows of it, where each expert's atoms follow those of the expert before."""
     columns = scales.shape[2]
-    if wanted and column // 128 < columns:
-        first = tile.start // 128
-        atoms = (tile.end + 127) // 128 - first
-        atom = first * columns + column // 128 * atoms + group // 4 - first
-        place = atom * 512 + column % 32 * 16 + column // 32 % 4 * 4 + group % 4
+    if wanted and column >> 7 < columns:
+        first = tile.start >> 7
+        atoms = (tile.end + 127 >> 7) - first
+        atom = first * columns + (column >> 7) * atoms + (group >> 2) - first
+        place = (atom << 9) + ((column & 31) << 4) + ((column >> 5 & 3) << 2) + (group & 3)
         cute.arch.store(cute.recast_ptr(scales.iterator, dtype=Uint8) + place, Uint8(code))
 
 
@@ -296,12 +304,3 @@ def write_plain(scales: cute.Tensor, place: tuple[Int32, Int32, Int32], code: An
     """Writes the factor of a row and a group of its values, if it is wanted and there is a place for it."""
     if wanted and place[0] < scales.shape[0] and place[1] < scales.shape[1]:
         scales[place] = scales.element_type(code)
-
-
-@cute.jit
-def write_factor(scales: cute.Tensor, row: Int32, group: Int32, batch: Int32, code: Int32, wanted: Any) -> None:
-    """Writes the factor of a row and a group of its values, if it is wanted and its atom exists."""
-    if wanted and row // 128 < scales.shape[2] and group // 4 < scales.shape[4]:
-        place = (row % 32, row // 32 % 4, row // 128, group % 4, group // 4, batch)
-        address = cute.recast_ptr(scales.iterator, dtype=Uint8) + cute.crd2idx(place, scales.layout)
-        cute.arch.store(address, Uint8(code))

@@ -250,7 +250,7 @@ class Gemm:
                     self.gathers.serve(warp - MORE_WARPS[0], self.begins)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(sA, sB, ring, group - 1, thread - GROUP * group)
+            self.consume(sA, sB, ring, group - 1, thread % GROUP)
         if const_expr(self.cluster.size > 1):
             meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
 
