@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from cudnn import launch, registry
 from cudnn.cli import app, progress, selftest
-from cudnn.cli.programs import gemm_operands
+from cudnn.cli.programs import gemm_operands, grouped
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from ptx_emulator import calibration
 
@@ -34,6 +34,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     chosen = [SMALL, Variant("gemm_srelu", (128, 128, 256, 1), "float8_e4m3fn", scale="float8_e8m0fnu", vector=32)]
     cases = calibration.cases
     monkeypatch.setattr(selftest, "sample", lambda arch, count: chosen)
+    monkeypatch.setattr(grouped, "variants", lambda full: [])
     monkeypatch.setattr(calibration, "cases", lambda arch: [c for c in cases(arch) if c.family in ("f64", "mbarrier")])
     return chosen
 
@@ -51,6 +52,18 @@ def test_matrix() -> None:
             chosen = sample(arch, count)
             assert count <= len(chosen) < 2 * count
             assert {v.api for v in chosen} == {v.api for v in hopper}
+
+
+def test_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each API one, or one for each type; here the reference runs, against itself or a wrong one."""
+    few, every = grouped.variants(False), grouped.variants(True)
+    assert {v.api for v in every} == {v.api for v in few} == {x for x in registry.packages() if "grouped" in x}
+    assert set(few) < set(every)
+    tried = [v for v in few if v.api in ("grouped_gemm_wgrad", "discrete_grouped_gemm_swiglu")]
+    assert {selftest.try_variant(v, "cpu").verdict for v in tried} == {selftest.AGREES}
+    expected = grouped.expected
+    monkeypatch.setattr(grouped, "expected", lambda *given: {name: 1.5 * x for name, x in expected(*given).items()})
+    assert {selftest.try_variant(v, "cpu").verdict for v in tried} == {selftest.FAILED}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

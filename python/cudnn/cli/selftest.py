@@ -1,4 +1,4 @@
-"""``cudnn selftest``: microkernels and the dense fused GEMMs on a chip, held against what is known of them.
+"""``cudnn selftest``: microkernels and the fused GEMMs on a chip, held against what is known of them.
 
 On a GPU the GEMMs run in child processes, which are replaced after a fault or a hang, as that of the microkernels is.
 """
@@ -25,6 +25,7 @@ from rich.table import Table
 
 import cudnn
 from cudnn.cli import progress
+from cudnn.cli.programs import grouped
 from cudnn.cli.programs.dense import make
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.lazy import torch
@@ -35,6 +36,7 @@ LIMIT = 180.0  # seconds for one of them on a GPU, its compilation and the start
 _SHOWN = 40  # failures that are printed; the JSON has all
 _PACKAGES = ("cudnn-fused", "torch", "nvidia-cutlass-dsl", "numpy", "cuda-bindings")
 
+AnyVariant = Variant | grouped.Variant
 AGREES, FAILED, UNKNOWN = "agrees", "failed", "nothing to compare with"
 
 
@@ -51,7 +53,7 @@ class Finding:
 def run(arch: str, emulate: bool, full: bool, json_file: str = "") -> int:
     """Tries everything, prints the report and writes it as JSON where asked to. The exit code: 1 after a failure."""
     console = Console(highlight=False)
-    chosen = variants(arch) if full else sample(arch, USUAL)
+    chosen = [*(variants(arch) if full else sample(arch, USUAL)), *grouped.variants(full)]
     with progress.shown("microkernels") as steps:
         findings, device = microkernels(arch, emulate, steps, len(chosen))
         steps.doing = "fused GEMMs"
@@ -113,20 +115,20 @@ def microkernels(
 # Fused GEMMs.
 
 
-def try_variant(variant: Variant, device: str) -> Finding:
+def try_variant(variant: AnyVariant, device: str) -> Finding:
     """Runs a fused GEMM where the caller has chosen and holds it against its definition in float64."""
     torch.manual_seed(0)
-    problem = make(variant, device)
+    problem = variant.make(device) if isinstance(variant, grouped.Variant) else make(variant, device)
     wrong = [each for each in problem.compare(problem.call()) if not each.passed]
     detail = "; ".join(f"{each.name}: error {each.error:.2e}, allowed {each.allowed:.2e}" for each in wrong)
     return Finding(variant.api, str(variant), FAILED if wrong else AGREES, detail)
 
 
-def _failure(variant: Variant, why: str) -> Finding:
+def _failure(variant: AnyVariant, why: str) -> Finding:
     return Finding(variant.api, str(variant), FAILED, why)
 
 
-def _emulated(chosen: Sequence[Variant], arch: str, steps: progress.Steps) -> Iterator[Finding]:
+def _emulated(chosen: Sequence[AnyVariant], arch: str, steps: progress.Steps) -> Iterator[Finding]:
     for variant in chosen:
         steps.doing = str(variant)
         try:
@@ -147,7 +149,7 @@ class _Child:
         self._process.start()
         theirs.close()
 
-    def attempt(self, variant: Variant) -> tuple[Finding, bool]:
+    def attempt(self, variant: AnyVariant) -> tuple[Finding, bool]:
         """What became of a variant, and whether the process goes on."""
         try:
             self._pipe.send(variant)
@@ -160,11 +162,11 @@ class _Child:
         self._process.join()
 
 
-def _on_gpu(chosen: Sequence[Variant]) -> Iterator[Finding]:
+def _on_gpu(chosen: Sequence[AnyVariant]) -> Iterator[Finding]:
     """Findings in order. Several processes share the GPU, since compilation takes the most time."""
     mine, children = threading.local(), list[_Child]()
 
-    def attempt(variant: Variant) -> Finding:
+    def attempt(variant: AnyVariant) -> Finding:
         if getattr(mine, "child", None) is None:
             mine.child = _Child()
             children.append(mine.child)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cudnn import registry
@@ -17,24 +19,52 @@ from cudnn.lazy import torch
 SLACK = 1e-4  # error of a product and what follows it, relative to the largest
 
 
+@dataclass(frozen=True)
+class Variant:
+    """An API with operands of a kind, by its short name."""
+
+    api: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.api} {self.kind}"
+
+    def make(self, device: str) -> Problem:
+        """On random tensors of the API's example."""
+        api: Any = registry.find(self.api)
+        return make(api, api.example[1], device, self.kind)
+
+
+def variants(full: bool) -> list[Variant]:
+    """All APIs, in bfloat16 or with each of their usual kinds of operands that have no scale factors."""
+    apis = {name: api for name in registry.packages() if issubclass(api := registry.find(name), ExpertsGemm)}
+    kinds = {name: [kind for kind in api.usual_types if not OPERAND_TYPES[kind].scale] for name, api in apis.items()}
+    return [Variant(name, kind) for name in apis for kind in (kinds[name] if full else kinds[name][:1])]
+
+
 def program(api: type[ExpertsGemm]) -> Program:
     """The program of an API: bfloat16."""
     dimensions, shape = api.example
     return Program(api.title, dimensions, shape, lambda sizes, device: make(api, sizes, device))
 
 
-def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str) -> Problem:
-    """The API on random tensors of a shape."""
-    given = inputs(api, shape, device)
+def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str = "bf16") -> Problem:
+    """The API on random tensors of a shape. The reference runs on the CPU, where it can follow addresses."""
+    given = inputs(api, shape, "cpu", kind)
+    used = {name: tensor.to(device) for name, tensor in given.items()}
+    if api.tokens == "k":  # wrappers of gradients take them as matrices
+        used |= {"a": used["a"][..., 0], "b": used["b"][..., 0].T}
     wrapper: Any = registry.wrapper(api.folder())
     required = [p.name for p in inspect.signature(wrapper).parameters.values() if p.default is p.empty]
     arguments = dict.fromkeys(required)
-    arguments |= {api.parameters[name]: tensor for name, tensor in given.items() if name in api.parameters}
     if api.takes_addresses():
+        used |= addresses(used)
         arguments |= {"n": given["b"].shape[0], "b_dtype": given["b"].dtype}
+    arguments |= {api.parameters[name]: tensor for name, tensor in used.items() if name in api.parameters}
 
     def compared(results: TupleDict) -> list[Comparison]:
         found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
+        found = {name: tensor.cpu() for name, tensor in found.items()}
         exact = expected(api, given, found)
         return [judge(name, tensor, exact[name], SLACK) for name, tensor in found.items()]
 
@@ -55,8 +85,13 @@ def inputs(
                 values = draw(spec, spec.layout.shape(sizes), device, drawn_on)
             given[spec.name].copy_(values)
     if api.takes_addresses():
-        given["b_ptrs"] = torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=device)
+        given |= addresses(given)
     return given
+
+
+def addresses(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of each expert's weights."""
+    return {"b_ptrs": torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=given["b"].device)}
 
 
 def ends(experts: int, tokens: int, device: str) -> Any:
