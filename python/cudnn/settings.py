@@ -164,9 +164,19 @@ SEMANTICS = Setting(
     "when an object is constructed without `semantics=`.",
 )
 
+VALIDATE_DEVICE_VALUES = Setting(
+    "CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES",
+    "1 or 0",
+    _flag,
+    False,
+    "Whether every call of a grouped fused GEMM waits for the GPU and checks where experts end, and addresses. Read "
+    "when an object is compiled.",
+)
+
 SETTINGS = (
     LIBRARY_FOLDERS, LOG_INFO, LOG_FILE, KERNEL_CACHE, SYSTEM_KERNEL_CACHE, EMULATE, PLAN_CUDA_GRAPHS,
     CLUSTER_OVERLAP_MARGIN, GEMM_DYNAMIC_M, GEMM_DYNAMIC_MNKL, GROUPED_GEMM_DYNAMIC_MNKL, SEMANTICS,
+    VALIDATE_DEVICE_VALUES,
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cudnn
 from cudnn import registry
 from cudnn.fused import operator as operator_of
+from cudnn.fused.call import _unrelated
 from cudnn.fused.gradients import WGradInputOrder
 from cudnn.fused.grouped import ExpertsGemm, numbered
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
@@ -601,6 +602,42 @@ def test_samples_that_tell_where_experts_end() -> None:
             scaled_gradients("reference", "nvfp4", ends, offsets_of=192)
     with pytest.raises(ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for factors of"):
         scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "looked_at"), [("bf16", "d sfd_row sfd_col"), ("mxfp8", "a b sfa sfb sfd_row sfd_col")]
+)
+def test_shapes_that_a_warm_call_looks_at(kind: str, looked_at: str) -> None:
+    """Scale factors stand for many sizes; a tensor that has all of these, or the operands, tell which."""
+    api, shape = cudnn.GroupedGemmQuant, (512, 128, 128, 2)
+    given, sizes = api.blank(shape, kind, "meta"), api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2})
+    for name, dtype in (("d", E4M3), ("d_col", E4M3), ("sfd_row", E8M0), ("sfd_col", E8M0), ("norm_const", F32)):
+        given[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "meta")
+    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
+    assert _unrelated(made) == looked_at.split()
+
+
+VALUES = [
+    ("grouped_gemm", {"padded_offsets": torch.tensor([64, 60, 208], dtype=I32)},
+     "offsets: got .64, 60, 208.; allowed: numbers that do not decrease, from 0 to 208"),
+    ("grouped_gemm", {"padded_offsets": torch.tensor([64, 64, 224], dtype=I32)}, "offsets: got .64, 64, 224."),
+    ("grouped_gemm_glu_hadamard", {"padded_offsets": torch.tensor([64, 72, 208], dtype=I32)},
+     "offsets: got .*, multiples of 16"),
+    ("discrete_grouped_gemm_swiglu", {"b_ptrs": torch.tensor([16, 0, 32])}, "b_ptrs: got 0x0; allowed: addresses, mul"),
+]  # fmt: skip
+"""Values that a call may not have; with words of the error."""
+
+
+@pytest.mark.parametrize(("name", "changed", "words"), VALUES)
+def test_values_on_the_device(name: str, changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at where that is asked for."""
+    monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", "1")
+    monkeypatch.setattr(registry.find(name), "objects", {})  # those that were compiled before look at nothing
+    p = grouped.problem(name, ends=(64, 64, 208), inputs={"prob": F32})
+    grouped.run(p, "reference")
+    p.given |= changed
+    with pytest.raises(ValueError, match=words):
+        grouped.run(p, "reference")
 
 
 def test_the_hadamard_matrix_is_built_in() -> None:

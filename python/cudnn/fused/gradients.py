@@ -89,19 +89,10 @@ class ExpertGradients(ExpertsGemm):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self.schedule = GroupedK()
-        if self.scaled:
-            self._check_ends(given["sample_offsets"])
-
-    def _check_ends(self, offsets: Any) -> None:
-        """Raises for tokens of experts that cannot be, as far as a sample's values can be read."""
-        if type(offsets) is not torch.Tensor or offsets.is_meta or offsets.dtype != torch.int32 or offsets.ndim != 1:
-            return
-        if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        ends, tokens = offsets.tolist(), self.sizes(self.descs)["k"]
-        if any(end < before for before, end in zip([0, *ends], [*ends, tokens], strict=True)):
-            got = f"{ends[:8]}{'...' if len(ends) > 8 else ''}"
-            raise self.error("offsets", got, f"numbers that do not decrease, from 0 to {tokens}")
+        offsets = given["sample_offsets"]
+        read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
+        if self.scaled and read and offsets.dtype == torch.int32 and offsets.ndim == 1:
+            self.check_ends(offsets, self.sizes(self.descs))
 
     def operations(self) -> tuple[Any, ...]:
         names = ("global_scale_a", "global_scale_b")

@@ -350,6 +350,46 @@ class ExpertsGemm(FusedGemm):
     def constants(self) -> dict[str, Any]:
         return {"n": self.b_shape[0]} if self.b_shape and self.given("b_ptrs") else {}
 
+    # Values on the device.
+
+    def compile(self) -> None:
+        before = self._compiled_kernel
+        super().compile()
+        if before is None and settings.VALIDATE_DEVICE_VALUES.get():
+            run = self.run
+
+            def checked(tensors: tuple[Any, ...], *rest: Any) -> None:
+                self.check_values(tensors)
+                run(tensors, *rest)
+
+            self.run = checked
+
+    def check_values(self, tensors: Sequence[Any]) -> None:
+        """Raises for a call whose experts end where they cannot, or for an address that is none. Waits for the GPU.
+
+        Raises:
+            ValueError: such a value.
+            RuntimeError: a CUDA graph is captured.
+        """
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            name, cure = settings.VALIDATE_DEVICE_VALUES.name, "unset it before objects are compiled"
+            raise RuntimeError(refusal(self._title(), name, "1 in a CUDA graph's capture", "0, then", cure))
+        given = dict(zip(self.names, tensors, strict=True))
+        self.check_ends(next(given[spec.name] for spec in self.tensors if spec.draw == "ends"), self.sizes_now(tensors))
+        for name in ("b_ptrs", "sfb_ptrs", "wgrad_ptrs"):
+            wrong = [x for x in ([] if given.get(name) is None else given[name].tolist()) if not x or x % ALIGNMENT]
+            if wrong:
+                raise self.error(name, f"{wrong[0]:#x}", f"addresses, multiples of {ALIGNMENT} bytes")
+
+    def check_ends(self, offsets: Any, sizes: Sizes) -> None:
+        """Raises for experts that end before they begin, beyond all tokens, or where none may. Waits for a GPU."""
+        ends, tokens, step = offsets.tolist(), sizes[self.tokens], max(self.schedule.aligned, 1)
+        decrease = any(end < before for before, end in zip([0, *ends], [*ends, tokens], strict=True))
+        if decrease or any(end % step for end in ends):
+            multiples = f", multiples of {step}" if step > 1 else ""
+            got = f"{ends[:8]}{'...' if len(ends) > 8 else ''}"
+            raise self.error("offsets", got, f"numbers that do not decrease, from 0 to {tokens}{multiples}")
+
     # Weights behind addresses.
 
     def kind(self, name: str) -> str:
