@@ -22,7 +22,19 @@ from support.selection import ARCHES, brief
 ENDS = (256, 256, 768)
 HIDDEN, FFN = 128, 128
 TOKENS, EXPERTS = ENDS[-1], len(ENDS)
-OWNERS = torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor([256, 0, 512]))
+PLACES = [*brief(["reference", *ARCHES], 0), pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def place(where: str) -> Any:
+    """A context in which tensors are on the GPU, kernels are emulated, or neither."""
+    if where == "gpu":
+        return torch.device("cuda")
+    return cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext()
+
+
+def owners() -> torch.Tensor:
+    """The expert of each token."""
+    return torch.repeat_interleave(torch.arange(EXPERTS), torch.tensor([256, 0, 512]))
 
 
 @dataclass
@@ -126,7 +138,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Each token with its expert's weights (experts, n, k)."""
     found = torch.empty(TOKENS, w.shape[1], dtype=torch.float64)
     for expert in range(EXPERTS):
-        found[expert == OWNERS] = x[expert == OWNERS] @ w[expert].T
+        found[expert == owners()] = x[expert == owners()] @ w[expert].T
     return found
 
 
@@ -144,10 +156,10 @@ def swiglu(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["one tensor", "addresses"])
-@pytest.mark.parametrize("where", brief(["reference", *ARCHES], 0))
+@pytest.mark.parametrize("where", PLACES)
 def test_forward_and_backward(where: str, packed: bool) -> None:
     torch.manual_seed(0)
-    with cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext():
+    with place(where):
         forward_and_backward(packed)
     kept.clear()
 
@@ -209,7 +221,7 @@ def forward_and_backward(packed: bool) -> None:
         assert_near(found, dz, 2**-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
     torch.testing.assert_close(dprob.double(), (dh * gate * s * other).sum(1), rtol=1e-4, atol=1e-3)
-    dbias = torch.zeros(EXPERTS, 2 * FFN, dtype=torch.float64).index_add_(0, OWNERS, dz)
+    dbias = torch.zeros(EXPERTS, 2 * FFN, dtype=torch.float64).index_add_(0, owners(), dz)
     assert down["dbias_tensor"].squeeze(-1).shape == dbias.shape
     gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-4)
 
@@ -232,7 +244,7 @@ def forward_and_backward(packed: bool) -> None:
         gradient = torch.randn(EXPERTS, rows, columns)
         expected = gradient.double()
         for expert in range(EXPERTS):
-            own = expert == OWNERS
+            own = expert == owners()
             expected[expert] += left_values[own].T @ right_values[own]
         output: dict[str, Any] = {"output_mode": "dense", "wgrad_tensor": gradient}
         if not packed:
@@ -282,10 +294,10 @@ def in_float4(rows: int, k: int, experts: int = 1) -> tuple[gemms.Operand, dict[
 
 
 @pytest.mark.parametrize("act_func", ["swiglu", "srelu"])
-@pytest.mark.parametrize("where", brief(["reference", *ARCHES], 0))
+@pytest.mark.parametrize("where", PLACES)
 def test_nvfp4(where: str, act_func: str) -> None:
     torch.manual_seed(0)
-    with cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext():
+    with place(where):
         forward_and_backward_of_nvfp4(act_func)
     kept.clear()
 
@@ -295,7 +307,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     offsets, alpha = torch.tensor(ENDS, dtype=torch.int32), torch.rand(EXPERTS) / 64 + 0.01
     common: dict[str, Any] = {"padded_offsets": offsets, "cd_major": "n", "sf_vec_size": 16, "use_dynamic_sched": True}
     prob = torch.rand(TOKENS) + 0.5
-    of_token = alpha.double()[OWNERS, None]
+    of_token = alpha.double()[owners(), None]
 
     # FC1, the activation, and the largest magnitudes for the quantiser of its result.
     x, _ = in_float4(TOKENS, HIDDEN)
@@ -344,7 +356,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     gemms.assert_rounded(down["d_row_tensor"].view(TOKENS, -1), dz, 1e-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
     torch.testing.assert_close(dprob.double(), (g * y).sum(1), rtol=1e-4, atol=1e-3)
-    dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, OWNERS, dz)
+    dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, owners(), dz)
     gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)
 
 
