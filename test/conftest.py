@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: only with --full")
+    if config.getoption("full"):
+        os.environ["CUDNN_TESTS_FULL"] = "1"  # for support/selection.py, here and in xdist's workers
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -129,7 +129,10 @@ def made(name: str) -> Run:
     return CASES[name][0]()
 
 
-@pytest.mark.parametrize("name", brief(list(CASES), 1, 2, 4, 6, 7, 9))
+BRIEFLY = brief(list(CASES), 1, 2, 4, 6, 7, 9)
+
+
+@pytest.mark.parametrize("name", BRIEFLY)
 def test_each_synchronisation_is_missed(name: str) -> None:
     _, equivalent = CASES[name]
     results = mutants(made(name), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
@@ -142,15 +145,15 @@ def test_each_synchronisation_is_missed(name: str) -> None:
     assert not unexplained
 
 
-@pytest.mark.parametrize("name", ["hopper", "blackwell"])
+@pytest.mark.parametrize("name", ["hopper multicast", "blackwell"])
 @pytest.mark.parametrize("attempt", [("lowest-pc", 0), ("random", 1), ("lazy", 2)], ids=lambda x: x[0])
 def test_waits_for_registers_are_missed_under_every_schedule(name: str, attempt: tuple[str, int]) -> None:
     results = mutants(made(name), [attempt], holds_registers)
-    assert len(results) >= (2 if name == "hopper" else 1)
+    assert len(results) >= (1 if name == "blackwell" else 2)
     assert {mutant.outcome for mutant in results} == {"RaceError"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BRIEFLY)
 def test_no_false_alarm_over_many_seeds(name: str, pytestconfig: pytest.Config) -> None:
     run = made(name)
     for seed in range(20 if pytestconfig.getoption("full") else 4):

@@ -49,6 +49,6 @@ def test_256_cubed_takes_a_fifth_of_a_second_and_five_times_that_with_races(
     assert seconds(True, 3) < 5 * plain
 
 
-@pytest.mark.parametrize(("arch", "kernel", "tile", "out"), brief(GEMMS, 1), ids=["hopper", "blackwell"])
+@pytest.mark.parametrize(("arch", "kernel", "tile", "out"), brief(GEMMS, 1))
 def test_1024_cubed_takes_five_seconds(arch: str, kernel: Any, tile: Any, out: torch.dtype) -> None:
     assert timed(arch, kernel, 1024, tile, out)(False, 1) < SLACK * 5

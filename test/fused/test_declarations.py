@@ -125,7 +125,7 @@ def test_a_declaration_is_short(name: str) -> None:
             {"out": "float8_e4m3fn", "vector": 32},
             {},
         ],
-        2,  # the plain ones are emulated as programs, too
+        1,  # the plain ones are emulated as programs, too
         places=["reference", "sm_90a", "sm_100a"],
     ),
     ids=str,

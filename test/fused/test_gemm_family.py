@@ -280,7 +280,7 @@ def test_support_for_a_chip_that_is_not_here(family: Family, arch: str, given: d
     assert gemm._is_supported
 
 
-@pytest.mark.parametrize(("arch", "family"), in_turn(FAMILIES), ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(("arch", "family"), in_turn(FAMILIES, 2), ids=lambda x: getattr(x, "name", x))
 def test_compilation_for_a_chip_that_is_not_here(family: Family, arch: str) -> None:
     """In earnest, for a GPU; the compiled function refuses CPU tensors before it starts anything."""
     problem = case(family.name, device="meta")

@@ -26,7 +26,7 @@ from support.gemm_families import (
     slack,
 )
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
-from support.selection import in_turn
+from support.selection import brief, in_turn
 
 pytest.importorskip("ptx_emulator")
 
@@ -73,7 +73,7 @@ def inner(tensor: torch.Tensor) -> int:
             ("gemm_dsrelu", False, {"dtype": E4M3, "scale": E8M0, "majors": "knm"}),
             ("gemm_amax", False, {"dtype": FP4, "scale": E8M0, "vector": 32}),
         ],
-        3,
+        2,
         places=WHERE,
     ),
     ids=str,
@@ -94,7 +94,7 @@ def test_rows_and_matrices_lie_apart(where: str, name: str, given: dict[str, Any
     assert all(bool((memory.float() == GUARD).all()) for memory in memories)
 
 
-@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, places=WHERE))
+@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, 1, places=WHERE))
 def test_strides_of_extents_of_one_may_be_any(where: str, name: str) -> None:
     """``x.unsqueeze(-1)`` is a batch of one."""
     problem = made(name, where, 128, 128, 64)
@@ -106,7 +106,7 @@ def test_strides_of_extents_of_one_may_be_any(where: str, name: str) -> None:
     check(problem, slack=slack(problem))
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", brief(WHERE, 0, 2, 3))
 def test_strides_of_scale_factors_of_one_atom(where: str) -> None:
     """Those of dimensions of size 1: a contiguous tensor of the same memory."""
     problem = made("gemm_amax", where, 128, 128, 128, dtype=FP4, scale=E8M0, vector=32)
@@ -118,7 +118,7 @@ def test_strides_of_scale_factors_of_one_atom(where: str) -> None:
     check(problem, slack=slack(problem))
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", brief(WHERE, 0, 1, 3))
 def test_one_operand_for_all_of_a_batch(where: str) -> None:
     """``expand``: the stride 0, of an operand; results have memory of their own."""
     problem = made("gemm_amax", where, 128, 128, 64, 3)
@@ -145,7 +145,7 @@ def test_one_row(where: str) -> None:
     check(problem, slack=slack(problem))
 
 
-@pytest.mark.parametrize(("where", "name"), in_turn(["gemm_srelu", "gemm_dsrelu"], places=WHERE))
+@pytest.mark.parametrize(("where", "name"), in_turn(["gemm_srelu", "gemm_dsrelu"], 1, places=WHERE))
 def test_four_bit_operands_with_results_of_any_major(where: str, name: str) -> None:
     problem = made(name, where, 128, 128, 128, 2, dtype=FP4, scale=E8M0, majors="kkm")
     execute(problem, where)
@@ -264,7 +264,7 @@ def test_overlap_is_seen_at_the_first_call_of_a_size(name: str) -> None:
 # In emulation.
 
 
-@pytest.mark.parametrize(("arch", "given"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}]), ids=str)
+@pytest.mark.parametrize(("arch", "given"), in_turn([{}, {"dtype": E4M3, "scale": E8M0}], 1), ids=str)
 def test_compile_compiles_for_the_emulator(arch: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case("gemm_amax", 128, 128, 96, **given)
     gemm = problem.family.cls(**problem.samples(), **options(problem))
@@ -302,7 +302,7 @@ def test_a_workspace_in_the_emulator() -> None:
 # Autograd.
 
 
-@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, places=WHERE))
+@pytest.mark.parametrize(("where", "name"), in_turn(NAMES, 1, places=WHERE))
 def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
     problem = made(name, where, 128, 128, 64)
     tensors = problem.tensors

@@ -20,6 +20,7 @@ from cudnn.gemm import quantize_rows
 from cudnn.launch import cache, kernels, warm
 from cudnn.registry import compiled, find, gemms, usual, wrapper
 from cudnn.sdpa import SdpabwdSm100D256, SdpafwdSm100D256, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+from support.selection import brief
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 GEMMS = gemms()
@@ -165,7 +166,7 @@ def test_what_is_refused(given: list[str], words: str) -> None:
     assert words in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize(("arch", "jobs"), [("sm_90a", 1), ("sm_100a", 2)])
+@pytest.mark.parametrize(("arch", "jobs"), brief([("sm_90a", 1), ("sm_100a", 2)], 0))
 def test_calls_find_what_was_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, arch: str, jobs: int, tmp_path: Path
 ) -> None:

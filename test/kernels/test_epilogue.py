@@ -110,10 +110,10 @@ def test_every_declaration_has_a_reference_and_an_operation() -> None:
 STORED = ["float32", "bfloat16", "float16", E4M3, E5M2, FP4]
 
 
-MAJORS = [*((dtype, "n") for dtype in STORED), *((dtype, "m") for dtype in (*STORED[1:], STORED[0]))]
+MAJORS = [*((dtype, "n") for dtype in STORED), *((dtype, "m") for dtype in STORED)]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "major"), in_turn(MAJORS, 8))
+@pytest.mark.parametrize(("arch", "dtype", "major"), in_turn(MAJORS[3:] + MAJORS[:3], 4))
 def test_stores(arch: str, dtype: str, major: str) -> None:
     """All values, and more than the type holds."""
     if dtype == FP4 and major == "m":
@@ -139,18 +139,18 @@ OPERATIONS: list[tuple[tuple[Any, ...], int, int, dict[str, Any]]] = [
     ((Hadamard("m", factor=0.25), Amax("amax", True, "rotated"), StoreTile("d", "bfloat16"),
       StoreTile("y", "float32", value="rotated")), 150, 96, {}),
     ((AddRow("bias", "bfloat16", MultiplyColumn("prob", "bfloat16")), StoreTile("d", "float32", "m")), 132, 37, {}),
-    ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
-    ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
     ((Scale(), StoreTile("c", "float16"), SquaredRelu(), StoreTile("d", E4M3)), 70, 144, {"staged": 2}),
     ((LoadTile("c", "bfloat16"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
       StoreTile("d", "bfloat16")), 257, 200, {"staged": 2, "part": 32}),
     ((LoadTile("c", "float32", "m"), SquaredReluBackward(), SumRow("dprob", "prob_gradient"), Amax(),
       StoreTile("d", "float32", "m")), 68, 300, {"pingpong": True, "tile": (64, 128, 64)}),
-    ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
-    ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
     ((Gated(), StoreTile("y", "float32"), StoreTile("c", "bfloat16")), 65, 192, {}),
     ((Scale(), StoreTile("ab", "bfloat16", "m"), Gated(gate_first=True), StoreTile("y", "float32", "m"), Amax(),
       MultiplyColumn(), StoreTile("c", "bfloat16", "m")), 136, 320, {"pingpong": True}),
+    ((AddRow("bias", "float16"), Amax(by_expert=True), StoreTile("d", "float16")), 129, 264, {"pingpong": True}),
+    ((Scale(), SquaredRelu(), MultiplyColumn(), Amax(), StoreTile("d", "bfloat16", "m")), 136, 200, {"part": 128}),
+    ((LoadTile("c", "float16", "m"), SquaredReluBackward(), StoreTile("d", E5M2, "m")), 272, 33, {}),
+    ((LoadTile("c", E4M3), SquaredReluBackward(), StoreTile("d", FP4)), 133, 160, {"cluster": (2, 1)}),
     ((Scale(), LoadTile("ab", "bfloat16", times=2), Scale("beta"), Scale("alpha", "c"),
       GatedBackward(CLAMPED, gate_first=True), StoreTile("y", "float32"),
       StoreTile("again", "float32", value="activation"), SumRow("dprob", "prob_gradient"), MultiplyColumn(),
@@ -235,7 +235,7 @@ def test_what_cannot_be_rotated(arch: str) -> None:
         gemm.compiled(arch, gemm.configuration((Rotate(128, 128), Gated(), StoreTile("d", "bfloat16"))))
 
 
-@pytest.mark.parametrize(("arch", "along"), in_turn("mn"))
+@pytest.mark.parametrize(("arch", "along"), in_turn("nm", 1))
 def test_hadamard_matrix(arch: str, along: str) -> None:
     """Against Sylvester's matrix, of which the reference knows nothing: H = [[1, 1], [1, -1]], four times."""
     block = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -250,7 +250,7 @@ def test_hadamard_matrix(arch: str, along: str) -> None:
     torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 13))
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 9))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 
@@ -385,7 +385,7 @@ def test_e8m0_factors(arch: str) -> None:
 def test_e4m3_factors(arch: str) -> None:
     """Every value of the type, and between; division by 6 first; a factor of 0 makes values 0."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    largest = torch.cat([exact * 6, torch.rand(200) * 100, torch.tensor([1e-3, 1e-30, 5000.0, torch.inf, torch.nan])])
+    largest = torch.cat([exact * 6, torch.rand(20) * 100, torch.tensor([1e-3, 1e-30, 5000.0, torch.inf, torch.nan])])
     values = torch.rand(len(largest), 16) - 0.5
     values = torch.cat([values * largest[:, None], torch.zeros((-len(largest)) % 2, 16)])
     values[: len(largest), 7] = largest
@@ -433,7 +433,7 @@ def test_factors_have_the_128_by_4_layout(arch: str) -> None:
             assert int(memory[byte]) == math.ceil(math.log2(largest)) + 127
 
 
-@pytest.mark.parametrize(("arch", "pingpong"), in_turn([False, True]))
+@pytest.mark.parametrize(("arch", "pingpong"), in_turn([False, True], 1))
 def test_infinity_and_nan(arch: str, pingpong: bool) -> None:
     """The largest magnitude is infinity or NaN exactly where a value is, also in tiles that it does not fill."""
     epilogue = (Amax(by_expert=True), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3))
@@ -486,7 +486,7 @@ def test_what_cannot_be_configured(arch: str) -> None:
         check(arch, (Gated(), QuantizeRows("s", E4M3, E8M0, 32), StoreTile("d", E4M3)), 32, 64, part=32)
 
 
-@pytest.mark.parametrize("arch", gemm.ARCHES)
+@ON_HOPPER
 def test_shared_memory_without_conflicts(arch: str) -> None:
     """Of 16-bit and packed tiles, and of 8-bit ones in both orders."""
     stores = (StoreTile("d", "bfloat16"), StoreTile("d", "bfloat16", "m"), StoreTile("d", E4M3),

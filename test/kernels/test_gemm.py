@@ -34,7 +34,7 @@ from cudnn_kernels.schedule.tiles import share  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
 from support import gemm  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
-from support.selection import brief, in_turn  # noqa: E402
+from support.selection import FULL, brief, in_turn  # noqa: E402
 
 Types = tuple[str, str, str, int]  # of A, B and their factors, and how many elements share one
 
@@ -75,9 +75,9 @@ def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **opt
 
 TYPED = [(arch, types, major) for arch in ARCHES for types in TYPES[arch] for major in majors(arch, types)]
 BRIEF = [
-    *((arch, PLAIN[0], major) for arch in ARCHES for major in ("kn", "mk")),
+    *((arch, PLAIN[0], "mn") for arch in ARCHES),
     *((HOPPER, types, "kk") for types in (PLAIN[2], PLAIN[4], SUMS[0])),
-    *((BLACKWELL, types, "mn") for types in (PLAIN[2], PLAIN[4], SCALED[1], SUMS[0])),
+    *((BLACKWELL, types, "mn") for types in (PLAIN[2], SCALED[1], SUMS[0])),
     (BLACKWELL, SCALED[-1], "kk"),
 ]
 
@@ -124,7 +124,7 @@ def options(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> dict[
         ],
         3,
         6,
-        15,
+        12,
     ),
 )
 def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
@@ -135,7 +135,7 @@ def test_clusters(arch: str, tile: tuple[int, int], cluster: tuple[int, int]) ->
     assert launch.grid == (*cluster, max(1, 4 // size))
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", brief(ARCHES, 1))
 def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
     """What the driver refuses unless the kernel has the attribute for it, CU_FUNC_ATTRIBUTE_NON_PORTABLE_...: 14."""
     module = gemm.host_module(arch, configured(arch, PLAIN[0], tile=(128, 64), cluster=(4, 4)))
@@ -153,10 +153,8 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
             *((HOPPER, SUMS[0], tile) for tile in ((128, 256), (128, 192), (128, 64), (256, 128))),
             *((BLACKWELL, SUMS[0], tile) for tile in ((128, 64), (256, 128))),
         ],
-        0,
         3,
         4,
-        10,
         11,
     ),
 )
@@ -199,7 +197,7 @@ DYNAMIC: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("types", "tile", "cluster"), brief(DYNAMIC, 5))
+@pytest.mark.parametrize(("types", "tile", "cluster"), brief(DYNAMIC, 0))
 def test_tiles_by_cluster_launch_control(types: Types, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
     """Every tile that is not a resident cluster's first one is handed over, and whoever is done takes it."""
     m, n = 128 * cluster[0] * 3 - 40, tile[1] * cluster[1] * 2 - 8
@@ -227,7 +225,7 @@ GROUPED: list[tuple[str, Types, dict[str, Any]]] = [
 PADDED = [256, 256, 1024, 1280]
 ENDS = {
     "padded": PADDED,  # to the rows of whole tiles: nothing needs to be clipped
-    "any": [0, 3, 3, 300, 428, 429, 1280],
+    "any": [0, 3, 3, 300, 428, 429, 600],
     "one": [1],
     "none": [0, 0, 0],
     "many": list(range(0, 630, 15)),
@@ -237,7 +235,7 @@ ENDS = {
 def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False, **choice: Any) -> Any:
     """Rows of no expert stay as they were."""
     c = configured(arch, types, **{"tile": (128, 128), "schedule": GroupedRows(), **choice})
-    m, n, k = 1336, 136, 96
+    m, n, k = ends[-1] + 56, 136 if len(ends) < 9 else 72, 96  # of many experts one tile of columns
     made = gemm.operands(c, m, n, k, 1, len(ends))
     if c.a.index:
         made[c.a.index][ends[-1] :] = 1 << 30  # not looked at
@@ -333,16 +331,16 @@ def test_an_expert_loads_its_own_rows(arch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 0, 3)
+    ("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3)
 )
 def test_rows_of_experts_with_block_scales(types: Types, pointers: bool) -> None:
     """Their factors are in atoms of 128 rows, so experts end where atoms do."""
-    check_rows(BLACKWELL, types, [256, 256, 1024, 1152], pointers, schedule=GroupedRows(aligned=128))
+    check_rows(BLACKWELL, types, [256, 256, 384, 640], pointers, schedule=GroupedRows(aligned=128))
     with pytest.raises(ValueError, match="rows of an expert: got multiples of 64; allowed: multiples of 128, by scale"):
         check_rows(BLACKWELL, types, PADDED, schedule=GroupedRows(aligned=64))
 
 
-@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn"])], 6))
+@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn"])]))
 def test_weights_behind_pointers(grouped: Any, major: str) -> None:
     """Each expert's B lies anywhere, in any order."""
     arch, types, choice = grouped
@@ -363,11 +361,11 @@ def test_other_pointers_in_a_later_call() -> None:
             given["b_ptrs"].copy_(given["b_ptrs"].flip(0))
 
 
-@pytest.mark.parametrize(("arch", "types", "choice"), brief([GROUPED[1], GROUPED[3]], 1))
+@pytest.mark.parametrize(("arch", "types", "choice"), brief([GROUPED[1], GROUPED[3]], 0))
 def test_column_sums_of_experts(arch: str, types: Types, choice: dict[str, Any]) -> None:
     """Over the rows of each, in the same order every time; 0 for an expert that has none."""
     c = configured(arch, types, **{"tile": (128, 128), **choice}, schedule=GroupedRows())
-    c, ends, m = replace(c, epilogue=(SumColumn("s"), *c.epilogue)), [0, 3, 3, 300, 428, 429, 560], 600
+    c, ends, m = replace(c, epilogue=(SumColumn("s"), *c.epilogue)), [0, 3, 3, 140, 141, 270], 300
     made, kernel = gemm.operands(c, m, 136, 96, 1, len(ends)), gemm.compiled(arch, c)
     expected = torch.stack([part.sum((0, 2)) for part in gemm.product(c, made, ends).tensor_split([*ends])[:-1]])
     given = {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": gemm.matrix(m, 136, 1, "float32")}
@@ -502,7 +500,7 @@ def test_what_stores_do_not_add_or_scatter(arch: str) -> None:
 @pytest.mark.parametrize("arch", brief(ARCHES, 0))
 def test_contiguous_k_that_ends_within_16_bytes_is_an_illegal_instruction(arch: str) -> None:
     with pytest.raises(ptx_emulator.EmulatorError, match="its bytes are not a multiple of 16"):
-        check_k(arch, PLAIN[0], [64, 130, 256])
+        check_k(arch, PLAIN[0], [64, 130, 256], major="kn", **GROUPED[ARCHES.index(arch) * 2 + 1][2])
 
 
 SCALED_PARTS = {32: [128, 128, 384, 544], 16: [64, 64, 320, 640, 672]}
@@ -542,26 +540,10 @@ MATRIX = [(arch, types, *shape) for arch in ARCHES for types in TYPES[arch] for 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("arch", "types", "tile", "cluster"), MATRIX)
+@pytest.mark.parametrize(("arch", "types", "tile", "cluster"), MATRIX if FULL else MATRIX[:1])
 def test_the_whole_matrix(arch: str, types: Types, tile: Any, cluster: Any) -> None:
     """All types with all tiles and clusters; majors, sizes and schedules drawn for each."""
     check(arch, types, **problem(random.Random(str((arch, types, tile, cluster))), arch, types, tile, cluster))
-
-
-def random_problem(arch: str, data: Any) -> None:
-    types = data.draw(st.sampled_from(TYPES[arch]))
-    tile, cluster = data.draw(st.sampled_from(list(shapes(arch, types))))
-    check(arch, types, **problem(data.draw(st.randoms(use_true_random=False)), arch, types, tile, cluster))
-
-
-BRIEFLY: dict[str, Any] = {"derandomize": True, "suppress_health_check": list(HealthCheck), "database": None}
-
-
-@pytest.mark.parametrize("arch", ARCHES)
-@settings(max_examples=1, **BRIEFLY)
-@given(data=st.data())
-def test_random_problems(arch: str, data: Any) -> None:
-    random_problem(arch, data)
 
 
 @pytest.mark.full
@@ -570,5 +552,7 @@ def test_random_problems(arch: str, data: Any) -> None:
 @pytest.mark.parametrize("arch", ARCHES)
 @settings(max_examples=8, suppress_health_check=list(HealthCheck), database=None)
 @given(data=st.data())
-def test_many_random_problems(arch: str, share: int, data: Any) -> None:
-    random_problem(arch, data)
+def test_random_problems(arch: str, share: int, data: Any) -> None:
+    types = data.draw(st.sampled_from(TYPES[arch]))
+    tile, cluster = data.draw(st.sampled_from(list(shapes(arch, types))))
+    check(arch, types, **problem(data.draw(st.randoms(use_true_random=False)), arch, types, tile, cluster))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 ARCHES = ("sm_90a", "sm_100a")
+FULL = "CUDNN_TESTS_FULL" in os.environ  # as conftest.py says: with ``--full``
+
+
+def selected(cases: list[Any]) -> list[Any]:
+    """Those that will run: to make a test of one takes time, even if it is deselected. All, where none will run."""
+    return [case for case in cases if FULL or not any(mark.name == "full" for mark in _marks(case))] or cases
 
 
 def brief(cases: Sequence[Any], *kept: int) -> list[Any]:
     """All cases; others than those with these numbers only with ``--full``."""
-    return [
-        pytest.param(*_values(case), marks=[] if index in kept else pytest.mark.full)
+    return selected([
+        pytest.param(*_values(case), marks=[*_marks(case), *([] if index in kept else [pytest.mark.full])])
         for index, case in enumerate(cases)
-    ]
+    ])  # fmt: skip
 
 
 def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any] = ARCHES) -> list[Any]:
@@ -23,11 +30,11 @@ def in_turn(cases: Sequence[Any], most: int | None = None, places: Sequence[Any]
     architecture in turn. Places that are none take all cases.
     """
     count = len(cases) if most is None else most
-    return [
+    return selected([
         pytest.param(*_values(place), *_values(case), marks=[*_marks(place), *_rest(place, index, count)])
         for index, case in enumerate(cases)
         for place in places
-    ]
+    ])  # fmt: skip
 
 
 def _rest(place: Any, index: int, count: int) -> list[Any]:

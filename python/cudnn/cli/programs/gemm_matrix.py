@@ -60,11 +60,16 @@ class Variant:
 
 
 @functools.cache
-def variants(arch: str = "sm_100a") -> list[Variant]:
+def variants(arch: str) -> list[Variant]:
     """All of them. On sm_90a tile and cluster choose nothing: one of those that differ in nothing else."""
     from cudnn.cli.programs.dense import supported
     from cudnn.fused.layouts import Matrix
 
+    if arch == "sm_90a":
+        first: dict[Variant, Variant] = {}
+        for variant in variants("sm_100a"):
+            first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
+        return list(first.values())
     found: dict[Variant, None] = {}
     for name in registry.gemms():
         api: Any = registry.find(name)
@@ -72,12 +77,7 @@ def variants(arch: str = "sm_100a") -> list[Variant]:
         for v in _candidates(name):
             if (further or v.side == BF16) and v not in found and supported(v):
                 found[v] = None
-    if arch != "sm_90a":
-        return list(found)
-    first: dict[Variant, Variant] = {}
-    for variant in found:
-        first.setdefault(replace(variant, tile=(0, 0), cluster=(0, 0), shape=(0, 0, 0, 0)), variant)
-    return list(first.values())
+    return list(found)
 
 
 def sample(arch: str, count: int) -> list[Variant]:
