@@ -204,9 +204,10 @@ class Hook:
     def _trace_faster(self) -> None:
         """What the DSL finds out for every operation is found once for a line of Python: a fourth of its time."""
         from cutlass._mlir import ir
-        from cutlass._mlir_helpers import op
+        from cutlass._mlir_helpers import op as helpers
         from cutlass.base_dsl import pyir_core
 
+        op: Any = helpers
         used = {"_is_framework_stack_frame", "_fast_frameinfo", "_get_location_from_frame_info",
                 "_get_caller_frame_info", "_pyir_auto_load_arg"}  # fmt: skip
         if not used <= vars(op).keys():  # this version finds it another way
@@ -246,7 +247,7 @@ class Hook:
             return locations[id(info)][1]
 
         op._get_caller_frame_info, op._get_location_from_frame_info = caller, location
-        active = pyir_core._PYIR_CANDIDATE_REGISTRY_ACTIVE
+        active = vars(pyir_core)["_PYIR_CANDIDATE_REGISTRY_ACTIVE"]
         op._pyir_auto_load_arg = lambda arg: load(arg) if active[0] else arg
 
     def _setting(self, base: type, name: str, value: Callable[[Session], Any]) -> property:
