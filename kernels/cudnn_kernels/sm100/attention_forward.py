@@ -26,12 +26,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
-from cudnn_kernels.attention.forward import Forward, Problem, Sizes, partition, queries_of
+from cudnn_kernels.attention.forward import Forward, Problem, partition, queries_of
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
@@ -50,7 +50,11 @@ ONE = tcgen05.CtaGroup.ONE
 
 @dataclass
 class Barriers:
-    """In shared memory: of Q by tile, of pieces of K and V, of S and P by buffer, of O by tile."""
+    """In shared memory: of Q by tile, of pieces of K and V, and by buffer of S, of P and of the product that adds to O.
+
+    With one barrier for all products of a tile, a wait for the last one could return while the one before still runs:
+    a wait tells phases apart by their parity alone.
+    """
 
     q_full: Any
     pieces: ring.Ring
@@ -71,7 +75,7 @@ class AttentionForward(Forward):
         self.ahead = BUFFERS // self.tiles  # blocks whose scores are computed before the first one's products
         self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
-        self.mma_warp = self.tiles * GROUP // 32
+        self.mma_warp, self.threads = self.tiles * GROUP // 32, (self.tiles + 1) * GROUP
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS or c.cluster > 1:
             raise ValueError(
                 f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128), clusters of one CTA"
@@ -85,7 +89,7 @@ class AttentionForward(Forward):
         sizes, (scale, factor) = self.sizes(given), self.scales(given)
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        boxes = ((load, "q", c.head), (load, "k", self.piece), (load, "v", self.piece), (store, "o", c.head_v))
+        boxes = ((load, "k", self.piece), (load, "v", self.piece), (load, "q", c.head), (store, "o", c.head_v))
         made = []
         for op, x, width in boxes:
             one = cute.slice_(self.layout(width, 1), (None, None, 0))
@@ -95,7 +99,7 @@ class AttentionForward(Forward):
             atoms, tensors, lse, given.get("cum_seqlen_q"), given.get("cum_seqlen_k"), given.get("sink"), sizes, scale,
             factor, given["scale_output"], given["right"], given["left"],
         ).launch(
-            grid=[1, sizes.tiles * sizes.all_heads, 1], block=[GROUP * (self.tiles + 1), 1, 1], stream=given["stream"],
+            grid=[1, sizes.tiles * sizes.all_heads, 1], block=[self.threads, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -119,7 +123,7 @@ class AttentionForward(Forward):
 
     @cute.kernel
     def kernel(
-        self, atoms: list, tensors: list, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, sizes: Sizes,
+        self, atoms: list, tensors: list, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, sizes: Any,
         scale: Float32, cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warps."""
@@ -131,7 +135,7 @@ class AttentionForward(Forward):
             smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
             for x in (self.layout(c.head, self.tiles), self.layout(self.piece, self.stages()))
         )
-        counts = (self.tiles, BUFFERS, BUFFERS, self.tiles)
+        counts = (self.tiles, BUFFERS, BUFFERS, BUFFERS)
         q_full, s_full, p_full, o_full = (smem.allocate_array(cutlass.Int64, count) for count in counts)
         b = Barriers(q_full, ring.Ring.allocate(smem, self.stages()), s_full, p_full, o_full)
         holder = smem.allocate_array(Int32, 1)
@@ -141,9 +145,9 @@ class AttentionForward(Forward):
             ring.initialise(b.pieces, 1, 1)
             for tile in cutlass.range_constexpr(self.tiles):
                 cute.arch.mbarrier_init(b.q_full + tile, 1)
-                cute.arch.mbarrier_init(b.o_full + tile, 1)
             for buffer in cutlass.range_constexpr(BUFFERS):
                 cute.arch.mbarrier_init(b.s_full + buffer, 1)
+                cute.arch.mbarrier_init(b.o_full + buffer, 1)
                 cute.arch.mbarrier_init(b.p_full + buffer, GROUP // 32)
             for i in cutlass.range_constexpr(len(atoms)):
                 cpasync.prefetch_descriptor(atoms[i])
@@ -167,7 +171,7 @@ class AttentionForward(Forward):
             tile = cute.arch.make_warp_uniform(thread // GROUP)
             if self.exists(p, 0):
                 self.soften(
-                    pointer, sQ, b, p, atoms[3], tensors[3], lse, sink, scale, cap_factor, scale_output, tile,
+                    pointer, sQ, b, p, atoms, tensors, lse, sink, scale, cap_factor, scale_output, tile,
                     thread - tile * GROUP, begin, end,
                 )  # fmt: skip
             barriers.wait(Barrier.END, self.tiles * GROUP)
@@ -183,39 +187,49 @@ class AttentionForward(Forward):
         end: Int32,
     ) -> None:  # fmt: skip
         """One warp: fetches Q, K and V."""
-        c = self.c
         if end > begin:
-            gQ = cute.domain_offset((p.row, 0), queries_of(p, tensors[0]))
-            tQsQ, tQgQ = partition(atoms[0], 0, 1, sQ, cute.local_tile(gQ, (ROWS, c.head), (None, 0)))
-            for tile in cutlass.range_constexpr(self.tiles):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(b.q_full + tile, self.bytes(ROWS, c.head))
-                cute.copy(atoms[0], tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=b.q_full + tile)
+            self.load_rows(atoms, tensors, sQ, b, p)
             position, blocks = Int32(0), end - begin
             for ahead in cutlass.range_constexpr(self.ahead):
                 if ahead < blocks:
-                    position = self.fetch(
-                        atoms[1], tensors[1], pieces, b, p, end - 1 - ahead, self.key_pieces, position
-                    )
+                    position = self.fetch(atoms, tensors, pieces, b, p, 0, end - 1 - ahead, position)
             for block in cutlass.range(blocks, unroll=1):
                 n = end - 1 - block
-                position = self.fetch(atoms[2], tensors[2], pieces, b, p, n, self.value_pieces, position)
+                position = self.fetch(atoms, tensors, pieces, b, p, 1, n, position)
                 if n - self.ahead >= begin:
                     n -= self.ahead
-                    position = self.fetch(atoms[1], tensors[1], pieces, b, p, n, self.key_pieces, position)
+                    position = self.fetch(atoms, tensors, pieces, b, p, 0, n, position)
+
+    def load_rows(self, atoms: list, tensors: list, sQ: cute.Tensor, b: Barriers, p: Problem) -> None:
+        """Starts the copies of Q."""
+        gQ = cute.domain_offset((p.row, 0), queries_of(p, tensors[2]))
+        tQsQ, tQgQ = partition(atoms[2], 0, 1, sQ, cute.local_tile(gQ, (ROWS, self.c.head), (None, 0)))
+        for tile in range(self.tiles):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(b.q_full + tile, self.bytes(ROWS, self.c.head))
+            cute.copy(atoms[2], tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=b.q_full + tile)
 
     def fetch(
-        self, atom: Any, tensor: cute.Tensor, pieces: cute.Tensor, b: Barriers, p: Problem, n: Int32, count: int,
+        self, atoms: list, tensors: list, pieces: cute.Tensor, b: Barriers, p: Problem, which: int, n: Int32,
         position: Int32,
     ) -> Int32:  # fmt: skip
-        """Starts the copies of a block of K or V, in so many pieces. The position after them in the ring."""
-        rows = sequences.copied_rows(tensor, p.key_head, p.batch, p.first_key, p.mask.keys)
-        target, source = partition(atom, 0, 1, pieces, cute.local_tile(rows, (KEYS, self.piece), (n, None)))
+        """Fetches a block of K or V, piece by piece. The position after them in the ring."""
+        count = (self.key_pieces, self.value_pieces)[which]
         for piece in range(count):
             stage, phase = self.place(position + piece)
             ring.expect(b.pieces, stage, phase ^ 1, self.bytes(KEYS, self.piece))
-            cute.copy(atom, source[None, piece], target[None, stage], tma_bar_ptr=b.pieces.full + stage)
+            target, full = pieces[None, None, stage], b.pieces.full + stage
+            self.fetch_keys(atoms[which], tensors[which], target, full, p, which, n, piece)
         return position + count
+
+    def fetch_keys(
+        self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, full: Any, p: Problem, which: int, n: Int32,
+        piece: int,
+    ) -> None:  # fmt: skip
+        """Starts the copy of a piece of a block of K or V."""
+        rows = sequences.copied_rows(tensor, p.key_head, p.batch, p.first_key, p.mask.keys)
+        target, source = partition(atom, 0, 1, buffer, cute.local_tile(rows, (KEYS, self.piece), (n, piece)))
+        cute.copy(atom, source, target, tma_bar_ptr=full)
 
     def place(self, position: Int32) -> tuple[Int32, Int32]:
         """A piece's place in the ring, and the phase of its barrier."""
@@ -298,7 +312,7 @@ class AttentionForward(Forward):
                 mma.set(tcgen05.Field.ACCUMULATE, True)
             if tile == self.tiles - 1:
                 commit(b.pieces.empty + stage)
-        commit(b.o_full + tile)
+        commit(b.o_full + buffer)
 
     def out(self, pointer: cute.Pointer, tile: Any) -> cute.Pointer:
         """Where a tile's O is in tensor memory: behind the buffers of S."""
@@ -312,7 +326,7 @@ class AttentionForward(Forward):
 
     @cute.jit
     def soften(
-        self, pointer: cute.Pointer, sQ: cute.Tensor, b: Barriers, p: Problem, atom_o: Any, mO: cute.Tensor, lse: Any,
+        self, pointer: cute.Pointer, sQ: cute.Tensor, b: Barriers, p: Problem, atoms: list, tensors: list, lse: Any,
         sink: Any, scale: Float32, cap_factor: Any, scale_output: Float32, tile: Int32, thread: Int32, begin: Int32,
         end: Int32,
     ) -> None:  # fmt: skip
@@ -320,7 +334,7 @@ class AttentionForward(Forward):
         c = self.c
         row = p.row + tile * ROWS
         state = softmax.State(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32), scale)
-        if const_expr(c.sink):
+        if const_expr(sink is not None):
             softmax.reset_to_sink(state, sink[p.head], self.score_rows, thread)
         else:
             softmax.reset(state)
@@ -341,28 +355,42 @@ class AttentionForward(Forward):
             tensor_memory.store_rounded(pointer + buffer * KEYS, thread, scores, self.dtype)
             if block > 0:
                 if cute.arch.vote_any_sync(correction != 1.0):
-                    cute.arch.mbarrier_wait(b.o_full + tile, (block - 1) % 2)
+                    before, multiplied = self.buffer(block - 1, tile)
+                    cute.arch.mbarrier_wait(b.o_full + before, multiplied)
                     self.correct(out, correction, thread)
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(b.p_full + buffer)
         factor, log_sum = softmax.finish(state, self.score_rows, 0)
+        if end > begin:
+            last, done = self.buffer(end - begin - 1, tile)
+            cute.arch.mbarrier_wait(b.o_full + last, done)
+        self.store(
+            atoms, tensors, out, sQ, lse, p, factor * scale_output, log_sum, tile, thread, end > begin
+        )  # fmt: skip
+
+    @cute.jit
+    def store(
+        self, atoms: list, tensors: list, out: cute.Pointer, sQ: cute.Tensor, lse: Any, p: Problem, factor: Float32,
+        log_sum: Float32, tile: Int32, thread: Int32, exists: Boolean,
+    ) -> None:  # fmt: skip
+        """A tile's O, times a factor, and LSE; O is 0 where nothing ``exists``."""
+        c = self.c
+        row = p.row + tile * ROWS
         batch = 0 if const_expr(c.packed) else p.batch
         if const_expr(c.lse):
             if row + thread < p.mask.queries:
                 lse[p.first_query + row + thread, p.head, batch] = log_sum
         sO = cute.make_tensor(sQ.iterator, self.layout(c.head_v, self.tiles).outer)
         sO = cute.make_tensor(sO.iterator + tile * (ROWS * c.head), sO[None, None, 0].layout)
-        if end > begin:
-            cute.arch.mbarrier_wait(b.o_full + tile, (end - begin - 1) % 2)
-        tensor_memory.to_shared(out, thread, factor * scale_output, sO, end > begin)
+        tensor_memory.to_shared(out, thread, factor, sO, exists)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP + tile, GROUP)
         if thread < 32:
-            gO = cute.local_tile(cute.domain_offset((row, 0), queries_of(p, mO)), (ROWS, c.head_v), (0, 0))
-            tOsO, tOgO = partition(atom_o, 0, 1, sO, gO)
-            cute.copy(atom_o, tOsO, tOgO)
+            gO = cute.local_tile(cute.domain_offset((row, 0), queries_of(p, tensors[3])), (ROWS, c.head_v), (0, 0))
+            tOsO, tOgO = partition(atoms[3], 0, 1, sO, gO)
+            cute.copy(atoms[3], tOsO, tOgO)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)
 

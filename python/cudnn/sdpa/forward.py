@@ -27,8 +27,11 @@ TILES = {
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200."""
 SHARING = {"sm_90a": {(256, 256): 2}, "sm_100a": {}}
 """CTAs that share the loads of K and V, to relieve L2, where there is no causal mask."""
-DECODE = {(64, 64): (128, 4), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)}
-"""Keys of a tile, and how many tiles are on their way, on Hopper where CTAs split a sequence's keys."""
+DECODE = {
+    "sm_90a": {(64, 64): (128, 4), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)},
+    "sm_100a": {(64, 64): (128, 2), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (128, 2)},
+}
+"""Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
 FEW = 64
 """Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 HEADS = tuple(TILES["sm_90a"])
@@ -73,12 +76,12 @@ class SdpaForward(Attention):
             kernel itself.
         softcap: 0 for none. sample_sink: a tensor like the logits of the sinks, if there are any.
         sample_seqlen_k: a tensor like the lengths of the sequences' keys, if k and v are caches with room for more: a
-            sequence has the first so many keys, and its diagonal ends at its own last one. Hopper only.
+            sequence has the first so many keys, and its diagonal ends at its own last one.
         sample_page_table: a tensor like the table of pages, if k is a pool (pages, hk, page, d), and so v: key i of a
             sequence is row i % page of the page ``page_table[sequence, i // page]``. Entries beyond a sequence's length
             are not read. A page has a power of 2 of keys, 8 or more. Needs ``sample_seqlen_k``.
-        num_splits: on Hopper, CTAs that share a sequence's keys where rows are few, or keys a cache; 0: from the
-            samples' sizes. The result is the same bit for bit with the same number.
+        num_splits: CTAs that share a sequence's keys where rows are few, or keys a cache; 0: from the samples' sizes.
+            The result is the same bit for bit with the same number.
     """
 
     softcap: float
@@ -135,7 +138,7 @@ class SdpaForward(Attention):
             raise self.error("num_splits", self.num_splits, "1 to 256, or 0 to let the samples' sizes decide")
 
     def decodes(self, sizes: Sizes) -> bool:
-        """Whether Hopper's CTAs split a sequence's keys."""
+        """Whether CTAs split a sequence's keys."""
         share = sizes["hq"] // max(sizes["hk"], 1)
         return self.given("seqlen_k") or (not self.packed and share * sizes["sq"] <= FEW)
 
@@ -144,9 +147,10 @@ class SdpaForward(Attention):
         """How many CTAs split a sequence's keys: the chip is done after the fewest blocks, and two a round besides."""
         if self.num_splits:
             return {"splits": self.num_splits}
-        sizes, multiprocessors = super().sizes(self.descs), ARCHITECTURES["sm_90a"].multiprocessors
+        arch, sizes = self._target() or "sm_90a", super().sizes(self.descs)
+        multiprocessors = ARCHITECTURES[arch].multiprocessors
         tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / FEW) * sizes["b"] * sizes["hk"]
-        blocks = math.ceil(self.longest[1] / DECODE.get((sizes["d"], sizes["dv"]), (FEW, 0))[0])
+        blocks = math.ceil(self.longest[1] / DECODE[arch].get((sizes["d"], sizes["dv"]), (FEW, 0))[0])
 
         def cost(splits: int) -> int:
             return math.ceil(tiles * splits / multiprocessors) * (math.ceil(blocks / splits) + 2)
@@ -158,10 +162,8 @@ class SdpaForward(Attention):
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
-        if self.given("seqlen_k") and arch != "sm_90a":
-            raise self.unsupported("seqlen_k", arch, "sm_90a")
-        if arch == "sm_90a" and self.decodes(sizes):
-            return kernel_plan(arch, self.decode(sizes))
+        if self.decodes(sizes):
+            return kernel_plan(arch, self.decode(arch, sizes))
         cluster = 1 if ends["right"] else SHARING[arch].get(heads, 1)
         kind = name_of(self.dtype("q"))
         configuration = ForwardConfiguration(
@@ -169,12 +171,13 @@ class SdpaForward(Attention):
         )
         return kernel_plan(arch, configuration)
 
-    def decode(self, sizes: Sizes) -> DecodeConfiguration:
-        """What Hopper's kernel for few rows, or caches, is compiled for."""
+    def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
+        """What the kernel for few rows, or caches, is compiled for."""
         heads, ends, share = (sizes["d"], sizes["dv"]), self.ends(), sizes["hq"] // max(sizes["hk"], 1)
-        keys, stages = DECODE[heads]
+        keys, stages = DECODE[arch][heads]
+        rows = 64 if arch == "sm_90a" and share * sizes["sq"] <= FEW else 128
         return DecodeConfiguration(
-            name_of(self.dtype("q")), *heads, (64 if share * sizes["sq"] <= FEW else 128, keys), **ends, stages=stages,
+            name_of(self.dtype("q")), *heads, (rows, keys), **ends, stages=stages,
             softcap=self.softcap > 0, sink=self.given("sink"), cached=self.given("seqlen_k"),
             page=sizes["sk"] if self.given("page_table") else 0,
         )  # fmt: skip

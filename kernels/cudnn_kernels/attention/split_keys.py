@@ -1,0 +1,229 @@
+"""Attention for few query rows and many keys, as when tokens are generated one after the other, on any architecture.
+
+Such a call is bound by what it reads of K and V. So a tile's rows are those of all heads of Q that share a head of K,
+which reads K and V once for them, and several CTAs split a sequence's keys: each has some of its blocks, whose result
+and log-sum-exp it leaves in the workspace. A second kernel combines them, always in the same order.
+
+Each sequence may have a length of its own, and its keys may lie in pages of a pool. The copy engine fetches a block
+page by page. Pages are rows of one matrix, whose copies end where the sequence ends (:func:`sequences.ended`), so that
+what lies beyond is read as zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
+from cutlass.cute.nvgpu import cpasync
+
+from cudnn_kernels.attention import DecodeConfiguration, sequences
+from cudnn_kernels.attention.around import region
+from cudnn_kernels.attention.forward import Forward, Problem, partition
+from cudnn_kernels.attention.mask import SharedMask
+from cudnn_kernels.attention.sequences import turned
+from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.naming import name
+from cudnn_kernels.signature import bind
+
+GROUP, WARP = 128, 32
+VECTOR = 8  # elements of 16 bytes
+MANY = (1 << 31) - 1  # of such vectors: as far as the copy engine reaches
+
+
+@dataclass
+class Caches:
+    """Of a call: query rows, heads of Q for each of K and V, and how many of those; tiles of a head of K, and keys that
+    a sequence has room for; vectors of 16 bytes from a page to the next, and from a row, in K and in V.
+    """
+
+    queries: Int32
+    share: Int32
+    key_heads: Int32
+    tiles: Int32
+    room: Int32
+    by_page: list
+    by_row: list
+
+
+@dataclass
+class CachedProblem(Problem):
+    """A tile's, of all heads that share one of K. Without a ``table`` of pages, every sequence has one page."""
+
+    caches: Caches
+    table: Any
+
+
+class SplitKeys(Forward):
+    """What kernels for a :class:`DecodeConfiguration` have in common, to be mixed into a forward kernel.
+
+    A subclass has ``threads`` of a CTA, how a part of a block of K or V lies in shared memory (``part``), and a
+    ``kernel``, of which tensors are K, V, Q and the parts of O.
+    """
+
+    threads: int
+    kernel: Any
+
+    def __init__(self, configuration: DecodeConfiguration) -> None:
+        super().__init__(configuration)
+        self.d = configuration
+        self.size = min(configuration.page or self.tile_n, self.tile_n)  # keys that one copy fetches
+        if self.tile_n % self.size or configuration.page % self.size or self.size % 8:
+            raise ValueError(f"{configuration}: a page divides the tile's keys, or they divide it; both by 8")
+
+    def part(self, which: int) -> tuple[Any, tuple[int, int], bool]:
+        """The layout and shape of what one copy fetches of K or of V, and whether keys are its columns."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        c = self.d
+        given = bind(c.slots(), arguments)
+        scale, factor = self.scales(given)
+        q, o = (sequences.matrix(given[x], False) for x in ("q", "o"))
+        splits, batches, key_heads = given["splits"], q.shape[3], given["k"].shape[1]
+        atoms, tensors, by_page, by_row = [], [], [], []
+        for which in cutlass.range_constexpr(2):
+            pool = sequences.matrix(given["kv"[which]], False)
+            by_page.append(Int32(pool.stride[3] // VECTOR))
+            by_row.append(Int32(pool.stride[0] // VECTOR))
+            ended = sequences.ended(pool, MANY, VECTOR)
+            layout, box, is_turned = self.part(which)
+            ended = turned(ended) if const_expr(is_turned) else ended
+            atom, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), ended, layout, box)
+            atoms.append(atom)
+            tensors.append(tensor)
+        sizes = {"splits": Int64(splits), "b": Int64(batches), "hq": Int64(q.shape[2]), "sq": Int64(q.shape[0])}
+        shape = (q.shape[0], q.shape[2], batches, splits)
+        parts = region(c, given["workspace"], "parts", (c.head_v, *shape), sizes)
+        log_sums = region(c, given["workspace"], "log_sums", shape, sizes)
+        share = q.shape[2] // key_heads
+        tiles = cute.ceil_div(q.shape[0] * share, self.tile_m)
+        caches = Caches(q.shape[0], share, key_heads, tiles, given["k"].shape[2], by_page, by_row)
+        self.kernel(
+            atoms, [*tensors, q, parts], log_sums, given.get("seqlen_k"), given.get("page_table"), None, caches, scale,
+            factor, given["scale_output"], given["right"], given["left"],
+        ).launch(
+            grid=[splits, tiles * key_heads * batches, 1], block=[self.threads, 1, 1], stream=given["stream"],
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        blocks = cute.ceil_div(q.shape[0] * q.shape[2] * batches, GROUP // WARP)
+        self.combine(parts, log_sums, o, sequences.rows(given["lse"], False), given.get("sink")).launch(
+            grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
+        )
+
+    @cute.jit
+    def problem(self, sizes: Caches, offsets_q: Any, offsets_k: Any, right: Int32, left: Int32) -> CachedProblem:
+        """What this CTA's rows are. The offsets are the lengths of sequences and the table of their pages."""
+        c = self.d
+        _, index, _ = cute.arch.block_idx()
+        key_head, batch = index // sizes.tiles % sizes.key_heads, index // sizes.tiles // sizes.key_heads
+        keys, share = Int32(sizes.room), sizes.share
+        if const_expr(offsets_q is not None):
+            keys = Int32(offsets_q[batch])
+        mask = SharedMask(
+            sizes.queries * share, keys, keys - sizes.queries, right if const_expr(c.right) else None,
+            left if const_expr(c.left) else None, share,
+        )  # fmt: skip
+        row = index % sizes.tiles * self.tile_m
+        return CachedProblem(row, key_head * share, key_head, batch, Int32(0), Int32(0), mask, sizes, offsets_k)
+
+    def blocks(self, p: CachedProblem, rank: Any) -> tuple[Int32, Int32, Int32, Int32]:
+        """The CTA's share of the blocks of keys that its rows need."""
+        split, _, _ = cute.arch.block_idx()
+        splits, _, _ = cute.arch.grid_dim()
+        last = cutlass.min(p.row + self.tile_m, p.mask.queries) - 1
+        begin, whole_begin, whole_end, end = p.mask.blocks(p.row, last, self.tile_n)
+        each = cute.ceil_div(end - begin, splits)
+        begin = cutlass.min(begin + split * each, end)
+        end = cutlass.min(begin + each, end)
+        return begin, cutlass.max(whole_begin, begin), cutlass.min(whole_end, end), end
+
+    def exists(self, p: CachedProblem, rank: Any) -> Boolean:
+        return p.row < p.mask.queries
+
+    @cute.jit
+    def load_queries(self, q: cute.Tensor, rows: cute.Tensor, p: CachedProblem, first: Any, thread: Int32) -> None:
+        """128 threads: rows of Q from the tile's ``first`` on, and zeros where there are none."""
+        count, columns = cute.size(rows, mode=[0]), self.d.head // VECTOR
+        vector = cute.make_rmem_tensor(VECTOR, self.dtype)
+        for i in cutlass.range_constexpr(count * columns // GROUP):
+            place = i * GROUP + thread
+            row, column = place // columns, place % columns
+            mine = p.row + first + row
+            vector.fill(0.0)
+            if mine < p.mask.queries:
+                query, head = mine // p.mask.share, p.head + mine % p.mask.share
+                cute.autovec_copy(cute.local_tile(q[query, None, head, p.batch], (VECTOR,), (column,)), vector)
+            cute.autovec_copy(vector, cute.local_tile(rows, (1, VECTOR), (row, column)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def fetch_keys(
+        self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, full: Any, p: CachedProblem, which: int, n: Int32,
+        piece: int = 0,
+    ) -> None:  # fmt: skip
+        """Starts the copies of a ``piece`` of the columns of a block of K or V."""
+        count, (_, box, is_turned) = self.tile_n // self.size, self.part(which)
+        parts = cute.local_tile(buffer, box, (0, None) if const_expr(is_turned) else (None, 0))
+        number = p.batch
+        if const_expr(p.table is not None):  # a lane finds the page of a part
+            key = n * self.tile_n + cute.arch.lane_idx() * self.size
+            number = Int32(0)
+            if (cute.arch.lane_idx() < count) & (key < p.mask.keys):
+                number = Int32(p.table[p.batch, key // self.d.page])
+        for part in cutlass.range_constexpr(count):
+            key, page = n * self.tile_n + part * self.size, number
+            if const_expr(p.table is not None):
+                page = cute.arch.shuffle_sync(number, part)
+            length = cutlass.max(cutlass.min(p.mask.keys - key, self.size), 0)
+            after = (key % self.d.page if const_expr(self.d.page > 0) else key) + length
+            end = page * p.caches.by_page[which] + after * p.caches.by_row[which]
+            if const_expr(is_turned):
+                found = turned(sequences.ended_rows(turned(tensor), p.key_head, end, length))
+            else:
+                found = sequences.ended_rows(tensor, p.key_head, end, length)
+            to, of = partition(atom, 0, 1, parts, cute.local_tile(found, box, (0, piece)))
+            cute.copy(atom, of, to[None, part], tma_bar_ptr=full)
+
+    @cute.kernel
+    def combine(
+        self, parts: cute.Tensor, log_sums: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: Any
+    ) -> None:  # fmt: skip
+        """A warp has a row: the mean of its parts, weighted by what exponentials add up to in each."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, index = thread % WARP, block * (GROUP // WARP) + thread // WARP
+        queries, heads, batches, splits = log_sums.shape
+        query, head, batch = index % queries, index // queries % heads, index // queries // heads
+        if batch < batches:
+            width = self.d.head_v // WARP
+            largest, total = Float32(-Float32.inf), Float32(0.0)
+            if const_expr(sink is not None):
+                largest = Float32(sink[head])
+            for split in cutlass.range(splits, unroll=1):
+                largest = cute.arch.fmax(largest, log_sums[query, head, batch, split])
+            shift = Float32(select_(largest == -Float32.inf, Float32(0.0), largest * LOG2_E))
+            if const_expr(sink is not None):
+                total = cute.math.exp2(sink[head] * LOG2_E - shift, fastmath=True)
+            acc, part = cute.make_rmem_tensor(width, Float32), cute.make_rmem_tensor(width, Float32)
+            acc.fill(0.0)
+            for split in cutlass.range(splits, unroll=1):
+                weight = cute.math.exp2(log_sums[query, head, batch, split] * LOG2_E - shift, fastmath=True)
+                cute.autovec_copy(cute.local_tile(parts[None, query, head, batch, split], (width,), (lane,)), part)
+                total += weight
+                for i in cutlass.range_constexpr(width):
+                    acc[i] = acc[i] + weight * part[i]
+            factor = Float32(select_(total == 0.0, Float32(0.0), 1.0 / total))
+            rounded = cute.make_rmem_tensor(width, self.dtype)
+            for i in cutlass.range_constexpr(width):
+                rounded[i] = (acc[i] * factor).to(self.dtype)
+            cute.autovec_copy(rounded, cute.local_tile(o[query, None, head, batch], (width,), (lane,)))
+            if lane == 0:
+                log_sum = (shift + cute.math.log2(total, fastmath=True)) / LOG2_E
+                lse[query, head, batch] = Float32(select_(total == 0.0, -Float32.inf, log_sum))
+
+    name(combine, "cudnn_attention_combine")
