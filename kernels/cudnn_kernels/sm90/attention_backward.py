@@ -369,12 +369,13 @@ class Backward:
         self, results: Any, buffers: Any, block: Block, scale: Float32, group: Int32, thread256: Int32
     ) -> None:  # fmt: skip
         """Writes dK and dV, through the buffers of K and V: of each the accumulators, their product, and the tensor."""
-        for x, (acc, mma, out) in zip(("k", "v"), results, strict=True):
+        self.all_multiplying()  # both have used the buffers
+        for x, (acc, mma, _) in zip(("k", "v"), results, strict=True):
             part, transposed, count = self.result_part(buffers[x], group)
-            self.all_multiplying()  # both have used the buffer
             values = self.rounded(acc, scale if x == "k" else None)
             self.put(mma, values, part, transposed, count, thread256 - group * GROUP)
-            self.all_multiplying()
+        self.all_multiplying()
+        for x, (_, _, out) in zip(("k", "v"), results, strict=True):
             self.write(buffers[x], out, block, thread256)
 
     @cute.jit
