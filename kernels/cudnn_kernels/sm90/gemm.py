@@ -15,7 +15,7 @@ of the first warpgroup bring to shared memory. Operands whose rows have numbers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -460,12 +460,13 @@ class Gemm:
                     cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
-                factors = self.portion_factors(i, portions[i], position + k, thread)
+                if const_expr(i == 0):
+                    factors = self.portion_factors(portions, position + k, thread)
                 warpgroup.wait_group(0)
                 if const_expr(i == len(portions) - 1):
                     release(self.cluster, ring.empty + stage)
                 if k % promote == promote - 1 or k == k_tiles - 1:
-                    self.add(i, acc, sums, factors)
+                    self.add(i, acc, sums, factors[i])
             if const_expr(self.sides):
                 self.factor_ring.release(position + k)
             stage, phase = advanced(ring, stage, phase)
@@ -483,28 +484,36 @@ class Gemm:
         b = cute.local_tile(sB, (self.summed, self.tile_k), (portion[1], 0, None))
         return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
 
-    def portion_factors(self, i: int, portion: tuple[Any, int], position: Int32, thread: Int32) -> Any:
-        """What the sums of a portion are multiplied by: a function of the row slot and the column in the portion."""
+    def portion_factors(self, portions: Sequence[tuple[Any, int]], position: Int32, thread: Int32) -> list[Any]:
+        """What the sums of each portion are multiplied by: functions of the row slot and the column in the portion.
+
+        They are read together: products that were issued after a load would wait for it.
+        """
         if not self.sides:
-            return None
-        if i == 0:
-            self.factor_ring.wait(position)
-        layout, first, granule = self.epilogue.plan.layout, portion[1] * self.summed, self.sides[1].granule
-        rows = [self.factor_ring.row(position, portion[0] * 64 + layout.row(thread, slot)) for slot in range(2)]
-        if granule == 1:  # too many to be read while the products are in flight
-            columns = {}
+            return [None] * len(portions)
+        ring, layout, granule = self.factor_ring, self.epilogue.plan.layout, self.sides[1].granule
+        ring.wait(position)
+        wide = self.tile_n // self.summed
+        rows = [[ring.row(position, row * 64 + layout.row(thread, slot)) for slot in range(2)]
+                for row, _ in portions[::wide]]  # fmt: skip
+        columns: dict[int, Any] = {}
+        if granule > 1:
+            columns = {column: ring.column(position, column) for column in range(0, self.tile_n, granule)}
 
-            def product(slot: int, place: int) -> Float32:
-                if place not in columns:
-                    columns[place] = self.factor_ring.column(position, first + layout.column(thread, place))
-                return rows[slot] * columns[place]
+        def of(i: int) -> Callable[[int, int], Float32]:
+            mine, first = rows[i // wide], portions[i][1] * self.summed
+            if granule == 1:  # too many to be read while the products are in flight
 
-            return product
-        products = [
-            [row * self.factor_ring.column(position, first + column) for column in range(0, self.summed, granule)]
-            for row in rows
-        ]
-        return lambda slot, place: products[slot][place // layout.run * layout.run * layout.neighbours // granule]
+                def product(slot: int, place: int) -> Float32:
+                    if first + place not in columns:
+                        columns[first + place] = ring.column(position, first + layout.column(thread, place))
+                    return mine[slot] * columns[first + place]
+
+                return product
+            products = [[row * columns[first + column] for column in range(0, self.summed, granule)] for row in mine]
+            return lambda slot, place: products[slot][place // layout.run * layout.run * layout.neighbours // granule]
+
+        return [of(i) for i in range(len(portions))]
 
     def add(self, i: int, acc: cute.Tensor, sums: cute.Tensor, factors: Any) -> None:
         """Adds a portion's sums, times their factors, to its accumulators."""
