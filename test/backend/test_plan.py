@@ -366,6 +366,36 @@ def test_cuda_graphs_are_kept_with_packs(
     assert ("cuGraphExecDestroy", 104) in driver.calls
 
 
+def test_cuda_graphs_of_all_plans_are_bounded(
+    plan: ExecutionPlan, described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those go first that no call has launched for longest, of whatever plan."""
+    driver = GraphDriver(monkeypatch, libcudnn)
+    monkeypatch.setattr(ExecutionPlan, "MAX_GRAPHS", 3)
+    described_handle.marker = ctypes.c_void_p(7)
+    packs = [plan.pack((4096 * (i + 1), 1 << 40, 2 << 40, 0, described_handle.ptr)) for i in range(6)]
+
+    class Other(ExecutionPlan):
+        def __init__(self) -> None:
+            self._library, self.argument, self.packs, self.config = libcudnn, plan.argument, {}, plan.config
+            self._by_handle = {}
+
+    for owner, pack in zip((plan, Other(), plan), packs, strict=False):
+        owner.keep_graph(pack, described_handle)
+    for used, made, gone in (((), 3, 0), ((1, 3), 4, 2), ((3, 4), 5, 1)):
+        for pack in packs:
+            pack.used = packs.index(pack) in used
+        executable = ctypes.addressof(packs[gone].graph._obj)
+        plan.keep_graph(packs[made], described_handle)
+        assert ("cuGraphExecDestroy", executable) in driver.calls
+        assert (packs[gone].graph, packs[gone].queue) == (None, None)
+        assert packs[gone].calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
+        assert packs[made] in described_handle.kept
+        assert len(described_handle.kept) == 3
+    plan.close()
+    assert not described_handle.kept
+
+
 def test_the_gpu_is_asked_whether_it_keeps_up(
     described_handle: Handle, libcudnn: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,11 +37,12 @@ class Handle:
         keeps_up: Whether the GPU, when it was last asked, had done what was queued when it was asked before.
         until_asked: How many calls go by before it is asked again.
         marker: The ``CUevent`` by which it is asked; None before the first time.
+        kept: The executable CUDA graphs that plans keep for calls with this handle, by their packs.
     """
 
     __slots__ = (
-        "_queues", "argument", "capture_result", "capturing", "device", "is_reference", "keeps_up", "marker", "ptr",
-        "queue", "stream", "until_asked",
+        "_queues", "argument", "capture_result", "capturing", "device", "is_reference", "keeps_up", "kept", "marker",
+        "ptr", "queue", "stream", "until_asked",
     )  # fmt: skip
 
     def __init__(self, ptr: int, device: int) -> None:
@@ -54,6 +55,7 @@ class Handle:
         self.keeps_up = False
         self.until_asked = 0
         self.marker: c_void_p | None = None
+        self.kept: dict[Any, Any] = {}
         self._queues: dict[int, Any] = {}
         self.put_on(0)
 

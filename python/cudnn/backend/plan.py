@@ -36,15 +36,26 @@ class Pack:
         calls: How often the hot path met it on a stream for which it has no CUDA graph.
         queue: The stream for which it has one, as ``Handle.queue``; None where it has none.
         graph: The executable CUDA graph of the plan with these pointers, as an argument of ``cuGraphLaunch``.
+        used: Whether a call launched it since it was last looked at to make room for others.
+        kept: The handle's ``kept``, where it has one.
     """
 
-    __slots__ = ("argument", "calls", "graph", "queue")
+    __slots__ = ("argument", "calls", "graph", "kept", "queue", "used")
 
     def __init__(self, argument: Any) -> None:
         self.argument = argument
         self.calls = 0
         self.queue: Any = None
         self.graph: Any = None
+        self.used = False
+        self.kept: dict[Pack, Any] = {}
+
+    def drop_graph(self) -> None:
+        """Destroys the CUDA graph, if there is one: once, even if the plan goes in another thread meanwhile."""
+        self.queue = self.graph = None
+        made = self.kept.pop(self, None)
+        if made is not None:
+            cuda_graph.destroy_executable(made)
 
 
 class _Packs:
@@ -105,7 +116,8 @@ class ExecutionPlan:
     MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
     MAX_MISSES = 1024
     CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 3 us a call, and 0.8 ms were seen to make one
-    CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream
+    CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream, or after others took its place
+    MAX_GRAPHS = 256  # of all plans, per handle, which only the thread that uses it makes and drops; 128 KiB were seen
 
     def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
         self.descriptor = descriptor
@@ -262,7 +274,7 @@ class ExecutionPlan:
         mine.misses = 0
         while mine.keys:
             pack = self.packs.pop(mine.keys.pop())
-            self._drop_graph(pack)
+            pack.drop_graph()
             self._library.destroy(pack.argument)
 
     @property
@@ -281,7 +293,8 @@ class ExecutionPlan:
         if not handle.keeps_up:
             return
         pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
-        self._drop_graph(pack)
+        pack.drop_graph()
+        self._make_room(handle.kept)
         tag = self.config.tag
         first = not any(other.graph for other in list(self.packs.values()))  # another thread may add some
 
@@ -295,6 +308,8 @@ class ExecutionPlan:
             pack.calls = -sys.maxsize
             _log.info("the plan %s runs through cuDNN at every call, since its CUDA graph failed: %s", tag, error)
             return
+        pack.kept, pack.used = handle.kept, True
+        pack.kept[pack] = pack.graph
         pack.queue = handle.queue
         if first:
             _log.info("the plan %s: calls with addresses that come again launch a CUDA graph from now on", tag)
@@ -302,13 +317,23 @@ class ExecutionPlan:
     def lose_graph(self, pack: Pack, status: int) -> None:
         """Goes back to cuDNN's own call after the driver refused to launch the pack's CUDA graph."""
         _log.warning("the plan %s: cuGraphLaunch failed, CUDA driver error %d; cuDNN runs it", self.config.tag, status)
-        self._drop_graph(pack)
+        pack.drop_graph()
         pack.calls = -sys.maxsize
 
-    def _drop_graph(self, pack: Pack) -> None:
-        if pack.graph is not None:
-            pack.queue, made, pack.graph = None, pack.graph, None
-            cuda_graph.destroy_executable(made)
+    def _make_room(self, kept: dict[Pack, Any]) -> None:
+        """Drops the CUDA graph, of whatever plan, that no call has launched for longest, where there are as many as may
+        be. Those launched since they were last looked at go to the end of the line.
+        """
+        while len(kept) >= self.MAX_GRAPHS:
+            for pack in list(kept):
+                if not pack.used:
+                    pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
+                    pack.drop_graph()
+                    break
+                pack.used = False
+                made = kept.pop(pack, None)
+                if made is not None:  # its plan may go in another thread
+                    kept[pack] = made
 
     def execute_overridden(
         self,

@@ -78,6 +78,7 @@ _REPLAY = """
                 handle.keeps_up and (handle.stream or current_device is None or current_device() == handle.device)
                 and not is_capturing(handle.queue, handle.capture_result) and not handle.capturing.value
             ):
+                found.used = True
                 status = launch_graph(found.graph, handle.queue)
                 if not status:
                     return
