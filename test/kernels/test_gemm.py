@@ -294,7 +294,9 @@ def test_experts_backward_has_no_cluster_of_rows(n: int, cluster: tuple[int, int
         (4096, 256, "", False, ((128, 192, 64), (1, 2), 8)),
         (4096, 8192, "", False, ((256, 128, 64), (1, 2), 8)),
         (1152, 1024, "", False, ((128, 128, 64), (2, 1), 8)),
-        (512, 4096, "a", False, ((128, 256, 64), (1, 1), 8)),
+        (512, 4096, "a", False, ((128, 256, 64), (1, 2), 2)),
+        (640, 4096, "a", False, ((128, 256, 64), (1, 1), 8)),
+        (4096, 8 * 2048, "a", True, ((128, 256, 64), (1, 1), 8)),
         (4096, 8 * 2048, "", True, ((256, 128, 64), (1, 2), 8)),
         (4096, 8 * 512, "", True, ((128, 192, 64), (2, 1), 8)),
     ],
@@ -455,7 +457,10 @@ def test_k_of_experts_that_is_contiguous(grouped: Any, major: str) -> None:
     check_k(arch, types, [8, 64, 64, 200, 256, 344], major=major, **choice)
 
 
-@pytest.mark.parametrize(("grouped", "ends"), brief([*itertools.product(GROUPED, ENDS)], 1))
+SHARED_A = (HOPPER, PLAIN[0], {"pingpong": True, "cluster": (1, 2)})
+
+
+@pytest.mark.parametrize(("grouped", "ends"), brief([*itertools.product([SHARED_A, *GROUPED], ENDS)], 1))
 def test_rows_of_a_by_number(grouped: Any, ends: str) -> None:
     """Rows in any order, several times or not at all; k that ends within a tile, and numbers of no row."""
     arch, types, choice = grouped

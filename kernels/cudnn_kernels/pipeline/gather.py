@@ -1,8 +1,8 @@
 """Operands of which a tile takes any lines, by their numbers, on their way to shared memory.
 
-A line is a row where k is contiguous, or one k where rows are. The copy engine takes neighbouring lines only, or four
-at a time on Blackwell, so ordinary threads start asynchronous copies of 16 bytes. These leave a tile in shared memory
-as the copy engine does: in atoms of eight lines of 128 bytes, swizzled.
+A line is a row where k is contiguous, or one k where rows are. Ordinary threads start asynchronous copies of 16 bytes.
+Of rows, on Hopper, the copy engine brings 128 bytes of one at a time, which CTAs can share. Both leave a tile in shared
+memory as the copy engine does with neighbouring lines: in atoms of eight lines of 128 bytes, swizzled.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
+import cutlass._mlir.dialects.cute_nvgpu as nvgpu
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, select_
+from cutlass import Int16, Int32, Int64, const_expr, select_
+from cutlass._mlir import ir
+from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.pipeline.copy import PIECE
 from cudnn_kernels.pipeline.ring import Ring, advanced
@@ -41,7 +44,7 @@ class Lines:
         shape: tuple[int, int], place: Callable[[int, int], int], smem: Any,
     ) -> None:  # fmt: skip
         self.side, self.along_k, self.tensor, self.index = side, along_k, tensor, index
-        self.size = tensor.element_type.width // 8  # bytes of an element
+        self.size = ring.element_type.width // 8  # bytes of an element
         lines, width = shape[::-1] if along_k else shape
         across = LINE // self.size  # elements of an atom's line
         self.count, self.blocks = lines // LINES, width // across
@@ -105,6 +108,85 @@ class Lines:
                     copy_or_clear(target, line + block * LINE, (numbers[i] | beyond[block]) < 0)
 
 
+class Boxes(Lines):
+    """Rows by the copy engine, which brings zeros for a number that no row has, and counts the bytes itself.
+
+    ``share`` CTAs, of which this one is number ``rank``, ``mask`` in the cluster, fetch a part of the rows each and
+    send it to all. ``engine``: what :func:`boxes_of` made.
+    """
+
+    def __init__(
+        self, engine: tuple[Any, Any], index: cute.Tensor, buffers: cute.Tensor, shape: tuple[int, int],
+        place: Callable[[int, int], int], smem: Any, ring: Ring, share: tuple[int, Int32, Int32],
+    ) -> None:  # fmt: skip
+        self.atom, view = engine
+        super().__init__(0, False, view, index, buffers, shape, place, smem)
+        self.ring, (self.share, self.rank, self.mask) = ring, share
+        self.mine //= self.share
+        self.starts = [self.atoms[row // LINES][0] + row % LINES * LINE for row in range(self.mine)]
+
+    def start(self, warp: Int32) -> None:
+        """A warp's first row of the tile, and its place in the table."""
+        self.lane, self.first = cute.arch.lane_idx(), (self.rank * WARPS + warp) * self.mine
+        self.entries = cute.make_tensor(self.table.iterator + warp * self.mine, cute.make_layout(self.mine))
+        self.numbers = cute.make_rmem_tensor(self.mine // WARP, Int32)
+
+    def line(self, number: Any) -> Any:
+        """The row of the tile that is a warp's row."""
+        return self.first + number
+
+    def keep(self, first: Int32, end: Int32) -> None:
+        """Puts the numbers into the table."""
+        cute.arch.sync_warp()
+        for i in range(self.mine // WARP):
+            own = i * WARP + self.lane
+            inside = first + self.line(own) < end
+            self.entries[own] = Int32(select_(inside, self.numbers[i], Int32(-1)))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy(self, across: Int32, stage: Int32) -> None:
+        """Starts to copy the rows, from their element ``across`` on, into a buffer."""
+        engine, full = described(self.atom), (self.ring.full + stage).toint()
+        pitch = const_expr(self.atoms[1][0] - self.atoms[0][0])  # of eight rows
+        target = self.target + stage * self.bytes + self.first // LINES * pitch
+        with cute.arch.elect_one():
+            for start in cutlass.range_constexpr(0, self.mine, FOUR):
+                place = self.entries.iterator.toint() + start * ENTRY
+                entries = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=PIECE)
+                numbers = cute.make_rmem_tensor(FOUR, Int32)
+                numbers.store(cute.make_tensor(entries, cute.make_layout(FOUR)).load())
+                for i in cutlass.range_constexpr(FOUR):
+                    self.box([target + const_expr(self.starts[start + i]), engine, across, numbers[i], full])
+
+    def box(self, given: list) -> None:
+        """Starts to copy 128 bytes of a row. The DSL's own copy would elect a thread for each."""
+        kind, more = "", ""
+        if self.share > 1:
+            kind, more, given = ".multicast::cluster", ", {$r5}", [*given, Int16(self.mask)]
+        cute.arch.inline_ptx(
+            f"cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{kind} "
+            f"[{{$r0}}], [{{$r1}}, {{{{$r2}}, {{$r3}}}}], [{{$r4}}]{more};",
+            read_only_args=given,
+        )
+
+
+def boxes_of(tensor: cute.Tensor) -> tuple[Any, Any]:
+    """The copy engine's atom and view (rows, k) of an operand (rows, k, 1), for 128 bytes of a row."""
+    across = LINE * 8 // tensor.element_type.width
+    flat = cute.make_tensor(tensor.iterator, cute.make_layout(tensor.shape[:2], stride=(tensor.stride[0], 1)))
+    box = cute.make_layout((1, across), stride=(across, 1))
+    layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box)
+    return tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), flat, layout, (1, across)))
+
+
+def described(atom: Any) -> Int64:
+    """The address of the copy engine's description of a tensor."""
+    field = ir.Attribute.parse("#cute_nvgpu.atom_copy_field_tmaload<tma_descriptor_ptr>")
+    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
+    return nvgpu.atom_get_value(kind, nvgpu.atom_make_exec_tma(atom._trait.value), field).toint()
+
+
 def copy_or_clear(target: Int32, source: Int64, clears: cutlass.Boolean) -> None:
     """Starts a copy of 16 bytes to an address in shared memory, or of zeros."""
     cute.arch.inline_ptx(
@@ -131,15 +213,16 @@ def arrive_once(barrier: cute.Pointer, rank: Int32 | None = None) -> None:
 class Gather:
     """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
 
-    WARPS warps serve. Each thread arrives at a buffer's barrier when its copies are done; who reads the buffer by
-    another proxy needs a fence then. Or each warp does, by ``arrive``, after a fence of its own, at a barrier of
-    another CTA, which no copy reaches; that fence waits for later copies too.
+    WARPS warps serve. Boxes are counted by the copy engine. Else each thread arrives at a buffer's barrier when its
+    copies are done; who reads the buffer by another proxy needs a fence then. Or each warp does, by ``arrive``, after a
+    fence of its own, at a barrier of another CTA, which no copy reaches; that fence waits for later copies too.
     """
 
     def __init__(
         self, sources: tuple[Lines, ...], ring: Ring, feed: Feed, depth: int, arrive: Callable[[Any], None] | None
     ) -> None:
         self.sources, self.ring, self.feed, self.depth, self.arrive = sources, ring, feed, depth, arrive
+        self.boxes = isinstance(sources[0], Boxes)
         self.ahead = min(max(ring.stages - 2, 1), IN_FLIGHT - 1)  # k tiles in flight when one's are waited for
 
     @cute.jit
@@ -158,7 +241,8 @@ class Gather:
                 cute.arch.mbarrier_wait(ring.empty + stage, phase)
                 self.copy(rows, work, work.k + k * depth, stage)
                 if const_expr(self.arrive is None):
-                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+                    if const_expr(not self.boxes):
+                        cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
                 else:
                     cute.arch.cp_async_commit_group()
                     if waiting == self.ahead:

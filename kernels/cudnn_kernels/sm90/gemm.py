@@ -10,11 +10,12 @@ turns in multiplying, so that one's epilogue is hidden behind the other's produc
 
 e4m3 and e5m2 products are accumulated by the tensor cores with fewer bits than float32 has, so each ``k`` tile's sum
 is added to float32 registers. Where operands have factors of sums, it is multiplied by them then, which further warps
-of the first warpgroup bring to shared memory. Operands whose rows have numbers are brought by these warps too.
+of the first warpgroup bring to shared memory. These warps also start the copies of lines by number.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ from cudnn_kernels.pipeline.copy import (
     woven_rows,
 )
 from cudnn_kernels.pipeline.factors import Factors, Side
-from cudnn_kernels.pipeline.gather import ENTRY, Gather, Lines, selected
+from cudnn_kernels.pipeline.gather import ENTRY, Boxes, Gather, Lines, boxes_of, selected
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
@@ -80,8 +81,11 @@ class Gemm:
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
         self.sides = self.factor_sides()
-        self.registers = COPY_REGISTERS if self.sides else REGISTERS
+        self.boxes = bool(c.gathers) and not self.tiles.clips_k  # whether the copy engine gathers
+        self.threads_copy = bool(c.gathers) and not self.boxes
+        self.registers = COPY_REGISTERS if self.sides or self.threads_copy else REGISTERS
         self.copied = [side for side, operand in enumerate((c.a, c.b)) if not operand.index]  # by the copy engine
+        self.counted = (0, 1) if self.boxes else self.copied  # whose bytes a buffer's barrier awaits
         self.layouts = tuple(
             LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
         )
@@ -100,7 +104,10 @@ class Gemm:
         if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
             pointers = arguments["b_ptrs"]
             b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k", pointers)
-        gathered = tuple((arguments[x], arguments[getattr(self.c, x).index]) for x in self.c.gathers)
+        gathered = tuple(
+            (boxes_of(arguments[x]) if self.boxes else arguments[x], arguments[getattr(self.c, x).index])
+            for x in self.c.gathers
+        )
         a, b = (selected(x, arguments.get(o.index), self.tiles.clips_k) for x, o in ((a, self.c.a), (b, self.c.b)))
         arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
         cm, cn = self.c.cluster
@@ -221,7 +228,8 @@ class Gemm:
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, len(self.sides), CONSUMERS * WARPS, smem)
         if thread == 0:
-            initialise(ring, 1 + gatherers * 32, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
+            fillers = const_expr(1 + GATHER_WARPS * 32 * self.threads_copy)
+            initialise(ring, fillers, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
             self.feed.ready()
             if const_expr(self.sides):
                 self.factor_ring.ready()
@@ -268,7 +276,7 @@ class Gemm:
             last_a, last_b, _ = self.tiles.last(work.group)
             last, starts = (last_a, address(pointers, last_b)), self.begins(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
-                expect(ring, stage, phase, self.stage_bytes(self.copied))
+                expect(ring, stage, phase, self.stage_bytes(self.counted))
                 full = ring.full + stage
                 first = work.k + k * self.tile_k
                 for i in cutlass.range_constexpr(len(self.copied)):
@@ -288,12 +296,15 @@ class Gemm:
 
     def gather(self, gathered: Any, rings: Sequence[Any], ring: Ring, smem: Any) -> Gather:
         """What brings the other operands: tensors and numbers, into rings with their layouts."""
-        sides = [side for side in (0, 1) if side not in self.copied]
-        lines = [
-            Lines(side, self.tiles.clips_k, *given, rings[side][0], (self.c.tile[side], self.tile_k),
-                  lambda row, k, outer=rings[side][1].outer: cute.crd2idx((row, k, 0), outer), smem)
-            for side, given in zip(sides, gathered, strict=True)
-        ]  # fmt: skip
+        lines: list[Lines] = []
+        for side, given in zip([side for side in (0, 1) if side not in self.copied], gathered, strict=True):
+            buffers, layout = rings[side]
+            shape, place = (self.c.tile[side], self.tile_k), functools.partial(_place, layout.outer)
+            if self.boxes:
+                share = (self.c.cluster[1], self.cluster.place()[1], self.cluster.row_mask())
+                lines.append(Boxes(*given, buffers, shape, place, smem, ring, share))
+            else:
+                lines.append(Lines(side, True, *given, buffers, shape, place, smem))
         return Gather(tuple(lines), ring, self.feed, self.tile_k, None)
 
     def begins(self, work: Any) -> tuple[Int32, Int32]:
@@ -398,7 +409,7 @@ class Gemm:
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
-            if const_expr(self.c.gathers):
+            if const_expr(self.threads_copy):
                 cute.arch.fence_proxy("async.shared", space="cta")  # copied by threads, read by the tensor cores
             warpgroup.fence()
             for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -541,3 +552,8 @@ class Gemm:
             fragment = Fragment(values, plan.width, plan.layout)
             act(tile, part, fragment)
         self.epilogue.end(tile)
+
+
+def _place(layout: cute.Layout, row: int, k: int) -> int:
+    """Where an element of a tile lies in the first buffer."""
+    return cute.crd2idx((row, k, 0), layout)

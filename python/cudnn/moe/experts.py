@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
-COPIED = 896  # columns of a product from which on rows are copied into their order first, on Hopper
+COPIED = 896  # columns from which on rows are copied into their order first for gradients, on Hopper
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -34,13 +34,15 @@ class Rows:
     def count(self) -> int:
         return self.token.shape[0]
 
-    def read(self, x: Tensor, columns: int = COPIED) -> tuple[Tensor, Tensor | None]:
-        """A matrix (T, H) as an operand of a product by row, of so many ``columns``: its rows and their numbers, or
-        copies in order, which are gone when the pass ends. Rows of no choice are not written there.
+    def read(self, x: Tensor, columns: int) -> tuple[Tensor, Tensor | None]:
+        """A matrix (T, H) as an operand of the backward pass's products by row, for so many ``columns`` of up's: its
+        rows and their numbers, or copies in order, which are gone when the pass ends. Rows of no choice are not written
+        there.
 
-        Blackwell's kernels load rows by number. So do Hopper's, but at no more than 2.3 TB/s on an H200, each row once
-        for 256 columns; a copy takes 0.6 ps for an element of a row. So copies pay from about 900 columns on, and for
-        the gradient of the result, where one copy serves two products.
+        Blackwell's kernels load rows by number. So do Hopper's: nearly as fast as in order where two CTAs share them,
+        as those of the up projection. Others arrive at 2.0 to 2.6 TB/s on an H200, where a copy takes 0.6 ps for an
+        element of a row: from about 900 columns on copies pay, and for the gradient of the result, which two products
+        read.
         """
         if self.by_number(x, columns):
             return x, self.token
@@ -48,19 +50,23 @@ class Rows:
         spread(x, self.of_choice, copied)
         return copied, None
 
-    def by_number(self, x: Tensor, columns: int = COPIED) -> bool:
+    def by_number(self, x: Tensor, columns: int) -> bool:
         """Whether :meth:`read` gives a matrix as it is."""
         return _arch(x) != "sm_90a" or columns < COPIED
 
     def scattered(self, values: Tensor) -> Tensor:
         """Values of choices, (T, K), as values of rows, and one more: where choices were dropped, in row -1."""
         found = values.new_empty(self.count + 1)
-        found[self.of_choice.flatten().long()] = values.flatten()
+        found[self._places.flatten()] = values.flatten()
         return found
 
     def of_choices(self, values: Tensor) -> Tensor:
         """Values of rows, and one more, as values of choices, (T, K)."""
-        return values[self.of_choice.long()]
+        return values[self._places]
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        return self.of_choice.long()
 
 
 @dataclass(frozen=True)

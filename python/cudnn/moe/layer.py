@@ -61,12 +61,12 @@ def forward(
     if e.fp8:
         tensors |= _narrow_rows(*quantized(x, rows.of_choice, rows.count))
     else:
-        tensors["a"], tensors["a_index"] = rows.read(x, wide)
+        tensors["a"], tensors["a_index"] = x, rows.token
     if gated:
         execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
     else:
         execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
-    del tensors  # and the tokens' copies, whose memory the result of the next product takes
+    del tensors  # and copies in e4m3, whose memory the result of the next product takes
     made = x.new_empty(rows.count, columns)
     tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}
     if e.fp8:
@@ -92,7 +92,7 @@ def backward(
     by_row = weights.new_zeros(rows.count + 1)  # the last one is that of choices that were dropped
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
     down = operand(e.down, True)
-    of_rows, index = rows.read(gradient)
+    of_rows, index = rows.read(gradient, 2 * inner)
     tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)[:-1]}
     tensors |= {"dprob": by_row[:-1], "d_row": by_hidden, "dbias": by_bias}
     if e.activation in GATED:
