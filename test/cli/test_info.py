@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import cudnn
+from cudnn.cli import app
 from cudnn.cli.info import Facts, abilities, diagnose
 
 LIB = "/env/lib/python3.11/site-packages/nvidia/cudnn/lib"
@@ -65,9 +67,9 @@ def test_without_gpu_and_library_only_the_reference_runs() -> None:
     assert diagnose(bare) == []
 
 
-def _cudnn(*arguments: str, **environment: str) -> str:
+def _cudnn(*arguments: str) -> str:
     command = [sys.executable, "-m", "cudnn", *arguments]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120", **environment}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120"}
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
@@ -80,13 +82,14 @@ def test_info_of_this_machine() -> None:
     assert "graphs on the reference executor" in shown
 
 
-def test_a_real_second_package_is_reported(tmp_path: Path) -> None:
+def test_a_real_second_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two packages as ``pip`` leaves them: metadata in a folder of ``sys.path``."""
     for cuda in ("cu12", "cu13"):
         folder = tmp_path / f"nvidia_cudnn_{cuda}-9.19.0.56.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-cudnn-{cuda}\nVersion: 9.19.0.56\n")
-    shown = _cudnn("info", PYTHONPATH=os.pathsep.join([*sys.path, str(tmp_path)]))
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = " ".join(CliRunner().invoke(app, ["info"]).output.split())
     assert "nvidia-cudnn-cu12 and nvidia-cudnn-cu13 are both installed" in shown
 
 

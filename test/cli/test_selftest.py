@@ -15,6 +15,7 @@ from cudnn.cli import app, progress, selftest
 from cudnn.cli.programs import gemm_operands, grouped
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from ptx_emulator import calibration
+from support.selection import brief
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 SMALL = Variant("gemm_amax", (128, 128, 64, 1))
@@ -66,7 +67,7 @@ def test_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {selftest.try_variant(v, "cpu").verdict for v in tried} == {selftest.FAILED}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", brief(ARCHITECTURES, 0))
 def test_in_the_emulator(arch: str, few: list[Variant], tmp_path: Path) -> None:
     result = run("--arch", arch, "--emulate", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 0, result.output

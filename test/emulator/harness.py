@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,29 +65,6 @@ def run(body: str, *arrays: Any, block: int = 32, shared: str = "", **options: A
     """Runs `body` with the arrays' addresses in %rd90, %rd91, ..."""
     grid = options.pop("grid", 1)
     return ptx_emulator.run(kernel(body, len(arrays), shared), "k", grid, block, arrays, **options)
-
-
-def random_words(count: int, seed: int, bits: int = 32) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    dtype: Any = {16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
-    words = generator.integers(0, 1 << bits, count, dtype=dtype)
-    special = [0, 1, (1 << bits) - 1, 1 << (bits - 1), (1 << (bits - 1)) - 1]
-    words[: len(special)] = special
-    return words
-
-
-def signed(value: int, bits: int = 32) -> int:
-    value &= (1 << bits) - 1
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def ints(values: np.ndarray) -> list[int]:
-    return [int(x) for x in values]
-
-
-def words(values: Sequence[int], bits: int = 32) -> np.ndarray:
-    dtype: Any = {16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
-    return np.array([v & ((1 << bits) - 1) for v in values], dtype)
 
 
 def registers(first: int, count: int) -> str:

@@ -1,10 +1,9 @@
-"""ldmatrix, stmatrix and mma.sync; thread-to-element maps written from the PTX ISA's figures and CuTe's layouts."""
+"""ldmatrix and stmatrix, by maps from the PTX ISA's figures and CuTe's layouts; test_calibration.py has the chip's."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from emulator.harness import run
 
@@ -84,60 +83,3 @@ def test_stmatrix(form: str) -> None:
         for i in range(4):
             for v in range(4):
                 assert rows[i, 2 * (t % 4) + v % 2, t // 4 + 8 * (v // 2)] == source[t, 4 * i + v]
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind", "accumulator"),
-    [
-        ("m16n8k16", "bf16", "f32"),
-        ("m16n8k8", "f16", "f32"),
-        ("m16n8k16", "f16", "f16"),
-        ("m16n8k8", "tf32", "f32"),
-        ("m16n8k32", "s8", "s32"),
-        ("m16n8k32", "e4m3", "f32"),
-    ],
-)  # fmt: skip
-def test_mma_sync(shape: str, kind: str, accumulator: str) -> None:
-    k = int(shape.split("k")[1])
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32, "s8": torch.int8,
-             "e4m3": torch.float8_e4m3fn}[kind]  # fmt: skip
-    size = torch.empty(0, dtype=dtype).element_size()
-    per = 4 // size
-    torch.manual_seed(0)
-    a, b = torch.randint(-3, 4, (16, k)), torch.randint(-3, 4, (8, k))
-    na, nb = 2 * k // (4 * per), k // (4 * per)
-    ra, rb = torch.zeros(32, na, per, dtype=dtype), torch.zeros(32, nb, per, dtype=dtype)
-    for t in range(32):
-        for e in range(per):
-            for i in range(na):
-                ra[t, i, e] = a[t // 4 + 8 * (i % 2), (i // 2) * 4 * per + (t % 4) * per + e].to(dtype)
-            for i in range(nb):
-                rb[t, i, e] = b[t // 4, i * 4 * per + (t % 4) * per + e].to(dtype)
-    half = accumulator == "f16"
-    out = np.zeros((32, 2 if half else 4), np.uint32)
-    lines = ["mul.wide.u32 %rd1, %r99, 4;"]
-    for base, name, count in ((90, 10, na), (91, 20, nb)):
-        lines.append(f"mul.lo.s64 %rd2, %rd1, {count}; add.s64 %rd2, %rd2, %rd{base};")
-        lines += [f"ld.global.b32 %r{name + i}, [%rd2+{4 * i}];" for i in range(count)]
-    nd = 2 if half else 4
-    d, c = (", ".join(f"%r{x + i}" for i in range(nd)) for x in (30, 40))
-    lines += [f"mov.b32 %r{40 + i}, 0;" for i in range(nd)]
-    left, right = (", ".join(f"%r{x + i}" for i in range(count)) for x, count in ((10, na), (20, nb)))
-    lines.append(
-        f"mma.sync.aligned.{shape}.row.col.{accumulator}.{kind}.{kind}.{accumulator} {{{d}}}, "
-        f"{{{left}}}, {{{right}}}, {{{c}}};"
-    )
-    lines.append(f"mul.lo.s64 %rd2, %rd1, {nd}; add.s64 %rd2, %rd2, %rd92;")
-    lines += [f"st.global.b32 [%rd2+{4 * i}], %r{30 + i};" for i in range(nd)]
-    run("\n".join(lines), ra, rb, out)
-    expected = (a @ b.T).numpy()
-    for t in range(32):
-        for i in range(nd):
-            if half:
-                row, column = t // 4 + 8 * i, 2 * (t % 4)
-                assert (
-                    out[t].view(np.float16)[2 * i : 2 * i + 2].tolist() == expected[row, column : column + 2].tolist()
-                )
-            else:
-                got = out[t].view(np.int32 if accumulator == "s32" else np.float32)[i]
-                assert got == expected[t // 4 + 8 * (i // 2), 2 * (t % 4) + i % 2]

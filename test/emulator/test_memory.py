@@ -24,47 +24,6 @@ def schedule(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {**request.param, "races": True}
 
 
-def test_signed_and_vector_access() -> None:
-    source = np.array([-5, 100, -128, 127], np.int8)
-    out = np.zeros(4, np.int32)
-    run("ld.global.v4.s8 {%r10, %r11, %r12, %r13}, [%rd90]; st.global.v4.b32 [%rd91], {%r10, %r11, %r12, %r13};",
-        source, out, block=1)  # fmt: skip
-    assert out.tolist() == source.tolist()
-
-
-def test_local_memory_is_private() -> None:
-    out = np.zeros((32, 2), np.uint32)
-    code = """.local .align 16 .b8 depot[16]; mov.u64 %rd1, depot; cvta.local.u64 %rd2, %rd1; st.local.b32 [%rd1], %r99;
-      add.s32 %r2, %r99, 7; st.b32 [%rd2+4], %r2; ld.b32 %r3, [%rd2]; ld.local.b32 %r4, [%rd1+4];
-      mul.wide.u32 %rd3, %r99, 8; add.s64 %rd3, %rd3, %rd90; st.global.v2.b32 [%rd3], {%r3, %r4};"""
-    run(code, out)
-    assert out.tolist() == [[t, t + 7] for t in range(32)]
-
-
-@pytest.mark.parametrize(("op", "expected"), [("add", 10 + 496), ("max", 31), ("min", 0), ("or", 31), ("inc", 10)])
-def test_atomics(op: str, expected: int) -> None:
-    start = 10
-    data = np.array([start], np.uint32)
-    kind = "b32" if op == "or" else "u32"
-    value = "%r99" if op != "inc" else "%r5"
-    run(f"mov.b32 %r5, 31; atom.global.{op}.{kind} %r1, [%rd90], {value};", data, races=True)
-    if op == "inc":  # 32 increments that wrap to 0 after 31
-        expected = (start + 32) % 32
-    assert data[0] == expected
-
-
-def test_float_and_packed_atomics() -> None:
-    data = np.zeros(2, np.float32)
-    run("cvt.rn.f32.u32 %f1, %r99; red.global.add.f32 [%rd90], %f1;", data)
-    assert data[0] == 496
-    half = np.zeros(2, np.float16)
-    run("mov.b32 %r1, 0x40003C00; red.global.add.noftz.f16x2 [%rd90], %r1;", half)
-    assert half.tolist() == [32.0, 64.0]
-    out = np.zeros(1, np.uint32)
-    run("mov.b32 %r2, 0; add.s32 %r3, %r99, 1; atom.global.cas.b32 %r1, [%rd90], %r2, %r3;", out)
-    assert out[0] == 1
-
-
 VECTORS = {  # a type's elements and the bytes of each
     "v2.f32": np.float32, "v4.f32": np.float32, "v2.f16x2": np.float16, "v4.bf16x2": ml_dtypes.bfloat16,
     "v8.bf16": ml_dtypes.bfloat16,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -123,37 +122,6 @@ def test_a_map_is_edited_for_one_group_after_the_other(scheduler: str) -> None:
 def test_fields_that_cannot_be_edited_are_named() -> None:
     with pytest.raises(ptx_emulator.UnsupportedPTX, match=r"tensormap\.replace\.tile\.element_stride"):
         edited(THROUGH_SHARED.replace("tile.box_dim", "tile.element_stride"))
-
-
-NUMPY = {"u32": np.uint32, "s32": np.int32, "u64": np.uint64, "f16": np.float16, "f32": np.float32,
-         "bf16": ml_dtypes.bfloat16}  # fmt: skip
-REDUCTIONS = [("add", "u32"), ("add", "f32"), ("add", "f16"), ("add", "bf16"), ("min", "s32"), ("max", "s32"),
-              ("max", "bf16"), ("min", "f16"), ("and", "u32"), ("or", "u32"), ("xor", "u32"), ("inc", "u32"),
-              ("dec", "u32"), ("add", "u64")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "kind"), REDUCTIONS, ids="-".join)
-@pytest.mark.parametrize("scheduler", ["lowest-pc", "lazy"])
-def test_tensor_reductions(op: str, kind: str, scheduler: str) -> None:
-    dtype = NUMPY[kind]
-    columns, generator = 128 // np.dtype(dtype).itemsize // 4, np.random.default_rng(1)
-    low = -20 if kind[0] in "sfb" else 0
-    old, new = (generator.integers(low, 20, (4, columns)).astype(dtype) for _ in range(2))
-    target = aligned(old)
-    code = f"""{START.replace("ld.global.b32 %r5, [%rd2];", "")} add.s64 %rd2, %rd91, %rd1; ld.global.b32 %r5, [%rd2];
-      add.s32 %r6, %r1, %r4; st.shared.b32 [%r6], %r5; fence.proxy.async.shared::cta; bar.sync 0;
-      @!%p1 bra E; cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.tile.bulk_group [%rd90, {{0, 1}}], [%r1];
-      cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; E:"""
-    run(code, encode(target, kind, (columns, 4)), new.copy(), shared=SHARED, memory=[target], races=True,
-        scheduler=scheduler)  # fmt: skip
-    a, b = old[1:], new[:3]
-    expected = {
-        "add": lambda: a + b, "min": lambda: np.minimum(a, b), "max": lambda: np.maximum(a, b), "and": lambda: a & b,
-        "or": lambda: a | b, "xor": lambda: a ^ b, "inc": lambda: np.where(a >= b, 0, a + 1),
-        "dec": lambda: np.where((a == 0) | (a > b), b, a - 1),
-    }[op]()  # fmt: skip
-    assert target[0].tolist() == old[0].tolist()  # the box starts at row 1 and is clipped at its end
-    assert target[1:].tolist() == expected.tolist()
 
 
 def test_unordered_reductions_are_no_race_but_a_store_is() -> None:

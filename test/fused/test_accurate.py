@@ -15,7 +15,7 @@ import cudnn
 from cudnn import launch
 from support import gemms
 from support.gemm_families import ARCHITECTURES, FAMILIES, WHERE, case, check, execute, options
-from support.gemms import BF16, E4M3, E5M2, E8M0, F32
+from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32
 from support.selection import brief, in_turn
 
 pytest.importorskip("ptx_emulator")
@@ -38,17 +38,17 @@ def far_off(found: torch.Tensor, expected: torch.Tensor) -> int:
     return int(((found.double() - expected).abs() > 0.01 + 0.009 * expected.abs()).sum())
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", brief(WHERE, 0, 1, 3))
 def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
     """Operands between -2 and 2, 512 products each."""
     torch.manual_seed(0)
     device = "cuda" if where == "gpu" else "cpu"
-    a, b = ((torch.rand(rows, 512, 1) * 4 - 2).to(E4M3).to(device) for rows in (128, 256))
+    a, b = ((torch.rand(rows, 512, 1) * 4 - 2).to(E4M3).to(device) for rows in (128, 64))
     z = torch.einsum("mkl,nkl->mnl", a.double(), b.double())
     misses = {}
     for accurate in (False, True):
         with within(where):
-            found = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=BF16, accurate=accurate)
+            found = cudnn.gemm_swiglu_wrapper(a, b, ab12_dtype=F32, c_dtype=F16, accurate=accurate)
         misses[accurate] = far_off(found["ab12_tensor"], z), far_off(found["c_tensor"], gemms.swiglu(z))
     assert misses[True] == (0, 0)
     assert (misses[False] == (0, 0)) is not few_bits(where)
@@ -64,7 +64,7 @@ def test_sums_of_8_bits_within_a_hundredth(where: str) -> None:
             ("gemm_srelu", E4M3, "mkm", None),
             ("gemm_amax", E4M3, "kkn", F32),
         ],
-        2,
+        0,
         places=WHERE,
     ),
     ids=str,
@@ -102,7 +102,7 @@ def test_what_it_changes(name: str) -> None:
         assert plan(arch, True, **given) == plan(arch, False, **given)
 
 
-@pytest.mark.parametrize("name", brief(NAMES, 0))
+@pytest.mark.parametrize("name", brief(NAMES, 1))
 def test_wrapper_and_operator(name: str) -> None:
     """Both pass it on, and the wrapper keeps an object for each."""
     import cudnn.ops

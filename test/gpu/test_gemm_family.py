@@ -83,50 +83,6 @@ def test_sizes(name: str, dtype: Any) -> None:
         run(problem(name, *size, dtype=dtype, out=F16 if dtype == F16 else BF16, amax=True), **alpha(name))
 
 
-MAJORS = [
-    *(("gemm_amax", dtype, majors) for dtype in (BF16, F32, E4M3) for majors in ("mkn", "knn", "mnn", "kkm", "mnm")),
-    *((name, dtype, "mnm") for name in NAMES[1:] for dtype in (F16, F32, E5M2)),
-    *((name, BF16, majors) for name in NAMES[1:] for majors in ("mkn", "knm")),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "majors"), MAJORS, ids=str)
-def test_majors(name: str, dtype: Any, majors: str) -> None:
-    run(problem(name, 16 * 21, 64 * 5, 16 * 9, 2, dtype=dtype, majors=majors), **alpha(name))
-
-
-PACKED = [(FP4, E8M0, 16, "kkn"), (FP4, E8M0, 32, "kkn"), (FP4, E4M3, 16, "kkn")]
-SCALED = [
-    *(("gemm_dsrelu", *kind) for kind in PACKED),
-    *(("gemm_dsrelu", dtype, E8M0, 32, majors) for dtype in (E4M3, E5M2) for majors in ("kkn", "mkn", "knm", "mnm")),
-    *((name, *PACKED[2]) for name in NAMES[:-1]),
-    *((name, E4M3, E8M0, 32, "mnm") for name in NAMES[:-1]),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "scale", "vector", "majors"), SCALED, ids=str)
-def test_block_scaled(name: str, dtype: Any, scale: Any, vector: int, majors: str) -> None:
-    given = {"dtype": dtype, "scale": scale, "vector": vector, "majors": majors}
-    for size in ((256, 256, 512, 2), (128, 128, 32, 1), (1024, 640, 1056, 1)):
-        run(problem(name, *size, **given, amax=True), **alpha(name))
-
-
-RESULTS = [
-    *(("gemm_amax", out, BF16) for out in (F32, F16, BF16, E4M3, E5M2)),
-    *(("gemm_swiglu", out, side) for out in (F16, BF16, E4M3, E5M2) for side in (None, F32, BF16)),
-    *(("gemm_swiglu", F32, side) for side in (F16, E4M3)),
-    *(("gemm_srelu", out, side) for out in (F32, BF16, E4M3, E5M2) for side in (F32, F16, E5M2)),
-    *(("gemm_dsrelu", out, side) for out in (F32, F16, E4M3, E5M2) for side in (F32, BF16)),
-]
-
-
-@pytest.mark.parametrize(("number", "name", "out", "side"), [(i, *kinds) for i, kinds in enumerate(RESULTS)], ids=str)
-def test_result_types(number: int, name: str, out: Any, side: Any) -> None:
-    """Amax and scale factors too; majors take turns."""
-    sizes = (16 * 17, 64 * 5, 80, 2)
-    run(problem(name, *sizes, out=out, side=side, majors=f"kk{'nm'[number % 2]}", amax=True), **alpha(name))
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
 @pytest.mark.parametrize("out", [E4M3, E5M2])
 def test_the_reference_has_the_same_scale_factors(name: str, out: Any) -> None:

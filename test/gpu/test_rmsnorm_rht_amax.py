@@ -1,8 +1,7 @@
-"""RMSNorm + Hadamard transform + amax on the GPU: values, memory around the results, graphs, streams, threads."""
+"""RMSNorm + Hadamard transform + amax on the GPU: values, memory around the results, graphs."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -161,50 +160,6 @@ def test_execute_allocates_nothing_and_waits_for_nothing() -> None:
     done.record()
     assert not done.query()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
-@pytest.mark.parametrize("kind", ["current", "torch", "int", "CUstream"])
-def test_streams(kind: str) -> None:
-    """Work queued on the stream before the call is seen by it."""
-    from cuda.bindings.driver import CUstream
-
-    tensors = problem(1024, 4096)
-    norm = compiled(tensors)
-    values = torch.randn_like(tensors["x_tensor"])
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    given = {"current": None, "torch": stream, "int": stream.cuda_stream, "CUstream": CUstream(stream.cuda_stream)}
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        tensors["x_tensor"].copy_(values)
-        if kind == "current":
-            norm.execute(**tensors)
-    if kind != "current":
-        norm.execute(**tensors, current_stream=given[kind])
-    stream.synchronize()
-    assert_right(tensors)
-
-
-def test_threads_and_streams_share_one_object() -> None:
-    norm = compiled(problem(512, 4096))
-    errors: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for m in (64, 512, 2048) * 10:
-                    tensors = problem(m, 4096)
-                    norm.execute(**tensors)
-                    assert_right(tensors)
-        except BaseException as error:
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors
 
 
 def test_the_wrapper_and_the_operator() -> None:

@@ -113,7 +113,7 @@ STORED = ["float32", "bfloat16", "float16", E4M3, E5M2, FP4]
 MAJORS = [*((dtype, "n") for dtype in STORED), *((dtype, "m") for dtype in STORED)]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "major"), in_turn(MAJORS[3:] + MAJORS[:3], 4))
+@pytest.mark.parametrize(("arch", "dtype", "major"), in_turn(MAJORS[3:] + MAJORS[:3], 2))
 def test_stores(arch: str, dtype: str, major: str) -> None:
     """All values, and more than the type holds."""
     if dtype == FP4 and major == "m":
@@ -250,7 +250,7 @@ def test_hadamard_matrix(arch: str, along: str) -> None:
     torch.testing.assert_close(given["y"][:, :, 0], expected.reshape(x.shape), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 9))
+@pytest.mark.parametrize(("arch", "epilogue", "m", "n", "options"), in_turn(OPERATIONS, 8))
 def test_operations(arch: str, epilogue: tuple[Any, ...], m: int, n: int, options: dict[str, Any]) -> None:
     check(arch, epilogue, m, n, batch=2, **options)
 
@@ -295,10 +295,10 @@ def random_epilogue(seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(epilogue), options
 
 
-SEEDS = [8, 17, *(seed for seed in range(20) if seed not in (8, 17))]  # the first two compile fast
+SEEDS = [8, 17, *(seed for seed in range(20) if seed not in (8, 17))]  # the first one compiles fast
 
 
-@pytest.mark.parametrize(("arch", "seed"), in_turn(SEEDS, 2))
+@pytest.mark.parametrize(("arch", "seed"), in_turn(SEEDS, 1))
 def test_random_epilogues(arch: str, seed: int) -> None:
     epilogue, options = random_epilogue(seed)
     if not gemm.fits(arch, gemm.fitted(gemm.configuration(epilogue, **options), arch)):

@@ -75,7 +75,6 @@ def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **opt
 
 TYPED = [(arch, types, major) for arch in ARCHES for types in TYPES[arch] for major in majors(arch, types)]
 BRIEF = [
-    *((arch, PLAIN[0], "mn") for arch in ARCHES),
     *((HOPPER, types, "kk") for types in (PLAIN[2], PLAIN[4], SUMS[0])),
     *((BLACKWELL, types, "mn") for types in (PLAIN[2], SCALED[1], SUMS[0])),
     (BLACKWELL, SCALED[-1], "kk"),
@@ -155,7 +154,6 @@ def test_more_than_eight_ctas_are_allowed_to_form_a_cluster(arch: str) -> None:
         ],
         3,
         4,
-        11,
     ),
 )
 def test_tiles(arch: str, types: Types, tile: tuple[int, int]) -> None:
@@ -207,13 +205,12 @@ def test_tiles_by_cluster_launch_control(types: Types, tile: tuple[int, int], cl
     assert launch.operations["clusters handed out"] == 12 - resident
 
 
-@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("m", "n", "k", "batch"), [(1, 1, 8, 1), (1, 129, 8, 3), (127, 3, 72, 1), (131, 67, 520, 2)])
-def test_odd_sizes(arch: str, m: int, n: int, k: int, batch: int) -> None:
+@pytest.mark.parametrize(("arch", "out"), brief([*itertools.product(ARCHES, "nm")], 0, 3))
+def test_odd_sizes(arch: str, out: str, m: int, n: int, k: int, batch: int) -> None:
     """M and N are free where K is contiguous; the output is column after column, or row after row."""
-    for out in "nm":
-        rows, columns = (m, -(-n // 4) * 4) if out == "n" else (-(-m // 4) * 4, n)
-        check(arch, PLAIN[0], rows, columns, k, batch, out=out)
+    rows, columns = (m, -(-n // 4) * 4) if out == "n" else (-(-m // 4) * 4, n)
+    check(arch, PLAIN[0], rows, columns, k, batch, out=out)
 
 
 GROUPED: list[tuple[str, Types, dict[str, Any]]] = [
@@ -252,7 +249,7 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
 
 @pytest.mark.parametrize(
     ("arch", "types", "choice", "ends"),
-    brief([(*choice, ends) for choice in GROUPED for ends in ENDS], 1, 3, 9, 16, 17),
+    brief([(*choice, ends) for choice in GROUPED for ends in ENDS], 6, 8, 9, 16, 17),
 )
 def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
@@ -332,9 +329,7 @@ def test_an_expert_loads_its_own_rows(arch: str) -> None:
     assert given["amax"][[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3)
-)
+@pytest.mark.parametrize(("types", "pointers"), brief([*itertools.product([SCALED[0], SCALED[-1]], [False, True])], 3))
 def test_rows_of_experts_with_block_scales(types: Types, pointers: bool) -> None:
     """Their factors are in atoms of 128 rows, so experts end where atoms do."""
     check_rows(BLACKWELL, types, [256, 256, 384, 640], pointers, schedule=GroupedRows(aligned=128))
@@ -450,7 +445,7 @@ def test_k_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: lis
     check_k(arch, types, ends, major="mn", **choice)
 
 
-@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn", "mk"])], 4, 9))
+@pytest.mark.parametrize(("grouped", "major"), brief([*itertools.product(GROUPED, ["kk", "kn", "mk"])], 4))
 def test_k_of_experts_that_is_contiguous(grouped: Any, major: str) -> None:
     """Experts end at any multiple of 16 bytes."""
     arch, types, choice = grouped
@@ -486,7 +481,7 @@ STORES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "store"), in_turn([(store,) for store in STORES[2:] + STORES[:2]], 2))
+@pytest.mark.parametrize(("arch", "store"), in_turn([(store,) for store in STORES[2:] + STORES[:2]], 1))
 def test_gradients_of_experts_added_or_behind_pointers(arch: str, store: StoreTile) -> None:
     """To what is there: the sum of two rounded numbers is rounded. An expert that has no tokens stays as it was."""
     types, choice = next((types, choice) for kind, types, choice in GROUPED[1::2] if kind == arch)
@@ -514,7 +509,7 @@ SCALED_PARTS = {32: [128, 128, 384, 544], 16: [64, 64, 320, 640, 672]}
 @pytest.mark.parametrize(("types", "tile"), brief([*itertools.product(SCALED, [(128, 128), (256, 128)])], 12))
 def test_k_of_experts_with_block_scales(types: Types, tile: tuple[int, int]) -> None:
     """Each has factors of its own, in atoms of four blocks; the last one may end in the middle of an atom."""
-    check_k(BLACKWELL, types, SCALED_PARTS[types[3]], m=392, n=264, tile=tile, cluster=(tile[0] // 128, 2))
+    check_k(BLACKWELL, types, SCALED_PARTS[types[3]], m=200, n=264, tile=tile, cluster=(tile[0] // 128, 2))
 
 
 def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: Any) -> dict[str, Any]:

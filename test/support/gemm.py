@@ -65,7 +65,7 @@ def fits(arch: str, c: GemmConfiguration) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=12)
+@functools.lru_cache(maxsize=24)
 def compiled(arch: str, c: GemmConfiguration) -> Callable[..., None]:
     """The kernel as the emulator runs it."""
     module = importlib.import_module(MODULES[arch])
