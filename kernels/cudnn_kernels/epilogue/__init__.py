@@ -204,8 +204,7 @@ class Scale(Declaration):
 
 @dataclass(frozen=True)
 class MultiplyGroup(Declaration):
-    """x = x * a[i]^power, or another value: ``a`` of any float type and of the shape (l,); i is batch or expert.
-    """
+    """x = x * a[i]^power, or another value: ``a`` of any float type and of the shape (l,); i is batch or expert."""
 
     tensor: str = "alpha"
     dtype: str = "float32"

@@ -401,8 +401,6 @@ class AttentionForward(Forward):
             cute.arch.cp_async_bulk_wait_group(0)
 
 
-
-
 def done_before_the_wait(value: Float32) -> None:
     """Keeps ptxas from computing a value, 0 or more, after a wait for products that should run meanwhile."""
     cute.arch.inline_ptx(

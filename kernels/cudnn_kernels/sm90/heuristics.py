@@ -136,8 +136,11 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
         choice = {"tile": (128, 256 // part * part), "part": part}
     elif rotates and not scale and problem.n > 128:
         choice |= {"pingpong": True}
-    elif problem.n > 128 and part == 64 and not (problem.halves and wide == 192) and (
-        (bits != 8 and not scale) or wide % needs.columns == 0
+    elif (
+        problem.n > 128
+        and part == 64
+        and not (problem.halves and wide == 192)
+        and ((bits != 8 and not scale) or wide % needs.columns == 0)
     ):
         quantizes = needs.registers and max(needs.staged, default=0) == 8 and needs.takes(32)
         if scale:

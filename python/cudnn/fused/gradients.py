@@ -218,8 +218,7 @@ class ExpertGradients(ExpertsGemm):
             raise self.error("wgrad tensor", "columns that are contiguous", "rows that are")
 
     def run_empty(self, tensors: Sequence[Any]) -> None:
-        """Zeros, where they are not to be added; the kernel writes those at addresses, of operands that it never reads.
-        """
+        """Zeros, where they are not to be added; the kernel writes those at addresses, and reads no operand."""
         given = dict(zip(self.names, tensors, strict=True))
         if self.accumulate_on_output:
             return
