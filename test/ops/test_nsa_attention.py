@@ -260,6 +260,13 @@ def test_no_sequences_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert nsa_decode(**call, **{**OPTIONS, "block_size": 16}).shape == (0, 4, 64)
 
 
+def test_a_decode_step_refuses_strides_that_the_kernel_cannot_load() -> None:
+    call = decode_call(torch.float16, 64)
+    call["value"] = torch.zeros(2, 2, 100, 68, dtype=torch.float16)[..., :64]
+    with cudnn.emulation("sm_90a"), pytest.raises(ValueError, match=r"strides of value: got \(13600, 6800, 68, 1\)"):
+        nsa_decode(**call, **{**OPTIONS, "block_size": 16})
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

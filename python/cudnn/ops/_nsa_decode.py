@@ -13,6 +13,7 @@ _WHERE = "nsa_decode"
 _SOURCE = "cudnn_kernels.attention.decode:Decode"
 _HEADS = ((64, 64), (128, 128), (192, 128))
 _MOST = 16  # heads of query for each of key
+_VECTOR = 8  # elements in 16 bytes
 
 
 def nsa_decode(
@@ -120,6 +121,12 @@ def nsa_decode_step(
         got = f"heads of {heads}, {group} for each of key, and blocks of {block_size}"
         allowed = f"heads of one of {_HEADS}, at most {_MOST} for each of key, blocks of a multiple of 16"
         raise NotImplementedError(refusal(_WHERE, "sizes", got, allowed))
+    for name, x in (("query", q), ("key", k), ("value", v), ("compressed_key", ck), ("compressed_value", cv)):
+        others = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+        if x.stride(-1) != 1 or any(step % _VECTOR for step in others) or x.data_ptr() % 16:
+            allowed = "1 last, multiples of 16 bytes before, and an address that is one"
+            got = f"{x.stride()} at {x.data_ptr():#x}"
+            raise ValueError(refusal(_WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()"))
     gates = gates if gates.dtype in (torch.float16, torch.bfloat16) else gates.float()
     configuration = DecodeConfiguration(
         name_of(q.dtype), name_of(gates.dtype), q.shape[1], k.shape[1], *heads, block_size, compress_stride, count,
