@@ -241,15 +241,6 @@ def test_top_k_before_compile() -> None:
         NSA.TopKReduction(*tensors, k_value=3).execute(*tensors)
 
 
-def test_there_are_no_gradients_of_selection_on_blackwell_yet() -> None:
-    call = selection_call()
-    q, k, v = (call[f"{name}_tensor"] for name in "qkv")
-    lists = (call["block_indices_tensor"], call["block_counts_tensor"], ENDS)
-    samples = (q, k, v, q, q, torch.empty(50, 4), q, k, v, *lists, *NSA.choosing_rows(*lists, 16))
-    with pytest.raises(RuntimeError, match="sm_90a"):
-        NSA.SelectionAttentionBackward(*samples, block_size=16, arch="sm_100a").check_support()
-
-
 @pytest.mark.parametrize("name", [name for name in registry.compiled() if name.startswith("nsa_")])
 def test_the_kernels_of_usual_calls_are_known(name: str) -> None:
     """Those that ``cudnn cache warm`` compiles."""

@@ -104,7 +104,8 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
             (SelectionConfiguration("bfloat16", 6, 2, 64, 64, 32), Choice((100, 30), 40)),
             (SelectionConfiguration("float16", 4, 1, 192, 128, 64, stages=3), Choice((70,), 3)),
             (SelectionConfiguration("bfloat16", 1, 1, 256, 256, 64, tile=(128, 64), stages=2), Choice((100,), 3)),
-            (SelectionConfiguration("bfloat16", 24, 1, 64, 64, 128, causal=True), Choice((3, 150), 3)),
+            (SelectionConfiguration("bfloat16", 24, 1, 64, 64, 128, causal=True), Choice((3, 70), 3)),
+            (SelectionConfiguration("bfloat16", 24, 1, 64, 64, 128), Choice((150,), 3)),
             (SelectionConfiguration("float16", 80, 1, 64, 64, 16, causal=True), Choice((30,), 3)),
         ],
         0,
@@ -243,18 +244,23 @@ def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration
     brief(
         [
             (SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 64, causal=True, part=32),
-             Choice((100,), 3, spare=0)),
+             Choice((70,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 32, 2, 128, 128, 64), Choice((40, 0, 100), 4, spare=0)),
             (SelectionBackwardConfiguration("float16", 6, 2, 64, 128, 16, causal=True), Choice((40, 7), 5, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 64, 1, 64, 64, 128, causal=True, part=64),
              Choice((150,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 24, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
             (SelectionBackwardConfiguration("bfloat16", 40, 1, 64, 64, 32), Choice((70,), 3, spare=0)),
+            (SelectionBackwardConfiguration("bfloat16", 16, 1, 192, 128, 64, causal=True, stages=3, part=32),
+             Choice((70,), 3, spare=0)),
+            (SelectionBackwardConfiguration("float16", 8, 2, 256, 256, 32, tile=(64, 64), stages=2, part=32),
+             Choice((40,), 3, spare=0)),
         ],
         0,
     ),
 )  # fmt: skip
-def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -> None:
+@pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
+def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice, arch: str) -> None:
     given = selection_inputs(c, choice)
     given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
     expected = selection_gradients(given, c)
@@ -264,7 +270,7 @@ def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice) -
     given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
     size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
     given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
-    run(c, given)
+    run(c, given, arch)
     for name, gradient in expected.items():
         error = (given[name].double() - gradient).norm() / gradient.norm()
         assert error < 4 * torch.finfo(given["q"].dtype).eps, name

@@ -96,7 +96,7 @@ class SelectionConfiguration(Selected):
     """Forward. ``tile`` is (rows, keys) of a step of a CTA, whose rows are heads of Q that share one of K.
 
     They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
-    blocks are taken at a time, or a part of one.
+    blocks are taken at a time, or a part of one. ``stages``: buffers of steps, 2 or more: a warpgroup may hold two.
     """
 
     tile: tuple[int, int] = (192, 64)
@@ -159,6 +159,16 @@ class SelectionBackwardConfiguration(Selected):
     part: int = PART
 
     kernel = "selection_backward:SelectionBackward"
+
+    @property
+    def rows_of_step(self) -> int:
+        """Rows that chose a block, whose heads are the columns of a step for dK and dV: half as many of wide heads."""
+        return max((64 if self.head + self.head_v <= 256 else 32) // self.padded, 1)
+
+    @property
+    def split(self) -> int:
+        """Warpgroups that have some columns of dK and dV each."""
+        return 1 if self.head + self.head_v <= 320 else 2
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""

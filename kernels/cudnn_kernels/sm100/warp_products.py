@@ -1,8 +1,8 @@
 """Products of 64 rows by four warps, each with its 16, on Blackwell: what kernels use that keep sums in registers.
 
 Registers of an accumulator, and of an operand that was one, are in the same order as those of Hopper's warpgroup
-products, so what is computed with them is the same code. Tensor memory would make them faster; these kernels wait for
-K and V most of the time.
+products, and so are the names here as those of :mod:`cudnn_kernels.sm90.warpgroup_products`: kernels are the same but
+for this base. Tensor memory would make them faster; these kernels wait for K and V most of the time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class WarpProducts:
         """The product."""
         op = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, DEPTH))
         return cute.make_tiled_mma(op, (4, 1, 1), permutation_mnk=(ROWS, 16, DEPTH))
+
+    def accumulator(self, columns: int) -> cute.Tensor:
+        """A thread's sums."""
+        return cute.make_rmem_tensor(self.mma().partition_shape_C((ROWS, columns)), Float32)
 
     def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
         """A left operand in shared memory, (rows, depth)."""
@@ -56,9 +60,15 @@ class WarpProducts:
             a, b = self.fetched(left, shapes[0], (k,)), self.fetched(right, shapes[1], (k, stage))
             cute.gemm(mma, acc, a, b, acc)
 
-    def add_product(self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, stage: Int32) -> None:
-        """acc += left right^T, ``left`` in registers: (values, 1, steps)."""
+    def add_product(
+        self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Int32
+    ) -> None:
+        """acc += left right^T: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
         mma = self.mma()
         shape = mma.partition_shape_B((columns, DEPTH))
-        for k in range(cute.size(left, mode=[2])):
-            cute.gemm(mma, acc, left[None, None, k], self.fetched(right, shape, (k, stage)), acc)
+        operand = cute.make_tensor(left.iterator, cute.make_layout(mma.partition_shape_A((ROWS, depth))))
+        for k in range(depth // DEPTH):
+            cute.gemm(mma, acc, operand[None, None, k], self.fetched(right, shape, (k, stage)), acc)
+
+    def finish(self, more: int) -> None:
+        """A product of a warp is done when the next instruction runs."""

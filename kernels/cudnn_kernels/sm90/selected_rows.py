@@ -1,10 +1,10 @@
 """Neighbouring rows, on Hopper, of which each attends to blocks of keys of its own choice.
 
 A CTA takes tiles in turn, which are some rows of a sequence, as many as its warpgroups have rows of products for: a
-group of 16 heads of Q that share a head of K takes 16 of a warpgroup's 64. The loading warpgroup reads the rows' lists,
-32 places at a time, and finds their union. One warp of it lets the copy engine fetch each block of the union once, and
-says which rows chose it. A warpgroup passes over blocks that none of its rows chose. The next tile's blocks are fetched
-while this one's last are multiplied.
+group of 16 heads of Q that share a head of K takes 16 of a warpgroup's 64. Three warps of the loading warpgroup read
+the rows' lists, 32 places at a time, and find their union. The fourth lets the copy engine fetch each block of the
+union before once, and says which rows chose it. A warpgroup passes over blocks that none of its rows chose. The next
+tile's blocks are fetched while this one's last are multiplied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, partition
+from cudnn_kernels.sm90.warpgroup_products import WarpgroupProducts
 
 WARP = 32
 PLACES = 32  # of a list that are read at a time, one by each lane
 AGAIN = 1 << 26  # is added to a block for every time that the row listed it before
-LOADING_BARRIER = 1  # of the loading warpgroup
+READING = 3  # warps of the loading warpgroup that read lists
+LOADING_BARRIER, READING_BARRIER, FIRST_BARRIER = 1, 2, 3  # of the loading warpgroup, of those warps, and free ones
 
 
 @dataclass
@@ -44,10 +46,14 @@ class Tile:
 
 @dataclass
 class Lists:
-    """In shared memory: the rows' lists, which places of them are new to the union, and the union with its rows."""
+    """In shared memory: the rows' lists, for each place that is new to the union the rows that have its block, which
+    places these are, and two unions: how many blocks, the blocks, and the rows of each.
+    """
 
     keys: cute.Tensor
+    rows: cute.Tensor
     firsts: cute.Tensor
+    counts: cute.Tensor
     blocks: cute.Tensor
     masks: cute.Tensor
 
@@ -56,7 +62,8 @@ class Lists:
 class Steps:
     """The ring of blocks: barriers, and in shared memory of every part of a step its tile of keys and its rows.
 
-    A tile of keys of -1 is the end of the rows' list. ``rows_full`` and ``rows_empty`` are for Q, and dO.
+    A tile of keys of -1 is the end of the rows' list. ``following`` are the rows of the step behind. ``rows_full`` and
+    ``rows_empty`` are for Q, and dO, of every warpgroup.
     """
 
     full: Any
@@ -65,9 +72,10 @@ class Steps:
     rows_empty: Any
     tiles: cute.Tensor
     masks: cute.Tensor
+    following: cute.Tensor
 
 
-class SelectedRows(AttentionForward):
+class SelectedRows(WarpgroupProducts, AttentionForward):
     """What the kernels have in common whose CTAs have neighbouring rows."""
 
     def __init__(self, configuration: Any) -> None:
@@ -132,113 +140,115 @@ class SelectedRows(AttentionForward):
 
     def lists(self, smem: Any) -> Lists:
         """Shared memory for lists."""
-        shapes = ((PLACES, self.queries), self.queries, PLACES * self.queries, PLACES * self.queries)
+        places, union = (PLACES, self.queries), (PLACES * self.queries, 2)
+        shapes = (places, places, self.queries, 2, union, union)
         return Lists(*(smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes))
 
     def steps(self, smem: Any) -> Steps:
         """Shared memory for the ring's barriers and what they tell."""
         stages = self.s.stages
-        barriers = (smem.allocate_array(cutlass.Int64, count) for count in (stages, stages, 1, 1))
-        layout = cute.make_layout((self.parts, stages))
-        return Steps(*barriers, *(smem.allocate_tensor(Int32, layout, byte_alignment=16) for _ in range(2)))
+        barriers = (smem.allocate_array(cutlass.Int64, x) for x in (stages, stages, self.groups, self.groups))
+        shapes = ((self.parts, stages), (self.parts, stages), stages)
+        told = (smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes)
+        return Steps(*barriers, *told)
 
     @cute.jit
     def initialise(self, steps: Steps, thread: Int32) -> None:
         """Makes the barriers ready."""
         if thread == 0:
-            cute.arch.mbarrier_init(steps.rows_full, 1)
-            cute.arch.mbarrier_init(steps.rows_empty, self.warps)
+            for group in cutlass.range_constexpr(self.groups):
+                cute.arch.mbarrier_init(steps.rows_full + group, 1)
+                cute.arch.mbarrier_init(steps.rows_empty + group, GROUP // WARP)
             for stage in cutlass.range_constexpr(self.s.stages):
                 cute.arch.mbarrier_init(steps.full + stage, 1)
                 cute.arch.mbarrier_init(steps.empty + stage, self.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-    def copy_rows(self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, width: int, full: Any, mine: Tile) -> None:
-        """Starts copies of heads of Q, or dO, (heads, width, rows), and of zeros where there are none."""
+    def copy_rows(
+        self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, width: int, full: Any, mine: Tile, group: int
+    ) -> None:
+        """Starts copies of a warpgroup's heads of Q, or dO, (heads, width, rows), and of zeros where there are none."""
         box = (self.box, width)
         source = cute.local_tile(cute.domain_offset((mine.first_head, 0, 0), tensor), box, (None, 0, None))
         to, of = partition(atom, 0, 1, cute.local_tile(buffer, box, (None, 0)), source)
-        for part in range(self.groups * ROWS // self.box):
-            group, row = divmod(part * self.box, ROWS)
+        for row in range(0, ROWS, self.box):
             query, head = group * self.s.together + row // self.s.padded, row % self.s.padded
             exists = (query < mine.rows) & (head < mine.heads) & (row // self.s.padded < self.s.together)
             some = Int32(select_(exists, Int32(head // self.box), Int32(self.s.heads)))  # beyond the last head: zeros
-            cute.copy(
-                atom, of[None, some, mine.row + cutlass.min(query, mine.rows - 1)], to[None, part], tma_bar_ptr=full
-            )
+            own, part = mine.row + cutlass.min(query, mine.rows - 1), (group * ROWS + row) // self.box
+            cute.copy(atom, of[None, some, own], to[None, part], tma_bar_ptr=full)
 
     @cute.jit
     def unite(
-        self, first: Int32, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, mine: Tile, thread: Int32
-    ) -> Int32:  # fmt: skip
-        """The union of the places from ``first`` on of the rows' lists: how many blocks. The loading warpgroup's work.
+        self, first: Int32, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, number: Int32, mine: Tile,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """Union ``number``, of the places from ``first`` on of the rows' lists. The reading warps' work.
 
-        A lane has a place of a list; a warp has every fourth row. What a row lists again is another element.
+        A lane has a place of a list; a warp has every third row. What a row lists again is another element.
         """
         lane, warp_index, most = cute.arch.lane_idx(), thread // WARP, indices.shape[2]
-        rows = -(-self.queries // 4)
-        own, masks = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(rows, Int32)
-        keys, firsts = lists.keys, lists.firsts
-        masks.fill(0)
-        for i in cutlass.range_constexpr(rows):
-            row, key = i * 4 + warp_index, Int32(-1)
-            if row < mine.rows:
-                if first + lane < cutlass.min(counts[mine.row + row, mine.key_head], most):
-                    block = indices[mine.row + row, mine.key_head, first + lane]
-                    if (block >= 0) & (block <= (self.seen(mine, row) - 1) // self.s.block):
-                        key = block
+        keys, rows, firsts = lists.keys, lists.rows, lists.firsts
+        for row in cutlass.range(warp_index, mine.rows, READING, unroll=1):
+            key = Int32(-1)
+            if first + lane < cutlass.min(counts[mine.row + row, mine.key_head], most):
+                block = indices[mine.row + row, mine.key_head, first + lane]
+                if (block >= 0) & (block <= (self.seen(mine, row) - 1) // self.s.block):
+                    key = block
             before = cute.arch.popc(cute.arch.match_sync(0xFFFFFFFF, key) & cute.arch.lanemask_lt())
             if key >= 0:
                 key += Int32(before) * AGAIN
-            if row < self.queries:
-                keys[lane, row] = key
-            own[i] = key
-        self.loading()
+            keys[lane, row] = key
+        self.reading()
         places = cute.ceil_div(cutlass.min(most - first, PLACES), 4)
-        for row in cutlass.range(mine.rows, unroll=1):
-            found, four = cute.make_rmem_tensor(rows, Int32), cute.make_rmem_tensor(4, Int32)
-            found.fill(0)
-            for place in cutlass.range(places, unroll=1):
-                cute.autovec_copy(cute.local_tile(keys[None, row], (4,), (place,)), four)
-                for i in cutlass.range_constexpr(rows):
+        for row in cutlass.range(warp_index, mine.rows, READING, unroll=1):
+            key, having, four = keys[lane, row], Int32(0), cute.make_rmem_tensor(4, Int32)
+            for other in cutlass.range(mine.rows, unroll=1):
+                found = Int32(0)
+                for place in cutlass.range(places, unroll=4):
+                    cute.autovec_copy(cute.local_tile(keys[None, other], (4,), (place,)), four)
                     for j in cutlass.range_constexpr(4):
-                        found[i] = Int32(select_(four[j] == own[i], Int32(1), found[i]))
-            for i in cutlass.range_constexpr(rows):
-                masks[i] = masks[i] | (found[i] << row)
-        for i in cutlass.range_constexpr(rows):
-            row = i * 4 + warp_index
-            new = (own[i] >= 0) & ((masks[i] & ((1 << row) - 1)) == 0)
+                        found = Int32(select_(four[j] == key, Int32(1), found))
+                having = having | (found << other)
+            new = (key >= 0) & ((having & ((1 << row) - 1)) == 0)
+            rows[lane, row] = Int32(select_(new, having, Int32(0)))
             ballot = cute.arch.vote_ballot_sync(new)
-            if (lane == 0) & (row < self.queries):
+            if lane == 0:
                 firsts[row] = Int32(ballot)
-        self.loading()
-        return self.write_union(own, masks, lists, mine, thread)
+        self.reading()
+        self.write_union(lists, number % 2, mine, lane, warp_index)
 
     @cute.jit
-    def write_union(self, own: cute.Tensor, masks: cute.Tensor, lists: Lists, mine: Tile, thread: Int32) -> Int32:
-        """The first places of all lists, then the second ones: so all warpgroups have something to do all the time."""
-        lane, warp_index, count = cute.arch.lane_idx(), thread // WARP, Int32(0)
-        places = cute.make_rmem_tensor(cute.size(own), Int32)
-        firsts, blocks, chosen_by = lists.firsts, lists.blocks, lists.masks
-        places.fill(0)
+    def write_union(self, lists: Lists, buffer: Int32, mine: Tile, lane: Int32, warp_index: Int32) -> None:
+        """The first places of all lists, then the second ones; of those, rows of all warpgroups in turn: so all of them
+        have something to do all the time.
+        """
+        keys, rows, firsts, counts = lists.keys, lists.rows, lists.firsts, lists.counts
+        blocks, chosen_by, lower, count = lists.blocks, lists.masks, Int32(cute.arch.lanemask_lt()), Int32(0)
+        for row in cutlass.range(warp_index, mine.rows, READING, unroll=1):
+            place = Int32(0)
+            for other in cutlass.range(mine.rows, unroll=1):
+                word, earlier = firsts[other], self.turn(other) < self.turn(row)
+                place += Int32(cute.arch.popc(word & lower)) + Int32(select_(earlier, (word >> lane) & 1, Int32(0)))
+            having = rows[lane, row]
+            if having != 0:
+                blocks[place, buffer], chosen_by[place, buffer] = keys[lane, row] % AGAIN, having
         for row in cutlass.range(mine.rows, unroll=1):
-            word = firsts[row]
-            before = Int32(cute.arch.popc(word & Int32(cute.arch.lanemask_lt())))
-            here = (word >> lane) & 1
-            count += Int32(cute.arch.popc(word))
-            for i in cutlass.range_constexpr(cute.size(own)):
-                places[i] = places[i] + before + Int32(select_(row < i * 4 + warp_index, here, Int32(0)))
-        for i in cutlass.range_constexpr(cute.size(own)):
-            row = i * 4 + warp_index
-            if (own[i] >= 0) & ((masks[i] & ((1 << row) - 1)) == 0):
-                blocks[places[i]] = own[i] % AGAIN
-                chosen_by[places[i]] = masks[i]
-        self.loading()
-        return count
+            count += Int32(cute.arch.popc(firsts[row]))
+        if (warp_index == 0) & (lane == 0):
+            counts[buffer] = count
 
-    def loading(self) -> None:
-        """Waits for the loading warpgroup."""
+    def turn(self, row: Any) -> Any:
+        """When a row comes that has as many new blocks as others: warpgroups take turns."""
+        return row % self.s.together * self.groups + row // self.s.together
+
+    def reading(self) -> None:
+        """Waits for the warps that read lists."""
+        cute.arch.barrier(barrier_id=READING_BARRIER, number_of_threads=READING * WARP)
+
+    def hand_over(self) -> None:
+        """A union is there, and the one before was fetched."""
         cute.arch.barrier(barrier_id=LOADING_BARRIER, number_of_threads=GROUP)
 
     @cute.jit
@@ -251,65 +261,84 @@ class SelectedRows(AttentionForward):
         widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
         first, _, _ = cute.arch.block_idx()
         every, _, _ = cute.arch.grid_dim()
-        done, turn = Int32(0), Int32(0)
+        most = cutlass.max(indices.shape[2], 1)
+        done, turn, number = Int32(0), Int32(0), Int32(0)  # steps, tiles and unions before
         for index in cutlass.range(first, tiles * s.key_heads, every, unroll=1):
             mine = self.tile(index, tiles, offsets)
             if mine.rows > 0:
                 rows = [(*atom, buffers[x], widths[x]) for x, atom in zip(names[:-2], atoms[:-2], strict=True)]
                 sides = [self.side(*atom, buffers[x], widths[x], mine)
                          for x, atom in zip(names[-2:], atoms[-2:], strict=True)]  # fmt: skip
-                done = self.fetch(rows, sides, indices, counts, lists, steps, mine, done, turn, thread)
+                for place in cutlass.range(0, most, PLACES, unroll=1):
+                    if thread >= WARP:
+                        self.unite(place, indices, counts, lists, number, mine, thread - WARP)
+                    self.hand_over()
+                    if thread < WARP:
+                        done = self.fetch(sides, lists, steps, mine, done, number)
+                    elif (thread // WARP == 1) & (place == 0):
+                        self.fetch_rows(rows, steps, mine, turn)
+                    number += 1
+                if thread < WARP:
+                    self.fetch_end(steps, done)
+                done += 1
                 turn += 1
 
     @cute.jit
-    def fetch(
-        self, rows: Any, sides: Any, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, steps: Steps, mine: Tile,
-        done: Int32, turn: Int32, thread: Int32,
-    ) -> Int32:  # fmt: skip
-        """Finds the union of a tile's lists and fetches its blocks, and the rows. ``done`` steps, and ``turn`` tiles,
-        were before; the result counts on.
-        """
-        most, tiles, size = indices.shape[2], steps.tiles, self.bytes(self.tile_n, self.s.head + self.s.head_v)
-        for first in cutlass.range(0, cutlass.max(most, 1), PLACES, unroll=1):
-            count = self.unite(first, indices, counts, lists, mine, thread)
-            if (first == 0) & (thread // WARP == 1):
-                cute.arch.mbarrier_wait(steps.rows_empty, turn % 2 ^ 1)
-                with cute.arch.elect_one():
-                    elements = sum(width for *_, width in rows)
-                    cute.arch.mbarrier_arrive_and_expect_tx(steps.rows_full, self.bytes(self.tile_m, elements))
-                for atom, tensor, buffer, width in rows:
-                    self.copy_rows(atom, tensor, buffer[None, None, 0], width, steps.rows_full, mine)
-            if thread < WARP:
-                for step in cutlass.range(cute.ceil_div(count, self.parts) * self.per_block, unroll=1):
-                    self.fetch_step(sides, size, step, done + step, count, lists, steps, mine)
-            done += cute.ceil_div(count, self.parts) * self.per_block
-        if thread < WARP:
-            stage, phase = done % self.s.stages, done // self.s.stages % 2
-            cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+    def fetch_rows(self, rows: Any, steps: Steps, mine: Tile, turn: Int32) -> None:
+        """One warp: fetches Q, and dO, for each warpgroup once it is done with those of the tile before."""
+        elements = sum(width for *_, width in rows)
+        for group in cutlass.range_constexpr(self.groups):
+            full = steps.rows_full + group
+            cute.arch.mbarrier_wait(steps.rows_empty + group, turn % 2 ^ 1)
             with cute.arch.elect_one():
-                tiles[0, stage] = -1
-                cute.arch.mbarrier_arrive(steps.full + stage)
-        return done + 1
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(ROWS, elements))
+            for atom, tensor, buffer, width in rows:
+                self.copy_rows(atom, tensor, buffer[None, None, 0], width, full, mine, group)
+
+    @cute.jit
+    def fetch(self, sides: Any, lists: Lists, steps: Steps, mine: Tile, done: Int32, number: Int32) -> Int32:
+        """One warp: fetches the blocks of a union. ``done`` steps were before; the result counts on."""
+        size, buffer = self.bytes(self.tile_n, self.s.head + self.s.head_v), number % 2
+        count, union = Int32(lists.counts[buffer]), (lists.blocks[None, buffer], lists.masks[None, buffer])
+        last = done + cute.ceil_div(count, self.parts) * self.per_block
+        for step in cutlass.range(last - done, unroll=1):
+            self.fetch_step(sides, size, step, done + step, count, union, steps, mine)
+        return last
+
+    @cute.jit
+    def fetch_end(self, steps: Steps, done: Int32) -> None:
+        """One warp: tells the end of a tile's list."""
+        stage, phase, tiles, masks = done % self.s.stages, done // self.s.stages % 2, steps.tiles, steps.masks
+        cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+        with cute.arch.elect_one():
+            for part in cutlass.range_constexpr(self.parts):
+                tiles[part, stage], masks[part, stage] = Int32(-1), Int32(-1)
+            cute.arch.mbarrier_arrive(steps.full + stage)
 
     @cute.jit
     def fetch_step(
-        self, sides: Any, size: int, step: Int32, number: Int32, count: Int32, lists: Lists, steps: Steps, mine: Tile
+        self, sides: Any, size: int, step: Int32, number: Int32, count: Int32, union: Any, steps: Steps, mine: Tile
     ) -> None:  # fmt: skip
         """One warp: fetches the parts of a step."""
         stage, phase = number % self.s.stages, number // self.s.stages % 2
         full = steps.full + stage
         tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
-        told, told_masks = steps.tiles, steps.masks
+        told, told_masks, following, (blocks, chosen_by) = steps.tiles, steps.masks, steps.following, union
+        behind = Int32(0)
         for part in cutlass.range_constexpr(self.parts):
             place = step // self.per_block * self.parts + part
             tiles[part], masks[part] = cute.ceil_div(mine.keys, self.size), Int32(0)  # beyond all keys
             if place < count:
-                tiles[part] = lists.blocks[place] * self.per_block + step % self.per_block
-                masks[part] = lists.masks[place]
+                tiles[part] = blocks[place] * self.per_block + step % self.per_block
+                masks[part] = chosen_by[place]
+            place = (step + 1) // self.per_block * self.parts + part
+            if place < count:
+                behind = behind | chosen_by[place]
         cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             for part in cutlass.range_constexpr(self.parts):
                 told[part, stage], told_masks[part, stage] = tiles[part], masks[part]
+            following[stage] = behind
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
         for part in cutlass.range_constexpr(self.parts):
             for atom, to, of in sides:
@@ -323,24 +352,43 @@ class SelectedRows(AttentionForward):
         return atom, *partition(atom, 0, 1, to, cute.local_tile(rows, box, every))
 
     @cute.jit
-    def next(self, steps: Steps, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """Releases a step; which one comes next, and its barrier's phase."""
-        self.release(steps.empty + stage)
+    def after(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The step behind another one, and its barrier's phase."""
         stage += 1
         if stage == self.s.stages:
             stage, phase = Int32(0), phase ^ 1
         return stage, phase
 
-    def arrived(self, steps: Steps, stage: Int32, phase: Int32) -> Int32:
-        """Waits for a step and tells its first tile of keys, -1 at the end."""
-        cute.arch.mbarrier_wait(steps.full + stage, phase)
-        return steps.tiles[0, stage]
+    @cute.jit
+    def find(self, steps: Steps, stage: Int32, phase: Int32, group: Int32) -> tuple[Int32, Int32, Boolean]:
+        """The first step, from one on, that a warpgroup takes part in, and whether there is one, or it is the end.
 
-    def wanted(self, steps: Steps, stage: Int32, group: Int32) -> Boolean:
-        """Whether rows of a warpgroup chose any part of a step."""
+        Releases those before.
+        """
+        wanted = self.wanted(steps, stage, phase, group)
+        while ~wanted:
+            self.release(steps.empty + stage)
+            stage, phase = self.after(stage, phase)
+            wanted = self.wanted(steps, stage, phase, group)
+        return stage, phase, cute.arch.make_warp_uniform(steps.tiles[0, stage]) >= 0
+
+    def follows(self, steps: Steps, stage: Int32, group: Int32) -> Boolean:
+        """Whether a warpgroup takes part in the step behind one that it has: it may hold this one until that arrives.
+
+        Not longer: further steps may need its buffer.
+        """
+        return self.of_group(steps.following[stage], group)
+
+    def wanted(self, steps: Steps, stage: Int32, phase: Int32, group: Int32) -> Boolean:
+        """Waits for a step. Whether rows of a warpgroup chose any part of it, or it is the end."""
+        cute.arch.mbarrier_wait(steps.full + stage, phase)
         mask = Int32(0)
         for part in range(self.parts):
             mask = mask | steps.masks[part, stage]
+        return self.of_group(mask, group)
+
+    def of_group(self, mask: Int32, group: Int32) -> Boolean:
+        """Whether there are rows of a warpgroup among some."""
         mine = (1 << self.s.together) - 1
         return cute.arch.make_warp_uniform(mask >> (group * self.s.together)) & mine != 0
 

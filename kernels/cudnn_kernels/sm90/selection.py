@@ -1,8 +1,8 @@
 """Attention of each row to blocks of keys of its own choice, on Hopper, forward.
 
 What limits it is K and V on their way from L2: so neighbouring rows share the blocks that several of them chose, as
-:mod:`cudnn_kernels.sm90.selected_rows` says. A warpgroup takes one block after the other: others keep the tensor cores
-busy meanwhile.
+:mod:`cudnn_kernels.sm90.selected_rows` says. Where a warpgroup's next block follows at once, it issues that one's
+Q K^T and this one's P V, and while the latter runs it computes the softmax of the former.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
-from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
@@ -22,7 +21,7 @@ from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import SelectedRows, Steps, Tile
 
-REGISTERS = {1: (56, 256), 2: (56, 224), 3: (56, 152)}  # of a loading and a multiplying thread, by warpgroups
+REGISTERS = {1: (56, 256), 2: (56, 224), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
 
 
 class Selection(SelectedRows):
@@ -79,60 +78,73 @@ class Selection(SelectedRows):
         for index in cutlass.range(first, tiles * self.s.key_heads, every, unroll=1):
             mine = self.tile(index, tiles, offsets)
             if mine.rows > 0:
-                cute.arch.mbarrier_wait(steps.rows_full, turn % 2)
+                cute.arch.mbarrier_wait(steps.rows_full + group, turn % 2)
                 turn += 1
+                place = (index, tiles, offsets)
                 stage, phase = self.attend(
-                    o, sums, maxima, buffers, steps, mine, scale, stage, phase, group, thread
+                    o, sums, maxima, buffers, steps, mine, place, scale, stage, phase, group, thread
                 )  # fmt: skip
 
     @cute.jit
     def attend(
         self, o: cute.Tensor, sums: cute.Tensor, maxima: cute.Tensor, buffers: Any, steps: Steps, mine: Tile,
-        scale: Float32, stage: Int32, phase: Int32, group: Int32, thread: Int32,
+        place: Any, scale: Float32, stage: Int32, phase: Int32, group: Int32, thread: Int32,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """One tile, from a step and its phase on; those behind it."""
         s = self.s
-        tSrQ, tSrK, tOrV = self.operands(buffers, group, thread)
-        scores = cute.make_rmem_tensor(self.score_mma().partition_shape_C((ROWS, self.tile_n)), Float32)
-        acc = cute.make_rmem_tensor(self.product_mma().partition_shape_C((ROWS, s.head_v)), Float32)
-        words = cute.make_rmem_tensor(self.tile_n // 4, Int32)
+        own = self.left(cute.local_tile(buffers["q"][None, None, 0], (ROWS, s.head), (group, 0)), thread)
+        keys, values = self.right(buffers["k"], thread), self.right(sequences.turned(buffers["v"]), thread, True)
+        scores, acc = self.accumulator(self.tile_n), self.accumulator(s.head_v)
+        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
         state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale)
         softmax.reset(state)
         acc.fill(0.0)
-        tile = self.arrived(steps, stage, phase)
-        while tile >= 0:
-            if self.wanted(steps, stage, group):
-                self.multiply_scores(scores, tSrQ, tSrK, stage)
-                self.finish()
-                if self.hide_unchosen(scores, steps, stage, mine, group, thread):
-                    corrections = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
-                    self.round(scores, words)
-                    self.correct_where_needed(acc, *corrections)
-                else:
-                    words.fill(0)
-                self.multiply_values(acc, words, tOrV, stage)
-                self.finish()
-            stage, phase = self.next(steps, stage, phase)
-            tile = self.arrived(steps, stage, phase)
-        stage, phase = self.next(steps, stage, phase)
-        self.release(steps.rows_empty)
-        self.write(acc, state, o, sums, maxima, mine, group, thread)
-        return stage, phase
+        corrections = cute.make_rmem_tensor(2, Float32)
+        stage, phase, found = self.find(steps, stage, phase, group)
+        while found:
+            self.multiply_shared(scores, own, keys, self.tile_n, s.head, stage)
+            self.finish(0)
+            self.weigh(scores, corrections, state, steps, stage, mine, group, thread)
+            rounded.store(scores.load().to(self.dtype))
+            self.correct_where_needed(acc, corrections[0], corrections[1])
+            before = stage
+            stage, phase = self.after(stage, phase)
+            again = self.follows(steps, before, group)
+            while again:
+                cute.arch.mbarrier_wait(steps.full + stage, phase)
+                self.multiply_shared(scores, own, keys, self.tile_n, s.head, stage)
+                self.add_product(acc, rounded, values, s.head_v, self.tile_n, before)
+                self.finish(1)
+                self.weigh(scores, corrections, state, steps, stage, mine, group, thread)
+                self.finish(0)
+                self.release(steps.empty + before)
+                rounded.store(scores.load().to(self.dtype))
+                self.correct_where_needed(acc, corrections[0], corrections[1])
+                before = stage
+                stage, phase = self.after(stage, phase)
+                again = self.follows(steps, before, group)
+            self.add_product(acc, rounded, values, s.head_v, self.tile_n, before)
+            self.finish(0)
+            self.release(steps.empty + before)
+            stage, phase, found = self.find(steps, stage, phase, group)
+        self.release(steps.empty + stage)
+        self.release(steps.rows_empty + group)
+        self.write(acc, state, o, sums, maxima, self.tile(*place), group, thread)  # found again: registers are few
+        return self.after(stage, phase)
 
-    def operands(self, buffers: Any, group: Int32, thread: Int32) -> Any:
-        """A warpgroup's rows of Q, K and V as products take them."""
-        score_mma, product_mma = self.score_mma(), self.product_mma()
-        score, product = score_mma.get_slice(thread), product_mma.get_slice(thread)
-        own = cute.local_tile(buffers["q"][None, None, 0], (ROWS, self.s.head), (group, 0))
-        return (
-            score_mma.make_fragment_A(score.partition_A(own)),
-            score_mma.make_fragment_B(score.partition_B(buffers["k"])),
-            product_mma.make_fragment_B(product.partition_B(sequences.turned(buffers["v"]))),
-        )
-
-    def finish(self) -> None:
-        """Waits for a product."""
-        warpgroup.wait_group(0)
+    @cute.jit
+    def weigh(
+        self, scores: cute.Tensor, corrections: cute.Tensor, state: softmax.State, steps: Steps, stage: Int32,
+        mine: Tile, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """The exponentials of a step's scores, in place, and what sums before are to be multiplied by."""
+        corrections.fill(1.0)
+        if self.hide_unchosen(scores, steps, stage, mine, group, thread):
+            factors = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
+            for slot in cutlass.range_constexpr(2):
+                corrections[slot] = factors[slot]
+        else:
+            scores.fill(0.0)
 
     @cute.jit
     def write(

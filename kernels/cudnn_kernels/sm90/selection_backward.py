@@ -5,19 +5,20 @@
 
 Two kernels. For dQ, a CTA has neighbouring rows, as :mod:`cudnn_kernels.sm90.selected_rows` says. For dK and dV, a CTA
 has a block of keys and goes through a part of the list of rows that chose it: four rows of 16 heads make a step's 64
-columns of S^T, so the tensor cores multiply nothing in vain. Every sum has one order: results do not change from call
-to call.
+columns of S^T, so the tensor cores multiply nothing in vain. Heads above 128 elements have steps of 32 columns, for
+registers are few, and of 256 two warpgroups, with half of dK's and dV's columns each. Every sum has one order: results
+do not change from call to call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
@@ -25,10 +26,9 @@ from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.regions import divided
-from cudnn_kernels.pipeline.wgmma import register_operand
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
-from cudnn_kernels.sm90.selected_rows import LOADING_BARRIER, WARP, SelectedRows, Steps, Tile
+from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, SelectedRows, Steps, Tile
 from cudnn_kernels.sm90.selection import REGISTERS
 
 VECTOR = 8  # elements of 16 bits that a thread loads at once
@@ -61,7 +61,7 @@ class SelectionBackward(SelectedRows):
         super().__init__(configuration)
         self.b = configuration
         self.padded = configuration.padded
-        self.slots = configuration.together  # rows of a step for dK and dV
+        self.slots, self.split = configuration.rows_of_step, configuration.split
         self.columns = self.slots * self.padded
 
     @cute.jit
@@ -71,13 +71,13 @@ class SelectionBackward(SelectedRows):
         given = bind(s.slots(), arguments)
         q = given["q"]
         choices, ends = given["choosing"].shape[0], given["choosing_ends"]
-        per_block = -(-s.block // ROWS)
+        per_block, sums_of_thread = -(-s.block // ROWS), (s.head + s.head_v) // (2 * s.split)
         pointers = divided(s.slots(), given, s.regions())
         values, sums = (
             cute.make_tensor(cute.recast_ptr(pointers[x], dtype=Float32), cute.make_layout(shape))
             for x, shape in (
                 ("head_values", (self.padded, 2, s.key_heads, q.shape[0] + 1)),
-                ("part_sums", (GROUP, (s.head + s.head_v) // 2, per_block, choices * 2 // s.part)),
+                ("part_sums", (GROUP * s.split, sums_of_thread, per_block, choices * 2 // s.part)),
             )
         )
         widths, offsets = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}, given["cum_seqlen_q"]
@@ -93,33 +93,12 @@ class SelectionBackward(SelectedRows):
             self.atoms(given, widths, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"],
             ends, offsets, q.shape[0], given["scale_softmax"],
         ).launch(
-            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[2 * GROUP, 1, 1],
-            stream=given["stream"], min_blocks_per_mp=2, preferred_smem_carveout=100,
+            grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[(1 + s.split) * GROUP, 1, 1],
+            stream=given["stream"], min_blocks_per_mp=3 - s.split, preferred_smem_carveout=100,
         )  # fmt: skip
         self.add_parts(sums, given["dk"], given["dv"], ends, offsets, given["scale_softmax"]).launch(
-            grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
+            grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[s.split * GROUP, 1, 1], stream=given["stream"]
         )
-
-    def mma(self, columns: int, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
-        """The product of 64 rows, whose elements are contiguous or in registers, and ``columns``."""
-        source = source or warpgroup.OperandSource.SMEM
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, columns, 16), source, OperandMajorMode.K, b)
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-    def multiply(self, mma: Any, acc: cute.Tensor, a: Any, b: Any, accumulate: bool) -> None:
-        """Issues a product, as a group of its own."""
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in range(cute.size(a, mode=[2])):
-            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
-    def operand(self, mma: Any, values: cute.Tensor, columns: int) -> cute.Tensor:
-        """Rounded values of an accumulator as operand A of another product."""
-        rounded = cute.make_rmem_tensor(values.shape, self.dtype)
-        rounded.store(values.load().to(self.dtype))
-        return register_operand(mma, rounded, (ROWS, columns))
 
     # dQ, and what dK and dV need of every row.
 
@@ -156,7 +135,7 @@ class SelectionBackward(SelectedRows):
                 thread - GROUP * group,
             )  # fmt: skip
 
-    name(by_rows, "cudnn_attention_selection_backward_rows_sm90")
+    name(by_rows, "cudnn_attention_selection_backward_rows")
 
     @cute.jit
     def consume(
@@ -171,7 +150,7 @@ class SelectionBackward(SelectedRows):
             mine = self.tile(index, tiles, offsets)
             if mine.rows > 0:
                 self.prepare(o, do, lse, values, own, mine, group, thread)
-                cute.arch.mbarrier_wait(steps.rows_full, turn % 2)
+                cute.arch.mbarrier_wait(steps.rows_full + group, turn % 2)
                 turn += 1
                 stage, phase = self.differentiate_rows(
                     dq, buffers, own, steps, mine, scale, stage, phase, group, thread
@@ -190,7 +169,7 @@ class SelectionBackward(SelectedRows):
             query, head = group * self.s.together + number // self.padded, number % self.padded
             row = mine.row + query
             total, log_sum = Float32(0.0), Float32.inf
-            exists = (query < mine.rows) & (number < self.columns)
+            exists = (query < mine.rows) & (number < self.s.together * self.padded)
             if exists & (head < mine.heads):
                 for i in cutlass.range_constexpr(self.s.head_v // (8 * VECTOR)):
                     factors = []
@@ -213,7 +192,7 @@ class SelectionBackward(SelectedRows):
 
     def meet_group(self, group: Int32) -> None:
         """Waits for a multiplying warpgroup."""
-        cute.arch.barrier(barrier_id=LOADING_BARRIER + 1 + group, number_of_threads=GROUP)
+        cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
 
     @cute.jit
     def differentiate_rows(
@@ -222,52 +201,72 @@ class SelectionBackward(SelectedRows):
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """dQ of a tile's rows, from a step and its phase on; those behind it."""
         s = self.s
-        score_mma = self.mma(self.tile_n, OperandMajorMode.K)
-        query_mma = self.mma(s.head, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-        score, query = score_mma.get_slice(thread), query_mma.get_slice(thread)
-        tSrQ, tSrdO = (
-            score_mma.make_fragment_A(
-                score.partition_A(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (group, 0)))
-            )
+        own_q, own_do = (
+            self.left(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (group, 0)), thread)
             for x, width in (("q", s.head), ("do", s.head_v))
         )
-        tSrK, tSrV = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in "kv")
-        tQrK = query_mma.make_fragment_B(query.partition_B(sequences.turned(buffers["k"])))
-        scores, gradients = (
-            cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.tile_n)), Float32) for _ in range(2)
-        )
-        acc = cute.make_rmem_tensor(query_mma.partition_shape_C((ROWS, s.head)), Float32)
+        keys, values = (self.right(buffers[x], thread) for x in "kv")
+        turned = self.right(sequences.turned(buffers["k"]), thread, True)
+        scores, gradients, acc = self.accumulator(self.tile_n), self.accumulator(self.tile_n), self.accumulator(s.head)
         acc.fill(0.0)
         shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(thread, slot)
             shifts[slot], products[slot] = own[row, 0], own[row, 1]
         self.meet_group(group)  # the next tile's may be written
-        tile = self.arrived(steps, stage, phase)
-        while tile >= 0:
-            if self.wanted(steps, stage, group):
-                self.multiply(score_mma, scores, tSrQ, tSrK[None, None, None, stage], False)
-                self.multiply(score_mma, gradients, tSrdO, tSrV[None, None, None, stage], False)
-                warpgroup.wait_group(0)
-                if self.hide_unchosen(scores, steps, stage, mine, group, thread):
-                    for slot in cutlass.range_constexpr(2):
-                        for i in self.score_rows.order(self.tile_n, slot):
-                            p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
-                            scores[i] = p * (gradients[i] - products[slot])
-                else:
-                    scores.fill(0.0)
-                operand = self.operand(query_mma, scores, self.tile_n)
-                self.multiply(query_mma, acc, operand, tQrK[None, None, None, stage], True)
-                warpgroup.wait_group(0)
-            stage, phase = self.next(steps, stage, phase)
-            tile = self.arrived(steps, stage, phase)
-        stage, phase = self.next(steps, stage, phase)
-        self.release(steps.rows_empty)
+        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
+        stage, phase, found = self.find(steps, stage, phase, group)
+        while found:
+            self.multiply_shared(scores, own_q, keys, self.tile_n, s.head, stage)
+            self.multiply_shared(gradients, own_do, values, self.tile_n, s.head_v, stage)
+            self.finish(0)
+            self.differentiate_scores(
+                scores, gradients, shifts, products, steps, stage, mine, scale, group, thread
+            )  # fmt: skip
+            rounded.store(scores.load().to(self.dtype))
+            before = stage
+            stage, phase = self.after(stage, phase)
+            again = self.follows(steps, before, group)
+            while again:
+                cute.arch.mbarrier_wait(steps.full + stage, phase)
+                self.multiply_shared(scores, own_q, keys, self.tile_n, s.head, stage)
+                self.multiply_shared(gradients, own_do, values, self.tile_n, s.head_v, stage)
+                self.add_product(acc, rounded, turned, s.head, self.tile_n, before)
+                self.finish(1)
+                self.differentiate_scores(
+                    scores, gradients, shifts, products, steps, stage, mine, scale, group, thread
+                )  # fmt: skip
+                self.finish(0)
+                self.release(steps.empty + before)
+                rounded.store(scores.load().to(self.dtype))
+                before = stage
+                stage, phase = self.after(stage, phase)
+                again = self.follows(steps, before, group)
+            self.add_product(acc, rounded, turned, s.head, self.tile_n, before)
+            self.finish(0)
+            self.release(steps.empty + before)
+            stage, phase, found = self.find(steps, stage, phase, group)
+        self.release(steps.empty + stage)
+        self.release(steps.rows_empty + group)
         for slot in cutlass.range_constexpr(2):
             row, head, exists = self.head_of(mine, group, self.score_rows.row(thread, slot))
             if exists:
                 self.write_pairs(dq[row, head, None], acc, s.head, slot, scale, thread)
-        return stage, phase
+        return self.after(stage, phase)
+
+    @cute.jit
+    def differentiate_scores(
+        self, scores: cute.Tensor, gradients: cute.Tensor, shifts: cute.Tensor, products: cute.Tensor, steps: Steps,
+        stage: Int32, mine: Tile, scale: Float32, group: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """Scores become dS."""
+        if self.hide_unchosen(scores, steps, stage, mine, group, thread):
+            for slot in cutlass.range_constexpr(2):
+                for i in self.score_rows.order(self.tile_n, slot):
+                    p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
+                    scores[i] = p * (gradients[i] - products[slot])
+        else:
+            scores.fill(0.0)
 
     # dK and dV.
 
@@ -293,7 +292,7 @@ class SelectionBackward(SelectedRows):
             cute.arch.mbarrier_init(once, 1)
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, GROUP // WARP)
+                cute.arch.mbarrier_init(empty + stage, self.split * (GROUP // WARP))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         per_block = -(-s.block // ROWS)
@@ -310,7 +309,7 @@ class SelectionBackward(SelectedRows):
                     dk, dv, own_sums, buffers, places, (once, full, empty), mine, scale, thread - GROUP
                 )
 
-    name(by_blocks, "cudnn_attention_selection_backward_blocks_sm90")
+    name(by_blocks, "cudnn_attention_selection_backward_blocks")
 
     @cute.jit
     def part(self, part: Int32, tile: Int32, ends: cute.Tensor, offsets: cute.Tensor) -> Chosen:
@@ -398,24 +397,24 @@ class SelectionBackward(SelectedRows):
     @cute.jit
     def differentiate_block(
         self, dk: cute.Tensor, dv: cute.Tensor, sums: cute.Tensor, buffers: Any, places: cute.Tensor, barriers: Any,
-        mine: Chosen, scale: Float32, thread: Int32,
+        mine: Chosen, scale: Float32, number: Int32,
     ) -> None:  # fmt: skip
-        """The warpgroup: dK and dV of the keys. S^T and dP^T have keys in rows, and go on from registers."""
-        s, m = self.s, self.columns
+        """A warpgroup: its columns of dK and dV. S^T and dP^T have keys in rows, and go on from registers."""
+        s, m, (part, member) = self.s, self.columns, (number // GROUP, number % GROUP)
         once, full, empty = barriers
-        score_mma = self.mma(m, OperandMajorMode.K)
-        dk_mma, dv_mma = (self.mma(x, OperandMajorMode.MN, warpgroup.OperandSource.RMEM) for x in (s.head, s.head_v))
-        score, key, value = (x.get_slice(thread) for x in (score_mma, dk_mma, dv_mma))
         some_q, some_do = (
             cute.local_tile(buffers[x], (m, width, STAGES), (0, 0, 0)) for x, width in (("q", s.head), ("do", s.head_v))
         )
-        tSrK, tSrV = (score_mma.make_fragment_A(score.partition_A(buffers[x][None, None, 0])) for x in "kv")
-        tSrQ, tSrdO = (score_mma.make_fragment_B(score.partition_B(x)) for x in (some_q, some_do))
-        tKrQ = dk_mma.make_fragment_B(key.partition_B(sequences.turned(some_q)))
-        tVrdO = dv_mma.make_fragment_B(value.partition_B(sequences.turned(some_do)))
-        scores, gradients = (cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, m)), Float32) for _ in range(2))
-        acc_dk = cute.make_rmem_tensor(dk_mma.partition_shape_C((ROWS, s.head)), Float32)
-        acc_dv = cute.make_rmem_tensor(dv_mma.partition_shape_C((ROWS, s.head_v)), Float32)
+        keys, values = (self.left(buffers[x][None, None, 0], member) for x in "kv")
+        of_q, of_do = self.right(some_q, member), self.right(some_do, member)
+        width, width_v = s.head // self.split, s.head_v // self.split
+        turned_q, turned_do = (
+            self.right(cute.local_tile(sequences.turned(x), (own, m, STAGES), (part, 0, 0)), member, True)
+            for x, own in ((some_q, width), (some_do, width_v))
+        )
+        scores, gradients = self.accumulator(m), self.accumulator(m)
+        rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
+        acc_dk, acc_dv = self.accumulator(width), self.accumulator(width_v)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
         cute.arch.mbarrier_wait(once, 0)
@@ -423,46 +422,47 @@ class SelectionBackward(SelectedRows):
             stage, phase = step % STAGES, step // STAGES % 2
             shared = buffers["values"][None, None, None, stage]
             cute.arch.mbarrier_wait(full + stage, phase)
-            self.multiply(score_mma, scores, tSrK, tSrQ[None, None, None, stage], False)
-            self.multiply(score_mma, gradients, tSrV, tSrdO[None, None, None, stage], False)
-            warpgroup.wait_group(1)
+            self.multiply_shared(scores, keys, of_q, m, s.head, stage)
+            self.multiply_shared(gradients, values, of_do, m, s.head_v, stage)
+            self.finish(1)
             if const_expr(s.causal):
-                self.hide_later(scores, places[None, stage], thread)
-            shifts = self.of_columns(shared, 0, thread)
-            for slot in cutlass.range_constexpr(2):
-                for place, i in enumerate(self.score_rows.order(m, slot)):
-                    scores[i] = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[place], fastmath=True)
-            operand = self.operand(dv_mma, scores, m)
-            self.multiply(dv_mma, acc_dv, operand, tVrdO[None, None, None, stage], True)
-            warpgroup.wait_group(1)
-            products = self.of_columns(shared, 1, thread)
-            for slot in cutlass.range_constexpr(2):
-                for place, i in enumerate(self.score_rows.order(m, slot)):
-                    gradients[i] = scores[i] * (gradients[i] - products[place])
-            operand = self.operand(dk_mma, gradients, m)
-            self.multiply(dk_mma, acc_dk, operand, tKrQ[None, None, None, stage], True)
-            warpgroup.wait_group(0)
+                self.hide_later(scores, places[None, stage], member)
+            for i, value in self.by_columns(shared, 0, member):
+                scores[i] = cute.math.exp2(scores[i] * (scale * LOG2_E) - value, fastmath=True)
+            rounded.store(scores.load().to(self.dtype))
+            self.add_product(acc_dv, rounded, turned_do, width_v, m, stage)
+            self.finish(1)
+            for i, value in self.by_columns(shared, 1, member):
+                gradients[i] = scores[i] * (gradients[i] - value)
+            self.finish(0)
+            rounded.store(gradients.load().to(self.dtype))
+            self.add_product(acc_dk, rounded, turned_q, width, m, stage)
+            self.finish(0)
             self.release(empty + stage)
         if mine.parts == 1:
-            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, thread)
+            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, number)
         else:
-            for i in cutlass.range_constexpr(s.head // 2):
-                sums[thread, i] = acc_dk[i]
-            for i in cutlass.range_constexpr(s.head_v // 2):
-                sums[thread, s.head // 2 + i] = acc_dv[i]
+            for i in cutlass.range_constexpr(width // 2):
+                sums[number, i] = acc_dk[i]
+            for i in cutlass.range_constexpr(width_v // 2):
+                sums[number, width // 2 + i] = acc_dv[i]
 
     @cute.jit
     def write_keys(
         self, dk: cute.Tensor, dv: cute.Tensor, acc_dk: cute.Tensor, acc_dv: cute.Tensor, mine: Chosen, scale: Float32,
-        thread: Int32,
+        number: Int32,
     ) -> None:  # fmt: skip
-        """dK and dV of the keys."""
+        """A warpgroup's columns of dK and dV."""
+        part, member = number // GROUP, number % GROUP
         for slot in cutlass.range_constexpr(2):
-            row = self.score_rows.row(thread, slot)
+            row = self.score_rows.row(member, slot)
             if row < mine.keys:
-                out = mine.first + mine.key + row
-                self.write_pairs(dk[out, mine.head, None], acc_dk, self.s.head, slot, scale, thread)
-                self.write_pairs(dv[out, mine.head, None], acc_dv, self.s.head_v, slot, Float32(1.0), thread)
+                for out, acc, head, factor in (
+                    (dk, acc_dk, self.s.head, scale), (dv, acc_dv, self.s.head_v, Float32(1.0))
+                ):  # fmt: skip
+                    width = head // self.split
+                    own = cute.local_tile(out[mine.first + mine.key + row, mine.head, None], (width,), (part,))
+                    self.write_pairs(own, acc, width, slot, factor, member)
 
     @cute.kernel
     def add_parts(
@@ -477,27 +477,32 @@ class SelectionBackward(SelectedRows):
         tile = index % per_block
         mine = self.chosen(index // per_block, tile, ends, offsets)
         if (mine.parts > 1) & (mine.keys > 0):
-            acc_dk, acc_dv = (cute.make_rmem_tensor(width // 2, Float32) for width in (s.head, s.head_v))
+            values, values_v = s.head // (2 * self.split), s.head_v // (2 * self.split)  # of a thread
+            acc_dk, acc_dv = (cute.make_rmem_tensor(x, Float32) for x in (values, values_v))
             acc_dk.fill(0.0)
             acc_dv.fill(0.0)
             for part in cutlass.range(mine.parts, unroll=1):
                 some = sums[None, None, tile, mine.slot + part]
-                for i in cutlass.range_constexpr(s.head // 2):
+                for i in cutlass.range_constexpr(values):
                     acc_dk[i] = acc_dk[i] + some[thread, i]
-                for i in cutlass.range_constexpr(s.head_v // 2):
-                    acc_dv[i] = acc_dv[i] + some[thread, s.head // 2 + i]
+                for i in cutlass.range_constexpr(values_v):
+                    acc_dv[i] = acc_dv[i] + some[thread, values + i]
             self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, thread)
 
-    name(add_parts, "cudnn_attention_selection_backward_parts_sm90")
+    name(add_parts, "cudnn_attention_selection_backward_parts")
 
-    def of_columns(self, values: cute.Tensor, which: int, thread: Int32) -> cute.Tensor:
-        """One of the two values of each column that a thread has: a head of a row. Two columns are neighbours."""
-        found = cute.make_rmem_tensor(self.columns // 4, Float32)
+    def by_columns(self, values: cute.Tensor, which: int, thread: Int32) -> Iterator[tuple[int, Float32]]:
+        """The places of a thread's sums, each with one of the two values of its column, a head of a row. Columns are in
+        pairs: few registers have values.
+        """
+        orders = [self.score_rows.order(self.columns, slot) for slot in range(2)]
         for i in range(self.columns // 8):
-            head, slot = i * 8 % self.padded, i * 8 // self.padded
-            source = cute.local_tile(values[None, which, slot], (2,), (head // 2 + thread % 4,))
-            cute.autovec_copy(source, cute.local_tile(found, (2,), (i,)))
-        return found
+            head, row = i * 8 % self.padded, i * 8 // self.padded
+            pair = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(cute.local_tile(values[None, which, row], (2,), (head // 2 + thread % 4,)), pair)
+            for order in orders:
+                for j in range(2):
+                    yield order[2 * i + j], pair[j]
 
     @cute.jit
     def hide_later(self, scores: cute.Tensor, places: cute.Tensor, thread: Int32) -> None:

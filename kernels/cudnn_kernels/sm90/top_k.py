@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -29,7 +29,8 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
+from cudnn_kernels.sm90.attention_forward import GROUP, partition
+from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 
 WARP = 32
 WARP_ROWS = 16  # of an accumulator
@@ -46,7 +47,7 @@ class Best:
     blocks: cute.Tensor
 
 
-class TopK:
+class TopK(WarpgroupProducts):
     """The kernel for one :class:`TopKConfiguration`."""
 
     def __init__(self, configuration: TopKConfiguration) -> None:
@@ -98,12 +99,6 @@ class TopK:
         """The ring of K in shared memory."""
         shape = (self.tile_m, self.tile_n, self.c.head)
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-
-    def mma(self) -> cute.TiledMma:
-        """Q K^T of a warpgroup."""
-        shape, k = (ROWS, self.tile_n, 16), OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, shape, warpgroup.OperandSource.SMEM, k, k)
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
 
     @cute.kernel
     def kernel(
@@ -172,8 +167,7 @@ class TopK:
                 if (query < s.queries) & (member < c.group):
                     source = q[s.first_query + query, None, head * c.group + member, place]
                     cute.autovec_copy(cute.local_tile(source, (VECTOR,), (column,)), values)
-                for x in cutlass.range_constexpr(VECTOR):
-                    sQ[row, column * VECTOR + x] = values[x]
+                cute.autovec_copy(values, cute.local_tile(sQ[row, None], (VECTOR,), (column,)))
 
     @cute.jit
     def fetch(self, atom: Any, gK: cute.Tensor, sK: cute.Tensor, full: Any, empty: Any, steps: Int32) -> None:
@@ -200,8 +194,8 @@ class TopK:
         group, member = thread // GROUP, thread % GROUP
         warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
         leader = warp_index // self.team * self.team
-        left, right = self.operands(sQ, sK, group, member)
-        acc = cute.make_rmem_tensor(self.mma().partition_shape_C((ROWS, self.tile_n)), Float32)
+        left = self.left(cute.local_tile(sQ, (ROWS, c.head), (group, 0)), member)
+        right, acc = self.right(sK, member), self.accumulator(self.tile_n)
         shift = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = group * ROWS + self.rows.row(member, slot)
@@ -219,7 +213,8 @@ class TopK:
         for step in cutlass.range(steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
             cute.arch.mbarrier_wait(full + stage, phase)
-            self.multiply(acc, left, right, stage)
+            self.multiply_shared(acc, left, right, self.tile_n, c.head, stage)
+            self.finish(0)
             if lane == 0:
                 cute.arch.mbarrier_arrive(empty + stage)
             shared = sums[None, None, None, step % self.buffers]
@@ -249,24 +244,6 @@ class TopK:
             cute.arch.barrier(barrier_id=1 + warp_index // self.team, number_of_threads=self.team * WARP)
         else:
             cute.arch.sync_warp()
-
-    def operands(self, sQ: cute.Tensor, sK: cute.Tensor, group: Int32, thread: Int32) -> Any:
-        """A warpgroup's rows of Q, and K, as a product takes them."""
-        mma = self.mma()
-        part = mma.get_slice(thread)
-        own = cute.local_tile(sQ, (ROWS, self.c.head), (group, 0))
-        return mma.make_fragment_A(part.partition_A(own)), mma.make_fragment_B(part.partition_B(sK))
-
-    def multiply(self, acc: cute.Tensor, left: Any, right: Any, stage: Int32) -> None:
-        """Q K^T of a step."""
-        mma = self.mma()
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for block in range(self.c.head // 16):
-            cute.gemm(mma, acc, left[None, None, block], right[None, None, block, stage], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     def add_heads(
         self, acc: cute.Tensor, shift: cute.Tensor, scale: Float32, sums: cute.Tensor, thread: Int32

@@ -20,8 +20,13 @@ from cudnn_kernels.attention.sparse import PART, SelectionBackwardConfiguration
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEADS = ((64, 64), (128, 128))
-"""Elements of a head, in Q and K and in V."""
+TILES: dict[tuple[int, int], dict[str, Any]] = {
+    (64, 64): {"tile": (128, 64), "stages": 4},
+    (128, 128): {"tile": (128, 64), "stages": 4},
+    (192, 128): {"tile": (128, 64), "stages": 3},
+    (256, 256): {"tile": (64, 64), "stages": 2},
+}
+"""Rows and keys of a step, and buffers, for dq by head sizes."""
 MOST_HEADS = 64
 LEAST_PART, PARTS = 512, 1024
 """Rows of a list that are worth a CTA, and into so many parts the wrapper divides lists where there are enough rows."""
@@ -35,9 +40,10 @@ class SelectionAttentionBackward(Selected):
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
     dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
-    results do not change from call to call. Rows behind the last sequence are left as they are. Hopper (sm_90a) only so
-    far. A call needs a workspace of 8 bytes for every row of every head of q, and 512 (d + dv) / part for every entry
-    of the lists, twice that for blocks of 128, which PyTorch's allocator provides on the stream of the call.
+    results do not change from call to call. Rows behind the last sequence are left as they are. The kernels for
+    Blackwell (sm_100a) have run in the emulator only, as have those for heads of 192 and 256 elements. A call needs a
+    workspace of 8 bytes for every row of every head of q, and 512 (d + dv) / part for every entry of the lists, twice
+    that for blocks of 128, which PyTorch's allocator provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
@@ -59,9 +65,7 @@ class SelectionAttentionBackward(Selected):
     )  # fmt: skip
     returns = ("dq", "dk", "dv")
     most_heads = MOST_HEADS
-    head_sizes = HEADS
-
-    architectures = ("sm_90a",)
+    head_sizes = tuple(TILES)
 
     part: int
 
@@ -97,7 +101,7 @@ class SelectionAttentionBackward(Selected):
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionBackwardConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            part=self.part,
+            part=self.part, **TILES[heads],
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
