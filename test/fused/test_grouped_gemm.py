@@ -654,6 +654,10 @@ def test_the_hadamard_matrix_is_built_in() -> None:
         made = cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=-matrix, **options)
         with pytest.raises(NotImplementedError, match="hadamard tensor: got another matrix"):
             made.check_support()
+    one, other = (cudnn.GroupedGemmGluHadamard(**samples) for _ in range(2))
+    one.compile()
+    other.compile()
+    assert one._unseen is other._unseen  # never freed, since any stream may still write there
 
 
 # What is refused.

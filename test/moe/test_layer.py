@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnn
 from cudnn import moe, registry
+from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import Experts, Rows
 from cudnn.moe.quantizing import quantized, quantized_weights
@@ -530,3 +532,15 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
             MoE(*sizes, activation=activation)
     with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):
         layer.load_gate_up(gate)
+
+
+def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept for some time only: the allocator is told of each stream but the one they were made on."""
+    recorded: list[Any] = []
+    kept = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", record_stream=recorded.append)
+    monkeypatch.setattr(operands, "_pointers", lambda device, *addresses: (kept, 7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(operands.launch, "raw_stream", lambda stream, index: current)
+    for current in (7, 8, 7):  # noqa: B007  read by the functions above
+        assert operands.pointers([torch.ones(2)]) is kept
+    assert recorded == [8]

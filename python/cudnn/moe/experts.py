@@ -115,13 +115,22 @@ def operand(weights: Sequence[Tensor], transposed: bool = False) -> tuple[dict[s
 
 
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
-    """The addresses of tensors, on their device: kept, since a CUDA graph cannot make them."""
-    return _pointers(tensors[0].device, *(tensor.data_ptr() for tensor in tensors))
+    """The addresses of tensors, on their device: kept, since a CUDA graph cannot make them.
+
+    PyTorch's allocator is told where another stream reads them than they were made on, for the day others take their
+    place.
+    """
+    made, stream = _pointers(tensors[0].device, *(tensor.data_ptr() for tensor in tensors))
+    if made.is_cuda and launch.raw_stream(None, made.get_device()) != stream:
+        made.record_stream(torch.cuda.current_stream(made.device))
+    return made
 
 
 @functools.lru_cache(maxsize=1024)
-def _pointers(device: Any, *addresses: int) -> Tensor:
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+def _pointers(device: Any, *addresses: int) -> tuple[Tensor, int]:
+    """They, and the stream that they were made on."""
+    made = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return made, launch.raw_stream(None, made.get_device()) if made.is_cuda else 0
 
 
 def ones(count: int, device: Any) -> Tensor:
@@ -131,7 +140,7 @@ def ones(count: int, device: Any) -> Tensor:
     return _ones(count, device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # never freed: any stream may still read it
 def _ones(count: int, device: Any) -> Tensor:
     made = torch.ones(count, device=device)
     if device.type == "cuda":
