@@ -63,6 +63,8 @@ class Declaration:
     sweeps: ClassVar[bool] = False
     """Whether parts may be narrower than its columns: it measures these in a sweep of their own, with what is before
     it, and then works on one part after the other."""
+    value = "x"
+    """The name of the value that it works on."""
 
     @property
     def step(self) -> int:
@@ -88,7 +90,7 @@ class Declaration:
 
     def width(self, widths: Widths) -> Fraction:
         """The width of its tensors, and of the value it works on, where the values before it have these."""
-        return widths["x"]
+        return widths[self.value]
 
     def makes(self, widths: Widths) -> Widths:
         """The values that it makes, or makes wider or narrower."""
@@ -195,9 +197,6 @@ class Scale(Declaration):
     tensor: str = "alpha"
     value: str = "x"
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
     def slots(self, place: Place) -> tuple[Scalar, ...]:
         return (Scalar(self.tensor, "float32"),)
 
@@ -210,9 +209,6 @@ class MultiplyGroup(Declaration):
     dtype: str = "float32"
     power: int = 1
     value: str = "x"
-
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (replace(vector(self.tensor, self.dtype, place.groups), strides=(None,)),)
@@ -276,9 +272,6 @@ class StoreTile(_Tile):
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (addresses(self.tensor, place.batch),) if self.pointers else super().slots(place)
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
 
 @dataclass(frozen=True)
 class MultiplyColumn(Declaration):
@@ -287,9 +280,6 @@ class MultiplyColumn(Declaration):
     tensor: str = "prob"
     dtype: str = "float32"
     value: str = "x"
-
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch, self.dtype),)
@@ -392,9 +382,6 @@ class Round(Declaration):
     dtype: str
     value: str = "x"
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
 
 @dataclass(frozen=True)
 class Deinterleave(Declaration):
@@ -480,9 +467,6 @@ class Hadamard(Declaration):
     def rows(self) -> int:
         return 16 if self.along == "m" else 1
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
     def makes(self, widths: Widths) -> Widths:
         return {self.result: widths[self.value]}
 
@@ -529,9 +513,6 @@ class Amax(Declaration):
     def step(self) -> int:
         return self.roles * BLOCK if self.roles > 1 else 1
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         shape = (place.groups,) if self.by_expert else (1,) if self.roles == 1 else ()
         shape += (self.roles,) if self.roles > 1 else ()
@@ -567,9 +548,6 @@ class SumRow(Declaration):
     def regions(self, place: Place) -> tuple[Region, ...]:
         return (TileSums(f"{self.tensor} sums", place),) if self.ordered else ()
 
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
-
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch),)
 
@@ -601,9 +579,6 @@ class SumColumn(Declaration):
     dtype: str = "float32"
     value: str = "x"
     halves: bool = False
-
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         size = bits(self.dtype) // 8
@@ -643,9 +618,6 @@ class QuantizeRows(Declaration):
     @property
     def step(self) -> int:
         return self.vector
-
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return quantizer_slots(self, place.rows, f"{place.columns} / {self.vector}", place.batch)
@@ -722,9 +694,6 @@ class StoreColumns(Declaration):
     value: str = "x"
     registers: ClassVar[bool] = True
     rows: ClassVar[int] = 64  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def width(self, widths: Widths) -> Fraction:
-        return widths[self.value]
 
     def slots(self, place: Place) -> tuple[Tensor | Scalar, ...]:
         types = {self.tensor: "uint8", self.scales: "float8_e4m3fn"}

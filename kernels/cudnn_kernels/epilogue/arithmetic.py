@@ -16,57 +16,40 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.pipeline.copy import unwoven
 
 
-class Scale(Operation):
-    """One multiplication for each value."""
+class _Multiply(Operation):
+    """One multiplication for each value, by the factor of its row slot."""
 
     streams = True
-
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
-        multiply(values[self.o.value], self.plan.width, some, self.parameters[0])
-
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value].values
-        x.store(x.load() * self.parameters[0])
-
-
-class MultiplyGroup(Operation):
-    """One factor, loaded before the tile's products."""
-
-    streams = True
-
-    def begin(self, tile: Tile) -> None:
-        (factors,) = self.parameters
-        factor = Float32(factors[tile.expert])
-        self.factor = math.prod([factor] * (self.o.power - 1), start=factor)
-
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value].values
-        x.store(x.load() * self.factor)
-
-    def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
-        multiply(values[self.o.value], self.plan.width, some, self.factor)
-
-
-class MultiplyColumn(Operation):
-    """A thread loads the factors of its rows before the tile's products."""
-
-    streams = True
+    factors: list[Any]
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]
-        for slot, places in indices(x, self.plan.width, some):
+        for slot, places in indices(x, some):
             for i in places:
                 x.values[i] = x.values[i] * self.factors[slot]
+
+
+class Scale(_Multiply):
+    """The same factor for all, which the caller passes."""
+
+    def begin(self, tile: Tile) -> None:
+        self.factors = [self.parameters[0]] * self.plan.layout.slots
+
+
+class MultiplyGroup(_Multiply):
+    """One factor, loaded before the tile's products."""
+
+    def begin(self, tile: Tile) -> None:
+        factor = Float32(self.parameters[0][tile.expert])
+        self.factors = [math.prod([factor] * (self.o.power - 1), start=factor)] * self.plan.layout.slots
+
+
+class MultiplyColumn(_Multiply):
+    """A thread loads the factors of its rows before the tile's products."""
 
     def begin(self, tile: Tile) -> None:
         (factors,) = self.parameters
         self.factors = [load_row(factors, self.row(tile, slot), tile) for slot in range(self.plan.layout.slots)]
-
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x = values[self.o.value]
-        for slot, factor in enumerate(self.factors):
-            for i in x.rows.order(x.width, slot):
-                x.values[i] = x.values[i] * factor
 
 
 class AddRow(Operation):
@@ -131,7 +114,7 @@ class GatedBackward(Operation):
         x, saved = values["x"], values[self.o.saved]
         wide, y, product = self.made.values()
         activation = Activation(self.o.gate, self.parameters)
-        of_saved, of_x = (indices(each, self.plan.width, some) for each in (saved, x))
+        of_saved, of_x = (indices(each, some) for each in (saved, x))
         for (_, both), (_, mine) in zip(of_saved, of_x, strict=True):
             first, second = both[: len(mine)], both[len(mine) :]
             gates, others = (first, second) if self.o.gate_first else (second, first)
@@ -250,13 +233,6 @@ class SquaredReluBackward(Operation):
         values["prob_gradient"] = Fragment(gradient, self.width, self.plan.layout)
         if self.o.of_saved:
             values["activation"] = values.pop(self.o.gradient)
-
-
-def multiply(x: Fragment, width: int, some: Some, factor: Any) -> None:
-    """Some values times a factor."""
-    for _, places in indices(x, width, some):
-        for i in places:
-            x.values[i] = x.values[i] * factor
 
 
 def relu(x: Float32) -> Float32:

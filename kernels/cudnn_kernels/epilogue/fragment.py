@@ -71,19 +71,23 @@ class Fragment:
         return [self.values[i] for i in self.rows.order(self.width, slot)]
 
 
-Some = Sequence[tuple[int, Sequence[int]]]
-"""Some of a thread's values: row slots, and positions in the order of the accumulator's columns."""
+@dataclass(frozen=True)
+class Some:
+    """Some of a thread's values: row slots, and positions in the order of ``width`` columns."""
+
+    width: int
+    places: Sequence[tuple[int, Sequence[int]]]
 
 
-def indices(x: Fragment, width: int, some: Some) -> Iterator[tuple[int, list[int]]]:
-    """By row slot, the indices of some values, where the accumulator's fragment has ``width`` columns.
+def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
+    """By row slot, the indices of some values.
 
-    Where x is twice as wide, two blocks of 32 columns stand for each of the accumulator's.
+    Where x is twice as wide as these are of, two blocks of 32 columns stand for each.
     """
     block = BLOCK // x.rows.neighbours  # values of a row in 32 columns
-    for slot, positions in some:
+    for slot, positions in some.places:
         order = x.rows.order(x.width, slot)
-        if x.width == width:
+        if x.width == some.width:
             yield slot, [order[p] for p in positions]
         else:
             first = [p // block * 2 * block + p % block for p in positions]

@@ -107,7 +107,12 @@ class Operation:
         """Before a part's buffers are free: asks for what takes long to come."""
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        """One part of the tile."""
+        """One part of the tile: all of its values, as others stream."""
+        layout = self.plan.layout
+        whole = range(self.width // layout.neighbours)
+        self.start(tile, part, values)
+        self.step(tile, values, Some(self.width, [(slot, whole) for slot in range(layout.slots)]))
+        self.finish(tile, part)
 
     def measure(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         """One part in a sweep before, for what does not just observe."""
@@ -259,9 +264,9 @@ class Epilogue:
         before = dict(values)
         for slot in range(layout.slots):
             for first in range(0, count, layout.few):
-                now = dict(before)
+                now, some = dict(before), Some(self.plan.width, [(slot, range(first, first + layout.few))])
                 for operation in operations:
-                    operation.step(tile, now, [(slot, range(first, first + layout.few))])
+                    operation.step(tile, now, some)
                 values |= now
         for operation in operations:
             operation.finish(tile, part)

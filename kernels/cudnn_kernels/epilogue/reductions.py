@@ -35,7 +35,7 @@ class Amax(Operation):
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x, role = values[self.o.value], self.role_of(values[self.o.value])
-        for _, places in indices(x, self.plan.width, some):
+        for _, places in indices(x, some):
             for mine, largest in enumerate(self.largest):
                 few = [cute.math.absf(x.values[i]) for i in places if role[i] == mine]
                 accumulate_few(largest, few, maximum)
@@ -69,7 +69,7 @@ class SumRow(Operation):
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]
-        for slot, places in indices(x, self.plan.width, some):
+        for slot, places in indices(x, some):
             accumulate_few(self.sums[slot], [x.values[i] for i in places], operator.add)
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:

@@ -156,7 +156,7 @@ class StoreTile(_StagedTile):
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]
-        for _, places in indices(x, self.plan.width, some):
+        for _, places in indices(x, some):
             for left, right in zip(places[::2], places[1::2], strict=True):  # neighbours, rounded by one instruction
                 pair = cute.make_rmem_tensor(2, Float32)
                 pair[0], pair[1] = x.values[left], x.values[right]
@@ -248,14 +248,9 @@ class LoadTile(_StagedTile):
 
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]
-        for _, places in indices(x, self.plan.width, some if self.element.width > 8 else ()):
+        for _, places in indices(x, some if self.element.width > 8 else Some(x.width, ())):
             for i in places:
                 x.values[i] = Float32(self.loaded[i])
-
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        wide = self.plan.fragment(Float32, self.width)
-        wide.store(self.load(tile, part).load().to(Float32))
-        values[self.o.value] = Fragment(wide, self.width, self.plan.layout)
 
     def load(self, tile: Tile, part: int) -> cute.Tensor:
         """A part of the tensor in registers."""

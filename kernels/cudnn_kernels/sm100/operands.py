@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +35,36 @@ class Place:
     k: Int32
 
 
-class TileOperand(ABC):
-    """One argument of the kernel that the copy engine brings to shared memory.
+@dataclass(frozen=True)
+class Makers:
+    """What the DSL has for A, or for B, and for its factors."""
 
-    ``mma`` says how the CTAs of a pair share it, ``shared_along`` which CTAs of a cluster need the same tile: those of
-    a row, or of a column.
+    layouts: tuple[Callable[..., Any], Callable[..., Any]]
+    atoms: tuple[Callable[..., Any], Callable[..., Any]]
+    descriptor: Callable[..., Any]
+
+
+MAKERS = (
+    Makers(
+        (sm100.make_smem_layout_a, blockscaled.make_smem_layout_sfa),
+        (sm100.cluster_shape_to_tma_atom_A, sm100.cluster_shape_to_tma_atom_A), cute.nvgpu.make_tiled_tma_atom_A,
+    ),
+    Makers(
+        (sm100.make_smem_layout_b, blockscaled.make_smem_layout_sfb),
+        (sm100.cluster_shape_to_tma_atom_B, sm100.cluster_shape_to_tma_atom_SFB), cute.nvgpu.make_tiled_tma_atom_B,
+    ),
+)  # fmt: skip
+
+
+class TileOperand(ABC):
+    """One argument of the kernel that the copy engine brings to shared memory: of the side 0, A, or 1, B.
+
+    ``mma`` says how the CTAs of a pair share it.
     """
 
-    name: str
-    shared_along: int
-    compact = False  # whether the tensor repeats elements, with stride 0, which are copied once
-
-    def __init__(self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, clips: bool = False) -> None:
-        self.c, self.element, self.mma, self.clips = c, element, mma, clips
+    def __init__(self, c: GemmConfiguration, side: int, element: Any, mma: cute.TiledMma, clips: bool) -> None:
+        self.c, self.side, self.element, self.mma, self.clips = c, side, element, mma, clips
+        self.operand, self.makers, self.name = (c.a, c.b)[side], MAKERS[side], "ab"[side]
 
     @abstractmethod
     def layout(self, stages: int) -> Any:
@@ -57,10 +75,6 @@ class TileOperand(ABC):
         """The copy engine's atom and view of the operand."""
 
     @abstractmethod
-    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
-        """What this CTA needs of a tile; ``part`` is its share of ``mma``."""
-
-    @abstractmethod
     def bits(self) -> int:
         """Of a tile in one CTA."""
 
@@ -68,27 +82,13 @@ class TileOperand(ABC):
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
         """The argument as the tensor cores know it, or any at an address; ``arguments`` has the operands before it."""
 
+    @abstractmethod
     def tiler(self) -> tuple[Any, ...]:
         """The tile (m, n, k), as modes of the view."""
-        return self.c.tile
 
+    @abstractmethod
     def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
         """A tile of the copy engine's view, of the last index ``last``."""
-        depth, k = self.c.tile[2], place.k
-        if self.clips:
-            k, last = clipped(k, place.work.k_end, depth, granule(self.element, self.operand.major == "k"))
-        moved = cute.domain_offset((place.start[self.side], k, 0), tensor)
-        return cute.local_tile(moved, (self.tiler()[self.side], depth), (0, 0, last))
-
-    @property
-    def operand(self) -> Any:
-        """A or B, as declared."""
-        return (self.c.a, self.c.b)[self.side]
-
-    @property
-    def side(self) -> int:
-        """0 for A, 1 for B."""
-        return 0 if self.shared_along == ROW else 1
 
     def cluster(self) -> cute.Layout:
         """The CTAs of a cluster, by pair, row, column."""
@@ -113,22 +113,25 @@ class TileOperand(ABC):
         self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor, Any]:
         """This CTA's share of the ring and of a tile, and the CTAs of the cluster that get it."""
-        cluster = self.cluster()
+        cluster, along = self.cluster(), COLUMN if self.side else ROW
         place = cluster.get_flat_coord(rank)
+        part = self.mma.get_slice(place[0])
+        share = part.partition_B(tile) if self.side else part.partition_A(tile)
         target, source = cpasync.tma_partition(
             atom,
-            place[self.shared_along],
-            cute.make_layout(cluster.shape[self.shared_along]),
+            place[along],
+            cute.make_layout(cluster.shape[along]),
             cute.group_modes(ring, 0, 3),
-            cute.group_modes(self.share(self.mma.get_slice(place[0]), tile), 0, 3),
+            cute.group_modes(share, 0, 3),
         )
-        if self.compact:
-            target, source = cute.filter_zeros(target), cute.filter_zeros(source)
-        return target, source, cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=self.shared_along)
+        return target, source, cpasync.create_tma_multicast_mask(cluster, place, mcast_mode=along)
 
 
-class _Values(TileOperand):
-    """Elements. The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate."""
+class Values(TileOperand):
+    """Elements, of which a pair's CTAs have half of A's rows each, and half of B's.
+
+    The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate.
+    """
 
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
         if tensor is None:
@@ -138,66 +141,35 @@ class _Values(TileOperand):
             tensor = matrices(element, arguments["n"], k, self.operand.major == "k", arguments["b_ptrs"])
         if self.clips:
             tensor = ending(tensor, 1)
-        return cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
-
-    def rounded(self) -> Any:
-        return TFloat32 if self.element == Float32 else None
-
-
-class OperandA(_Values):
-    """A tile of A; a pair's CTAs have half of its rows each."""
-
-    name, shared_along = "a", ROW
-
-    def layout(self, stages: int) -> Any:
-        return sm100.make_smem_layout_a(self.mma, self.c.tile, self.element, stages)
-
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.mma.thr_id)
-        shape = self.cluster().shape
-        return cute.nvgpu.make_tiled_tma_atom_A(
-            op, tensor, self.one(), self.c.tile, self.mma, shape, internal_type=self.rounded()
-        )
-
-    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
-        return part.partition_A(tile)
-
-    def bits(self) -> int:
-        return ROWS * self.c.tile[2] * self.element.width
-
-
-class OperandB(_Values):
-    """A tile of B; a pair's CTAs have half of it each."""
-
-    name, shared_along = "b", COLUMN
-
-    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
-        viewed = super().view(tensor, arguments)
-        return woven(viewed, self.c.block) if self.c.halves else viewed
+        tensor = cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
+        return woven(tensor, self.c.block) if self.side and self.c.halves else tensor
 
     def tiler(self) -> tuple[Any, ...]:
         m, n, k = self.c.tile
-        return (m, woven_rows(n, self.c.block) if self.c.halves else n, k)
+        return (m, woven_rows(n, self.c.block) if self.side and self.c.halves else n, k)
+
+    def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
+        depth, k = self.c.tile[2], place.k
+        if self.clips:
+            k, last = clipped(k, place.work.k_end, depth, granule(self.element, self.operand.major == "k"))
+        moved = cute.domain_offset((place.start[self.side], k, 0), tensor)
+        return cute.local_tile(moved, (self.tiler()[self.side], depth), (0, 0, last))
 
     def layout(self, stages: int) -> Any:
-        return sm100.make_smem_layout_b(self.mma, self.c.tile, self.element, stages)
+        return self.makers.layouts[0](self.mma, self.c.tile, self.element, stages)
 
     def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = sm100.cluster_shape_to_tma_atom_B(self.c.cluster, self.mma.thr_id)
+        op = self.makers.atoms[0](self.c.cluster, self.mma.thr_id)
+        kind = TFloat32 if self.element == Float32 else None
         shape = self.cluster().shape
-        return cute.nvgpu.make_tiled_tma_atom_B(
-            op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=self.rounded()
-        )
-
-    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
-        return part.partition_B(tile)
+        return self.makers.descriptor(op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=kind)
 
     def bits(self) -> int:
         m, n, k = self.c.tile
-        return n * k * self.element.width // (m // ROWS)
+        return (n // (m // ROWS) if self.side else ROWS) * k * self.element.width
 
 
-class _Factors(TileOperand):
+class ScaleFactors(TileOperand):
     """Scale factors, in atoms of 128 x 4; the view repeats each of them ``vector`` times, with stride 0.
 
     The ring is that of the operation, the CTAs of ``mma`` are those that share: of B's factors, each CTA of a pair
@@ -206,32 +178,38 @@ class _Factors(TileOperand):
     on their own.
     """
 
-    compact = True
-
     def __init__(
-        self, c: GemmConfiguration, element: Any, mma: cute.TiledMma, operation: cute.TiledMma, clips: bool = False
+        self, c: GemmConfiguration, side: int, mma: cute.TiledMma, operation: cute.TiledMma, clips: bool
     ) -> None:
-        super().__init__(c, element, mma, clips)
-        self.operation = operation
+        assert c.tensor_core_scale is not None
+        super().__init__(c, side, DTYPES[c.tensor_core_scale.dtype], mma, clips)
+        self.name, self.operation, self.vector = f"sf{self.name}", operation, c.tensor_core_scale.vector
         self.atom = 4 * self.vector  # values along k whose factors are in an atom
         self.atoms = c.tile[2] // self.atom  # of a k tile and 128 rows
 
     def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
         if self.clips:  # of 128 rows, as by ``ending``: the last index is the number of the atom where a k tile ends
+            assert tensor is not None
             steps, end = far(1)
             shape = (((32, 4), 1), ((self.vector, 4), end), (tensor.shape[0] // ATOM + 1, steps + 1))
             stride = (((16, 4), 0), ((0, 1), ATOM), (ATOM, (1 << 64) // steps - ATOM))
             return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        rows, k, batch = arguments[self.name.removeprefix("sf")].shape
+        rows, k, batch = arguments["ab"[self.side]].shape
         shape = (cute.size(rows), k, batch)
         if tensor is None:
             layout = blockscaled.tile_atom_to_shape_SF((*shape[:2], 1), self.vector)
-            pointers = arguments[f"{self.name}_ptrs"]
-            return everywhere(self.element, layout.shape[:2], layout.stride[:2], pointers)
-        return cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
+            viewed = everywhere(self.element, layout.shape[:2], layout.stride[:2], arguments[f"{self.name}_ptrs"])
+        else:
+            viewed = cute.make_tensor(tensor.iterator, blockscaled.tile_atom_to_shape_SF(shape, self.vector))
+        if not (self.side and self.c.halves):
+            return viewed
+        (rows, atoms), (inner, apart) = viewed.shape[0], viewed.stride[0]  # atoms of both halves in turn
+        shape = ((rows, (2, atoms // 2)), *viewed.shape[1:])
+        stride = ((inner, (atoms // 2 * apart, apart)), *viewed.stride[1:])
+        return cute.make_tensor(viewed.iterator, cute.make_layout(shape, stride=stride))
 
-    def allocate(self, smem: Any, stages: int) -> cute.Tensor:
-        return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
+    def tiler(self) -> tuple[Any, ...]:
+        return (ROWS if self.side or self.clips else self.c.tile[0], *self.c.tile[1:])
 
     def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
         extent, depth = self.c.tile[self.side], self.c.tile[2]
@@ -245,75 +223,35 @@ class _Factors(TileOperand):
         moved = cute.domain_offset((0, ((0, 0), first), 0), tensor)
         return cute.local_tile(moved, (ROWS, depth), (0, 0, (last, steps)))
 
-    @property
-    def vector(self) -> int:
-        assert self.c.tensor_core_scale is not None
-        return self.c.tensor_core_scale.vector
-
-
-class FactorsA(_Factors):
-    """A's factors, of a CTA's rows."""
-
-    name, shared_along = "sfa", ROW
-
     def layout(self, stages: int) -> Any:
-        return blockscaled.make_smem_layout_sfa(self.operation, self.c.tile, self.vector, stages)
+        return self.makers.layouts[1](self.operation, self.c.tile, self.vector, stages)
+
+    def allocate(self, smem: Any, stages: int) -> cute.Tensor:
+        return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
+
+    def partition(
+        self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, rank: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor, Any]:
+        target, source, mask = super().partition(atom, tile, ring, rank)
+        return cute.filter_zeros(target), cute.filter_zeros(source), mask  # repeated elements are copied once
 
     def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = sm100.cluster_shape_to_tma_atom_A(self.c.cluster, self.operation.thr_id)
-        tile, shape = (ROWS if self.clips else self.c.tile[0], *self.c.tile[1:]), self.cluster().shape
-        return cute.nvgpu.make_tiled_tma_atom_A(
-            op, tensor, self.one(), tile, self.mma, shape, internal_type=cutlass.Int16
+        op = self.makers.atoms[1](self.c.cluster, self.operation.thr_id)
+        shape = self.cluster().shape
+        return self.makers.descriptor(
+            op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=cutlass.Int16
         )
 
-    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
-        return part.partition_A(tile)
-
     def bits(self) -> int:
-        return ROWS * self.c.tile[2] // self.vector * 8
-
-
-class FactorsB(_Factors):
-    """B's factors, of a tile's columns."""
-
-    name, shared_along = "sfb", COLUMN
-
-    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
-        viewed = super().view(tensor, arguments)
-        if not self.c.halves:
-            return viewed
-        (rows, atoms), (inner, far) = viewed.shape[0], viewed.stride[0]  # atoms of both halves in turn
-        shape = ((rows, (2, atoms // 2)), *viewed.shape[1:])
-        stride = ((inner, (atoms // 2 * far, far)), *viewed.stride[1:])
-        return cute.make_tensor(viewed.iterator, cute.make_layout(shape, stride=stride))
-
-    def layout(self, stages: int) -> Any:
-        return blockscaled.make_smem_layout_sfb(self.operation, self.c.tile, self.vector, stages)
-
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = sm100.cluster_shape_to_tma_atom_SFB(self.c.cluster, self.operation.thr_id)
-        tile, shape = (ROWS, *self.c.tile[1:]), self.cluster().shape
-        return cute.nvgpu.make_tiled_tma_atom_B(
-            op, tensor, self.one(), tile, self.mma, shape, internal_type=cutlass.Int16
-        )
-
-    def share(self, part: Any, tile: cute.Tensor) -> cute.Tensor:
-        return part.partition_B(tile)
-
-    def bits(self) -> int:
-        return self.c.tile[1] * self.c.tile[2] // self.vector * 8
+        return (self.c.tile[1] if self.side else ROWS) * self.c.tile[2] // self.vector * 8
 
 
 def tile_operands(
     c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma, clips_k: bool = False
 ) -> list[TileOperand]:
     """All operands. ``mma`` is the operation, ``whole`` that of one CTA; ``clips_k``: k tiles end where experts do."""
-    found: list[TileOperand] = [
-        OperandA(c, DTYPES[c.a.dtype], mma, clips_k),
-        OperandB(c, DTYPES[c.b.dtype], mma, clips_k),
-    ]
+    found: list[TileOperand] = [Values(c, side, DTYPES[x.dtype], mma, clips_k) for side, x in enumerate((c.a, c.b))]
     if c.tensor_core_scale:
-        element = DTYPES[c.tensor_core_scale.dtype]
-        found.append(FactorsA(c, element, whole if clips_k else mma, mma, clips_k))
-        found.append(FactorsB(c, element, whole, mma, clips_k))
+        found.append(ScaleFactors(c, 0, whole if clips_k else mma, mma, clips_k))
+        found.append(ScaleFactors(c, 1, whole, mma, clips_k))
     return found
