@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "factors in another order", f"{KERNELS}/epilogue/quantize.py",
-        "place = (row % 32, row // 32 % 4, row", "place = (row // 4 % 32, row % 4, row",
+        "place = (row & 31, row >> 5 & 3, row", "place = (row >> 2 & 31, row & 3, row",
         _test(f"{_EPILOGUE}test_factors_have_the_128_by_4_layout"),
     ),
     Fault(
