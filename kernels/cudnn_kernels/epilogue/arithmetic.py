@@ -35,8 +35,12 @@ class Scale(_Multiply):
     def begin(self, tile: Tile) -> None:
         self.factors = [self.parameters[0]] * self.plan.layout.slots
 
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        x = values[self.o.value].values
+        x.store(x.load() * self.factors[0])  # two by one instruction, on Blackwell
 
-class MultiplyGroup(_Multiply):
+
+class MultiplyGroup(Scale):
     """One factor, loaded before the tile's products."""
 
     def begin(self, tile: Tile) -> None:

@@ -252,6 +252,11 @@ class LoadTile(_StagedTile):
             for i in places:
                 x.values[i] = Float32(self.loaded[i])
 
+    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
+        wide = self.plan.fragment(Float32, self.width)
+        wide.store(self.load(tile, part).load().to(Float32))
+        values[self.o.value] = Fragment(wide, self.width, self.plan.layout)
+
     def load(self, tile: Tile, part: int) -> cute.Tensor:
         """A part of the tensor in registers."""
         turn, stage = divmod(part, self.plan.stages)
