@@ -556,3 +556,11 @@ def test_random_problems(arch: str, share: int, data: Any) -> None:
     types = data.draw(st.sampled_from(TYPES[arch]))
     tile, cluster = data.draw(st.sampled_from(list(shapes(arch, types))))
     check(arch, types, **problem(data.draw(st.randoms(use_true_random=False)), arch, types, tile, cluster))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ARCHES)
+@settings(max_examples=6, suppress_health_check=list(HealthCheck), database=None)
+@given(counts=st.lists(st.integers(0, 260) | st.just(0), min_size=1, max_size=40))
+def test_random_experts(arch: str, counts: list[int]) -> None:
+    check_rows(arch, PLAIN[0], [min(end, 1336) for end in itertools.accumulate(counts)])
