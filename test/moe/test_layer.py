@@ -334,14 +334,18 @@ def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatc
     assert alive == [0, 0]
 
 
-def test_rows_are_copied_in_order_on_hopper_alone() -> None:
-    """For gradients, and not where products have few columns."""
+def test_rows_are_copied_in_order_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where experts have few rows and, for gradients, where products have many columns."""
     x, token = torch.randn(4, 8), torch.tensor([3, 0, 0])  # the last row is nobody's
     rows = Rows(torch.tensor([2]), token, torch.tensor([[1], [-1], [-1], [0]], dtype=torch.int32))
     for arch, copied in (("sm_90a", True), ("sm_100a", False)):
         with cudnn.emulation(arch, races=True):
-            found, index = rows.read(x, 1024)
-            assert rows.read(x, 512)[0] is x
+            found, index = rows.read(x)
+            assert rows.by_number(x, 512) != copied
+            with monkeypatch.context() as many:
+                many.setattr(operands, "MANY", 3)
+                assert rows.read(x)[0] is rows.read(x, 512)[0] is x
+                assert rows.by_number(x, 1024) != copied
         assert torch.equal(found[:2], x[[3, 0]]) if copied else found is x
         assert (index is None) == copied
 

@@ -61,12 +61,12 @@ def forward(
     if e.fp8:
         tensors |= _narrow_rows(*quantized(x, rows.of_choice, rows.count))
     else:
-        tensors["a"], tensors["a_index"] = x, rows.token
+        tensors["a"], tensors["a_index"] = rows.read(x)
     if gated:
         execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
     else:
         execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
-    del tensors  # and copies in e4m3, whose memory the result of the next product takes
+    del tensors  # and the tokens' copies, whose memory the result of the next product takes
     made = x.new_empty(rows.count, columns)
     tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}
     if e.fp8:
