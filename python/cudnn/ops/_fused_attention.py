@@ -20,7 +20,9 @@ FASTER = {
     "sm_90a": frozenset(
         {
             (*heads, causal, gradients)
-            for heads in ((192, 128), (256, 256)) for causal in (False, True) for gradients in (False, True)
+            for heads in ((192, 128), (256, 256))
+            for causal in (False, True)
+            for gradients in (False, True)
         }
         | {(128, 128, True, False), (128, 128, True, True)}
     )
