@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,24 +15,40 @@ from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration  # noqa: E402
 from emulator.mutation import holds_registers, mutants  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
-from kernels.test_attention import Problem  # noqa: E402
+from kernels.test_attention import BLACKWELL, Problem  # noqa: E402
 
 STEPS = BackwardConfiguration("bfloat16", 64, 64, (64, 128))
+AHEAD = BackwardConfiguration("bfloat16", 128, 128, (16, 128))
+PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release; not deterministic ones, whose CTAs ask
     # again and again whether it is their turn: a missing arrival would never end
+    "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head=64, head_v=64), Problem(((130, 1152),), right=0)),
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
+    "backward, ahead": ("sm_90a", AHEAD, Problem(((80, 128),))),
+    "pairs": ("sm_90a", PAIRS, Problem(((320, 64),))),
 }
+ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 ENTRY = "_sm"
 """In the kernels' names, and in none of what comes before and after the backward pass."""
 WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
 LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 FENCE = "no register of these products was written since the fence of the ones before"
+STEP = {
+    WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),
+    COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"), "bar.warp.sync": (2, LANES),
+    "wgmma.fence.sync.aligned": (3, FENCE),
+}  # fmt: skip
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
-    "backward": {
-        WAIT: (1, "a buffer of dO: that of Q is given back later and waited for earlier"),
-        COMMIT: (1, "dV: it joins the group of dQ, which is waited for next"), "wgmma.fence.sync.aligned": (3, FENCE),
-        "bar.warp.sync": (2, LANES), "bar.sync": (1, "neither K nor V is used any more at the barrier before the last"),
+    "forward, Blackwell": {
+        WAIT: (2, "the first pieces that are fetched: nobody has filled their buffers"), "bar.warp.sync": (1, LANES),
+        "bar.sync": (1, "all have met since they read O"),
+    },
+    "backward": STEP,
+    "backward, ahead": STEP | {"wgmma.fence.sync.aligned": (4, FENCE)},
+    "pairs": {
+        COMMIT: (2, "dQ of a CTA's own keys, and dK: each joins the next group, and only dV is waited for before them"),
+        "wgmma.fence.sync.aligned": (6, FENCE),
     },
 }  # fmt: skip
 
@@ -64,8 +81,7 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
 @pytest.mark.timeout(3600)
 def test_each_synchronisation_is_missed(name: str) -> None:
     """Barriers, fences, arrivals, commits and waits, dropped one at a time."""
-    attempts = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
-    results = mutants(launcher(*CASES[name]), attempts, entry=ENTRY)
+    results = mutants(launcher(*CASES[name]), ATTEMPTS, entry=ENTRY)
     assert len(results) > 20
     survivors = Counter(mutant.text for mutant in results if mutant.outcome == "survived")
     equivalent = EQUIVALENT.get(name, {})
