@@ -128,11 +128,14 @@ class diagonal_alignment(Enumeration):  # noqa: N801
 
 
 class attention_implementation(Enumeration):  # noqa: N801
-    """One operation of cuDNN (``UNIFIED``), a pattern of smaller ones (``COMPOSITE``), or either (``AUTO``)."""
+    """One operation of cuDNN (``UNIFIED``), a pattern of smaller ones (``COMPOSITE``), the kernels of ``cudnn.sdpa``
+    (``FUSED``), or what fits (``AUTO``).
+    """
 
     AUTO = 0
     COMPOSITE = 1
     UNIFIED = 2
+    FUSED = 3
 
 
 class reshape_mode(Enumeration):  # noqa: N801

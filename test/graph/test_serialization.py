@@ -266,7 +266,7 @@ def test_what_the_reference_ran_is_built_where_there_is_a_gpu(
     with caplog.at_level(logging.INFO, "cudnn"):
         restored(data)
     assert modes == MODES
-    assert "serialised on the reference executor" in caplog.text
+    assert "serialised without a plan of cuDNN" in caplog.text
 
 
 def test_half_precision_round_trip() -> None:

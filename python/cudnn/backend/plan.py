@@ -118,6 +118,7 @@ class ExecutionPlan:
     CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 3 us a call, and 0.8 ms were seen to make one
     CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream, or after others took its place
     MAX_GRAPHS = 256  # of all plans, per handle, which only the thread that uses it makes and drops; 128 KiB were seen
+    is_rebuilt = False  # where a graph that was serialised is restored
 
     def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
         self.descriptor = descriptor
@@ -411,6 +412,14 @@ class ExecutionPlan:
         self._by_handle.clear()
 
 
+class _Offered(NamedTuple):
+    """A configuration that is not cuDNN's, what builds its plan, and whether it stands for all."""
+
+    config: EngineConfig
+    build: Callable[[], ExecutionPlan]
+    alone: bool
+
+
 class PlanList:
     """The engine configurations of a graph, best first, and the plans built of them.
 
@@ -442,10 +451,18 @@ class PlanList:
         self._sm_count = sm_count
         self._kernel_cache = kernel_cache
         self._bars: list[Callable[[EngineConfig], str]] = []
+        self._offered: _Offered | None = None
         self.failures: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.configs)
+
+    def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
+        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place.
+
+        ``build`` makes its plan, or raises :class:`CudnnError`.
+        """
+        self._offered = _Offered(config, build, alone)
 
     def add(self, modes: Iterable[heur_mode]) -> None:
         """Appends the configurations that these heuristic modes give.
@@ -454,8 +471,13 @@ class PlanList:
             cudnnGraphNotSupportedError: there is none.
         """
         reasons: list[str] = []
+        offered = self._offered
+        if offered is not None and not self.configs:
+            self.configs.append(offered.config)
         for mode in modes:
             self.modes.append(mode)
+            if offered is not None and offered.alone:
+                continue
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
@@ -587,9 +609,13 @@ class PlanList:
     def _build(self, index: int) -> None:
         if index in self.plans:
             return
+        config = self.configs[index]
         try:
+            if self._offered is not None and config is self._offered.config:
+                self.plans[index] = self._offered.build()
+                return
             self.plans[index] = ExecutionPlan.build(
-                self.configs[index], kernel_cache=self._kernel_cache, device_properties=self._device_properties
+                config, kernel_cache=self._kernel_cache, device_properties=self._device_properties
             )
         except CudnnError as error:
             self.failures[index] = str(error)

@@ -11,25 +11,11 @@ from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
 from cudnn.ops._registration import custom_op
-from cudnn.sdpa import SdpaBackward, SdpaForward
+from cudnn.sdpa import SdpaBackward, SdpaForward, choice
 from cudnn.sdpa.base import called
 
 NAMES = "q", "k", "v"
 Maybe = torch.Tensor | None
-FASTER = {
-    "sm_90a": frozenset(
-        {
-            (*heads, causal, gradients)
-            for heads in ((192, 128), (256, 256))
-            for causal in (False, True)
-            for gradients in (False, True)
-        }
-        | {(128, 128, True, False), (128, 128, True, True)}
-    )
-}
-"""Where docs/performance.md has these kernels faster than cuDNN's: d, dv, whether causal, whether with gradients."""
-_LARGE = 4096 * 32, 4096
-"""Rows of all heads, and keys: what the measurements had at least."""
 
 
 def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -38,38 +24,24 @@ def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def obstacle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[bool, int, int, int], others: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, others: bool
 ) -> str:  # fmt: skip
     """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
-    is_causal, alignment, left, right = bounds
-    with_gradients = has_gradients(q, k, v)
-    sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
     if others:
         return "a mask, lengths, sinks or dropout: it has bounds alone"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return f"{q.ndim} dimensions: it takes (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}: it takes torch.float16 and torch.bfloat16"
-    if (q.shape[-1], v.shape[-1]) not in sizes:
-        has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"
-        return f"head sizes {(q.shape[-1], v.shape[-1])}: it has {has}"
-    bounded = is_causal or right == 0
-    if right > 0 or (left != -1 and (left < 1 or not bounded)):
-        return f"left_bound={left}, right_bound={right}: it has the right bound 0, and then left ones from 1 up"
-    if bounded and alignment == 0 and q.shape[2] != k.shape[2]:
-        return f"{q.shape[2]} rows and {k.shape[2]} keys from the top left: with bounds it has diagonal_alignment=1"
-    return ""
+    return choice.obstacle(q.shape[2], k.shape[2], (q.shape[-1], v.shape[-1]), bounds, has_gradients(q, k, v))
 
 
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
     """Whether docs/performance.md has the kernels faster than cuDNN, on this chip and at such sizes."""
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
-    rows, keys = q.shape[0] * q.shape[1] * q.shape[2], k.shape[2]
-    if rows < _LARGE[0] or keys < _LARGE[1]:
-        return False
-    measured = FASTER.get(launch.device_architecture(q.device.index), ())
-    return (q.shape[-1], v.shape[-1], causal, has_gradients(q, k, v)) in measured
+    arch, rows = launch.device_architecture(q.device.index), q.shape[0] * q.shape[1] * q.shape[2]
+    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, has_gradients(q, k, v))
 
 
 def attend(
@@ -81,12 +53,6 @@ def attend(
     if q.shape[2] == 1 and 0 < left < k.shape[2]:  # one row sees the last keys, for which the kernels have no window
         k, v, left = k[:, :, -left:], v[:, :, -left:], -1
     return fused_sdpa(q, k, v, scale, is_causal or right == 0, left)
-
-
-def _options(causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
-    """Of both classes. One row sees all keys up to the last one, so it needs no diagonal."""
-    window = left - 1 if 0 < left < keys else -1
-    return {"is_causal": causal and rows > 1, "window_size": (window, -1), "scale_softmax": scale}
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +78,7 @@ def fused_sdpa(
     if not q.numel() or not k.numel():
         return o.zero_(), lse.fill_(-torch.inf)
     tensors = (*map(_readable, (q, k, v)), o, lse, None, None)
-    options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
     if q.is_cuda:
         say("scaled_dot_product_attention", "the kernels of cudnn.sdpa compute it")
     called(SdpaForward, tensors, options)
@@ -134,7 +100,7 @@ def fused_sdpa_bwd(
     if not q.numel() or not k.numel():
         return tuple(x.zero_() for x in gradients)  # pyright: ignore[reportReturnType]
     tensors = (*map(_readable, (q, k, v, o, do)), lse, *gradients, None, None)
-    options = _options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
+    options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
     called(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
     return gradients  # pyright: ignore[reportReturnType]
 
@@ -164,7 +130,7 @@ fused_sdpa.register_autograd(_backward, setup_context=_setup)
 
 
 def _bounds_of_d256(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[bool, int, int, int], lengths: tuple[Maybe, ...]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, lengths: tuple[Maybe, ...]
 ) -> None:
     """Raises for what the operators of head size 256 do not take."""
     check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})

@@ -237,10 +237,24 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         for engines in known_faults.faulty_engines(self.nodes, library.version()):
             _log.info("graph %r: %s left out: they compute it wrongly", self.name, engines)
             plans.bar(engines.obstacle)
+        self._offer_our_kernels(plans, lowering.bindings)
         self._program = CudnnProgram(
             plans, lowering.bindings, self._all_tensors(), self._device(), self._override_shape, self._pools(), before,
             self._any_address(),
         )  # fmt: skip
+
+    def _offer_our_kernels(self, plans: PlanList, bindings: Bindings) -> None:
+        """Puts our kernels before cuDNN's engines where they are faster, or in their place where the graph asks."""
+        if not any(hasattr(node, "implementation") for node in self.nodes):
+            return
+        from cudnn.pygraph import fused_engine
+
+        number = self.context.sm_version
+        capability = divmod(number, 10) if number else device_capability(self._device())
+        restrictions = self._backend, self._device_property, self._sm_count, self._dynamic_shape, self._override_shape
+        config = fused_engine.chosen(self.nodes, bindings, capability, offered=not any(restrictions))
+        if config is not None:
+            plans.offer(config, config.build, alone=config.asked)
 
     def _any_address(self) -> Callable[[int], pygraph] | None:
         """What builds this graph for data at any address; None where data at others than promised are refused."""
@@ -724,6 +738,8 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         program = self._program
         cudnn = program if isinstance(program, CudnnProgram) else None
         planned = program is not None and program.plan is not None
+        if cudnn is not None and planned and cudnn.plan is not None and cudnn.plan.is_rebuilt:
+            cudnn = None
         return serialization.dump(self._description(), cudnn, planned)
 
     def deserialize(self, *arguments: Any) -> None:
@@ -748,7 +764,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             self._program.plan = "reference"
             return
         if not restored.plan:
-            _log.info("graph %r was serialised on the reference executor: cuDNN builds a plan for it here", self.name)
+            _log.info("graph %r was serialised without a plan of cuDNN: one is built here", self.name)
             return self.build(_DEFAULT_MODES)
         handle = default_handle(self._device()) if self._handle is None else self._handle
         before = [Before(node, _restored(text, handle), *places) for node, text, *places in restored.before]

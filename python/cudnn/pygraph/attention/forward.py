@@ -81,6 +81,10 @@ class AttentionForward(Attention):
             support.refuse_unified(self, support.unified_obstacle(self, version))
         elif self.implementation == COMPOSITE:
             support.refuse_composite(self)
+        elif self.implementation == attention_implementation.FUSED:
+            from cudnn.pygraph import fused_engine  # which loads PyTorch
+
+            fused_engine.refuse(self)
 
     def check_types(self) -> None:
         """Refuses combinations of types that cuDNN computes wrongly."""

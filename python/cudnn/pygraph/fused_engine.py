@@ -1,0 +1,288 @@
+"""Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one ``sdpa`` node, beside those of cuDNN.
+
+Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations know no
+difference. A plan keeps, for the addresses of a call, tensors over their memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from cudnn.backend.engine import EngineConfig
+from cudnn.backend.handle import resolve
+from cudnn.backend.plan import ExecutionPlan, Pack
+from cudnn.datatypes import _cudnn_to_torch_data_type  # pyright: ignore[reportPrivateUsage]
+from cudnn.enums import attention_implementation, behavior_note, data_type, numerical_note
+from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
+from cudnn.launch.architecture import ARCHITECTURES
+from cudnn.lazy import torch
+
+if TYPE_CHECKING:
+    from cudnn.pygraph.lowering import Bindings
+    from cudnn.pygraph.node import Node
+    from cudnn.pygraph.tensor import Tensor
+
+_log = logging.getLogger("cudnn")
+AUTO, FUSED = attention_implementation.AUTO, attention_implementation.FUSED
+_PORTS = {"q": "Q", "k": "K", "v": "V", "o": "O", "lse": "Stats"}
+_ALIGNMENT = 16  # bytes
+
+
+def _bounds(node: Any) -> tuple[bool, int, int, int]:
+    """As operators give them."""
+    left, right = (-1 if bound is None else bound for bound in (node.left_bound, node.right_bound))
+    return False, int(node.bottom_right), left, right
+
+
+def obstacle(node: Any) -> str:
+    """Why these kernels cannot compute a node of attention; empty where they can."""
+    from cudnn.sdpa import SdpaForward, choice
+
+    others = {*node.inputs, *node.outputs} - {*_PORTS.values()}
+    others |= {
+        name for name in ("use_padding_mask", "use_alibi_mask", "score_mod", "has_dropout") if getattr(node, name)
+    }
+    if others or node.is_ragged:
+        return f"{', '.join(sorted(others)) or 'ragged offsets'}: it has Q, K, V, O, Stats and bounds"
+    found: dict[str, Tensor] = {port: node.inputs[port] for port in "QKV"} | node.outputs
+    types = {found[port].data_type for port in "QKVO"}
+    if len(types) > 1 or not types <= {data_type.HALF, data_type.BFLOAT16}:
+        return f"the types {', '.join(sorted(kind.name for kind in types))}: it has HALF or BFLOAT16 for Q, K, V and O"
+    if node.compute_data_type is not data_type.FLOAT:
+        return f"it computes in FLOAT only, not in {node.compute_data_type.name}"
+    if node.attn_scale is not None and node.attn_scale <= 0:
+        return f"attn_scale={node.attn_scale}: it has positive ones"
+    q, k, v, o = (found[port] for port in "QKVO")
+    if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
+        return f"K of {k.dim} and V of {v.dim}: it has as many heads in both, and the batch of Q"
+    rows, keys = q.dim[2], k.dim[2]
+    if rows == 1 and node.left_bound is not None and node.left_bound < keys:
+        return "a left bound for one row: it has them for several"
+    layout, sizes = SdpaForward.spec("q").layout, {"packed": 0}
+    for port, tensor in zip("QKVO", (q, k, v, o), strict=True):
+        if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port == "O"):
+            return f"{port} with the strides {tensor.stride}: it has 1 last and multiples of 16 bytes before"
+    stats = found.get("Stats")
+    if stats is not None and not stats.is_virtual:
+        steps = [q.dim[1] * rows, rows, 1]
+        apart = [n > 1 and given != step for n, given, step in zip(stats.dim, stats.stride, steps, strict=False)]
+        if any(apart) or stats.data_type is not data_type.FLOAT:
+            return f"Stats of {stats.data_type.name} with the strides {stats.stride}: it has FLOAT, contiguous"
+    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), False)
+
+
+def refuse(node: Any) -> None:
+    """Raises where a node asks for these kernels, and they cannot compute it."""
+    reason = obstacle(node) if node.implementation is FUSED else ""
+    if reason:
+        raise cudnnGraphNotSupportedError(
+            refusal(node.where, "implementation", f"FUSED, but {reason}", "AUTO, UNIFIED or COMPOSITE", "leave it out")
+        )
+
+
+def chosen(
+    nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
+) -> FusedConfig | None:  # fmt: skip
+    """The engine's configuration for a graph that asks for it, or that it is ``offered`` to and measured faster for.
+
+    Raises:
+        cudnnGraphNotSupportedError: the graph asks for it, and it cannot run it.
+    """
+    node: Any = nodes[0]
+    asked = any(getattr(each, "implementation", None) is FUSED for each in nodes)
+    alone = len(nodes) == 1 and node.tag == "SDPA"
+    if not asked and not (offered and alone and node.implementation is AUTO and "torch" in sys.modules):
+        return None
+    arch = ARCHITECTURES.get(capability or (0, 0), "")
+    if asked:
+        wrong = "" if alone else f"a graph of {len(nodes)} nodes: it computes one of sdpa"
+        wrong = wrong or ("" if arch else f"it has no kernels for the compute capability {capability}")
+        if wrong:
+            raise cudnnGraphNotSupportedError(
+                refusal(node.where, "implementation", f"FUSED, but {wrong}", "AUTO, UNIFIED or COMPOSITE",
+                        "leave it out")
+            )  # fmt: skip
+        refuse(node)
+    else:
+        reason = _measured_faster(node, arch)
+        if not reason:
+            return None
+        if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+            _log.info("%s: cuDNN runs it: the FUSED implementation, which is faster, needs the CuTe DSL", node.where)
+            return None
+        _log.info("%s: FUSED implementation: %s", node.where, reason)
+    return FusedConfig(node, bindings, arch)
+
+
+def _measured_faster(node: Any, arch: str) -> str:
+    """Why a node without the user's choice is computed by these kernels, empty where it is not."""
+    if not arch or obstacle(node) or node.left_bound is not None:
+        return ""
+    from cudnn.sdpa import choice
+
+    q, k, v = (node.inputs[port].dim for port in "QKV")
+    causal = node.right_bound == 0
+    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), causal, False)
+    return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
+
+
+class FusedConfig(EngineConfig):
+    """The one configuration of the engine: the kernels choose their tiles themselves."""
+
+    def __init__(self, node: Any, bindings: Bindings, arch: str | None) -> None:
+        """
+        Args:
+            bindings: Which tensors a call has, and how much workspace precedes the plan's.
+            arch: None for tensors on the CPU, which the reference computes, or the emulator.
+        """
+        from cudnn.sdpa import SdpaForward, choice
+
+        self.arch, self.asked = arch, node.implementation is FUSED
+        self.user, self.offset = bindings.user, bindings.workspace_size
+        ports = {**node.inputs, **node.outputs}
+        self.tensors = {name: ports.get(port) for name, port in _PORTS.items()}
+        q, k, v = (node.inputs[port].dim for port in "QKV")
+        if self.tensors["lse"] is not None and self.tensors["lse"].is_virtual:
+            self.tensors["lse"] = None
+        self.rows = tuple(q[:3])  # the shape of the log-sum-exp
+        self.kind = _cudnn_to_torch_data_type(node.inputs["Q"].data_type)
+        samples = {
+            name: torch.empty_strided(tensor.dim, tensor.stride, dtype=self.kind, device="meta" if arch else "cpu")
+            for name, tensor in self.tensors.items()
+            if tensor is not None and name != "lse"
+        }
+        samples["lse"] = torch.empty(self.rows, device="meta" if arch else "cpu")
+        scale = 1.0 if node.attn_scale is None else node.attn_scale
+        bounded = node.right_bound == 0
+        options = choice.options(bounded, _bounds(node)[2], k[2], q[2], scale)
+        self.operation = SdpaForward(**SdpaForward.samples(samples), **options, arch=arch)
+        self.lse_bytes = 0 if self.tensors["lse"] is not None else 4 * prod(self.rows)
+        self.tag = f"fused_sdpa_fwd_d{q[3]}" + (f"_dv{v[3]}" if v[3] != q[3] else "")
+        self.numerical_notes = [numerical_note.TENSOR_CORE]
+        self.behavior_notes = [behavior_note.RUNTIME_COMPILATION]
+        self.shared_memory_used = 0
+        own = self.lse_bytes + self.operation.workspace_size()
+        self.workspace_size = own + 2 * _ALIGNMENT if own else 0
+
+    def build(self) -> FusedPlan:
+        """Compiles the kernel, or loads what an earlier process compiled.
+
+        Raises:
+            CudnnError: the CuTe DSL is not installed, or refuses.
+        """
+        try:
+            self.operation.compile()
+        except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+            _log.warning("the plan %s cannot be built: %s", self.tag, error)
+            raise CudnnError(f"{self.tag}: {error}", 3000, "NOT_SUPPORTED") from error
+        return FusedPlan(self)
+
+
+class _Memory:
+    """Bytes of a GPU, as PyTorch takes them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2
+        }  # fmt: skip
+
+
+def memory(address: int, size: int, device: int) -> Any:
+    """A tensor of so many bytes over memory of a GPU, or, with a device below 0, of the CPU."""
+    if device < 0:
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    return torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
+
+
+class FusedPlan(ExecutionPlan):
+    """The compiled kernel, and its tensors over the memory of calls."""
+
+    is_rebuilt = True
+    config: FusedConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, config: FusedConfig) -> None:
+        self.config = config
+        self.argument: Any = None
+        self.packs: dict[tuple[int, ...], Pack] = {}
+        self.uids: tuple[int, ...] = ()
+        self._by_handle = {}
+        self.workspace_size = config.workspace_size
+        self.launch: Callable[..., int] = _launch
+
+    def bind(self, uids: Sequence[int]) -> None:
+        self.uids = tuple(uids)
+        self.packs.clear()
+
+    def pack(self, key: tuple[int, ...], pointers: tuple[int, ...] | None = None) -> Pack:
+        """What a call with these addresses runs. The plan keeps those of the last ``MAX_PACKS`` sets of addresses."""
+        while len(self.packs) >= self.MAX_PACKS:
+            self.packs.pop(next(iter(list(self.packs))), None)
+        pack = self.packs[key] = Pack(self._call(key))
+        return pack
+
+    def _call(self, key: tuple[int, ...]) -> Callable[[], None]:
+        config, operation, handle = self.config, self.config.operation, resolve(key[-1])
+        device = handle.device if config.arch else -1
+        addresses = dict(zip(config.user, key, strict=False))
+        space = -(-(key[-2] + config.offset) // _ALIGNMENT) * _ALIGNMENT
+        tensors: dict[str, Any] = {}
+        for name, tensor in config.tensors.items():
+            if tensor is None:
+                tensors[name] = memory(space, config.lse_bytes, device).view(torch.float32).view(config.rows)
+                space += -(-config.lse_bytes // _ALIGNMENT) * _ALIGNMENT
+                continue
+            address, dims, strides = addresses[tensor.get_uid()], tensor.dim, tensor.stride
+            if name != "lse" and address % _ALIGNMENT:
+                raise ValueError(
+                    refusal("execute", f"tensor {tensor.name!r} (uid {tensor.uid})", f"data at {address:#x}",
+                            f"multiples of {_ALIGNMENT} bytes", "pass a copy")
+                )  # fmt: skip
+            kind = torch.float32 if name == "lse" else config.kind
+            count = 1 + sum((n - 1) * step for n, step in zip(dims, strides, strict=True))
+            whole = memory(address, count * kind.itemsize, device).view(kind)
+            tensors[name] = whole.view(config.rows) if name == "lse" else whole.as_strided(dims, strides)
+        size = operation.workspace_size()
+        workspace = memory(space, size, device) if size else None
+        given = tuple(tensors.get(name) for name in operation.names)
+        scalars = (None,) * len(operation.scalars)
+        if not config.arch or torch.cuda.device_count() == 1:
+            return lambda: operation.run(given, scalars, handle.stream, workspace)
+
+        def call() -> None:
+            with torch.cuda.device(device):
+                operation.run(given, scalars, handle.stream, workspace)
+
+        return call
+
+    def execute_overridden(self, *_: Any, **__: Any) -> None:
+        raise self._unsupported("override_uids", "the shapes of the graph")
+
+    def populate_cuda_graph(self, *_: Any, **__: Any) -> None:
+        raise self._unsupported("populate_cuda_graph", "calls that are captured in a stream")
+
+    update_cuda_graph = populate_cuda_graph
+
+    def to_json(self) -> bytes:
+        raise CudnnError(f"the plan {self.config.tag} is compiled anew where it is needed", 3000, "NOT_SUPPORTED")
+
+    def _unsupported(self, what: str, allowed: str) -> cudnnGraphNotSupportedError:
+        note = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API.name
+        return cudnnGraphNotSupportedError(
+            refusal(f"plan {self.config.tag}", what, "a plan of our kernels", allowed,
+                    f"call select_behavior_notes([{note}]) before build_plans(), for a plan of cuDNN")
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.packs.clear()
+
+
+def _launch(handle: Any, plan: Any, call: Callable[[], None]) -> int:
+    """As ``cudnnBackendExecute``, which gives a status; what goes wrong here is raised."""
+    call()
+    return 0

@@ -1,0 +1,55 @@
+"""Which attention the kernels take, and where they are faster than cuDNN's: by the sizes of tensors or of a node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudnn.sdpa.backward import SdpaBackward
+from cudnn.sdpa.forward import SdpaForward
+
+FASTER = {
+    "sm_90a": frozenset(
+        {
+            (*heads, causal, gradients)
+            for heads in ((192, 128), (256, 256))
+            for causal in (False, True)
+            for gradients in (False, True)
+        }
+        | {(128, 128, True, False), (128, 128, True, True)}
+    )
+}
+"""Where docs/performance.md has these kernels faster than cuDNN's: d, dv, whether causal, whether with gradients."""
+_LARGE = 4096 * 32, 4096
+"""Rows of all heads, and keys: what the measurements had at least."""
+
+Bounds = tuple[bool, int, int, int]
+"""Whether causal; 1 where the diagonal ends at the last row and key; how far left and right of it, -1: no bound."""
+
+
+def obstacle(rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, with_gradients: bool) -> str:
+    """Why the kernels cannot compute this attention; empty where they can."""
+    is_causal, alignment, left, right = bounds
+    sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
+    if heads not in sizes:
+        has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"
+        return f"head sizes {heads}: it has {has}"
+    bounded = is_causal or right == 0
+    if right > 0 or (left != -1 and (left < 1 or not bounded)):
+        return f"left_bound={left}, right_bound={right}: it has the right bound 0, and then left ones from 1 up"
+    if bounded and alignment == 0 and rows != keys:
+        return f"{rows} rows and {keys} keys from the top left: with bounds it has diagonal_alignment=1"
+    return ""
+
+
+def is_faster(
+    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool
+) -> bool:  # fmt: skip
+    """Whether docs/performance.md has the kernels faster than cuDNN, on a chip and with so many rows of all heads."""
+    large = rows >= _LARGE[0] and keys >= _LARGE[1]
+    return large and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
+
+
+def options(is_causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
+    """Of both classes. One row sees all keys up to the last one, so it needs no diagonal."""
+    window = left - 1 if 0 < left < keys else -1
+    return {"is_causal": is_causal and rows > 1, "window_size": (window, -1), "scale_softmax": scale}
