@@ -38,6 +38,7 @@ from ptx_emulator.tma import TMA
 Dim3 = tuple[int, int, int]
 SCHEDULERS = ("lowest-pc", "random", "lazy")
 WAVE = 256  # blocks resident at a time
+GRID_LIMIT = ((1 << 31) - 1, 65_535, 65_535)  # blocks by dimension
 IDLE_LIMIT = 200_000  # steps without any effect that another thread could see
 
 
@@ -433,6 +434,8 @@ def execute(
     program = load(text, entry)
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise EmulatorError(f"grid {grid} is not a multiple of the cluster {cluster}")
+    if any(g > limit for g, limit in zip(grid, GRID_LIMIT, strict=True)):
+        raise EmulatorError(f"grid {grid} is beyond what CUDA allows: {GRID_LIMIT}")
     launch = Launch(entry, grid, block, cluster, shared_bytes + program.kernel.shared.bytes)
     launch.warnings = [] if options.races else program.warnings()  # with races on, what does happen is reported
     report.launches.append(launch)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,6 +119,7 @@ class Cache:
     dtype: torch.dtype = torch.bfloat16
     sink: bool = False
     splits: int = 0
+    far: int = 0  # bytes from a page to the next, of a file that is mapped and has room without memory
 
     def keys(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each sequence, (h, s, d)."""
@@ -132,8 +135,13 @@ class Cache:
         stored = []
         for which, d in enumerate(self.head):
             shape = (order.numel() + 2, self.heads[1], page, d)
-            pool = torch.full(shape, torch.nan, dtype=self.dtype)
-            if not self.pages_of_heads:
+            pool = torch.empty(shape, dtype=self.dtype)
+            if self.far:
+                with tempfile.TemporaryFile() as file:
+                    room = np.memmap(file, np.int16, "w+", shape=shape[0] * self.far // 2)
+                pool = torch.from_numpy(room).view(self.dtype).as_strided(shape, (self.far // 2, *pool.stride()[1:]))
+            pool.fill_(torch.nan)
+            if not self.pages_of_heads and not self.far:
                 pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
             for index, pair in enumerate(keys):
                 for number, part in enumerate(pair[which].split(page, 1)):
@@ -152,6 +160,8 @@ CACHES: list[tuple[Cache, dict[str, Any]]] = [
         {"is_causal": True, "window_size": (40, 0), "softcap": 5.0},
     ),
     (Cache((300, 140), (6, 2), 40, 256, head=(192, 128), sink=True), CAUSAL),
+    (Cache((40, 20), (2, 1), page=16, splits=1, far=9 << 30), {}),  # beyond 2^31 steps of 16 bytes
+    (Cache((40, 20), (2, 1), page=16, splits=1, far=4272), {}),  # a page is no whole number of rows
 ]
 
 

@@ -14,13 +14,14 @@ from cudnn.bench.sass import disassemble
 from cudnn.sdpa import backward as table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
 from support.compiled import compile_kernel
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
+machine = pytest.importorskip("ptx_emulator.machine")
 
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
@@ -106,8 +107,9 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     for index in problem.nan:
         for name in ("q", "do", "k", "v"):
             sequence(found, problem, index)[name].fill_(math.nan)
-    numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap, "stream": 0}
-    return {**found, **numbers, "right": problem.right or 0, "left": problem.left or 0}
+    numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
+    ends = {"right": problem.right or 0, "left": problem.left or 0}
+    return {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
 
 
 def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
@@ -171,6 +173,7 @@ ONE_END: dict[str, Any] = {"packed": False, "right": True, "left": False, "deter
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
+SECTIONS = Problem(((150, 150),), heads=(3, 3), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
 
 
@@ -179,23 +182,41 @@ CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
     brief(
         [
             ("sm_90a", FORWARD, replace(PACKED, softcap=1.5)),
-            ("sm_90a", replace(FORWARD, cluster=2), WINDOW),
-            ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
+            ("sm_90a", FORWARD, WINDOW),
+            ("sm_90a", replace(FORWARD, head=128, head_v=128, tile=(128, 128)), SECTIONS),
             ("sm_100a", TWO_TILES, PACKED),
+            ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
+            ("sm_90a", replace(FORWARD, head=64, head_v=64, tile=(192, 128)), WINDOW),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),
             ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
             ("sm_100a", replace(TWO_TILES, head=192, head_v=128), CAPPED),
             ("sm_100a", BLACKWELL, Problem(((130, 1030),), (4, 2))),
         ],
-        0,
+        2,
         3,
     ),
 )
-def test_forward(arch: str, configuration: ForwardConfiguration, problem: Problem) -> None:
+def test_forward(
+    arch: str, configuration: ForwardConfiguration, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "L2_BYTES", 200_000)  # two of three heads of SECTIONS
     given = drawn(problem, configuration.head, configuration.head_v)
     run(arch, problem.configured(configuration), given)
     assert_right(given, problem, ("o",))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_grids_have_one_dimension(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than 65,535, to which the other dimensions are limited."""
+    configuration = ForwardConfiguration("bfloat16", 64, 64, (192, 128) if arch == "sm_90a" else (256, 128))
+    grids = []
+    monkeypatch.setattr(machine, "Machine", lambda program, launch, *_: grids.append(launch.grid) or 1 // 0)
+    given = drawn(Problem(((1, 1),) * 70_000), 64, 64) | {"multiprocessors": 1 << 20}
+    with pytest.raises(ZeroDivisionError):
+        run(arch, configuration, given)
+    assert grids == [(70_000, 1, 1)]
 
 
 @pytest.mark.parametrize(

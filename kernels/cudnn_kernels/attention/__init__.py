@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn_kernels.signature import Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
+from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
 def matrices(packed: bool, dtype: str, size: str, heads: str, names: dict[str, int]) -> Iterator[Tensor]:
@@ -40,7 +40,7 @@ class ForwardConfiguration:
     """O = softmax(scale Q K^T + mask) V for heads of ``head`` elements, and of ``head_v`` in V and O.
 
     ``tile`` is (query rows, keys) of a CTA. ``right`` and ``left``: the window ends on that side; a causal mask is a
-    right end. CTAs of a ``cluster`` have neighbouring query rows of a head and share the loads of K and V.
+    right end.
     ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every head has a logit without a value.
 
     ``compressed``: the right end is that of compressed keys, one for every so many rows, of which a row sees those that
@@ -55,7 +55,6 @@ class ForwardConfiguration:
     packed: bool = False
     right: bool = False
     left: bool = False
-    cluster: int = 1
     stages: int = 2
     softcap: bool = False
     sink: bool = False
@@ -74,7 +73,7 @@ class ForwardConfiguration:
             *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
-            *[Scalar("softcap", "float32")] * self.softcap, Stream(),
+            *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention.softmax import LOG2_E
-from cudnn_kernels.attention.sparse import ALWAYS, NEWEST, DecodeConfiguration
+from cudnn_kernels.attention.sparse import ALWAYS, NEWEST, SparseDecodeConfiguration
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
@@ -36,9 +36,9 @@ NONE = 1 << 30  # behind all blocks
 
 
 class Decode:
-    """The kernel for one :class:`DecodeConfiguration`."""
+    """The kernel for one :class:`SparseDecodeConfiguration`."""
 
-    def __init__(self, configuration: DecodeConfiguration) -> None:
+    def __init__(self, configuration: SparseDecodeConfiguration) -> None:
         self.c = configuration
         self.dtype = DTYPES[configuration.dtype]
 

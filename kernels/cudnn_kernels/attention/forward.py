@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
@@ -34,16 +34,28 @@ class Problem:
 
 
 @dataclass
-class Sizes:
-    """Of a call. A head has so many ``tiles``, all batches ``all_heads``, of which some run ``together``."""
+class Work:
+    """The tiles of a call: so many ``tiles`` of each of ``all_heads`` heads of all batches.
+
+    Some heads, ``together``, are a section, of which the last one has ``others``. A CTA takes ``turns``: its number in
+    a section, or, where it has one tile, its number, is found by ``section``. ``heads`` are those of a sequence, of
+    which so many ``share`` one of K. Divisors are such that kernels divide by them fast.
+    """
 
     tiles: Int32
     all_heads: Int32
-    heads: Int32
-    key_heads: Int32
+    turns: Int32
     queries: Int32
     keys: Int32
-    together: Int32
+    section: Any
+    together: Any
+    others: Any
+    heads: Any
+    share: Any
+    offsets_q: Any
+    offsets_k: Any
+    right: Int32
+    left: Int32
 
 
 class Forward:
@@ -56,17 +68,31 @@ class Forward:
         self.dtype = DTYPES[configuration.dtype]
         self.tile_m, self.tile_n = configuration.tile
 
-    def sizes(self, given: Mapping[str, Any]) -> Sizes:
-        """What a call's tensors say. Heads that run together have K and V that fit into L2."""
+    def work(self, given: Mapping[str, Any], ctas: Any = None) -> Work:
+        """What a call's tensors say; ``ctas`` that take tiles in turn, if they do.
+
+        With a causal mask, a section's heads run together, and have K and V that fit into L2.
+        """
         c = self.c
         q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
-        batches = given["cum_seqlen_q"].shape[0] - 1 if c.packed else q.shape[3]
-        tiles = sequences.blocks_of(q.shape[0], batches, self.tile_m * c.cluster, c.packed)
-        heads = q.shape[2] if c.packed else q.shape[2] * q.shape[3]
-        head_bytes = k.shape[0] * ((c.head + c.head_v) * self.dtype.width // 8)
-        together = cutlass.max(L2_BYTES // cutlass.max(head_bytes, 1), 1) * (q.shape[2] // k.shape[2])
-        return Sizes(
-            tiles, heads, q.shape[2], k.shape[2], q.shape[0], k.shape[0], Int32(together if c.right else 1)
+        offsets = given.get("cum_seqlen_q")
+        batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
+        tiles = Int32(sequences.blocks_of(q.shape[0], batches, self.tile_m, c.packed))
+        all_heads = together = Int32(q.shape[2] if c.packed else q.shape[2] * q.shape[3])
+        if const_expr(c.right):
+            keys = k.shape[0] // cutlass.max(Int32(batches), 1) if c.packed else k.shape[0]  # on average
+            head_bytes = Int64(cutlass.max(Int32(keys), 1)) * ((c.head + c.head_v) * self.dtype.width // 8)
+            together = cutlass.max(Int32(L2_BYTES // head_bytes), 1) * (q.shape[2] // k.shape[2])
+            together = cutlass.max(cutlass.min(Int32(together), all_heads), 1)
+        section, turns = together * tiles, Int32(1)
+        if const_expr(ctas is not None):
+            section = cute.ceil_div(section, ctas)
+            turns = section * cute.ceil_div(all_heads, together)
+        divisors = (section, together, all_heads % together if c.right else tiles, q.shape[2], q.shape[2] // k.shape[2])
+        return Work(
+            tiles, all_heads, turns, Int32(q.shape[0]), Int32(k.shape[0]),
+            *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors], offsets,
+            given.get("cum_seqlen_k"), given["right"], given["left"],
         )  # fmt: skip
 
     def scales(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -77,33 +103,47 @@ class Forward:
         return given["softcap"] * softmax.LOG2_E, 2 * scale / given["softcap"]
 
     @cute.jit
-    def problem(self, sizes: Sizes, offsets_q: Any, offsets_k: Any, right: Int32, left: Int32) -> Problem:
-        """What this CTA's rows are. The last rows of some heads come first: with a causal mask they take longest."""
+    def tile(self, work: Work, turn: Any = None) -> tuple[Int32, Int32]:
+        """A CTA's tile in a turn, and its head among all; the tile is negative where there is none.
+
+        With a causal mask the last rows come first, which take longest. CTAs that take turns do so to and fro, so that
+        none gets only long ones.
+        """
+        cta, _, _ = cute.arch.block_idx()
+        if const_expr(turn is None):
+            section, index = divmod(cta, work.section)
+        else:
+            ctas, _, _ = cute.arch.grid_dim()
+            section, row = divmod(turn, work.section)
+            index = row * ctas + Int32(select_((section + row) % 2 == 1, ctas - 1 - cta, cta))
+        first = section * work.together.divisor
+        tile, head = divmod(index, work.together)
+        if const_expr(not self.c.right):
+            head, tile = divmod(index, work.others)
+            tile = Int32(select_(head < work.all_heads, tile, work.tiles))
+        elif first + work.together.divisor > work.all_heads:
+            tile, head = divmod(index, work.others)
+        return work.tiles - 1 - tile, first + head
+
+    @cute.jit
+    def problem(self, work: Work, tile: Int32, index: Int32) -> Problem:
+        """What a tile's rows are, of the head of that number among all."""
         c = self.c
-        rank, index, _ = cute.arch.block_idx()
-        tiles, together = sizes.tiles, sizes.together
-        first = index // (tiles * together) * together
-        width, rest = cutlass.min(together, sizes.all_heads - first), index - first * tiles
-        tile, index = tiles - 1 - rest // width, first + rest % width
-        head = index % sizes.heads
-        s = Sequence(index // sizes.heads, sizes.queries, sizes.keys, Int32(0), Int32(0))
+        batch, head = divmod(index, work.heads)
+        s = Sequence(batch, work.queries, work.keys, Int32(0), Int32(0))
         if const_expr(c.packed):
-            batch, tile = sequences.find_block(offsets_q, tile, self.tile_m * c.cluster)
-            s = sequences.packed(offsets_q, offsets_k, batch)
-        mask = mask_of(c, s.queries, s.keys, right, left)
-        row = (tile * c.cluster + rank) * self.tile_m
-        key_head = head // (sizes.heads // sizes.key_heads)
-        return Problem(row, head, key_head, s.batch, s.first_query, s.first_key, mask)
+            batch, tile = sequences.find_block(work.offsets_q, tile, self.tile_m)
+            s = sequences.packed(work.offsets_q, work.offsets_k, batch)
+        mask = mask_of(c, s.queries, s.keys, work.right, work.left)
+        return Problem(tile * self.tile_m, head, head // work.share, s.batch, s.first_query, s.first_key, mask)
 
-    def blocks(self, p: Problem, rank: Any) -> tuple[Int32, Int32, Int32, Int32]:
-        """The blocks of keys that the rows of all CTAs of the cluster need."""
-        first = p.row - rank * self.tile_m
-        last = cutlass.min(first + self.tile_m * self.c.cluster, p.mask.queries) - 1
-        return p.mask.blocks(first, last, self.tile_n)
+    def blocks(self, p: Problem) -> tuple[Int32, Int32, Int32, Int32]:
+        """The blocks of keys that a tile's rows need."""
+        return p.mask.blocks(p.row, cutlass.min(p.row + self.tile_m, p.mask.queries) - 1, self.tile_n)
 
-    def exists(self, p: Problem, rank: Any) -> Boolean:
-        """Whether the tile has rows in the CTA's cluster: sequences may be shorter than the longest."""
-        return p.row - rank * self.tile_m < p.mask.queries
+    def exists(self, p: Problem) -> Boolean:
+        """Whether the tile has rows: sequences may be shorter than the longest."""
+        return p.row < p.mask.queries
 
     def bytes(self, rows: int, columns: int) -> int:
         """Of a tile in shared memory."""

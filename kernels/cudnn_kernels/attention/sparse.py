@@ -293,7 +293,7 @@ class GateConfiguration:
 
 
 @dataclass(frozen=True)
-class DecodeConfiguration:
+class SparseDecodeConfiguration:
     """All of native sparse attention, of the newest row of each sequence, from caches.
 
     ``heads`` of Q, at most 16 of which share one of ``key_heads`` of K; ``gates`` is the type of gates. A list has

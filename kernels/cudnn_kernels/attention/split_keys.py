@@ -16,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
+from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import DecodeConfiguration, sequences
@@ -30,13 +30,14 @@ from cudnn_kernels.signature import bind
 
 GROUP, WARP = 128, 32
 VECTOR = 8  # elements of 16 bytes
-MANY = (1 << 31) - 1  # of such vectors: as far as the copy engine reaches
+MANY = (1 << 31) - 1  # steps, as far as the copy engine counts
 
 
 @dataclass
 class Caches:
     """Of a call: query rows, heads of Q for each of K and V, and how many of those; tiles of a head of K, and keys that
-    a sequence has room for; vectors of 16 bytes from a page to the next, and from a row, in K and in V.
+    a sequence has room for; steps from a page to the next, and from a row, in K and in V; sequences' lengths, the
+    ``table`` of pages, without which every sequence has one, and the ends of the window.
     """
 
     queries: Int32
@@ -46,14 +47,17 @@ class Caches:
     room: Int32
     by_page: list
     by_row: list
+    lengths: Any
+    table: Any
+    right: Int32
+    left: Int32
 
 
 @dataclass
 class CachedProblem(Problem):
-    """A tile's, of all heads that share one of K. Without a ``table`` of pages, every sequence has one page."""
+    """A tile's, of all heads that share one of K."""
 
     caches: Caches
-    table: Any
 
 
 class SplitKeys(Forward):
@@ -88,9 +92,10 @@ class SplitKeys(Forward):
         atoms, tensors, by_page, by_row = [], [], [], []
         for which in cutlass.range_constexpr(2):
             pool = sequences.matrix(given["kv"[which]], False)
-            by_page.append(Int32(pool.stride[3] // VECTOR))
-            by_row.append(Int32(pool.stride[0] // VECTOR))
-            ended = sequences.ended(pool, MANY, VECTOR)
+            step = common_step(pool.stride[3], pool.stride[0])
+            by_page.append(Int32(pool.stride[3] // step))
+            by_row.append(Int32(pool.stride[0] // step))
+            ended = sequences.ended(pool, MANY, step)
             layout, box, is_turned = self.part(which)
             ended = turned(ended) if const_expr(is_turned) else ended
             atom, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), ended, layout, box)
@@ -102,12 +107,14 @@ class SplitKeys(Forward):
         log_sums = region(c, given["workspace"], "log_sums", shape, sizes)
         share = q.shape[2] // key_heads
         tiles = cute.ceil_div(q.shape[0] * share, self.tile_m)
-        caches = Caches(q.shape[0], share, key_heads, tiles, given["k"].shape[2], by_page, by_row)
+        caches = Caches(
+            q.shape[0], share, key_heads, tiles, given["k"].shape[2], by_page, by_row, given.get("seqlen_k"),
+            given.get("page_table"), given["right"], given["left"],
+        )  # fmt: skip
         self.kernel(
-            atoms, [*tensors, q, parts], log_sums, given.get("seqlen_k"), given.get("page_table"), None, caches, scale,
-            factor, given["scale_output"], given["right"], given["left"],
+            atoms, [*tensors, q, parts], log_sums, None, caches, scale, factor, given["scale_output"]
         ).launch(
-            grid=[splits, tiles * key_heads * batches, 1], block=[self.threads, 1, 1], stream=given["stream"],
+            grid=[tiles * key_heads * batches, splits, 1], block=[self.threads, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
         blocks = cute.ceil_div(q.shape[0] * q.shape[2] * batches, GROUP // WARP)
@@ -115,35 +122,34 @@ class SplitKeys(Forward):
             grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
         )
 
-    @cute.jit
-    def problem(self, sizes: Caches, offsets_q: Any, offsets_k: Any, right: Int32, left: Int32) -> CachedProblem:
-        """What this CTA's rows are. The offsets are the lengths of sequences and the table of their pages."""
-        c = self.d
-        _, index, _ = cute.arch.block_idx()
-        key_head, batch = index // sizes.tiles % sizes.key_heads, index // sizes.tiles // sizes.key_heads
-        keys, share = Int32(sizes.room), sizes.share
-        if const_expr(offsets_q is not None):
-            keys = Int32(offsets_q[batch])
-        mask = SharedMask(
-            sizes.queries * share, keys, keys - sizes.queries, right if const_expr(c.right) else None,
-            left if const_expr(c.left) else None, share,
-        )  # fmt: skip
-        row = index % sizes.tiles * self.tile_m
-        return CachedProblem(row, key_head * share, key_head, batch, Int32(0), Int32(0), mask, sizes, offsets_k)
+    def tile(self, work: Caches, turn: Any = None) -> tuple[Int32, Int32]:
+        """A CTA's tile, and its head of K among all."""
+        index, _, _ = cute.arch.block_idx()
+        return index % work.tiles, index // work.tiles
 
-    def blocks(self, p: CachedProblem, rank: Any) -> tuple[Int32, Int32, Int32, Int32]:
+    @cute.jit
+    def problem(self, work: Caches, tile: Int32, index: Int32) -> CachedProblem:
+        """What a tile's rows are, of the head of K of that number among all."""
+        c = self.d
+        key_head, batch = index % work.key_heads, index // work.key_heads
+        keys, share = Int32(work.room), work.share
+        if const_expr(work.lengths is not None):
+            keys = Int32(work.lengths[batch])
+        mask = SharedMask(
+            work.queries * share, keys, keys - work.queries, work.right if const_expr(c.right) else None,
+            work.left if const_expr(c.left) else None, share,
+        )  # fmt: skip
+        return CachedProblem(tile * self.tile_m, key_head * share, key_head, batch, Int32(0), Int32(0), mask, work)
+
+    def blocks(self, p: Problem) -> tuple[Int32, Int32, Int32, Int32]:
         """The CTA's share of the blocks of keys that its rows need."""
-        split, _, _ = cute.arch.block_idx()
-        splits, _, _ = cute.arch.grid_dim()
-        last = cutlass.min(p.row + self.tile_m, p.mask.queries) - 1
-        begin, whole_begin, whole_end, end = p.mask.blocks(p.row, last, self.tile_n)
+        _, split, _ = cute.arch.block_idx()
+        _, splits, _ = cute.arch.grid_dim()
+        begin, whole_begin, whole_end, end = super().blocks(p)
         each = cute.ceil_div(end - begin, splits)
         begin = cutlass.min(begin + split * each, end)
         end = cutlass.min(begin + each, end)
         return begin, cutlass.max(whole_begin, begin), cutlass.min(whole_end, end), end
-
-    def exists(self, p: CachedProblem, rank: Any) -> Boolean:
-        return p.row < p.mask.queries
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, rows: cute.Tensor, p: CachedProblem, first: Any, thread: Int32) -> None:
@@ -170,14 +176,14 @@ class SplitKeys(Forward):
         count, (_, box, is_turned) = self.tile_n // self.size, self.part(which)
         parts = cute.local_tile(buffer, box, (0, None) if const_expr(is_turned) else (None, 0))
         number = p.batch
-        if const_expr(p.table is not None):  # a lane finds the page of a part
+        if const_expr(p.caches.table is not None):  # a lane finds the page of a part
             key = n * self.tile_n + cute.arch.lane_idx() * self.size
             number = Int32(0)
             if (cute.arch.lane_idx() < count) & (key < p.mask.keys):
-                number = Int32(p.table[p.batch, key // self.d.page])
+                number = Int32(p.caches.table[p.batch, key // self.d.page])
         for part in cutlass.range_constexpr(count):
             key, page = n * self.tile_n + part * self.size, number
-            if const_expr(p.table is not None):
+            if const_expr(p.caches.table is not None):
                 page = cute.arch.shuffle_sync(number, part)
             length = cutlass.max(cutlass.min(p.mask.keys - key, self.size), 0)
             after = (key % self.d.page if const_expr(self.d.page > 0) else key) + length
@@ -227,3 +233,16 @@ class SplitKeys(Forward):
                 lse[query, head, batch] = Float32(select_(total == 0.0, -Float32.inf, log_sum))
 
     name(combine, "cudnn_attention_combine")
+
+
+@cute.jit
+def common_step(by_page: Int64, by_row: Int64) -> Int64:
+    """The longest step, in elements, of which pages and rows are whole numbers of: a row, unless strides are odd.
+
+    With steps of 16 bytes, those of a pool would be beyond 2^31 where it has more than 32 GiB.
+    """
+    step = cutlass.max(Int64(by_row), Int64(VECTOR))
+    rest = Int64(by_page) % step
+    while rest > 0:
+        step, rest = rest, step % rest
+    return cute.assume(step, divby=VECTOR)

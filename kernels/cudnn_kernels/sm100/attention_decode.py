@@ -47,7 +47,7 @@ class AttentionDecode(SplitKeys, AttentionForward):
         factor: Float32, log_sum: Float32, tile: Int32, thread: Int32, exists: Boolean,
     ) -> None:  # fmt: skip
         """What the rows have of the CTA's keys."""
-        split, _, _ = cute.arch.block_idx()
+        _, split, _ = cute.arch.block_idx()
         row = p.row + thread
         query, head = row // p.mask.share, p.head + row % p.mask.share
         if row < p.mask.queries:

@@ -76,17 +76,15 @@ class AttentionForward(Forward):
         self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
         self.mma_warp, self.threads = self.tiles * GROUP // 32, (self.tiles + 1) * GROUP
-        if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS or c.cluster > 1:
-            raise ValueError(
-                f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128), clusters of one CTA"
-            )
+        if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS:
+            raise ValueError(f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128)")
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        sizes, (scale, factor) = self.sizes(given), self.scales(given)
+        work, (scale, factor) = self.work(given), self.scales(given)
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = ((load, "k", self.piece), (load, "v", self.piece), (load, "q", c.head), (store, "o", c.head_v))
@@ -95,11 +93,8 @@ class AttentionForward(Forward):
             one = cute.slice_(self.layout(width, 1), (None, None, 0))
             made.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (ROWS, width)))
         atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
-        self.kernel(
-            atoms, tensors, lse, given.get("cum_seqlen_q"), given.get("cum_seqlen_k"), given.get("sink"), sizes, scale,
-            factor, given["scale_output"], given["right"], given["left"],
-        ).launch(
-            grid=[1, sizes.tiles * sizes.all_heads, 1], block=[self.threads, 1, 1], stream=given["stream"],
+        self.kernel(atoms, tensors, lse, given.get("sink"), work, scale, factor, given["scale_output"]).launch(
+            grid=[work.tiles * work.all_heads, 1, 1], block=[self.threads, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -123,8 +118,8 @@ class AttentionForward(Forward):
 
     @cute.kernel
     def kernel(
-        self, atoms: list, tensors: list, lse: Any, offsets_q: Any, offsets_k: Any, sink: Any, sizes: Any,
-        scale: Float32, cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
+        self, atoms: list, tensors: list, lse: Any, sink: Any, work: Any, scale: Float32, cap_factor: Any,
+        scale_output: Float32,
     ) -> None:  # fmt: skip
         """The roles of the warps."""
         c = self.c
@@ -153,9 +148,9 @@ class AttentionForward(Forward):
                 cpasync.prefetch_descriptor(atoms[i])
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        p = self.problem(sizes, offsets_q, offsets_k, right, left)
-        begin, _, _, end = self.blocks(p, 0)
-        if not self.exists(p, 0):
+        p = self.problem(work, *self.tile(work))
+        begin, _, _, end = self.blocks(p)
+        if not self.exists(p):
             end = begin
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
         if warp >= self.mma_warp:
@@ -169,7 +164,7 @@ class AttentionForward(Forward):
             if const_expr(self.tiles in REGISTERS):
                 cute.arch.setmaxregister_increase(REGISTERS[self.tiles][1])
             tile = cute.arch.make_warp_uniform(thread // GROUP)
-            if self.exists(p, 0):
+            if self.exists(p):
                 self.soften(
                     pointer, sQ, b, p, atoms, tensors, lse, sink, scale, cap_factor, scale_output, tile,
                     thread - tile * GROUP, begin, end,
@@ -285,15 +280,9 @@ class AttentionForward(Forward):
         commit(b.s_full + buffer)
 
     def multiply_values(
-        self,
-        pointer: cute.Pointer,
-        pieces: cute.Tensor,
-        b: Barriers,
-        tile: int,
-        buffer: Any,
-        position: Int32,
+        self, pointer: cute.Pointer, pieces: cute.Tensor, b: Barriers, tile: int, buffer: Any, position: Int32,
         adds: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Issues P V of a tile and a block; ``adds`` to what O is so far."""
         mma = self.product_mma()
         p = sm100.make_smem_layout_a(mma, (ROWS, self.piece, KEYS), self.dtype, 1)

@@ -13,11 +13,13 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import DecodeConfiguration
 from cudnn_kernels.attention.split_keys import WARP, CachedProblem, Caches, SplitKeys
 from cudnn_kernels.naming import name
-from cudnn_kernels.sm90.attention_forward import GROUP, REGISTERS, ROWS, AttentionForward, Rings
+from cudnn_kernels.sm90.attention_forward import GROUP, REGISTERS, ROWS, AttentionForward, Part, Rings
 
 
 class AttentionDecode(SplitKeys, AttentionForward):
     """The kernels for one :class:`DecodeConfiguration`."""
+
+    apart = False
 
     def __init__(self, configuration: DecodeConfiguration) -> None:
         super().__init__(configuration)
@@ -30,8 +32,8 @@ class AttentionDecode(SplitKeys, AttentionForward):
 
     @cute.kernel
     def kernel(
-        self, atoms: list, tensors: list, log_sums: cute.Tensor, lengths: Any, table: Any, sink: Any, caches: Caches,
-        scale: Float32, cap_factor: Any, scale_output: Float32, right: Int32, left: Int32,
+        self, atoms: list, tensors: list, log_sums: cute.Tensor, sink: Any, caches: Caches, scale: Float32,
+        cap_factor: Any, scale_output: Float32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         c = self.d
@@ -44,19 +46,11 @@ class AttentionDecode(SplitKeys, AttentionForward):
             for x in self.layouts(c.stages)
         )
         sQ = sQ[None, None, 0]
-        rings = Rings(*(smem.allocate_array(cutlass.Int64, count) for count in (1, *[c.stages] * 4)))
+        rings = self.rings(smem, GROUP // WARP)
         if thread == 0:
-            cute.arch.mbarrier_init(rings.q_full, self.warps)
-            for stage in cutlass.range_constexpr(c.stages):
-                cute.arch.mbarrier_init(rings.k_full + stage, 1)
-                cute.arch.mbarrier_init(rings.v_full + stage, 1)
-                cute.arch.mbarrier_init(rings.k_empty + stage, self.warps)
-                cute.arch.mbarrier_init(rings.v_empty + stage, self.warps)
             for i in cutlass.range_constexpr(2):
                 cpasync.prefetch_descriptor(atoms[i])
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        p = self.problem(caches, lengths, table, right, left)
+        p = self.problem(caches, *self.tile(caches))
         few, many = REGISTERS[self.groups]
         if group == 0:
             cute.arch.setmaxregister_decrease(few)
@@ -64,17 +58,14 @@ class AttentionDecode(SplitKeys, AttentionForward):
                 self.fetch(atoms, tensors, sK, sV, rings, p)
         else:
             cute.arch.setmaxregister_increase(many)
-            first = (group - 1) * ROWS
-            self.load_queries(
-                tensors[2], cute.local_tile(sQ, (ROWS, c.head), (group - 1, 0)), p, first, thread % GROUP
-            )  # fmt: skip
+            part = self.prepare(sQ, sK, sV, rings, scale, cap_factor, group - 1, thread - GROUP * group)
+            rows = cute.local_tile(sQ, (ROWS, c.head), (part.group, 0))
+            self.load_queries(tensors[2], rows, p, part.group * ROWS, part.thread)
             cute.arch.sync_warp()
-            if thread % WARP == 0:
-                cute.arch.mbarrier_arrive(rings.q_full)
-            self.consume(
-                None, tensors[3], log_sums, None, sQ, sK, sV, None, rings, p, scale, cap_factor, scale_output, 0,
-                group - 1, thread - GROUP * group,
-            )  # fmt: skip
+            self.release(rings.q_full + part.group)
+            self.take_turns(part.group, True)
+            self.put(part, p, self.attend(part, p, sink, scale_output, Int32(0), Int32(0)), tensors[3], log_sums)
+            self.take_turns(part.group, False)
 
     name(kernel, "cudnn_attention_decode_sm90")
 
@@ -84,7 +75,7 @@ class AttentionDecode(SplitKeys, AttentionForward):
     ) -> None:  # fmt: skip
         """One warp: fetches K and V."""
         c = self.d
-        begin, _, _, end = self.blocks(p, 0)
+        begin, _, _, end = self.blocks(p)
         for step in cutlass.range(end - begin + 1, unroll=1):
             if step < end - begin:
                 self.fetch_block(atoms, tensors, sK, rings.k_full, rings.k_empty, p, 0, step, end - 1 - step, c.head)
@@ -96,29 +87,25 @@ class AttentionDecode(SplitKeys, AttentionForward):
         step: Int32, n: Int32, width: int,
     ) -> None:  # fmt: skip
         """Waits for a buffer, and starts the copies of a block of K or V."""
-        stage, phase = step % self.d.stages, step // self.d.stages % 2
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.bytes(self.tile_n, width))
+        stage = self.expect(full, empty, step, width)
         self.fetch_keys(atoms[which], tensors[which], buffers[None, None, stage], full + stage, p, which, n)
 
     @cute.jit
-    def store(
-        self, mma: Any, acc: cute.Tensor, log_sums: cute.Tensor, atom_o: Any, mO: cute.Tensor,
-        lse: Any, sO: Any, p: CachedProblem, group: Int32, thread: Int32,
+    def put(
+        self, part: Part, p: CachedProblem, ends: cute.Tensor, parts: cute.Tensor, log_sums: cute.Tensor
     ) -> None:  # fmt: skip
         """What a warpgroup's rows have of the CTA's keys."""
-        split, _, _ = cute.arch.block_idx()
+        _, split, _ = cute.arch.block_idx()
         pair = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
-            row = p.row + group * ROWS + self.score_rows.row(thread, slot)
+            row = p.row + part.group * ROWS + self.score_rows.row(part.thread, slot)
             if row < p.mask.queries:
                 query, head = row // p.mask.share, p.head + row % p.mask.share
-                if thread % 4 == 0:
-                    lse[query, head, p.batch, split] = log_sums[slot]
+                if part.thread % 4 == 0:
+                    log_sums[query, head, p.batch, split] = ends[slot]
                 order = self.score_rows.order(self.d.head_v, slot)
                 for place in cutlass.range_constexpr(0, len(order), 2):
-                    pair[0], pair[1] = acc[order[place]], acc[order[place + 1]]
-                    column = self.score_rows.column(thread, place)
-                    out = cute.local_tile(mO[None, query, head, p.batch, split], (2,), (column // 2,))
+                    pair[0], pair[1] = part.acc[order[place]], part.acc[order[place + 1]]
+                    column = self.score_rows.column(part.thread, place)
+                    out = cute.local_tile(parts[None, query, head, p.batch, split], (2,), (column // 2,))
                     cute.autovec_copy(pair, out)

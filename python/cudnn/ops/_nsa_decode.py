@@ -7,7 +7,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention import reference
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.attention.sparse import ALWAYS, DecodeConfiguration
+from cudnn_kernels.attention.sparse import ALWAYS, SparseDecodeConfiguration
 
 _WHERE = "nsa_decode"
 _SOURCE = "cudnn_kernels.attention.decode:Decode"
@@ -128,7 +128,7 @@ def nsa_decode_step(
             got = f"{x.stride()} at {x.data_ptr():#x}"
             raise ValueError(refusal(_WHERE, f"strides of {name}", got, allowed, f"pass {name}.contiguous()"))
     gates = gates if gates.dtype in (torch.float16, torch.bfloat16) else gates.float()
-    configuration = DecodeConfiguration(
+    configuration = SparseDecodeConfiguration(
         name_of(q.dtype), name_of(gates.dtype), q.shape[1], k.shape[1], *heads, block_size, compress_stride, count,
         window,
     )  # fmt: skip

@@ -25,8 +25,6 @@ TILES = {
     "sm_100a": {(64, 64): (256, 128), (128, 128): (256, 128), (192, 128): (256, 128), (256, 256): (128, 128)},
 }
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200."""
-SHARING = {"sm_90a": {(256, 256): 2}, "sm_100a": {}}
-"""CTAs that share the loads of K and V, to relieve L2, where there is no causal mask."""
 DECODE = {
     "sm_90a": {(64, 64): (128, 4), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)},
     "sm_100a": {(64, 64): (128, 2), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (128, 2)},
@@ -164,12 +162,8 @@ class SdpaForward(Attention):
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
         if self.decodes(sizes):
             return kernel_plan(arch, self.decode(arch, sizes))
-        cluster = 1 if ends["right"] else SHARING[arch].get(heads, 1)
-        kind = name_of(self.dtype("q"))
-        configuration = ForwardConfiguration(
-            kind, *heads, TILES[arch][heads], cluster=cluster, **ends, softcap=self.softcap > 0, sink=self.given("sink")
-        )
-        return kernel_plan(arch, configuration)
+        kind, more = name_of(self.dtype("q")), {"softcap": self.softcap > 0, "sink": self.given("sink")}
+        return kernel_plan(arch, ForwardConfiguration(kind, *heads, TILES[arch][heads], **ends, **more))
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
         """What the kernel for few rows, or caches, is compiled for."""
