@@ -162,8 +162,9 @@ class SdpaForward(Attention):
         heads, ends = (sizes["d"], sizes["dv"]), self.ends()
         if self.decodes(sizes):
             return kernel_plan(arch, self.decode(arch, sizes))
-        kind, more = name_of(self.dtype("q")), {"softcap": self.softcap > 0, "sink": self.given("sink")}
-        return kernel_plan(arch, ForwardConfiguration(kind, *heads, TILES[arch][heads], **ends, **more))
+        kind, capped, sink = name_of(self.dtype("q")), self.softcap > 0, self.given("sink")
+        configuration = ForwardConfiguration(kind, *heads, TILES[arch][heads], **ends, softcap=capped, sink=sink)
+        return kernel_plan(arch, configuration)
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
         """What the kernel for few rows, or caches, is compiled for."""
