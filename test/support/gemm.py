@@ -51,7 +51,7 @@ def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
     own, a CTA of a pair has on Blackwell.
     """
     if arch == HOPPER:
-        return replace(c, promote=int(c.a.bits == 8))
+        return replace(c, promote=(1 if c.a.scale else 4) if c.a.bits == 8 else 0)  # 4: sums of which a part is left
     rows = 256 if c.pingpong else max(c.tile[0], 128)
     return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
                    if c.pingpong else c.cluster)  # fmt: skip
