@@ -241,6 +241,7 @@ def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, 
         ({name: matrix(1, 32, 2, 128) for name in ("q_tensor", "k_tensor", "v_tensor")}, ValueError, "head size"),
         ({"cum_seqlen_q_tensor": offsets(0, 32)}, ValueError, "both cum_seqlen_q and cum_seqlen_k"),
         ({"max_s_q": 31}, ValueError, "max_s_q"),
+        ({"scale_softmax": -0.1}, ValueError, "scale_softmax"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:

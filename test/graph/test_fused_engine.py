@@ -77,6 +77,33 @@ def test_results(arch: str, stats: bool, handle: handles.Handle) -> None:
     assert len(plan.packs) == plan.MAX_PACKS
 
 
+def test_a_later_handle_of_the_same_address_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN gives the address of a handle that was destroyed to the next one, and a plan finds its calls by it."""
+    node = node_of(implementation=FUSED)
+    ports = [*node.inputs.values(), node.outputs["O"]]
+    config = fused_engine.FusedConfig(node, Bindings([tensor.get_uid() for tensor in ports]), None)
+    streams: list[int] = []
+    monkeypatch.setattr(config.operation, "run", lambda given, scalars, stream, workspace: streams.append(stream))
+    monkeypatch.setattr(fused_engine, "memory", lambda address, size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(config.operation, "compile", lambda: None)
+    plan = config.build()
+    for stream in (3, 4):
+        made = handles.Handle(0x7000, 0)
+        monkeypatch.setitem(handles._live, made.ptr, made)
+        made.put_on(stream)
+        key = (*[256] * len(ports), 256, made.ptr)
+        pack = plan.packs.get(key) or plan.pack(key)
+        plan.launch(made.argument, plan.argument, pack.argument)
+    assert streams == [3, 4]
+
+
+def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would copy it, and results would be lost."""
+    monkeypatch.setattr(fused_engine.torch, "as_tensor", lambda x, device: torch.empty(16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="memory of another device at 0x1000; allowed: memory of device 1"):
+        fused_engine.memory(0x1000, 16, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -84,7 +111,7 @@ def test_results(arch: str, stats: bool, handle: handles.Handle) -> None:
         ({"diagonal_band_left_bound": 3}, "left_bound=3, right_bound=-1: it has the right bound 0"),
         ({"keys": 50, **CAUSAL}, "40 rows and 50 keys from the top left"),
         ({"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3}, "for one row"),
-        ({"attn_scale": -0.5}, "attn_scale=-0.5: it has positive ones"),
+        ({"attn_scale": -0.5}, "the scale -0.5: it has positive ones"),
         ({"use_alibi_mask": True, "diagonal_band_right_bound": 0}, "use_alibi_mask: it has Q, K, V"),
         ({"io": FLOAT}, "the types FLOAT: it has HALF or BFLOAT16"),
     ],

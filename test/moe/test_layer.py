@@ -20,6 +20,7 @@ import cudnn
 from cudnn import moe, registry
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
+from cudnn.moe import quantizing
 from cudnn.moe.experts import Experts, Rows
 from cudnn.moe.quantizing import quantized, quantized_weights
 from cudnn.nn import MoE
@@ -242,7 +243,7 @@ def test_the_kernel_of_e4m3(arch: str) -> None:
 
     def made() -> list[torch.Tensor]:
         by_choice = [t[: offsets[-1]] for t in quantized(x, of_choice, 300)]
-        every = [*quantized(x), *by_choice, *quantized_weights(weights, False)]
+        every = [*quantized(x), *by_choice, *quantized_weights(weights, True)]
         return [t.view(torch.uint8) if t.itemsize == 1 else t for t in every]
 
     expected = made()
@@ -253,20 +254,54 @@ def test_the_kernel_of_e4m3(arch: str) -> None:
     assert float((wide - x.float()).norm() / x.float().norm()) < 0.03
 
 
-def test_weights_in_e4m3_follow_the_weights() -> None:
-    """Kept while they stay, also for another call's list of them, and made anew after a change."""
-    t = case(hidden=128, inner=128).leaves()
-    first = quantized_weights([t["up"]], True)
-    assert quantized_weights([t["up"]], True) is first
-    assert quantized_weights([t["up"]], False) is not first
+def test_weights_in_e4m3_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept between passes without gradients, in memory that CUDA graphs may read, also for another call's list."""
+    up, down = (case(hidden=128, inner=128).leaves()[name] for name in WEIGHTS)
+    captured = False
+    monkeypatch.setattr(quantizing, "_captures", lambda x: captured)
+    first = quantized_weights([up], False)
+    before = [x.float().clone() for x in first]
+    assert quantized_weights([up], False) is first
     with torch.no_grad():
-        t["up"].mul_(2.0)
-    narrow, factors = quantized_weights([t["up"]], True)
-    assert torch.equal(narrow.float(), first[0].float())
-    assert torch.equal(factors, 2 * first[1])
+        up.mul_(2.0)
+    captured = True
+    assert quantized_weights([up], False) is not first
+    captured = False
+    assert quantized_weights([up], False)[1] is first[1]
+    assert torch.equal(first[0].float(), before[0])
+    assert torch.equal(first[1], 2 * before[1])
+    up.data.mul_(2.0)  # as Megatron's optimizers do, which no version tells
+    assert torch.equal(quantized_weights([up], True)[1], 4 * before[1])
+    up.data.mul_(2.0)
+    assert torch.equal(quantized_weights([up], False)[1], 8 * before[1])
+    captured = True
+    assert quantized_weights([up], False)[1] is first[1]
+    quantized_weights([up], True)  # replays of this train
+    captured = False
+    for factor in (8, 16):
+        assert torch.equal(quantized_weights([up], False)[1], factor * before[1])
+        up.data.mul_(2.0)
+    captured = True
+    quantized_weights([down], False)  # written by replays only
+    captured = False
+    assert quantized_weights([down], False) is quantized_weights([down], False)
     with torch.inference_mode():
-        fixed = t["down"].clone()
-        assert quantized_weights([fixed], True) is not quantized_weights([fixed], True)
+        fixed = down.clone()
+        assert quantized_weights([fixed], False) is not quantized_weights([fixed], False)
+
+
+@pytest.mark.gpu
+def test_weights_in_e4m3_on_other_streams() -> None:
+    """Those that one stream makes, late, are waited for by another one."""
+    up = case(hidden=128, inner=128).leaves()["up"].cuda().detach()
+    expected = quantized_weights([up.clone()], False)[1].clone()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    quantized_weights([up], False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = quantized_weights([up], False)[1].clone()
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("lists", [False, True])

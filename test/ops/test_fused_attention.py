@@ -61,6 +61,7 @@ def test_what_is_refused() -> None:
         ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "it has bounds alone"),
         ((q, k, v), {"is_causal": True}, "20 rows and 30 keys from the top left"),
         ((q, k, v), {"left_bound": 3}, "it has the right bound 0"),
+        ((q, k, v), {"scale": 0.0}, "the scale 0.0: it has positive ones"),
         ((q.float(), k.float(), v.float()), {}, "torch.float32: it takes"),
         ((q[..., :32], k[..., :32], v[..., :32]), {}, r"head sizes \(32, 32\): it has"),
     ]:
@@ -151,6 +152,7 @@ def test_the_operators_of_head_size_256() -> None:
     for place, value, message in [
         (5, torch.ones(2, 1, 1, 1).int(), "it has bounds alone"),
         (3, 4, "left_bound=4: it has -1"),
+        (0, 0.0, "the scale 0.0: it has positive ones"),
     ]:
         changed = [value if place == i else x for i, x in enumerate(arguments)]
         with pytest.raises(NotImplementedError, match=message):
@@ -176,3 +178,6 @@ def test_existing_programs_reach_them_on_blackwell(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
     experimental(q, k[:, :, :6], v[:, :, :6], is_causal=True, enable_gqa=True)  # another diagonal
     assert len(graphs._fprop_cache) == 6
+    found = experimental(q, k, v, scale=0.0, enable_gqa=True)  # the kernels' 0 means another scale
+    mean = v.mean(2, keepdim=True).repeat_interleave(2, 1)
+    torch.testing.assert_close(found, mean.expand_as(found), atol=2e-2, rtol=2e-2)

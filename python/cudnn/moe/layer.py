@@ -169,9 +169,8 @@ def _narrow_rows(rows: Tensor, factors: Tensor) -> dict[str, Tensor]:
 
 
 def _narrow(weights: Sequence[Tensor], keeps: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and options of a product with weights in e4m3. A CUDA graph of training quantises them in each replay."""
-    kept = not (keeps and weights[0].is_cuda and torch.cuda.is_current_stream_capturing())
-    narrow, factors = quantized_weights(weights, kept)
+    """Tensors and options of a product with weights in e4m3, in a pass that ``keeps`` what its gradients need."""
+    narrow, factors = quantized_weights(weights, keeps)
     return {"b": narrow.permute(1, 2, 0), "sfb": factors.permute(1, 2, 0)}, {"sf_vec_size": 128}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cudnn import launch
 from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
 from cudnn.moe._run import has_kernel, run
@@ -15,6 +17,7 @@ from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
 _kept: Any = WeakTensorKeyDictionary()
+_replayed: Any = WeakTensorKeyDictionary()  # weights that a CUDA graph trains
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -40,22 +43,83 @@ def quantized(x: torch.Tensor, row_of_choice: torch.Tensor | None = None, rows: 
     return found, factors
 
 
-def quantized_weights(weights: Sequence[torch.Tensor], keep: bool) -> Pair:
+@dataclass
+class _Kept:
+    """Weights in e4m3, in memory that stays as long as these lie at their ``addresses``: CUDA graphs may read it.
+
+    ``versions`` are those of the weights that they were made of, None where the weights may have changed since.
+    ``stream``, ``done``: where they were made, and an event there.
+    """
+
+    addresses: tuple[int, ...]
+    pair: Pair
+    versions: tuple[int, ...] | None = None
+    stream: int = 0
+    done: Any = None
+
+    def made(self, versions: tuple[int, ...] | None) -> None:
+        """Notes that they were made on the current stream."""
+        x = self.pair[0]
+        if x.is_cuda:
+            self.stream, self.done = launch.raw_stream(None, x.get_device()), self.done or torch.cuda.Event()
+            self.done.record(torch.cuda.current_stream(x.device))
+        self.versions = versions
+
+    def read(self, captures: bool) -> Pair:
+        """They, for the current stream. A capture begins when the GPU has done what was queued."""
+        x = self.pair[0]
+        if x.is_cuda and not captures and launch.raw_stream(None, x.get_device()) != self.stream:
+            current = torch.cuda.current_stream(x.device)
+            current.wait_event(self.done)
+            for each in self.pair:
+                each.record_stream(current)
+        return self.pair
+
+
+def _captures(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     """The experts' weights, one tensor or a list, in e4m3, (E, n, k), and their factors (E, n / 128, k / 128).
 
-    They are kept, as long as the first tensor lives, and made anew when a tensor has changed since. Not where ``keep``
-    is false, nor of tensors of ``torch.inference_mode``, whose changes PyTorch does not count.
+    Made anew in each pass that ``trains``, since optimizers change weights in ways that PyTorch does not count. Those
+    of other passes are kept, as long as the first tensor lives, and made anew when a tensor's version has changed or a
+    training pass was since; not of tensors of ``torch.inference_mode``, which have no versions, nor in a capture, which
+    makes none.
     """
-    first = weights[0]
-    keep = keep and not any(w.is_inference() for w in weights)
-    state = tuple((w.data_ptr(), w._version) for w in weights) if keep else None
-    if keep and first in _kept and _kept[first][0] == state:
-        return _kept[first][1]
-    *_, n, k = first.shape
-    experts = len(weights) if first.ndim == 2 else first.shape[0]
-    found = first.new_empty(experts, n, k, dtype=torch.float8_e4m3fn)
-    factors = first.new_empty(experts, n // BLOCK, k // BLOCK, dtype=torch.float32)
-    parts = list(zip(weights, found, factors, strict=True)) if first.ndim == 2 else [(first, found, factors)]
+    first, captures = weights[0], _captures(weights[0])
+    addresses, kept = tuple(w.data_ptr() for w in weights), _kept.get(first)
+    if kept is not None and kept.addresses != addresses:
+        kept = None
+    versions = None if any(w.is_inference() for w in weights) else tuple(w._version for w in weights)
+    if trains:
+        if captures:  # nothing tells of the changes that replays make
+            _replayed[first] = True
+        if kept is not None:
+            kept.versions = None
+    elif kept is not None and kept.versions is not None and kept.versions == versions:
+        return kept.read(captures)
+    pair = _pair(weights) if kept is None or captures else kept.pair
+    _quantize(weights, pair)
+    if not (trains or captures or versions is None):
+        kept = kept or _Kept(addresses, pair)
+        kept.made(None if first in _replayed else versions)
+        _kept[first] = kept
+    return pair
+
+
+def _pair(weights: Sequence[torch.Tensor]) -> Pair:
+    """Memory for :func:`quantized_weights`."""
+    *_, n, k = weights[0].shape
+    experts = len(weights) if weights[0].ndim == 2 else weights[0].shape[0]
+    found = weights[0].new_empty(experts, n, k, dtype=torch.float8_e4m3fn)
+    return found, weights[0].new_empty(experts, n // BLOCK, k // BLOCK, dtype=torch.float32)
+
+
+def _quantize(weights: Sequence[torch.Tensor], pair: Pair) -> None:
+    first, k = weights[0], weights[0].shape[-1]
+    parts = zip(weights, *pair, strict=True) if first.ndim == 2 else [(first, *pair)]
     for x, narrow, of_blocks in parts:
         flat = x.detach().reshape(-1, k)
         given = flat, narrow.view(flat.shape), of_blocks.view(-1, k // BLOCK)
@@ -64,7 +128,3 @@ def quantized_weights(weights: Sequence[torch.Tensor], keep: bool) -> Pair:
         else:
             for target, source in zip(given[1:], reference.quantize(flat, BLOCK), strict=True):
                 target.copy_(source)
-    pair = found, factors
-    if keep:
-        _kept[first] = state, pair
-    return pair

@@ -24,7 +24,7 @@ def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def obstacle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, others: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, scale: float | None, others: bool
 ) -> str:  # fmt: skip
     """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
     if others:
@@ -33,7 +33,8 @@ def obstacle(
         return f"{q.ndim} dimensions: it takes (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}: it takes torch.float16 and torch.bfloat16"
-    return choice.obstacle(q.shape[2], k.shape[2], (q.shape[-1], v.shape[-1]), bounds, has_gradients(q, k, v))
+    heads = (q.shape[-1], v.shape[-1])
+    return choice.obstacle(q.shape[2], k.shape[2], heads, bounds, scale, has_gradients(q, k, v))
 
 
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
@@ -130,11 +131,11 @@ fused_sdpa.register_autograd(_backward, setup_context=_setup)
 
 
 def _bounds_of_d256(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, lengths: tuple[Maybe, ...]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bounds: choice.Bounds, lengths: tuple[Maybe, ...]
 ) -> None:
     """Raises for what the operators of head size 256 do not take."""
     check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})
-    reason = obstacle(q, k, v, bounds, any(x is not None for x in lengths))
+    reason = obstacle(q, k, v, bounds, scale, any(x is not None for x in lengths))
     if not reason and (q.shape[3], v.shape[3]) != (256, 256):
         reason = f"head sizes {(q.shape[3], v.shape[3])}: it has 256"
     if not reason and bounds[2] != -1:
@@ -152,10 +153,10 @@ def sdpa_fwd_d256(
     """(O, Stats) of ``cudnn::sdpa``, by the kernels of ``cudnn.sdpa`` for heads of 256 elements.
 
     Raises:
-        NotImplementedError: lengths, a left bound, or what else these kernels do not have.
+        NotImplementedError: lengths, a left bound, a scale not above 0, or what else these kernels do not have.
     """
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
-    _bounds_of_d256(q, k, v, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
     o, lse = fused_sdpa(q, k, v, attn_scale, is_causal or right_bound == 0, -1)
     return o, lse.unsqueeze(-1)
 
@@ -175,7 +176,7 @@ def sdpa_bwd_d256(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dQ, dK, dV), contiguous, from what :func:`sdpa_fwd_d256` got and gave, and the gradient of O."""
     bounds = is_causal, diagonal_alignment, left_bound, right_bound
-    _bounds_of_d256(q, k, v, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
+    _bounds_of_d256(q, k, v, attn_scale, bounds, (seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv))
     lse, causal = stats.squeeze(-1).contiguous(), is_causal or right_bound == 0
     return fused_sdpa_bwd(dO, q, k, v, o, lse, attn_scale, causal, -1, is_deterministic)
 

@@ -62,9 +62,9 @@ def moe_mlp(
             first I elements of ``up_bias``.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
         fp8: The forward products are of e4m3: tokens and activations with a float32 factor for each 128 elements of a
-            row, weights for each 128 x 128. The copies of weights in e4m3 are kept, half of their memory, until
-            weights change. Gradients are those of a layer without ``fp8`` that had the same pre-activation. For gated
-            activations and interleaved weights; H and I are multiples of 128.
+            row, weights for each 128 x 128. Copies of weights in e4m3, half of their memory, are kept from one pass
+            without gradients to the next, until weights change. Gradients are those of a layer without ``fp8`` that had
+            the same pre-activation. For gated activations and interleaved weights; H and I are multiples of 128.
         main_grads: Float32 tensors like up and down, or lists of them, that the backward pass adds the gradients of up
             and down to; then these get none.
         group: A process group of ``torch.distributed``, or a :class:`cudnn.moe.Exchange`, which has settings: rank r

@@ -88,7 +88,7 @@ def scaled_dot_product_attention(
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
     if backend != "cudnn":
         others = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
-        obstacle = fused.obstacle(query, key, value, bounds, others)
+        obstacle = fused.obstacle(query, key, value, bounds, scale, others)
         if backend and obstacle:
             raise NotImplementedError(refusal(_WHERE, 'backend "fused"', obstacle, "what it has", "pass backend=None"))
         causal = is_causal or right_bound == 0

@@ -56,8 +56,6 @@ def obstacle(node: Any) -> str:
         return f"the types {', '.join(sorted(kind.name for kind in types))}: it has HALF or BFLOAT16 for Q, K, V and O"
     if node.compute_data_type is not data_type.FLOAT:
         return f"it computes in FLOAT only, not in {node.compute_data_type.name}"
-    if node.attn_scale is not None and node.attn_scale <= 0:
-        return f"attn_scale={node.attn_scale}: it has positive ones"
     q, k, v, o = (found[port] for port in "QKVO")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
         return f"K of {k.dim} and V of {v.dim}: it has as many heads in both, and the batch of Q"
@@ -74,7 +72,7 @@ def obstacle(node: Any) -> str:
         apart = [n > 1 and given != step for n, given, step in zip(stats.dim, stats.stride, steps, strict=False)]
         if any(apart) or stats.data_type is not data_type.FLOAT:
             return f"Stats of {stats.data_type.name} with the strides {stats.stride}: it has FLOAT, contiguous"
-    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), False)
+    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, False)
 
 
 def refuse(node: Any) -> None:
@@ -194,10 +192,20 @@ class _Memory:
 
 
 def memory(address: int, size: int, device: int) -> Any:
-    """A tensor of so many bytes over memory of a GPU, or, with a device below 0, of the CPU."""
+    """A tensor of so many bytes over memory of a GPU, or, with a device below 0, of the CPU.
+
+    Raises:
+        ValueError: PyTorch takes the memory for another device's, and copied it.
+    """
     if device < 0:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    return torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
+    made = torch.as_tensor(_Memory(address, size), device=f"cuda:{device}")
+    if made.data_ptr() != address:
+        raise ValueError(
+            refusal("execute", "data", f"memory of another device at {address:#x}", f"memory of device {device}, the "
+                    "handle's", 'copy it there, or build the graph with implementation=UNIFIED')
+        )  # fmt: skip
+    return made
 
 
 class FusedPlan(ExecutionPlan):
@@ -227,8 +235,8 @@ class FusedPlan(ExecutionPlan):
         return pack
 
     def _call(self, key: tuple[int, ...]) -> Callable[[], None]:
-        config, operation, handle = self.config, self.config.operation, resolve(key[-1])
-        device = handle.device if config.arch else -1
+        config, operation, number = self.config, self.config.operation, key[-1]
+        device = resolve(number).device if config.arch else -1
         addresses = dict(zip(config.user, key, strict=False))
         space = -(-(key[-2] + config.offset) // _ALIGNMENT) * _ALIGNMENT
         tensors: dict[str, Any] = {}
@@ -252,11 +260,12 @@ class FusedPlan(ExecutionPlan):
         given = tuple(tensors.get(name) for name in operation.names)
         scalars = (None,) * len(operation.scalars)
         if not config.arch or torch.cuda.device_count() == 1:
-            return lambda: operation.run(given, scalars, handle.stream, workspace)
+            # The handle by its number: a later one may have that of one that was destroyed, and another stream.
+            return lambda: operation.run(given, scalars, resolve(number).stream, workspace)
 
         def call() -> None:
             with torch.cuda.device(device):
-                operation.run(given, scalars, handle.stream, workspace)
+                operation.run(given, scalars, resolve(number).stream, workspace)
 
         return call
 

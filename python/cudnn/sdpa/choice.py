@@ -26,9 +26,13 @@ Bounds = tuple[bool, int, int, int]
 """Whether causal; 1 where the diagonal ends at the last row and key; how far left and right of it, -1: no bound."""
 
 
-def obstacle(rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, with_gradients: bool) -> str:
-    """Why the kernels cannot compute this attention; empty where they can."""
+def obstacle(
+    rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, scale: float | None, with_gradients: bool
+) -> str:  # fmt: skip
+    """Why the kernels cannot compute this attention; empty where they can. A scale of None is a positive one."""
     is_causal, alignment, left, right = bounds
+    if scale is not None and not scale > 0:  # they find the largest score before they scale, and 0 means their default
+        return f"the scale {scale}: it has positive ones"
     sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
     if heads not in sizes:
         has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"

@@ -83,6 +83,7 @@ class SdpaForward(Attention):
     """
 
     softcap: float
+    scale_softmax: float
     num_splits: int
     title = "attention, forward"
     tensors = (queries("q", "d"), keys("k", "d", batch="bk"), keys("v", "dv", batch="bk"),
@@ -123,6 +124,8 @@ class SdpaForward(Attention):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
+        if self.scale_softmax < 0:
+            raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
         if not 0 <= self.softcap < math.inf:
             raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
         cached, paged = self.given("seqlen_k"), self.given("page_table")

@@ -74,7 +74,8 @@ def scaled_dot_product_attention(
         raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0, no dropout", cure))
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
-    operator = _of_d256 if _has_d256(query, key, value, bounds, lengths) else sdpa
+    positive = scale is None or scale > 0
+    operator = _of_d256 if positive and _has_d256(query, key, value, bounds, lengths) else sdpa
     return attend(query, key, value, scale, enable_gqa, bounds, lengths, operator=operator)
 
 
