@@ -107,13 +107,13 @@ def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dims": (1, 2, 40, 32)}, r"head sizes \(32, 32\): it has"),
-        ({"diagonal_band_left_bound": 3}, "left_bound=3, right_bound=-1: it has the right bound 0"),
+        ({"dims": (1, 2, 40, 32)}, r"head sizes \(32, 32\): the kernels take"),
+        ({"diagonal_band_left_bound": 3}, "left_bound=3, right_bound=-1: the kernels take right_bound=0"),
         ({"keys": 50, **CAUSAL}, "40 rows and 50 keys from the top left"),
         ({"dims": (1, 2, 1, 64), "use_causal_mask_bottom_right": True, "diagonal_band_left_bound": 3}, "for one row"),
-        ({"attn_scale": -0.5}, "the scale -0.5: it has positive ones"),
-        ({"use_alibi_mask": True, "diagonal_band_right_bound": 0}, "use_alibi_mask: it has Q, K, V"),
-        ({"io": FLOAT}, "the types FLOAT: it has HALF or BFLOAT16"),
+        ({"attn_scale": -0.5}, "the scale -0.5: the kernels take positive ones"),
+        ({"use_alibi_mask": True, "diagonal_band_right_bound": 0}, "use_alibi_mask: the kernels take Q, K, V"),
+        ({"io": FLOAT}, "the types FLOAT: the kernels take HALF or BFLOAT16"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:

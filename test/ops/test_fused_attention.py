@@ -57,13 +57,13 @@ def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]
 def test_what_is_refused() -> None:
     q, k, v, _ = drawn()
     for arguments, options, message in [
-        ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "it has bounds alone"),
-        ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "it has bounds alone"),
+        ((q, k, v), {"attn_mask": torch.ones(20, 30, dtype=torch.bool)}, "the kernels take bounds alone"),
+        ((q, k, v), {"seq_len_q": torch.tensor([3, 4])}, "the kernels take bounds alone"),
         ((q, k, v), {"is_causal": True}, "20 rows and 30 keys from the top left"),
-        ((q, k, v), {"left_bound": 3}, "it has the right bound 0"),
-        ((q, k, v), {"scale": 0.0}, "the scale 0.0: it has positive ones"),
-        ((q.float(), k.float(), v.float()), {}, "torch.float32: it takes"),
-        ((q[..., :32], k[..., :32], v[..., :32]), {}, r"head sizes \(32, 32\): it has"),
+        ((q, k, v), {"left_bound": 3}, "the kernels take right_bound=0"),
+        ((q, k, v), {"scale": 0.0}, "the scale 0.0: the kernels take positive ones"),
+        ((q.float(), k.float(), v.float()), {}, "torch.float32: the kernels take"),
+        ((q[..., :32], k[..., :32], v[..., :32]), {}, r"head sizes \(32, 32\): the kernels take"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
             attention(*arguments, enable_gqa=True, backend="fused", **options)
@@ -150,16 +150,16 @@ def test_the_operators_of_head_size_256() -> None:
     found = torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *arguments, True)
     assert all(map(torch.equal, found, results[0][2:]))
     for place, value, message in [
-        (5, torch.ones(2, 1, 1, 1).int(), "it has bounds alone"),
-        (3, 4, "left_bound=4: it has -1"),
-        (0, 0.0, "the scale 0.0: it has positive ones"),
+        (5, torch.ones(2, 1, 1, 1).int(), "the kernels take bounds alone"),
+        (3, 4, "left_bound=4: the kernels take -1"),
+        (0, 0.0, "the scale 0.0: the kernels take positive ones"),
     ]:
         changed = [value if place == i else x for i, x in enumerate(arguments)]
         with pytest.raises(NotImplementedError, match=message):
             torch.ops.cudnn.sdpa_fwd_d256(q, k, v, *changed)
         with pytest.raises(NotImplementedError, match=message):
             torch.ops.cudnn.sdpa_bwd_d256(do, q, k, v, o, stats, *changed)
-    with pytest.raises(NotImplementedError, match=r"head sizes \(64, 64\): it has 256"):
+    with pytest.raises(NotImplementedError, match=r"head sizes \(64, 64\): the kernels take 256"):
         torch.ops.cudnn.sdpa_fwd_d256(*(x[..., :64] for x in (q, k, v)), *arguments)
 
 

@@ -26,13 +26,13 @@ def has_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def obstacle(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: choice.Bounds, scale: float | None, others: bool
 ) -> str:  # fmt: skip
-    """Why the kernels cannot compute this attention; empty where they can. ``others``: what is not bounds."""
+    """Why the kernels cannot compute this attention; empty where they can. ``others``: more than bounds."""
     if others:
-        return "a mask, lengths, sinks or dropout: it has bounds alone"
+        return "a mask, lengths, sinks or dropout: the kernels take bounds alone"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        return f"{q.ndim} dimensions: it takes (B, H, S, D)"
+        return f"{q.ndim} dimensions: the kernels take (B, H, S, D)"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"{q.dtype}: it takes torch.float16 and torch.bfloat16"
+        return f"{q.dtype}: the kernels take torch.float16 and torch.bfloat16"
     heads = (q.shape[-1], v.shape[-1])
     return choice.obstacle(q.shape[2], k.shape[2], heads, bounds, scale, has_gradients(q, k, v))
 
@@ -137,11 +137,12 @@ def _bounds_of_d256(
     check(q, k, v, bounds[1], {"left_bound": bounds[2], "right_bound": bounds[3]})
     reason = obstacle(q, k, v, bounds, scale, any(x is not None for x in lengths))
     if not reason and (q.shape[3], v.shape[3]) != (256, 256):
-        reason = f"head sizes {(q.shape[3], v.shape[3])}: it has 256"
+        reason = f"head sizes {(q.shape[3], v.shape[3])}: the kernels take 256"
     if not reason and bounds[2] != -1:
-        reason = f"left_bound={bounds[2]}: it has -1"
+        reason = f"left_bound={bounds[2]}: the kernels take -1"
     if reason:
-        raise NotImplementedError(refusal("sdpa_d256", "attention", reason, "what it has", "use torch.ops.cudnn.sdpa"))
+        allowed, cure = "what the kernels take", "use torch.ops.cudnn.sdpa"
+        raise NotImplementedError(refusal("sdpa_d256", "attention", reason, allowed, cure))
 
 
 @custom_op("sdpa_fwd_d256", autocast=NAMES)

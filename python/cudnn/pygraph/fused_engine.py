@@ -1,6 +1,6 @@
 """Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one ``sdpa`` node, beside those of cuDNN.
 
-Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations know no
+Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations see no
 difference. A plan keeps, for the addresses of a call, tensors over their memory.
 """
 
@@ -35,7 +35,7 @@ _ALIGNMENT = 16  # bytes
 
 
 def _bounds(node: Any) -> tuple[bool, int, int, int]:
-    """As operators give them."""
+    """A node's bounds, in the form in which operators give theirs."""
     left, right = (-1 if bound is None else bound for bound in (node.left_bound, node.right_bound))
     return False, int(node.bottom_right), left, right
 
@@ -49,29 +49,31 @@ def obstacle(node: Any) -> str:
         name for name in ("use_padding_mask", "use_alibi_mask", "score_mod", "has_dropout") if getattr(node, name)
     }
     if others or node.is_ragged:
-        return f"{', '.join(sorted(others)) or 'ragged offsets'}: it has Q, K, V, O, Stats and bounds"
+        return f"{', '.join(sorted(others)) or 'ragged offsets'}: the kernels take Q, K, V, O, Stats and bounds"
     found: dict[str, Tensor] = {port: node.inputs[port] for port in "QKV"} | node.outputs
     types = {found[port].data_type for port in "QKVO"}
     if len(types) > 1 or not types <= {data_type.HALF, data_type.BFLOAT16}:
-        return f"the types {', '.join(sorted(kind.name for kind in types))}: it has HALF or BFLOAT16 for Q, K, V and O"
+        names = ", ".join(sorted(kind.name for kind in types))
+        return f"the types {names}: the kernels take HALF or BFLOAT16, one of them for Q, K, V and O"
     if node.compute_data_type is not data_type.FLOAT:
-        return f"it computes in FLOAT only, not in {node.compute_data_type.name}"
+        return f"the kernels compute in FLOAT only, not in {node.compute_data_type.name}"
     q, k, v, o = (found[port] for port in "QKVO")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
-        return f"K of {k.dim} and V of {v.dim}: it has as many heads in both, and the batch of Q"
+        return f"K of {k.dim} and V of {v.dim}: the kernels take as many heads in both, and the batch of Q"
     rows, keys = q.dim[2], k.dim[2]
     if rows == 1 and node.left_bound is not None and node.left_bound < keys:
-        return "a left bound for one row: it has them for several"
+        return "a left bound for one row: the kernels take one for several"
     layout, sizes = SdpaForward.spec("q").layout, {"packed": 0}
     for port, tensor in zip("QKVO", (q, k, v, o), strict=True):
         if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port == "O"):
-            return f"{port} with the strides {tensor.stride}: it has 1 last and multiples of 16 bytes before"
+            return f"{port} with the strides {tensor.stride}: the kernels take 1 last, else multiples of 16 bytes"
     stats = found.get("Stats")
     if stats is not None and not stats.is_virtual:
         steps = [q.dim[1] * rows, rows, 1]
         apart = [n > 1 and given != step for n, given, step in zip(stats.dim, stats.stride, steps, strict=False)]
         if any(apart) or stats.data_type is not data_type.FLOAT:
-            return f"Stats of {stats.data_type.name} with the strides {stats.stride}: it has FLOAT, contiguous"
+            kind = stats.data_type.name
+            return f"Stats of {kind} with the strides {stats.stride}: the kernels write FLOAT, contiguous"
     return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, False)
 
 
@@ -87,10 +89,10 @@ def refuse(node: Any) -> None:
 def chosen(
     nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
 ) -> FusedConfig | None:  # fmt: skip
-    """The engine's configuration for a graph that asks for it, or that it is ``offered`` to and measured faster for.
+    """The engine's configuration: for a graph that asks for it or, if ``offered``, where it was measured faster.
 
     Raises:
-        cudnnGraphNotSupportedError: the graph asks for it, and it cannot run it.
+        cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.
     """
     node: Any = nodes[0]
     asked = any(getattr(each, "implementation", None) is FUSED for each in nodes)
@@ -99,8 +101,8 @@ def chosen(
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
     if asked:
-        wrong = "" if alone else f"a graph of {len(nodes)} nodes: it computes one of sdpa"
-        wrong = wrong or ("" if arch else f"it has no kernels for the compute capability {capability}")
+        wrong = "" if alone else f"a graph of {len(nodes)} nodes: the kernels compute a graph of one sdpa node"
+        wrong = wrong or ("" if arch else f"there are no kernels for compute capability {capability}")
         if wrong:
             raise cudnnGraphNotSupportedError(
                 refusal(node.where, "implementation", f"FUSED, but {wrong}", "AUTO, UNIFIED or COMPOSITE",
@@ -119,7 +121,7 @@ def chosen(
 
 
 def _measured_faster(node: Any, arch: str) -> str:
-    """Why a node without the user's choice is computed by these kernels, empty where it is not."""
+    """Why these kernels compute a node that does not ask for them; empty where they do not."""
     if not arch or obstacle(node) or node.left_bound is not None:
         return ""
     from cudnn.sdpa import choice

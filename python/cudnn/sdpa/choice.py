@@ -32,16 +32,16 @@ def obstacle(
     """Why the kernels cannot compute this attention; empty where they can. A scale of None is a positive one."""
     is_causal, alignment, left, right = bounds
     if scale is not None and not scale > 0:  # they find the largest score before they scale, and 0 means their default
-        return f"the scale {scale}: it has positive ones"
+        return f"the scale {scale}: the kernels take positive ones"
     sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
     if heads not in sizes:
         has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"
-        return f"head sizes {heads}: it has {has}"
+        return f"head sizes {heads}: the kernels take {has}"
     bounded = is_causal or right == 0
     if right > 0 or (left != -1 and (left < 1 or not bounded)):
-        return f"left_bound={left}, right_bound={right}: it has the right bound 0, and then left ones from 1 up"
+        return f"left_bound={left}, right_bound={right}: the kernels take right_bound=0, and then left ones from 1 up"
     if bounded and alignment == 0 and rows != keys:
-        return f"{rows} rows and {keys} keys from the top left: with bounds it has diagonal_alignment=1"
+        return f"{rows} rows and {keys} keys from the top left: with bounds the kernels take diagonal_alignment=1"
     return ""
 
 
