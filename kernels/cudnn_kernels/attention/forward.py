@@ -35,23 +35,22 @@ class Problem:
 
 @dataclass
 class Work:
-    """The tiles of a call: so many ``tiles`` of each of ``all_heads`` heads of all batches.
+    """The tiles of a call. They come in sections: with a causal mask, all tiles of some heads whose K and V fit into
+    L2; else all tiles.
 
-    Some heads, ``together``, are a section, of which the last one has ``others``. A CTA takes ``turns``: its number in
-    a section, or, where it has one tile, its number, is found by ``section``. ``heads`` are those of a sequence, of
-    which so many ``share`` one of K. Divisors are such that kernels divide by them fast.
+    Fields that are divisors have a form by which kernels divide fast.
     """
 
-    tiles: Int32
-    all_heads: Int32
-    turns: Int32
+    tiles: Int32  # of a head
+    all_heads: Int32  # of all batches
+    turns: Int32  # tiles that a CTA takes, one in each turn
     queries: Int32
     keys: Int32
-    section: Any
-    together: Any
-    others: Any
-    heads: Any
-    share: Any
+    section: Any  # divisor: turns of a section or, where a CTA has one tile, its tiles
+    together: Any  # divisor: heads of a section
+    others: Any  # divisor: heads of the last section; without a causal mask, tiles of a head
+    heads: Any  # divisor: heads of Q in a sequence
+    share: Any  # divisor: heads of Q that share one of K
     offsets_q: Any
     offsets_k: Any
     right: Int32
@@ -69,10 +68,7 @@ class Forward:
         self.tile_m, self.tile_n = configuration.tile
 
     def work(self, given: Mapping[str, Any], ctas: Any = None) -> Work:
-        """What a call's tensors say; ``ctas`` that take tiles in turn, if they do.
-
-        With a causal mask, a section's heads run together, and have K and V that fit into L2.
-        """
+        """The tiles that a call's tensors have. ``ctas``: how many CTAs there are, if they take tiles in turn."""
         c = self.c
         q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
         offsets = given.get("cum_seqlen_q")
@@ -104,10 +100,10 @@ class Forward:
 
     @cute.jit
     def tile(self, work: Work, turn: Any = None) -> tuple[Int32, Int32]:
-        """A CTA's tile in a turn, and its head among all; the tile is negative where there is none.
+        """A CTA's tile in a turn, and its head among all heads; the tile is negative where there is none.
 
-        With a causal mask the last rows come first, which take longest. CTAs that take turns do so to and fro, so that
-        none gets only long ones.
+        With a causal mask the last rows come first, since they take longest. CTAs take tiles in rising order in one
+        turn and in falling order in the next, so that none gets only long ones.
         """
         cta, _, _ = cute.arch.block_idx()
         if const_expr(turn is None):
@@ -127,7 +123,7 @@ class Forward:
 
     @cute.jit
     def problem(self, work: Work, tile: Int32, index: Int32) -> Problem:
-        """What a tile's rows are, of the head of that number among all."""
+        """The rows of a tile; ``index`` is its head's number among all heads."""
         c = self.c
         batch, head = divmod(index, work.heads)
         s = Sequence(batch, work.queries, work.keys, Int32(0), Int32(0))

@@ -29,33 +29,30 @@ from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
 
 GROUP, WARP = 128, 32
-VECTOR = 8  # elements of 16 bytes
-MANY = (1 << 31) - 1  # steps, as far as the copy engine counts
+VECTOR = 8  # elements in 16 bytes
+MANY = (1 << 31) - 1  # the most steps that the copy engine counts
 
 
 @dataclass
 class Caches:
-    """Of a call: query rows, heads of Q for each of K and V, and how many of those; tiles of a head of K, and keys that
-    a sequence has room for; steps from a page to the next, and from a row, in K and in V; sequences' lengths, the
-    ``table`` of pages, without which every sequence has one, and the ends of the window.
-    """
+    """The sizes of a call, and where its keys lie."""
 
-    queries: Int32
-    share: Int32
+    queries: Int32  # rows
+    share: Int32  # heads of Q that share one of K
     key_heads: Int32
-    tiles: Int32
-    room: Int32
-    by_page: list
-    by_row: list
-    lengths: Any
-    table: Any
-    right: Int32
+    tiles: Int32  # of a head of K
+    room: Int32  # keys that a sequence has memory for
+    by_page: list  # steps from a page to the next, in K and in V
+    by_row: list  # steps from a row to the next
+    lengths: Any  # of sequences
+    table: Any  # of pages; without one, each sequence is a page
+    right: Int32  # ends of the window
     left: Int32
 
 
 @dataclass
 class CachedProblem(Problem):
-    """A tile's, of all heads that share one of K."""
+    """What a tile belongs to, whose rows are of all heads of Q that share one of K."""
 
     caches: Caches
 
@@ -129,7 +126,7 @@ class SplitKeys(Forward):
 
     @cute.jit
     def problem(self, work: Caches, tile: Int32, index: Int32) -> CachedProblem:
-        """What a tile's rows are, of the head of K of that number among all."""
+        """The rows of a tile; ``index`` is the number of its head of K among all."""
         c = self.d
         key_head, batch = index % work.key_heads, index // work.key_heads
         keys, share = Int32(work.room), work.share
@@ -237,9 +234,9 @@ class SplitKeys(Forward):
 
 @cute.jit
 def common_step(by_page: Int64, by_row: Int64) -> Int64:
-    """The longest step, in elements, of which pages and rows are whole numbers of: a row, unless strides are odd.
+    """The greatest common divisor of the strides of pages and of rows, in elements: mostly that of rows.
 
-    With steps of 16 bytes, those of a pool would be beyond 2^31 where it has more than 32 GiB.
+    The copy engine counts such steps. With steps of 16 bytes, a pool of more than 32 GiB would have more than 2^31.
     """
     step = cutlass.max(Int64(by_row), Int64(VECTOR))
     rest = Int64(by_page) % step

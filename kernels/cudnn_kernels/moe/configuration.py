@@ -168,8 +168,8 @@ BLOCK, NARROW = 128, "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class QuantizeConfiguration:
-    """Rows of so many ``columns``, a multiple of BLOCK, in e4m3: a factor for BLOCK elements of a row or, ``blocks``,
-    for BLOCK rows of them too. With ``top_k``, rows are tokens, which are stored in the rows of their choices.
+    """Quantises rows of ``columns`` elements, a multiple of BLOCK, to e4m3. A factor is for BLOCK elements of a row or,
+    with ``blocks``, for BLOCK x BLOCK. With ``top_k``, rows are tokens, which are stored in the rows of their choices.
     """
 
     dtype: str

@@ -1,7 +1,8 @@
-"""Rows, tokens by their choices, and weights in e4m3, with a float32 factor for each 128 elements, or 128 x 128.
+"""Quantises rows, or tokens into the rows of their choices, or weights to e4m3.
 
-A CTA has 128 x 128 elements, a thread 16 bytes of every 16th row: 16 lanes have a row. So each element is read once,
-and a token's are stored wherever its choices are.
+There is a float32 factor for each 128 elements of a row, or of weights for each 128 x 128. A CTA has 128 x 128
+elements, and 16 lanes have a row, 16 bytes each. So each element is read once, and a token is stored in all rows of its
+choices.
 """
 
 from __future__ import annotations

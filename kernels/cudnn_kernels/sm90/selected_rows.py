@@ -46,8 +46,10 @@ class Tile:
 
 @dataclass
 class Lists:
-    """In shared memory: the rows' lists, for each place that is new to the union the rows that have its block, which
-    places these are, and two unions: how many blocks, the blocks, and the rows of each.
+    """In shared memory: the rows' lists, and two unions of them, one that is read and one whose blocks are fetched.
+
+    ``keys`` are the blocks of the lists. A block's first place in them is new to the union: ``firsts`` say which places
+    are, ``rows`` which rows have their blocks. A union has a count, its blocks, and for each a mask of its rows.
     """
 
     keys: cute.Tensor
@@ -221,8 +223,8 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
 
     @cute.jit
     def write_union(self, lists: Lists, buffer: Int32, mine: Tile, lane: Int32, warp_index: Int32) -> None:
-        """The first places of all lists, then the second ones; of those, rows of all warpgroups in turn: so all of them
-        have something to do all the time.
+        """Orders a union's blocks: those of the lists' first places, then of the second ones, and so on. Among these,
+        rows of all warpgroups take turns, so that each warpgroup always has work.
         """
         keys, rows, firsts, counts = lists.keys, lists.rows, lists.firsts, lists.counts
         blocks, chosen_by, lower, count = lists.blocks, lists.masks, Int32(cute.arch.lanemask_lt()), Int32(0)
@@ -240,7 +242,7 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
             counts[buffer] = count
 
     def turn(self, row: Any) -> Any:
-        """When a row comes that has as many new blocks as others: warpgroups take turns."""
+        """A row's rank in the order of a union's blocks, in which rows of all warpgroups take turns."""
         return row % self.s.together * self.groups + row // self.s.together
 
     def reading(self) -> None:

@@ -117,8 +117,8 @@ class ExecutionPlan:
     MAX_MISSES = 1024
     CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 3 us a call, and 0.8 ms were seen to make one
     CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream, or after others took its place
-    MAX_GRAPHS = 256  # of all plans, per handle, which only the thread that uses it makes and drops; 128 KiB were seen
-    is_rebuilt = False  # where a graph that was serialised is restored
+    MAX_GRAPHS = 256  # of all plans, per handle, whose thread makes and drops them; 128 KiB each were seen
+    is_rebuilt = False  # whether a restored graph builds this plan again
 
     def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
         self.descriptor = descriptor

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
-COPIED = 896  # columns from which on rows are copied into their order first for gradients, on Hopper
-MANY = 1024  # rows of an expert, on average, below which they are for every product
+COPIED = 896  # on Hopper, from so many columns on, tokens are copied into the experts' order for gradients
+MANY = 1024  # and with fewer rows an expert, on average, for every product
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
@@ -36,14 +36,14 @@ class Rows:
         return self.token.shape[0]
 
     def read(self, x: Tensor, columns: int = 0) -> tuple[Tensor, Tensor | None]:
-        """A matrix (T, H) as an operand of products by row, in the backward pass for so many ``columns`` of up's: its
-        rows and their numbers, or copies in order, which are gone when the pass ends. Rows of no choice are not written
-        there.
+        """A matrix (T, H) as an operand of products by row: itself and the rows' numbers, or a copy in the experts'
+        order, which is gone when the pass ends. The copy's rows of no choice are not written. ``columns``, of the
+        backward pass, are those of up's product.
 
-        Blackwell's kernels load rows by number. So do Hopper's where experts have many rows: nearly as fast as in order
-        where two CTAs share them, as those of the up projection. Others arrive at 2.0 to 2.6 TB/s on an H200, where a
-        copy takes 0.6 ps for an element of a row: from about 900 columns on copies pay, and for the gradient of the
-        result, which two products read. With few rows an expert, they pay always: by 1.4 to 2.1 times.
+        Blackwell's kernels load rows by number. So do Hopper's where experts have many rows, nearly as fast as in order
+        where two CTAs share them, as in the up projection. Rows that are not shared arrive at 2.0 to 2.6 TB/s on an
+        H200, and a copy takes 0.6 ps for an element of a row: so a copy pays from about 900 columns on. With few rows
+        an expert it always does: the forward pass was 1.4 to 2.1 times as fast.
         """
         if self.by_number(x, columns):
             return x, self.token
@@ -119,8 +119,8 @@ def operand(weights: Sequence[Tensor], transposed: bool = False) -> tuple[dict[s
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
     """The addresses of tensors, on their device: kept, since a CUDA graph cannot make them.
 
-    PyTorch's allocator is told where another stream reads them than they were made on, for the day others take their
-    place.
+    If another stream reads them than the one they were made on, PyTorch's allocator is told, so that their memory is
+    not used again too early once other addresses have taken their place.
     """
     made, stream = _pointers(tensors[0].device, *(tensor.data_ptr() for tensor in tensors))
     if made.is_cuda and launch.raw_stream(None, made.get_device()) != stream:
@@ -130,7 +130,7 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _pointers(device: Any, *addresses: int) -> tuple[Tensor, int]:
-    """They, and the stream that they were made on."""
+    """The addresses in a tensor, and the stream that it was made on."""
     made = torch.tensor(addresses, dtype=torch.int64, device=device)
     return made, launch.raw_stream(None, made.get_device()) if made.is_cuda else 0
 
