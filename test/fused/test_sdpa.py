@@ -152,6 +152,22 @@ class Cache:
         return *stored, table if self.page else None
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("keys", "strides"), [(40, (7, 2560, 64, 1)), (1, (128, 64, 7, 1))])
+def test_strides_of_one_element_may_be_any(arch: str, keys: int, strides: tuple[int, ...]) -> None:
+    """Of a batch of one sequence, and of one key."""
+    q, k, v = (torch.randn(1, heads, n, 64).bfloat16() for heads, n in ((4, 1), (2, keys), (2, keys)))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    k, v = (x.as_strided(x.shape, strides) for x in (k, v))
+    o, lse = torch.empty_like(q), torch.empty(1, 4, 1)
+    attention = SdpaForward(q, k, v, o, lse)
+    with cudnn.emulation(arch):
+        attention.compile()
+        attention.execute(q, k, v, o, lse)
+    torch.testing.assert_close(o, expected, atol=2e-2, rtol=2e-2)
+
+
 CACHES: list[tuple[Cache, dict[str, Any]]] = [
     (Cache((200, 50), (4, 2), page=16, splits=2), {}),
     (Cache((200, 300), (12, 2), 3, head=(64, 64), dtype=torch.float16, sink=True, splits=3), CAUSAL),

@@ -86,10 +86,17 @@ def copied(tensor: cute.Tensor, is_packed: bool) -> cute.Tensor:
 def ended(made: cute.Tensor, steps: Any, step: Any) -> cute.Tensor:
     """:func:`copied` of a matrix whose sequences end after any of so many steps of so many elements."""
     _, head, heads, _ = made.shape
-    row, one, by_head, _ = made.stride
-    turn = Int64((1 << 34) * 8 // made.element_type.width)  # 2^30 steps of 2^34 bytes: once around
+    (row, one, by_head, _), width = made.stride, made.element_type.width
+    row, step = pitch(row, width), pitch(step, width)
+    turn = Int64((1 << 34) * 8 // width)  # 2^30 steps of 2^34 bytes: once around
     shape, stride = (FAR, head, heads, steps, FAR + 1), (row, one, by_head, step, turn - row)
     return cute.make_tensor(made.iterator, cute.make_layout(shape, stride=stride))
+
+
+def pitch(stride: Any, width: int) -> Any:
+    """A stride in multiples of 16 bytes, as it is unless the dimension has one element: then it may be any."""
+    vector = 128 // width
+    return cute.assume(Int64(stride) // vector * vector, divby=vector)
 
 
 def copied_rows(tensor: cute.Tensor, head: Int32, batch: Int32, first: Int32, length: Int32) -> cute.Tensor:

@@ -89,9 +89,10 @@ class SplitKeys(Forward):
         atoms, tensors, by_page, by_row = [], [], [], []
         for which in cutlass.range_constexpr(2):
             pool = sequences.matrix(given["kv"[which]], False)
-            step = common_step(pool.stride[3], pool.stride[0])
-            by_page.append(Int32(pool.stride[3] // step))
-            by_row.append(Int32(pool.stride[0] // step))
+            page, row = (sequences.pitch(pool.stride[i], self.dtype.width) for i in (3, 0))
+            step = common_step(page, row)
+            by_page.append(Int32(page // step))
+            by_row.append(Int32(row // step))
             ended = sequences.ended(pool, MANY, step)
             layout, box, is_turned = self.part(which)
             ended = turned(ended) if const_expr(is_turned) else ended
