@@ -11,7 +11,8 @@ import torch
 
 import cudnn
 from cudnn.backend import handle as handles
-from cudnn.pygraph import fused_engine
+from cudnn.backend.plan import ExecutionPlan
+from cudnn.pygraph import fused_engine, program
 from cudnn.pygraph.lowering import Bindings
 from cudnn.sdpa import SdpaForward
 from support.attention import Problem, describe
@@ -125,6 +126,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     found = {"nvidia_cutlass_dsl": object()}
     monkeypatch.setattr(fused_engine.importlib.util, "find_spec", lambda name: found.get(name))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     large = {"dims": (2, 16, 4096, 256), "keys": 4096}
 
     def tag(capability: Any = (9, 0), offered: bool = True, more: int = 0, **options: Any) -> str:
@@ -144,6 +146,9 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, ca
         {**large, "use_causal_mask": True, "diagonal_band_left_bound": 99},
     ):  # fmt: skip
         assert not tag(**options), options
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # plans would fail at their first call
+    assert not tag(**large)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     found.clear()
     assert not tag(**large)
     assert "which is faster, needs the CuTe DSL" in caplog.text
@@ -178,15 +183,29 @@ def test_it_is_the_one_plan_of_a_graph_that_asks_for_it(h200: Any, compiled: lis
 
 
 def test_it_stands_before_cudnns_plans(
-    h200: Any, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    h200: Any, compiled: list[Any], handle: handles.Handle, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     choose = fused_engine.chosen
     monkeypatch.setattr(fused_engine, "_measured_faster", lambda node, arch: "measured")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(
         fused_engine, "chosen", lambda nodes, bindings, arch, offered: choose(nodes, bindings, arch, True)
     )
     monkeypatch.setattr(fused_engine.importlib.util, "find_spec", lambda name: object())
     names = []
+    graph, filled = planned_graph(h200, HALF), []
+    describe(graph, SMALL, SMALL.tensors(torch.float16, "meta"), stats=False)
+    graph.build(MODES)
+    (node,) = graph.nodes
+    monkeypatch.setattr(program, "Chain", lambda handle, graph, before, fill, after: fill(7))
+    monkeypatch.setattr(
+        ExecutionPlan, "populate_cuda_graph", lambda self, *given: filled.append((self.config.tag, given[-1]))
+    )
+    data = dict.fromkeys((*(node.inputs[port] for port in "QKV"), node.outputs["O"]), 256)
+    graph.populate_cuda_graph(handle, data, 256, 7)
+    assert graph.get_plan_name() == "fused_sdpa_fwd_d64"
+    assert [(tag[:3], given) for tag, given in filled] == [("eng", 7)]
     for barred in ([], ["fused"]):
         graph = planned_graph(h200, HALF)
         describe(graph, SMALL, SMALL.tensors(torch.float16, "meta"), stats=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -620,6 +621,17 @@ class PlanList:
         except CudnnError as error:
             self.failures[index] = str(error)
             raise
+
+    def native(self, space: int) -> ExecutionPlan:
+        """The first plan that fills CUDA graphs in so many bytes of workspace; the candidate, where there is none."""
+        for index in self._allowed([]):
+            config = self.configs[index]
+            native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API in config.behavior_notes
+            if native and config.workspace_size <= space:
+                with contextlib.suppress(CudnnError):
+                    self._build(index)
+                    return self.plans[index]
+        return self.candidate
 
     def config_at(self, index: int) -> EngineConfig:
         """The configuration at an index, with its tag, notes and workspace size."""

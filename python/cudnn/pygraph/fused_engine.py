@@ -32,6 +32,7 @@ _log = logging.getLogger("cudnn")
 AUTO, FUSED = attention_implementation.AUTO, attention_implementation.FUSED
 _PORTS = {"q": "Q", "k": "K", "v": "V", "o": "O", "lse": "Stats"}
 _ALIGNMENT = 16  # bytes
+_NATIVE = 256  # bytes that cuDNN's plan needs, which fills CUDA graphs where the user chose no implementation
 
 
 def _bounds(node: Any) -> tuple[bool, int, int, int]:
@@ -97,7 +98,7 @@ def chosen(
     node: Any = nodes[0]
     asked = any(getattr(each, "implementation", None) is FUSED for each in nodes)
     alone = len(nodes) == 1 and node.tag == "SDPA"
-    if not asked and not (offered and alone and node.implementation is AUTO and "torch" in sys.modules):
+    if not asked and not (offered and alone and node.implementation is AUTO and _has_pytorch()):
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
     if asked:
@@ -118,6 +119,12 @@ def chosen(
             return None
         _log.info("%s: FUSED implementation: %s", node.where, reason)
     return FusedConfig(node, bindings, arch)
+
+
+def _has_pytorch() -> bool:
+    """Whether the program uses a PyTorch that knows GPUs: plans of these kernels need it, those of cuDNN do not."""
+    loaded = sys.modules.get("torch")
+    return loaded is not None and loaded.backends.cuda.is_built()
 
 
 def _measured_faster(node: Any, arch: str) -> str:
@@ -168,7 +175,7 @@ class FusedConfig(EngineConfig):
         self.behavior_notes = [behavior_note.RUNTIME_COMPILATION]
         self.shared_memory_used = 0
         own = self.lse_bytes + self.operation.workspace_size()
-        self.workspace_size = own + 2 * _ALIGNMENT if own else 0
+        self.workspace_size = max(own + 2 * _ALIGNMENT if own else 0, 0 if self.asked else _NATIVE)
 
     def build(self) -> FusedPlan:
         """Compiles the kernel, or loads what an earlier process compiled.

@@ -310,6 +310,8 @@ class CudnnProgram:
         used = default_handle(self.device) if handle is None else resolve(handle)
         plan = self.plan
         assert plan is not None
+        if plan.is_rebuilt and self.plans is not None:  # our own, which fills none: programs expect one that does
+            plan = self.bound(self.plans.native(plan.workspace_size))
         if self.before:
             raise cudnnGraphNotSupportedError(
                 refusal("populate_cuda_graph", "graph", f"one that runs {self.before[0].node} in a plan of its "
