@@ -157,6 +157,19 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, ca
             tag(implementation=FUSED, **options)
 
 
+def test_what_the_class_refuses_is_left_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise ValueError("refused")
+
+    monkeypatch.setattr(fused_engine, "_measured_faster", lambda node, arch: "measured")
+    monkeypatch.setattr(fused_engine.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(fused_engine, "FusedConfig", refused)
+    assert fused_engine.chosen([node_of()], Bindings([0]), (9, 0), True) is None
+    with pytest.raises(NOT_SUPPORTED, match="FUSED implementation: refused"):
+        fused_engine.chosen([node_of(implementation=FUSED)], Bindings([0]), (9, 0), True)
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those that were compiled, without a compiler."""

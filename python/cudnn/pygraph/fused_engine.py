@@ -118,7 +118,13 @@ def chosen(
             _log.info("%s: cuDNN runs it: the FUSED implementation, which is faster, needs the CuTe DSL", node.where)
             return None
         _log.info("%s: FUSED implementation: %s", node.where, reason)
-    return FusedConfig(node, bindings, arch)
+    try:
+        return FusedConfig(node, bindings, arch)
+    except (ValueError, NotImplementedError) as error:  # of the class, whose rules are more than those above
+        if asked:
+            raise cudnnGraphNotSupportedError(f"{node.where}: FUSED implementation: {error}") from error
+        _log.warning("%s: cuDNN runs it: %s", node.where, error)
+        return None
 
 
 def _has_pytorch() -> bool:
