@@ -266,6 +266,14 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
 
 
+def test_a_calls_scale_is_checked() -> None:
+    q = matrix(1, 32, 2)
+    attention = SdpaForward(q, q, q, q, torch.empty(1, 2, 32))
+    attention.compile()
+    with pytest.raises(ValueError, match=r"scale_softmax: got -0\.1; allowed: numbers above 0"):
+        attention.execute(q, q, q, q, torch.empty(1, 2, 32), scale_softmax=-0.1)
+
+
 @pytest.mark.parametrize(
     ("api", "wrapper", "given"),
     [(SdpafwdSm100D256, sdpa_fwd_wrapper_sm100_d256, 3), (SdpabwdSm100D256, sdpa_bwd_wrapper_sm100_d256, 6)],

@@ -120,12 +120,18 @@ class SdpaForward(Attention):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
         tensors = (*tensors, seqlen_k_tensor, page_table_tensor)
+        if scale_softmax and scale_softmax < 0:
+            raise self._scale_error(scale_softmax)
         self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
+
+    def _scale_error(self, scale: float) -> ValueError:
+        """The kernel takes the largest of a row's scores before it scales them."""
+        return self.error("scale_softmax", scale, "numbers above 0; None or 0 for 1 / sqrt(d)")
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         if self.scale_softmax < 0:
-            raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
+            raise self._scale_error(self.scale_softmax)
         if not 0 <= self.softcap < math.inf:
             raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
         cached, paged = self.given("seqlen_k"), self.given("page_table")
