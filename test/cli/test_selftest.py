@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import cudnn
 from cudnn import launch, registry
 from cudnn.cli import app, progress, selftest
 from cudnn.cli.programs import gemm_operands, grouped
@@ -19,6 +20,7 @@ from support.selection import brief
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 SMALL = Variant("gemm_amax", (128, 128, 64, 1))
+GROUPED = sorted(name for name in registry.packages() if "grouped" in name)
 
 
 def run(*arguments: str) -> Result:
@@ -65,6 +67,14 @@ def test_grouped_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = grouped.expected
     monkeypatch.setattr(grouped, "expected", lambda *given: {name: 1.5 * x for name, x in expected(*given).items()})
     assert {selftest.try_variant(v, "cpu").verdict for v in tried} == {selftest.FAILED}
+
+
+@pytest.mark.parametrize("arch", brief(ARCHITECTURES, 0))
+@pytest.mark.parametrize("name", brief(GROUPED, GROUPED.index("grouped_gemm_glu_hadamard_quant")))
+def test_kernels_of_grouped_gemms(name: str, arch: str) -> None:
+    """In the emulator, races on: experts end where the API lets them."""
+    with cudnn.emulation(arch, races=True):
+        assert selftest.try_variant(grouped.Variant(name, "bf16"), "cpu").verdict == selftest.AGREES
 
 
 @pytest.mark.parametrize("arch", brief(ARCHITECTURES, 0))

@@ -198,6 +198,7 @@ class ExpertsGemm(FusedGemm):
     vectors = (16, 32, SUM_VECTOR)
     roles: ClassVar[int] = 1  # of the result's columns, in turn
     group_rows: ClassVar[int] = 1  # those of each expert are multiples of it, without scale factors too
+    roundings: ClassVar[int] = 1  # of a result, by its definition: one before a result is stored counts
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
 
     m_aligned: int = ALIGNED

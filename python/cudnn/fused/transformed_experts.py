@@ -36,7 +36,7 @@ class TransformedExperts(ExpertsGemm):
     returns = ("c", "d", "sfd", "rht_rowwise", "sfrht_rowwise", "rht_colwise", "sfrht_colwise")
     scalars = ("norm_const", "rht_norm_const")
     result = ("d", "")
-    group_rows, tile_m = 256, (256,)
+    group_rows, tile_m, roundings = 256, (256,), 2
     usual_types = ("bf16", "nvfp4")
     example = (("m", "n", "k", "experts"), (512, 256, 64, 2))
 

@@ -61,13 +61,13 @@ def matrix(rows: int, columns: int, batch: int, dtype: str, row_major: bool, dev
     return values.permute(1, 2, 0) if row_major else values.permute(2, 1, 0)
 
 
-def judge(name: str, found: Any, expected: Any, slack: float) -> Comparison:
-    """A result that is rounded once, after an error of ``slack`` times the largest magnitude."""
+def judge(name: str, found: Any, expected: Any, slack: float, roundings: int = 1) -> Comparison:
+    """A result that is rounded ``roundings`` times, after an error of ``slack`` times the largest magnitude."""
     kind = name_of(found.dtype)
     limit = LARGEST.get(kind, float("inf"))
     values = unpack_float4(found) if kind == FP4 else found
     absolute = 1.01 * _LEAST.get(kind, 0.0) + slack * float(expected.abs().max())
-    return compare(name, values, expected.clamp(-limit, limit), 1.01 * _ROUNDED[kind], absolute)
+    return compare(name, values, expected.clamp(-limit, limit), 1.01 * roundings * _ROUNDED[kind], absolute)
 
 
 def judge_quantised(

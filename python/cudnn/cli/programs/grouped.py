@@ -66,7 +66,7 @@ def make(api: type[ExpertsGemm], shape: tuple[int, ...], device: str, kind: str 
         found = {name: results[f"{name}_tensor"] for name in api.returns if results[f"{name}_tensor"] is not None}
         found = {name: tensor.cpu() for name, tensor in found.items()}
         exact = expected(api, given, found)
-        return [judge(name, tensor, exact[name], SLACK) for name, tensor in found.items()]
+        return [judge(name, tensor, exact[name], SLACK, api.roundings) for name, tensor in found.items()]
 
     return Problem(lambda: wrapper(**arguments), compared)
 
@@ -80,7 +80,7 @@ def inputs(
     for spec in (*operands(), *api.tensors) if api.takes_addresses() else api.tensors:
         if spec.name in given:
             if spec.draw == "ends":
-                values = ends(sizes["experts"], sizes[api.tokens], device)
+                values = ends(sizes["experts"], sizes[api.tokens], api.group_rows, device)
             else:
                 values = draw(spec, spec.layout.shape(sizes), device, drawn_on)
             given[spec.name].copy_(values)
@@ -94,10 +94,10 @@ def addresses(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"b_ptrs": torch.tensor([x.data_ptr() for x in given["b"].unbind(2)], device=given["b"].device)}
 
 
-def ends(experts: int, tokens: int, device: str) -> Any:
-    """Where experts end that have 1, 2, 3 ... parts of the tokens."""
+def ends(experts: int, tokens: int, rows: int, device: str) -> Any:
+    """Where experts end that have 1, 2, 3 ... parts of the tokens, rounded down to multiples of ``rows``."""
     parts = torch.arange(1, experts + 1).cumsum(0)
-    return (parts * tokens // parts[-1]).int().to(device)
+    return (parts * tokens // parts[-1] // rows * rows).int().to(device)
 
 
 def expected(api: type[ExpertsGemm], given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
