@@ -91,27 +91,30 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[
     return _results(q, v)
 
 
+def _gradients(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Memory for those of Q, K and V, contiguous."""
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q, k, v
+
+
 @custom_op("fused_sdpa_bwd")
 def fused_sdpa_bwd(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     attn_scale: float, is_causal: bool, left_bound: int, is_deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dQ, dK, dV), contiguous, from what :func:`fused_sdpa` got and gave, and the gradient of O."""
-    gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    gradients = dq, dk, dv = _gradients(do, q, k, v)
     if not q.numel() or not k.numel():
-        return tuple(x.zero_() for x in gradients)  # pyright: ignore[reportReturnType]
+        return dq.zero_(), dk.zero_(), dv.zero_()
     tensors = (*map(_readable, (q, k, v, o, do)), lse, *gradients, None, None)
     options = choice.options(is_causal, left_bound, k.shape[2], q.shape[2], attn_scale)
     called(SdpaBackward, tensors, options | {"deterministic": is_deterministic})
-    return gradients  # pyright: ignore[reportReturnType]
+    return gradients
 
 
-@fused_sdpa_bwd.register_fake
-def _(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return q, k, v
+fused_sdpa_bwd.register_fake(_gradients)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -182,12 +185,7 @@ def sdpa_bwd_d256(
     return fused_sdpa_bwd(dO, q, k, v, o, lse, attn_scale, causal, -1, is_deterministic)
 
 
-@sdpa_bwd_d256.register_fake
-def _(
-    dO: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return q, k, v
+sdpa_bwd_d256.register_fake(_gradients)
 
 
 def _backward_of_d256(ctx: Any, d_o: torch.Tensor, d_stats: Any) -> tuple[Any, ...]:

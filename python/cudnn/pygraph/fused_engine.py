@@ -78,9 +78,9 @@ def obstacle(node: Any) -> str:
     return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, False)
 
 
-def refuse(node: Any) -> None:
-    """Raises where a node asks for these kernels, and they cannot compute it."""
-    reason = obstacle(node) if node.implementation is FUSED else ""
+def refuse(node: Any, reason: str = "") -> None:
+    """Raises where a node asks for these kernels, and they cannot compute it, for a reason given or found."""
+    reason = (reason or obstacle(node)) if node.implementation is FUSED else ""
     if reason:
         raise cudnnGraphNotSupportedError(
             refusal(node.where, "implementation", f"FUSED, but {reason}", "AUTO, UNIFIED or COMPOSITE", "leave it out")
@@ -96,20 +96,15 @@ def chosen(
         cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.
     """
     node: Any = nodes[0]
-    asked = any(getattr(each, "implementation", None) is FUSED for each in nodes)
+    asked = next((each for each in nodes if getattr(each, "implementation", None) is FUSED), None)
     alone = len(nodes) == 1 and node.tag == "SDPA"
-    if not asked and not (offered and alone and node.implementation is AUTO and _has_pytorch()):
+    if asked is None and not (offered and alone and node.implementation is AUTO and _has_pytorch()):
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
-    if asked:
+    if asked is not None:
         wrong = "" if alone else f"a graph of {len(nodes)} nodes: the kernels compute a graph of one sdpa node"
         wrong = wrong or ("" if arch else f"there are no kernels for compute capability {capability}")
-        if wrong:
-            raise cudnnGraphNotSupportedError(
-                refusal(node.where, "implementation", f"FUSED, but {wrong}", "AUTO, UNIFIED or COMPOSITE",
-                        "leave it out")
-            )  # fmt: skip
-        refuse(node)
+        refuse(asked, wrong)
     else:
         reason = _measured_faster(node, arch)
         if not reason:
@@ -121,7 +116,7 @@ def chosen(
     try:
         return FusedConfig(node, bindings, arch)
     except (ValueError, NotImplementedError) as error:  # of the class, whose rules are more than those above
-        if asked:
+        if asked is not None:
             raise cudnnGraphNotSupportedError(f"{node.where}: FUSED implementation: {error}") from error
         _log.warning("%s: cuDNN runs it: %s", node.where, error)
         return None
