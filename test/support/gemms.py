@@ -147,8 +147,21 @@ def unpacked(bytes_: torch.Tensor) -> torch.Tensor:
     return fp4_values(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(2)).permute(0, 2, 1)
 
 
-def assert_rounded(found: torch.Tensor, expected: torch.Tensor, slack: float) -> None:
-    """``found`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude."""
+def either_way(values: torch.Tensor, error: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values that were computed with an error of at most ``error``, then rounded: the middle of what each may be, and
+    how far from it. The distance is 0 but where the error reaches a midpoint of two numbers of the type.
+    """
+    low, high = ((values + sign * error).to(dtype).double() for sign in (-1, 1))
+    return (low + high) / 2, (high - low) / 2
+
+
+def assert_rounded(
+    found: torch.Tensor, expected: torch.Tensor, slack: float, doubt: torch.Tensor | float = 0.0
+) -> None:
+    """``found`` is ``expected``, float64, rounded once, after an error of ``slack`` times its largest magnitude.
+
+    ``doubt``: how far each element may lie from ``expected`` besides, since something that it is made of was rounded.
+    """
     if found.dtype in (FP4, torch.uint8):
         found, expected = unpacked(found), expected.clamp(-6, 6)
         magnitude = expected.abs().unsqueeze(-1)
@@ -161,9 +174,9 @@ def assert_rounded(found: torch.Tensor, expected: torch.Tensor, slack: float) ->
         largest = 448.0 if found.dtype == E4M3 else info.max
         expected = expected.clamp(-largest, largest) if found.dtype in (E4M3, E5M2) else expected
         least = {E4M3: 2.0**-6, E5M2: 2.0**-14, F16: 2.0**-14}.get(found.dtype, 2.0**-126)
-        spacing = info.eps * 2.0 ** torch.floor(torch.log2(expected.abs().clamp(min=least)))
+        spacing = info.eps * 2.0 ** torch.floor(torch.log2((expected.abs() + doubt).clamp(min=least)))
         # A binade's first value may come of the one below, with half the distance; found may lie a binade above.
-    allowed = 0.505 * spacing + slack * float(expected.abs().max().clamp(min=1e-30))
+    allowed = 0.505 * spacing + slack * float(expected.abs().max().clamp(min=1e-30)) + doubt
     # Beyond the largest number of float16 lies infinity.
     limit = torch.finfo(torch.float16).max if found.dtype is torch.float16 else math.inf
     error = (found.double().clamp(-limit, limit) - expected.clamp(-limit, limit)).abs()

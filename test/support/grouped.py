@@ -43,6 +43,7 @@ class Problem:
     options: dict[str, Any]
     product: torch.Tensor  # (m, n), float64; rows of no expert are 0
     experts: torch.Tensor  # of each row of an expert
+    doubt: torch.Tensor | float = 0.0  # how far each d may lie from what is expected, beyond its own rounding
     results: Any = field(default=None)
     kept: list[torch.Tensor] = field(default_factory=list)  # what addresses lead to
 
@@ -169,14 +170,18 @@ def check(p: Problem, slack: float = 3e-5) -> None:
         zero = p.name == "grouped_gemm_glu_hadamard" and p.options.get("semantics") != "1.23"
         empty = 0.0 if zero else float("-inf")
         largest = torch.full((len(p.ends), roles), empty, dtype=torch.float64, device=x.device)
-        blocks = values.abs().unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3))
-        largest.scatter_reduce_(0, p.experts[:, None].expand(-1, roles), blocks, "amax")
-        torch.testing.assert_close(found["amax"].flatten(1).double(), largest, rtol=16 * slack, atol=0)
+        owners = p.experts[:, None].expand(-1, roles)
+        low, high = (
+            largest.scatter_reduce(0, owners, of.unflatten(1, (-1, roles, 32 if roles > 1 else 1)).amax((1, 3)), "amax")
+            for of in (values.abs() - p.doubt, values.abs() + p.doubt)
+        )
+        amax = found["amax"].flatten(1).double()
+        assert bool(((amax >= low * (1 - 16 * slack)) & (amax <= high * (1 + 16 * slack))).all())
     if "dbias" in found:
         sums = torch.zeros(len(p.ends), values.shape[1], dtype=torch.float64, device=x.device)
         gemms.assert_rounded(found["dbias"].squeeze(-1), sums.index_add_(0, p.experts, values), 16 * slack)
     if "sfd_row" not in found:
-        gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack)
+        gemms.assert_rounded(flat(found["d"])[: p.rows], values, 4 * slack, p.doubt)
         return
     norm = float(p.given["norm_const"])
     d = flat(found["d"])[: p.rows, :, None]
@@ -227,7 +232,7 @@ def quant(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
 def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
     if p.results["c_tensor"] is not None:
-        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c.detach(), slack)
     g, u = (c[:, columns] for columns in gates_and_others(p, c))
     if p.options.get("act_func") == "situglu":
         return situ(p, g, u) * p.value("prob")
@@ -235,7 +240,7 @@ def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
         top, bottom = p.options.get("glu_clamp_max", 7.0), p.options.get("glu_clamp_min", -7.0)
         g, u = g.clamp(max=top), u.clamp(bottom, top) + linear_offset(p)
     slope = p.options.get("geglu_alpha", 1.702) if p.options.get("act_func") == "geglu" else 1.0
-    return u * g / (1 + torch.exp(-slope * g)) * p.value("prob")
+    return u * g * torch.sigmoid(slope * g) * p.value("prob")
 
 
 def gates_and_others(p: Problem, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,16 +270,31 @@ def linear_offset(p: Problem) -> float:
 
 def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The activation, rotated by 16 columns of a row in the older version; else by 16 tokens for another amax."""
-    y, signs = (srelu if p.options.get("act_func") == "srelu" else glu)(p, x, slack), signs_of(16).to(x)
+    x.requires_grad_()
+    activation = srelu if p.options.get("act_func") == "srelu" else glu
+    y, signs = activation(p, x, slack), signs_of(16).to(x)
+    # What is rotated was rounded to bfloat16 after arithmetic in float32: errors of sums, and of the activation.
+    slopes = torch.autograd.grad(y.sum(), x)[0].abs()
+    if activation == glu:
+        slopes = sum(slopes[:, columns] for columns in gates_and_others(p, slopes))
+    y = y.detach()
+    rounded, doubt = gemms.either_way(y, 2.0**-19 * slopes * x.detach().abs().max() + 2.0**-20 * y.abs(), BF16)
+    assert float(doubt.mean() / y.abs().mean()) < 1e-4  # rounding moves them by 1e-3 on average
     if p.options.get("semantics") == "1.23":
         assert len(p.results) == 3
-        return (y.to(BF16).double().unflatten(1, (-1, 16)) @ signs).flatten(1, 2)
-    found = p.results["post_rht_amax_tensor"]
-    for expert, start, end in zip(range(len(p.ends)), (0, *p.ends[:-1]), p.ends, strict=True):
-        rotated = signs @ y[start:end].to(BF16).double().unflatten(0, (-1, 16))
-        largest = rotated.abs().max() / 4 if end > start else x.new_zeros(())
-        torch.testing.assert_close(found[expert, 0].double(), largest.double(), rtol=1e-2, atol=0)
+        p.doubt = doubt.unflatten(1, (-1, 16)).sum(2).repeat_interleave(16, 1)
+        return (rounded.unflatten(1, (-1, 16)) @ signs).flatten(1, 2)
+    found = p.results["post_rht_amax_tensor"][:, 0].double()
+    for largest, start, end in zip(found, (0, *p.ends[:-1]), p.ends, strict=True):
+        rotated = (signs @ rounded[start:end].unflatten(0, (-1, 16))).abs()
+        assert_largest(largest, rotated / 4, doubt[start:end].unflatten(0, (-1, 16)).sum(1, keepdim=True) / 4)
     return y
+
+
+def assert_largest(found: torch.Tensor, magnitudes: torch.Tensor, doubt: torch.Tensor) -> None:
+    """``found`` is the largest of values that lie within ``doubt`` of others; 0 of none."""
+    low, high = ((magnitudes + sign * doubt).max() if len(magnitudes) else 0.0 for sign in (-1, 1))
+    assert low * (1 - 2.0**-20) <= found <= high * (1 + 2.0**-20), f"{found} is not within [{low}, {high}]"
 
 
 def transformed(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
@@ -333,7 +353,7 @@ def signs_of(size: int) -> torch.Tensor:
 
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
-    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c.detach(), slack)
     return clamped(p, c) ** 2 * p.value("prob")
 
 
