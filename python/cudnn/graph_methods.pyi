@@ -934,6 +934,7 @@ class GraphMethods:
         score_mod_bprop: ScoreModifier | None = None,
         sink_token: Tensor | Array | None = None,
         dSink_token: Tensor | Array | None = None,
+        implementation: enums.attention_implementation = enums.attention_implementation.AUTO,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention.
 
@@ -952,6 +953,8 @@ class GraphMethods:
             use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
+            implementation: cuDNN's pattern of operations (COMPOSITE), the kernels of :mod:`cudnn.sdpa` (FUSED: this
+                node alone in its graph), or what is measured faster (AUTO).
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.
@@ -1077,6 +1080,7 @@ class GraphMethods:
         score_mod_bprop: ScoreModifier | None = None,
         sink_token: Tensor | Array | None = None,
         dSink_token: Tensor | Array | None = None,
+        implementation: enums.attention_implementation = enums.attention_implementation.AUTO,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention.
 
@@ -1095,6 +1099,8 @@ class GraphMethods:
             use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
+            implementation: cuDNN's pattern of operations (COMPOSITE), the kernels of :mod:`cudnn.sdpa` (FUSED: this
+                node alone in its graph), or what is measured faster (AUTO).
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.

@@ -392,8 +392,13 @@ def test_cuda_graphs_of_all_plans_are_bounded(
         assert packs[gone].calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
         assert packs[made] in described_handle.kept
         assert len(described_handle.kept) == 3
-    plan.close()
+    monkeypatch.setattr(libcudnn, "destroy_handle", lambda pointer: 0)
+    left = [ctypes.addressof(made._obj) for made in described_handle.kept.values()]
+    described_handle.marker = None
+    destroy_handle(described_handle)
+    assert {("cuGraphExecDestroy", executable) for executable in left} < {*driver.calls}
     assert not described_handle.kept
+    assert not any(pack.graph or pack.queue for pack in packs)
 
 
 def test_the_gpu_is_asked_whether_it_keeps_up(

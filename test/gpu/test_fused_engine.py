@@ -47,6 +47,56 @@ def test_results(problem: Problem, dtype: torch.dtype, stats: bool) -> None:
         assert error <= 2 * allowed + 1e-3 * exact[name].abs().max(), name
 
 
+def with_results(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The data of the backward pass: O and Stats too."""
+    exact = attention(problem, data, torch.float32)
+    o = exact["O"].to(data["q"].dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    return {**data, "O": o, "Stats": exact["Stats"].contiguous()}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PROBLEM,
+        dataclasses.replace(PROBLEM, d_qk=256, d_v=256, scale=0.06, options={}),
+        dataclasses.replace(PROBLEM, d_qk=192, d_v=128, s_kv=500, options={"use_causal_mask_bottom_right": True}),
+        dataclasses.replace(PROBLEM, d_qk=96, d_v=96),
+    ],
+)
+def test_gradients(problem: Problem, dtype: torch.dtype, deterministic: bool) -> None:
+    data = with_results(problem, problem.tensors(dtype, "cuda"))
+    made = described(problem, data, dtype, implementation=FUSED, use_deterministic_algorithm=deterministic)
+    assert made.graph.get_plan_name().startswith("fused_sdpa_bwd_d")
+    found, exact, rough = made.run(), attention(problem, data, torch.float64), attention(problem, data, dtype)
+    for name, result in found.items():
+        error, allowed = (result.double() - exact[name]).abs().max(), (rough[name].double() - exact[name]).abs().max()
+        assert error <= 2 * allowed + 1e-3 * exact[name].abs().max(), name
+    if deterministic:
+        again = made.run()
+        assert all(torch.equal(again[name], result) for name, result in found.items())
+
+
+def test_gradients_of_addresses_and_captures() -> None:
+    data = with_results(PROBLEM, PROBLEM.tensors(torch.bfloat16, "cuda"))
+    made = described(PROBLEM, data, torch.bfloat16, implementation=FUSED, use_deterministic_algorithm=True)
+    expected = made.run()
+    results = {name: torch.empty_like(x) for name, x in expected.items()}
+    pack = {**made.inputs, **{made.outputs[name]: x for name, x in results.items()}}
+    space = torch.empty(made.graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        made.graph.execute(pack, space)
+    addresses = {tensor.get_uid(): x.data_ptr() for tensor, x in pack.items()}
+    for run in (captured.replay, lambda: made.graph.execute(addresses, space.data_ptr())):
+        for x in results.values():
+            x.fill_(torch.nan)
+        run()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, expected[name]) for name, x in results.items())
+
+
 def test_streams_captures_and_new_addresses() -> None:
     data = PROBLEM.tensors(torch.bfloat16, "cuda")
     made = described(PROBLEM, data, torch.bfloat16, implementation=FUSED, stats=False)
@@ -83,9 +133,12 @@ def test_chosen_where_it_was_measured_faster(caplog: pytest.LogCaptureFixture) -
         pytest.skip("measured on Hopper")
     problem = Problem(b=1, h_q=32, h_k=2, h_v=2, s_q=4096, s_kv=4096, d_qk=128, d_v=128, scale=0.09, options=CAUSAL)
     data = problem.tensors(torch.bfloat16, "cuda")
-    caplog.set_level(logging.INFO, "cudnn")
-    graph = described(problem, data, torch.bfloat16, stats=False).graph
-    assert graph.get_plan_name() == "fused_sdpa_fwd_d128"
-    assert graph.get_execution_plan_count() > 1
-    assert "FUSED implementation: measured faster" in caplog.text
-    assert "fused_sdpa_fwd_d128" in str(graph.explain())
+    rows = torch.empty(1, 32, 4096, 1, device="cuda")
+    for given, name in ((data, "fwd"), ({**data, "O": torch.empty_like(data["dO"]), "Stats": rows}, "bwd")):
+        caplog.clear()
+        caplog.set_level(logging.INFO, "cudnn")
+        graph = described(problem, given, torch.bfloat16, stats=False).graph
+        assert graph.get_plan_name() == f"fused_sdpa_{name}_d128"
+        assert graph.get_execution_plan_count() > 1
+        assert "FUSED implementation: measured faster" in caplog.text
+        assert f"fused_sdpa_{name}_d128" in str(graph.explain())

@@ -170,8 +170,10 @@ def resolve(handle: Handle | int) -> Handle:
 
 
 def destroy_handle(handle: Handle | int) -> None:
-    """Destroys a handle. Work already queued on its stream goes on."""
+    """Destroys a handle, and the CUDA graphs that plans keep for it. Work already queued on its stream goes on."""
     live = resolve(handle)
+    for pack in list(live.kept):
+        pack.drop_graph()
     del _live[live.ptr]
     pointer, live.ptr, live.argument = live.ptr, 0, None
     if not live.is_reference:

@@ -461,7 +461,8 @@ class PlanList:
     def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
         """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place.
 
-        ``build`` makes its plan, or raises :class:`CudnnError`.
+        ``build`` makes its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run rather
+        than fast ones, does not bring it in.
         """
         self._offered = _Offered(config, build, alone)
 
@@ -469,20 +470,21 @@ class PlanList:
         """Appends the configurations that these heuristic modes give.
 
         Raises:
-            cudnnGraphNotSupportedError: there is none.
+            cudnnGraphNotSupportedError: cuDNN has none.
         """
         reasons: list[str] = []
         offered = self._offered
-        if offered is not None and not self.configs:
-            self.configs.append(offered.config)
+        ours, alone = (None, False) if offered is None else (offered.config, offered.alone)
         for mode in modes:
             self.modes.append(mode)
-            if offered is not None and offered.alone:
+            if ours is not None and ours not in self.configs and (alone or mode is not heur_mode.FALLBACK):
+                self.configs.append(ours)
+            if alone:
                 continue
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
-        if not self.configs:
+        if not self.configs or (self.configs == [ours] and not alone):
             what = "cuDNN has no engine configuration for this graph"
             raise self._refused(what, reasons or ["no heuristic mode was asked"])
 

@@ -234,7 +234,8 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
 
     def new() -> Any:
         wide = cudnn.data_type.FLOAT
-        return cudnn.pygraph(io_data_type=kinds[q.dtype], intermediate_data_type=wide, compute_data_type=wide)
+        kind = kinds[q.dtype]
+        return cudnn.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, backend="cudnn")
 
     o, stats = torch.empty_like(do), torch.empty((*q.shape[:3], 1), device=q.device)
     made = new()

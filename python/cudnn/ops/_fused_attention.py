@@ -34,7 +34,8 @@ def obstacle(
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"{q.dtype}: the kernels take torch.float16 and torch.bfloat16"
     heads = (q.shape[-1], v.shape[-1])
-    return choice.obstacle(q.shape[2], k.shape[2], heads, bounds, scale, has_gradients(q, k, v))
+    operations = [SdpaForward, SdpaBackward] if has_gradients(q, k, v) else [SdpaForward]
+    return choice.obstacle(q.shape[2], k.shape[2], heads, bounds, scale, operations)
 
 
 def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:

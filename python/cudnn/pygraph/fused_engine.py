@@ -1,4 +1,5 @@
-"""Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one ``sdpa`` node, beside those of cuDNN.
+"""Attention by the kernels of ``cudnn.sdpa``: an engine of graphs of one node, ``sdpa`` or ``sdpa_backward``, beside
+those of cuDNN.
 
 Its configuration and its plan look like those of cuDNN, so that lists of plans, calls and explanations see no
 difference. A plan keeps, for the addresses of a call, tensors over their memory.
@@ -22,6 +23,7 @@ from cudnn.enums import attention_implementation, behavior_note, data_type, nume
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError, refusal
 from cudnn.launch.architecture import ARCHITECTURES
 from cudnn.lazy import torch
+from cudnn.pygraph.fast_call import current_device
 
 if TYPE_CHECKING:
     from cudnn.pygraph.lowering import Bindings
@@ -30,9 +32,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cudnn")
 AUTO, FUSED = attention_implementation.AUTO, attention_implementation.FUSED
-_PORTS = {"q": "Q", "k": "K", "v": "V", "o": "O", "lse": "Stats"}
+_FORWARD = {"q": "Q", "k": "K", "v": "V", "o": "O", "lse": "Stats"}
+_PORTS = {"SDPA": _FORWARD, "SDPA_BWD": _FORWARD | {"do": "dO", "dq": "dQ", "dk": "dK", "dv": "dV"}}
+"""The ports of a node, by its tag and by what the class of ``cudnn.sdpa`` calls its tensors."""
+_BESIDES = "use_padding_mask", "use_alibi_mask", "score_mod", "score_mod_bprop", "has_dropout"
 _ALIGNMENT = 16  # bytes
 _NATIVE = 256  # bytes that cuDNN's plan needs, which fills CUDA graphs where the user chose no implementation
+
+
+def _operation(node: Any) -> Any:
+    """The class that computes a node."""
+    from cudnn.sdpa import SdpaBackward, SdpaForward
+
+    return SdpaForward if node.tag == "SDPA" else SdpaBackward
 
 
 def _bounds(node: Any) -> tuple[bool, int, int, int]:
@@ -43,39 +55,38 @@ def _bounds(node: Any) -> tuple[bool, int, int, int]:
 
 def obstacle(node: Any) -> str:
     """Why these kernels cannot compute a node of attention; empty where they can."""
-    from cudnn.sdpa import SdpaForward, choice
+    from cudnn.sdpa import choice
 
-    others = {*node.inputs, *node.outputs} - {*_PORTS.values()}
-    others |= {
-        name for name in ("use_padding_mask", "use_alibi_mask", "score_mod", "has_dropout") if getattr(node, name)
-    }
+    operation, ports = _operation(node), _PORTS[node.tag].values()
+    others = {*node.inputs, *node.outputs} - {*ports} | {name for name in _BESIDES if getattr(node, name, None)}
     if others or node.is_ragged:
-        return f"{', '.join(sorted(others)) or 'ragged offsets'}: the kernels take Q, K, V, O, Stats and bounds"
-    found: dict[str, Tensor] = {port: node.inputs[port] for port in "QKV"} | node.outputs
-    types = {found[port].data_type for port in "QKVO"}
+        took = f"the kernels take {', '.join(ports)} and bounds"
+        return f"{', '.join(sorted(others)) or 'ragged offsets'}: {took}"
+    found: dict[str, Tensor] = {**node.inputs, **node.outputs}
+    stats = found.pop("Stats", None)
+    types = {tensor.data_type for tensor in found.values()}
     if len(types) > 1 or not types <= {data_type.HALF, data_type.BFLOAT16}:
         names = ", ".join(sorted(kind.name for kind in types))
-        return f"the types {names}: the kernels take HALF or BFLOAT16, one of them for Q, K, V and O"
+        return f"the types {names}: the kernels take HALF or BFLOAT16, one of them for all but Stats"
     if node.compute_data_type is not data_type.FLOAT:
         return f"the kernels compute in FLOAT only, not in {node.compute_data_type.name}"
-    q, k, v, o = (found[port] for port in "QKVO")
+    q, k, v = (found[port] for port in "QKV")
     if k.dim[:3] != v.dim[:3] or k.dim[0] != q.dim[0]:
         return f"K of {k.dim} and V of {v.dim}: the kernels take as many heads in both, and the batch of Q"
     rows, keys = q.dim[2], k.dim[2]
     if rows == 1 and node.left_bound is not None and node.left_bound < keys:
         return "a left bound for one row: the kernels take one for several"
-    layout, sizes = SdpaForward.spec("q").layout, {"packed": 0}
-    for port, tensor in zip("QKVO", (q, k, v, o), strict=True):
-        if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port == "O"):
+    layout, sizes = operation.spec("q").layout, {"packed": 0}
+    for port, tensor in found.items():
+        if not layout.accepts(tensor.dim, tensor.stride, sizes, 16, port in node.outputs):
             return f"{port} with the strides {tensor.stride}: the kernels take 1 last, else multiples of 16 bytes"
-    stats = found.get("Stats")
     if stats is not None and not stats.is_virtual:
         steps = [q.dim[1] * rows, rows, 1]
         apart = [n > 1 and given != step for n, given, step in zip(stats.dim, stats.stride, steps, strict=False)]
         if any(apart) or stats.data_type is not data_type.FLOAT:
             kind = stats.data_type.name
-            return f"Stats of {kind} with the strides {stats.stride}: the kernels write FLOAT, contiguous"
-    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, False)
+            return f"Stats of {kind} with the strides {stats.stride}: the kernels take FLOAT, contiguous"
+    return choice.obstacle(rows, keys, (q.dim[3], v.dim[3]), _bounds(node), node.attn_scale, [operation])
 
 
 def refuse(node: Any, reason: str = "") -> None:
@@ -83,7 +94,7 @@ def refuse(node: Any, reason: str = "") -> None:
     reason = (reason or obstacle(node)) if node.implementation is FUSED else ""
     if reason:
         raise cudnnGraphNotSupportedError(
-            refusal(node.where, "implementation", f"FUSED, but {reason}", "AUTO, UNIFIED or COMPOSITE", "leave it out")
+            refusal(node.where, "implementation", f"FUSED, but {reason}", "AUTO, or one of cuDNN's", "leave it out")
         )
 
 
@@ -97,14 +108,15 @@ def chosen(
     """
     node: Any = nodes[0]
     asked = next((each for each in nodes if getattr(each, "implementation", None) is FUSED), None)
-    alone = len(nodes) == 1 and node.tag == "SDPA"
+    alone = len(nodes) == 1 and node.tag in _PORTS
     if asked is None and not (offered and alone and node.implementation is AUTO and _has_pytorch()):
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
     if asked is not None:
-        wrong = "" if alone else f"a graph of {len(nodes)} nodes: the kernels compute a graph of one sdpa node"
+        wrong = "" if alone else f"a graph of {len(nodes)} nodes: the kernels compute graphs of one"
         wrong = wrong or ("" if arch else f"there are no kernels for compute capability {capability}")
         refuse(asked, wrong)
+        reason = "asked for"
     else:
         reason = _measured_faster(node, arch)
         if not reason:
@@ -112,7 +124,7 @@ def chosen(
         if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
             _log.info("%s: cuDNN runs it: the FUSED implementation, which is faster, needs the CuTe DSL", node.where)
             return None
-        _log.info("%s: FUSED implementation: %s", node.where, reason)
+    _log.info("%s: FUSED implementation: %s", node.where, reason)
     try:
         return FusedConfig(node, bindings, arch)
     except (ValueError, NotImplementedError) as error:  # of the class, whose rules are more than those above
@@ -135,8 +147,9 @@ def _measured_faster(node: Any, arch: str) -> str:
     from cudnn.sdpa import choice
 
     q, k, v = (node.inputs[port].dim for port in "QKV")
-    causal = node.right_bound == 0
-    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), causal, False)
+    causal, gradients = node.right_bound == 0, node.tag == "SDPA_BWD"
+    deterministic = gradients and node.use_deterministic_algorithm
+    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), causal, gradients, deterministic)
     return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
 
 
@@ -146,15 +159,16 @@ class FusedConfig(EngineConfig):
     def __init__(self, node: Any, bindings: Bindings, arch: str | None) -> None:
         """
         Args:
-            bindings: Which tensors a call has, and how much workspace precedes the plan's.
+            bindings: Which tensors a call has, and the bytes that operations of cuDNN have in the workspace, which
+                these kernels use too.
             arch: None for tensors on the CPU, which the reference computes, or the emulator.
         """
-        from cudnn.sdpa import SdpaForward, choice
+        from cudnn.sdpa import choice
 
         self.arch, self.asked = arch, node.implementation is FUSED
-        self.user, self.offset = bindings.user, bindings.workspace_size
-        ports = {**node.inputs, **node.outputs}
-        self.tensors = {name: ports.get(port) for name, port in _PORTS.items()}
+        self.user = bindings.user
+        ports, operation = {**node.inputs, **node.outputs}, _operation(node)
+        self.tensors = {name: ports.get(port) for name, port in _PORTS[node.tag].items()}
         q, k, v = (node.inputs[port].dim for port in "QKV")
         if self.tensors["lse"] is not None and self.tensors["lse"].is_virtual:
             self.tensors["lse"] = None
@@ -167,16 +181,19 @@ class FusedConfig(EngineConfig):
         }
         samples["lse"] = torch.empty(self.rows, device="meta" if arch else "cpu")
         scale = 1.0 if node.attn_scale is None else node.attn_scale
-        bounded = node.right_bound == 0
-        options = choice.options(bounded, _bounds(node)[2], k[2], q[2], scale)
-        self.operation = SdpaForward(**SdpaForward.samples(samples), **options, arch=arch)
+        options = choice.options(node.right_bound == 0, _bounds(node)[2], k[2], q[2], scale)
+        if node.tag == "SDPA_BWD":
+            options["deterministic"] = node.use_deterministic_algorithm
+        self.operation = operation(**operation.samples(samples), **options, arch=arch)
         self.lse_bytes = 0 if self.tensors["lse"] is not None else 4 * prod(self.rows)
-        self.tag = f"fused_sdpa_fwd_d{q[3]}" + (f"_dv{v[3]}" if v[3] != q[3] else "")
+        way = "fwd" if node.tag == "SDPA" else "bwd"
+        self.tag = f"fused_sdpa_{way}_d{q[3]}" + (f"_dv{v[3]}" if v[3] != q[3] else "")
         self.numerical_notes = [numerical_note.TENSOR_CORE]
         self.behavior_notes = [behavior_note.RUNTIME_COMPILATION]
         self.shared_memory_used = 0
         own = self.lse_bytes + self.operation.workspace_size()
-        self.workspace_size = max(own + 2 * _ALIGNMENT if own else 0, 0 if self.asked else _NATIVE)
+        more = own + 2 * _ALIGNMENT - bindings.workspace_size if own else 0
+        self.workspace_size = max(more, 0 if self.asked else _NATIVE)
 
     def build(self) -> FusedPlan:
         """Compiles the kernel, or loads what an earlier process compiled.
@@ -248,7 +265,7 @@ class FusedPlan(ExecutionPlan):
         config, operation, number = self.config, self.config.operation, key[-1]
         device = resolve(number).device if config.arch else -1
         addresses = dict(zip(config.user, key, strict=False))
-        space = -(-(key[-2] + config.offset) // _ALIGNMENT) * _ALIGNMENT
+        space = -(-key[-2] // _ALIGNMENT) * _ALIGNMENT
         tensors: dict[str, Any] = {}
         for name, tensor in config.tensors.items():
             if tensor is None:
@@ -269,32 +286,39 @@ class FusedPlan(ExecutionPlan):
         workspace = memory(space, size, device) if size else None
         given = tuple(tensors.get(name) for name in operation.names)
         scalars = (None,) * len(operation.scalars)
-        if not config.arch or torch.cuda.device_count() == 1:
+
+        def run() -> None:
             # The handle by its number: a later one may have that of one that was destroyed, and another stream.
-            return lambda: operation.run(given, scalars, resolve(number).stream, workspace)
+            operation.run(given, scalars, resolve(number).stream, workspace)
 
-        def call() -> None:
+        current = current_device() if config.arch else None
+        if current is None:
+            return run
+
+        def run_there() -> None:
+            if current() == device:
+                return run()
             with torch.cuda.device(device):
-                operation.run(given, scalars, resolve(number).stream, workspace)
+                run()
 
-        return call
+        return run_there
 
     def execute_overridden(self, *_: Any, **__: Any) -> None:
-        raise self._unsupported("override_uids", "the shapes of the graph")
+        raise self._unsupported("override_uids", "the shapes of the graph", "build a graph of that shape")
 
     def populate_cuda_graph(self, *_: Any, **__: Any) -> None:
-        raise self._unsupported("populate_cuda_graph", "calls that are captured in a stream")
+        raise self._unsupported("populate_cuda_graph", "calls that are captured in a stream", "capture execute()")
 
     update_cuda_graph = populate_cuda_graph
 
     def to_json(self) -> bytes:
         raise CudnnError(f"the plan {self.config.tag} is compiled anew where it is needed", 3000, "NOT_SUPPORTED")
 
-    def _unsupported(self, what: str, allowed: str) -> cudnnGraphNotSupportedError:
-        note = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API.name
+    def _unsupported(self, what: str, allowed: str, cure: str) -> cudnnGraphNotSupportedError:
+        others = "leave implementation=FUSED out" if self.config.asked else 'call deselect_engines(["fused"])'
         return cudnnGraphNotSupportedError(
             refusal(f"plan {self.config.tag}", what, "a plan of our kernels", allowed,
-                    f"call select_behavior_notes([{note}]) before build_plans(), for a plan of cuDNN")
+                    f"{cure}, or {others} for a plan of cuDNN")
         )  # fmt: skip
 
     def close(self) -> None:

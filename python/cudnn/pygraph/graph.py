@@ -318,10 +318,11 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
                 plans.add(modes)
             except cudnnGraphNotSupportedError:
                 fallen_back = [node.fall_back() for node in self.nodes]
-                if not any(fallen_back):
+                if any(fallen_back):
+                    self.build_operation_graph()
+                    self.create_execution_plans(modes)
+                elif not len(plans):  # else there is our kernels' one
                     raise
-                self.build_operation_graph()
-                self.create_execution_plans(modes)
         elif isinstance(self._program, ReferenceProgram):
             self._program.plan = "reference"
 

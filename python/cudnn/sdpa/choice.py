@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from cudnn.sdpa.backward import SdpaBackward
-from cudnn.sdpa.forward import SdpaForward
+from cudnn.sdpa.base import Attention
 
 FASTER = {
     "sm_90a": frozenset(
@@ -19,6 +19,8 @@ FASTER = {
     )
 }
 """Where docs/performance.md has these kernels faster than cuDNN's: d, dv, whether causal, whether with gradients."""
+DETERMINISTIC = {"sm_90a": frozenset({(256, 256)})}
+"""Where that holds of gradients that are the same in every call, too: d, dv."""
 _LARGE = 4096 * 32, 4096
 """Rows of all heads, and keys: what the measurements had at least."""
 
@@ -27,15 +29,18 @@ Bounds = tuple[bool, int, int, int]
 
 
 def obstacle(
-    rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, scale: float | None, with_gradients: bool
+    rows: int, keys: int, heads: tuple[int, int], bounds: Bounds, scale: float | None,
+    operations: Sequence[type[Attention]],
 ) -> str:  # fmt: skip
-    """Why the kernels cannot compute this attention; empty where they can. A scale of None is a positive one."""
+    """Why the kernels of all these passes cannot compute this attention; empty where they can. A scale of None is a
+    positive one.
+    """
     is_causal, alignment, left, right = bounds
     if scale is not None and not scale > 0:  # they find the largest score before they scale, and 0 means their default
         return f"the scale {scale}: the kernels take positive ones"
-    sizes = [x for x in SdpaForward.head_sizes if not with_gradients or x in SdpaBackward.head_sizes]
+    sizes = [x for x in operations[0].head_sizes if all(x in operation.head_sizes for operation in operations)]
     if heads not in sizes:
-        has = f"{', '.join(map(str, sizes))}{' with gradients' * with_gradients}"
+        has = f"{', '.join(map(str, sizes))}{' with gradients' * (len(operations) > 1)}"
         return f"head sizes {heads}: the kernels take {has}"
     bounded = is_causal or right == 0
     if right > 0 or (left != -1 and (left < 1 or not bounded)):
@@ -46,11 +51,13 @@ def obstacle(
 
 
 def is_faster(
-    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool
+    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool,
+    deterministic: bool = False,
 ) -> bool:  # fmt: skip
     """Whether docs/performance.md has the kernels faster than cuDNN, on a chip and with so many rows of all heads."""
     large = rows >= _LARGE[0] and keys >= _LARGE[1]
-    return large and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
+    slow = deterministic and heads not in DETERMINISTIC.get(arch, ())
+    return large and not slow and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
 
 
 def options(is_causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:

@@ -81,13 +81,14 @@ class AttentionBackward(Attention):
 
     def check(self, context: Context) -> None:
         support.check_backward(self, context, support.loaded_version())
+        self.check_implementation("cuDNN has no one operation for the backward pass")
 
     def lower(self, lowering: Lowering) -> None:
         support.check_types(self)
         apart = self.apart(lowering)
         if apart is not self:
             return apart.lower(lowering)
-        _log.info("%s: COMPOSITE implementation, the only one for the backward pass", self.where)
+        _log.info("%s: COMPOSITE implementation, cuDNN's only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         graph.slopes = self.alibi(lowering)
         graph.lengths = self._lengths(lowering)

@@ -41,7 +41,6 @@ class AttentionForward(Attention):
     tag = "SDPA"
     method = "sdpa"
 
-    implementation: attention_implementation = AUTO
     unfuse_fma: bool = False
     unified_refused: bool = dataclasses.field(default=False, init=False)  # cuDNN found no engine for the one operation
 
@@ -77,14 +76,9 @@ class AttentionForward(Attention):
     def check(self, context: Context) -> None:
         version = support.loaded_version()
         support.check_forward(self, context, version)
-        if self.implementation == UNIFIED:
-            support.refuse_unified(self, support.unified_obstacle(self, version))
-        elif self.implementation == COMPOSITE:
+        self.check_implementation(support.unified_obstacle(self, version))
+        if self.implementation == COMPOSITE:
             support.refuse_composite(self)
-        elif self.implementation == attention_implementation.FUSED:
-            from cudnn.pygraph import fused_engine  # which loads PyTorch
-
-            fused_engine.refuse(self)
 
     def check_types(self) -> None:
         """Refuses combinations of types that cuDNN computes wrongly."""

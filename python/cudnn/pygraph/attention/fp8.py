@@ -90,7 +90,7 @@ class AttentionFp8Backward(AttentionBackward):
         apart = self.apart(lowering)
         if apart is not self:
             return apart.lower(lowering)
-        _log.info("%s: COMPOSITE implementation, the only one for the backward pass", self.where)
+        _log.info("%s: COMPOSITE implementation, cuDNN's only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         self.compose_fp8(graph, self.transposed(lowering, "K"), self.transposed(lowering, "V"))
         lowering.expand(graph)

@@ -163,6 +163,7 @@ class AttentionMethods(NodeList):
         score_mod_bprop: ScoreModifier | None = None,
         sink_token: Tensor | None = None,
         dSink_token: Tensor | None = None,
+        implementation: attention_implementation = attention_implementation.AUTO,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention.
 
@@ -181,6 +182,8 @@ class AttentionMethods(NodeList):
             use_deterministic_algorithm: Adds in a fixed order: the same bits every time, more slowly.
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
+            implementation: cuDNN's pattern of operations (COMPOSITE), the kernels of :mod:`cudnn.sdpa` (FUSED: this
+                node alone in its graph), or what is measured faster (AUTO).
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.
@@ -201,7 +204,8 @@ class AttentionMethods(NodeList):
             AttentionBackward, name, compute_data_type, inputs, ["dQ", "dK", "dV"], score_mod=score_mod,
             score_mod_bprop=score_mod_bprop, max_total_seq_len_q=max_total_seq_len_q,
             max_total_seq_len_kv=max_total_seq_len_kv,
-            use_deterministic_algorithm=bool(use_deterministic_algorithm), **attributes,
+            use_deterministic_algorithm=bool(use_deterministic_algorithm),
+            implementation=attention_implementation(implementation), **attributes,
         )  # fmt: skip
         gradients = [*node.outputs.values()]
         add_outputs(node, dBias=dBias, dSink=dSink_token, RNG_DUMP=rng_dump if node.dropout_probability else None)

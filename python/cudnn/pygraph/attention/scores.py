@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from cudnn.enums import data_type, diagonal_alignment, reduction_mode
+from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.layout import broadcast, row_major
@@ -81,6 +81,7 @@ class Attention(Node):
     dropout_probability: float = 0.0
     paged_max_seq_len_kv: int | None = None
     score_mod: ScoreModifier | None = None
+    implementation: attention_implementation = attention_implementation.AUTO
 
     recorded: Recording | None = dataclasses.field(default=None, init=False)
 
@@ -204,6 +205,18 @@ class Attention(Node):
                     self.where, f"{port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed, "correct its shape"
                 )
             )
+
+    def check_implementation(self, unified_obstacle: str) -> None:
+        """Refuses an implementation that was asked for but cannot be used, cuDNN's one operation for a reason given."""
+        if self.implementation is attention_implementation.UNIFIED and unified_obstacle:
+            raise cudnnGraphNotSupportedError(
+                refusal(self.where, "implementation", f"UNIFIED, but {unified_obstacle}", "AUTO or COMPOSITE",
+                        "leave it out")
+            )  # fmt: skip
+        if self.implementation is attention_implementation.FUSED:
+            from cudnn.pygraph import fused_engine  # which loads PyTorch
+
+            fused_engine.refuse(self)
 
     def attributes(self) -> dict[str, Any]:
         """As any node's; a function becomes its name, by which a restored graph can refuse to run without it."""

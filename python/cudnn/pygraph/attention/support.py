@@ -623,9 +623,3 @@ def refuse_composite(node: AttentionForward) -> None:
         Rule("Block_mask" in node.inputs, UNSUPPORTED, "block_mask", "the COMPOSITE implementation",
              "the UNIFIED one, cuDNN 9.14 or newer", "leave implementation out")
     ])  # fmt: skip
-
-
-def refuse_unified(node: AttentionForward, obstacle: str) -> None:
-    """Refuses an implementation that was asked for but cannot be used."""
-    _apply(node, [Rule(bool(obstacle), UNSUPPORTED, "implementation", f"UNIFIED, but {obstacle}", "AUTO or COMPOSITE",
-                       "leave it out")])  # fmt: skip
