@@ -70,7 +70,7 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
     return {**given, "block_indices": indices, "block_counts": counts}
 
 
-def assert_selected(given: dict[str, Any], c: SelectionConfiguration) -> None:
+def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -> None:
     """Every row by itself, over the keys that are in its blocks. Spare rows are left alone."""
     assert given["o"][int(given["cum_seqlen_q"][-1]) :].isnan().all()
     tolerance = 2 * torch.finfo(given["o"].dtype).eps
@@ -239,6 +239,26 @@ def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration
     return {f"d{x}": leaf.grad for x, leaf in leaves.items() if leaf.grad is not None}
 
 
+def selection_backward_inputs(c: SelectionBackwardConfiguration, choice: Choice) -> dict[str, Any]:
+    """Those forward and its results, lists turned around, gradients of NaN, and what these have to be."""
+    given = selection_inputs(c, choice)
+    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
+    given["expected"] = selection_gradients(given, c)
+    for name in "qkv":
+        given[f"d{name}"] = torch.full_like(given[name], math.nan)
+    lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
+    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
+    size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
+    return {**given, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
+
+
+def assert_differentiated(given: dict[str, Any], c: SelectionBackwardConfiguration, *_: Any) -> None:
+    """dQ, dK and dV, as a whole."""
+    for name, gradient in given["expected"].items():
+        error = (given[name].double() - gradient).norm() / gradient.norm()
+        assert error < 4 * torch.finfo(given["q"].dtype).eps, name
+
+
 @pytest.mark.parametrize(
     ("c", "choice"),
     brief(
@@ -261,16 +281,6 @@ def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration
 )  # fmt: skip
 @pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
 def test_selection_backward(c: SelectionBackwardConfiguration, choice: Choice, arch: str) -> None:
-    given = selection_inputs(c, choice)
-    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
-    expected = selection_gradients(given, c)
-    for name in "qkv":
-        given[f"d{name}"] = torch.full_like(given[name], math.nan)
-    lists = (given["block_indices"], given["block_counts"], given["cum_seqlen_q"])
-    given["choosing"], given["choosing_ends"] = choosing_rows(*lists, c.block, c.causal, c.part)
-    size = workspace_size(c.slots(), {"s": given["q"].shape[0], "choices": given["choosing"].shape[0]})
-    given["workspace"] = torch.full((size,), 255, dtype=torch.uint8)
+    given = selection_backward_inputs(c, choice)
     run(c, given, arch)
-    for name, gradient in expected.items():
-        error = (given[name].double() - gradient).norm() / gradient.norm()
-        assert error < 4 * torch.finfo(given["q"].dtype).eps, name
+    assert_differentiated(given, c)

@@ -13,11 +13,13 @@ from typing import Any
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
-def matrices(packed: bool, dtype: str, size: str, heads: str, names: dict[str, int]) -> Iterator[Tensor]:
+def matrices(
+    packed: bool, dtype: str, size: str, heads: str | int, names: dict[str, int], align: int = 16
+) -> Iterator[Tensor]:  # fmt: skip
     """Tensors of so many elements a head, which have the stride 1."""
     for name, head in names.items():
         shape = (size, heads, head) if packed else ("b", heads, size, head)
-        yield Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1))
+        yield Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1), align)
 
 
 def offsets(packed: bool, dtype: str = "int32") -> tuple[Tensor, ...]:
@@ -26,9 +28,9 @@ def offsets(packed: bool, dtype: str = "int32") -> tuple[Tensor, ...]:
     return tuple(vector(name, dtype, "ends") for name in names)
 
 
-def row_values(packed: bool, name: str) -> Tensor:
+def row_values(packed: bool, name: str, heads: str | int = "hq") -> Tensor:
     """A float32 value for every row of every head, such as the log-sum-exp: (b, h, s), or (t, h) in any order."""
-    return Tensor(name, "float32", ("sq", "hq") if packed else ("b", "hq", "sq"), (None,) * (3 - packed), align=4)
+    return Tensor(name, "float32", ("sq", heads) if packed else ("b", heads, "sq"), (None,) * (3 - packed), align=4)
 
 
 WINDOW = (Scalar("right", "int32"), Scalar("left", "int32"))

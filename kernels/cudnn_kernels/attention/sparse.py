@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn_kernels.attention import BackwardConfiguration
+from cudnn_kernels.attention import BackwardConfiguration, matrices, offsets, row_values
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
@@ -41,8 +41,29 @@ class CompressionBackwardConfiguration(BackwardConfiguration):
         return (*super().regions(), *(HeadGradients(x, width, self.packed) for x, width in widths.items()))
 
 
+class SharedHeads:
+    """``heads`` of Q share ``key_heads`` of K."""
+
+    heads: int
+    key_heads: int
+
+    @property
+    def group(self) -> int:
+        """Heads of Q that share one of K."""
+        return self.heads // self.key_heads
+
+
+def lists(heads: str | int, ends: str) -> tuple[Tensor, ...]:
+    """The tensors that say which blocks rows chose, and where sequences end."""
+    return (
+        Tensor("block_indices", "int32", ("s", heads, "chosen"), (None, None, 1), align=4),
+        Tensor("block_counts", "int32", ("s", heads), (None, None), align=4),
+        vector(ends, "int32", "ends"),
+    )
+
+
 @dataclass(frozen=True)
-class Selected:
+class Selected(SharedHeads):
     """Attention of each row to blocks of ``block`` keys of its own choice, for packed sequences.
 
     ``heads`` of Q share ``key_heads`` of K and V. With ``causal``, a row sees the keys at its own place or before.
@@ -55,11 +76,6 @@ class Selected:
     head_v: int
     block: int
     causal: bool = False
-
-    @property
-    def group(self) -> int:
-        """Heads of Q that share one of K."""
-        return self.heads // self.key_heads
 
     @property
     def padded(self) -> int:
@@ -81,15 +97,6 @@ class Selected:
         """float32 values of every row of every head of Q."""
         return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
 
-    def lists(self) -> tuple[Tensor, ...]:
-        """The tensors that say which blocks rows chose, and where sequences end."""
-        rows = ("s", self.key_heads)
-        return (
-            Tensor("block_indices", "int32", (*rows, "chosen"), (None, None, 1), align=4),
-            Tensor("block_counts", "int32", rows, (None, None), align=4),
-            vector("cum_seqlen_q", "int32", "ends"),
-        )
-
 
 @dataclass(frozen=True)
 class SelectionConfiguration(Selected):
@@ -107,7 +114,7 @@ class SelectionConfiguration(Selected):
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), *self.lists(),
+            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), *lists(self.key_heads, "cum_seqlen_q"),
             Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 
@@ -174,7 +181,7 @@ class SelectionBackwardConfiguration(Selected):
         """The arguments of the kernels."""
         return (
             *self.matrices("q", "k", "v", "o", "do"), *self.row_values("lse"), *self.matrices("dq", "dk", "dv"),
-            *self.lists(), vector("choosing", "int32", "choices"),
+            *lists(self.key_heads, "cum_seqlen_q"), vector("choosing", "int32", "choices"),
             Tensor("choosing_ends", "int32", ("blocks", 3), (3, 1), align=4), Scalar("scale_softmax", "float32"),
             MULTIPROCESSORS, Workspace(self.regions()), Stream(),
         )  # fmt: skip
@@ -200,11 +207,8 @@ class InverseConfiguration:
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        rows = ("s", "hk")
         return (
-            Tensor("block_indices", "int32", (*rows, "chosen"), (None, None, 1), align=4),
-            Tensor("block_counts", "int32", rows, (None, None), align=4), vector("cum_seqlen", "int32", "ends"),
-            Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
+            *lists("hk", "cum_seqlen"), Tensor("places", "int32", ("blocks", "warps"), (None, 1), align=4),
             *[vector("choosing", "int32", "choices")] * self.puts, Stream(),
         )  # fmt: skip
 
@@ -215,7 +219,7 @@ ALWAYS = 1 + NEWEST
 
 
 @dataclass(frozen=True)
-class TopKConfiguration:
+class TopKConfiguration(SharedHeads):
     """The ``count`` blocks of keys with the largest sums of probabilities, for each row and head of K.
 
     A block is ``block`` rows, whose keys were compressed to one for every ``stride`` rows. ``tile`` is (rows of the
@@ -242,27 +246,16 @@ class TopKConfiguration:
         """Entries of a list before the best blocks."""
         return ALWAYS if self.whole else 0
 
-    @property
-    def group(self) -> int:
-        """Heads of Q that share one of K."""
-        return self.heads // self.key_heads
-
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        offsets = ("cum_seqlen_q", "cum_seqlen_k") if self.packed else ()
+        p = self.packed
         return (
-            self._matrix("q", self.dtype, "sq", self.heads, self.head),
-            self._matrix("k", self.dtype, "sk", self.key_heads, self.head),
-            Tensor("lse", "float32", ("sq", self.heads) if self.packed else ("b", self.heads, "sq"),
-                   (None,) * (3 - self.packed), align=4),
-            self._matrix("topk_scores", "float32", "sq", self.key_heads, self.count, align=4),
-            self._matrix("topk_indices", "int32", "sq", self.key_heads, self.before + self.count, align=4),
-            *(vector(name, "int32", "ends") for name in offsets), Scalar("scale_softmax", "float32"), Stream(),
+            *matrices(p, self.dtype, "sq", self.heads, {"q": self.head}),
+            *matrices(p, self.dtype, "sk", self.key_heads, {"k": self.head}), row_values(p, "lse", self.heads),
+            *matrices(p, "float32", "sq", self.key_heads, {"topk_scores": self.count}, 4),
+            *matrices(p, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
+            *offsets(p), Scalar("scale_softmax", "float32"), Stream(),
         )  # fmt: skip
-
-    def _matrix(self, name: str, dtype: str, rows: str, heads: int, width: int, align: int = 16) -> Tensor:
-        shape = (rows, heads, width) if self.packed else ("b", heads, rows, width)
-        return Tensor(name, dtype, shape, (*[None] * (len(shape) - 1), 1), align)
 
 
 BRANCHES = ("compressed", "selected", "near")
@@ -293,7 +286,7 @@ class GateConfiguration:
 
 
 @dataclass(frozen=True)
-class SparseDecodeConfiguration:
+class SparseDecodeConfiguration(SharedHeads):
     """All of native sparse attention, of the newest row of each sequence, from caches.
 
     ``heads`` of Q, at most 16 of which share one of ``key_heads`` of K; ``gates`` is the type of gates. A list has
@@ -311,11 +304,6 @@ class SparseDecodeConfiguration:
     stride: int
     count: int
     window: int
-
-    @property
-    def group(self) -> int:
-        """Heads of Q that share one of K."""
-        return self.heads // self.key_heads
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel. ``probabilities`` is scratch memory."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
+from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
+from cudnn_kernels.pipeline.copy import descriptor
+from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, partition
 from cudnn_kernels.sm90.warpgroup_products import WarpgroupProducts
 
@@ -28,6 +28,17 @@ PLACES = 32  # of a list that are read at a time, one by each lane
 AGAIN = 1 << 26  # is added to a block for every time that the row listed it before
 READING = 3  # warps of the loading warpgroup that read lists
 LOADING_BARRIER, READING_BARRIER, FIRST_BARRIER = 1, 2, 3  # of the loading warpgroup, of those warps, and free ones
+REGISTERS = {1: (56, 256), 2: (56, 224), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
+
+
+@dataclass
+class Choices:
+    """A call's lists of blocks, how many each row has, where sequences end, and how many tiles a head of K has."""
+
+    indices: cute.Tensor
+    counts: cute.Tensor
+    offsets: cute.Tensor
+    tiles: Int32
 
 
 @dataclass
@@ -62,14 +73,13 @@ class Lists:
 
 @dataclass
 class Steps:
-    """The ring of blocks: barriers, and in shared memory of every part of a step its tile of keys and its rows.
+    """The ring of blocks, and in shared memory of every part of a step its tile of keys and its rows.
 
     A tile of keys of -1 is the end of the rows' list. ``following`` are the rows of the step behind. ``rows_full`` and
     ``rows_empty`` are for Q, and dO, of every warpgroup.
     """
 
-    full: Any
-    empty: Any
+    ring: Ring
     rows_full: Any
     rows_empty: Any
     tiles: cute.Tensor
@@ -77,8 +87,48 @@ class Steps:
     following: cute.Tensor
 
 
+@dataclass
+class Warpgroup:
+    """One that multiplies, with its ``own`` values, and what it shares with the others: tensors and shared memory."""
+
+    tensors: Any
+    buffers: Any
+    own: Any
+    choices: Choices
+    steps: Steps
+    scale: Float32
+    group: Int32
+    thread: Int32
+
+
+@dataclass
+class Part:
+    """What a warpgroup computes a tile with.
+
+    A step begins with ``products``: of each the sums, both operands in shared memory, and the depth. The first one's
+    sums are weighed, with ``row_values`` of a thread's rows, then rounded, multiplied by ``values`` and added to
+    ``acc``, which has so many ``columns``.
+    """
+
+    mine: Tile
+    products: Any
+    rounded: cute.Tensor
+    acc: cute.Tensor
+    values: Any
+    columns: int
+    row_values: Any
+
+
 class SelectedRows(WarpgroupProducts, AttentionForward):
-    """What the kernels have in common whose CTAs have neighbouring rows."""
+    """What the kernels have in common whose CTAs have neighbouring rows.
+
+    A subclass says what a warpgroup computes: :meth:`attend` has a tile, of which it lets :meth:`take` all steps, and
+    :meth:`weigh` has a step. ``of_rows``: what is loaded of a tile's rows; ``own_values``: float32 values of each that
+    a warpgroup has in shared memory. It may have its own of :meth:`begin` and :meth:`prepare`.
+    """
+
+    of_rows: tuple[str, ...] = ("q",)
+    own_values = 0
 
     def __init__(self, configuration: Any) -> None:
         super().__init__(configuration)
@@ -90,44 +140,76 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
         self.queries = self.groups * s.together
         self.box = min(s.padded, 16)  # heads of Q that one copy fetches
 
-    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
-        """A buffer's layout, rows of contiguous elements: (rows, columns, stages)."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, 64, columns), self.dtype, stages)
+    @property
+    def widths(self) -> dict[str, int]:
+        """What is loaded, and the elements of its heads."""
+        s = self.s
+        widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
+        return {x: widths[x] for x in (*self.of_rows, "k", "v")}
 
-    def atom(self, tensor: cute.Tensor, rows: int, columns: int) -> Any:
-        """How the copy engine fetches a box: an atom and the tensor of its coordinates."""
-        layout = cute.slice_(self.layout(max(rows, ROWS), columns), (None, None, 0))
-        box = (rows, columns)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, tensor, cute.composition(layout, box), box)
-
-    def atoms(self, given: dict[str, Any], widths: dict[str, int], heads: int = 0, keys: int = 0) -> list[Any]:
-        """Of tensors like Q, some heads of a row, and of those like K and V, some keys: a part of a block."""
+    def atoms(self, given: dict[str, Any], heads: int = 0, keys: int = 0) -> list[Any]:
+        """How the copy engine fetches boxes, atoms and views: of tensors like Q, some heads of a row, and of those like
+        K and V, some keys: a part of a block.
+        """
         found = []
-        for x, width in widths.items():
+        for x, width in self.widths.items():
             if x in ("k", "v"):
-                found.append(self.atom(sequences.copied(given[x], True), keys or self.size, width))
+                view, rows = sequences.copied(given[x], True), keys or self.size
             else:
-                by_head = cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0]))
-                found.append(self.atom(by_head, heads or self.box, width))
+                by_head = cute.select(given[x].layout, mode=[1, 2, 0])
+                view, rows = cute.make_tensor(given[x].iterator, by_head), heads or self.box
+            layout = cute.slice_(self.layout(max(rows, ROWS), width), (None, None, 0))
+            found.append(descriptor(view, (rows, width), cute.composition(layout, (rows, width))))
         return found
 
-    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
-        """Swizzled buffers by name: (rows, columns, stages)."""
-        found = {}
-        for x, (rows, columns, stages) in shapes.items():
-            layout = self.layout(rows, columns, stages)
-            found[x] = smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-        return found
+    def loads(self, atoms: Any, buffers: Any) -> list[Any]:
+        """Of all that is loaded: atom and view, buffer, width."""
+        return [(*atom, buffers[x], width) for (x, width), atom in zip(self.widths.items(), atoms, strict=True)]
 
-    def tiles(self, rows: Any, offsets: cute.Tensor) -> Any:
-        """CTAs of a head of K."""
-        return sequences.blocks_of(rows, offsets.shape[0] - 1, self.queries, True) * self.shares
+    def launch_rows(self, kernel: Any, given: dict[str, Any], tensors: Any, scale: Float32) -> None:
+        """Launches a kernel of :meth:`roles`."""
+        offsets = given["cum_seqlen_q"]
+        tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares
+        choices = Choices(given["block_indices"], given["block_counts"], offsets, tiles)
+        kernel(self.atoms(given), tensors, choices, scale).launch(
+            grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
+            block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
+        )  # fmt: skip
 
     @cute.jit
-    def tile(self, index: Int32, tiles: Int32, offsets: cute.Tensor) -> Tile:
+    def roles(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
+        """A kernel, all of it. ``tensors`` are the subclass's own."""
+        s, smem = self.s, SmemAllocator()
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        shapes = {x: (self.tile_m, width, 1) for x, width in self.widths.items()}
+        shapes |= {x: (self.tile_n, self.widths[x], s.stages) for x in ("k", "v")}
+        buffers = self.buffers(smem, shapes)
+        own = None
+        if const_expr(self.own_values):
+            layout = cute.make_layout((ROWS, self.own_values, self.groups))
+            own = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        lists, steps = self.lists(smem), self.steps(smem)
+        self.initialise(steps, thread)
+        self.begin(tensors, index, thread)
+        few, many = REGISTERS[self.groups]
+        if group == 0:
+            cute.arch.setmaxregister_decrease(few)
+            self.produce(atoms, buffers, choices, lists, steps, thread)
+        else:
+            cute.arch.setmaxregister_increase(many)
+            mine = own[None, None, group - 1] if const_expr(self.own_values) else None
+            w = Warpgroup(tensors, buffers, mine, choices, steps, scale, group - 1, thread - GROUP * group)
+            self.consume(w)
+
+    def begin(self, tensors: Any, cta: Int32, thread: Int32) -> None:
+        """Before the warpgroups part."""
+
+    @cute.jit
+    def tile(self, index: Int32, choices: Choices) -> Tile:
         """What a CTA has. All rows of a head come before the next head's, so that L2 holds its keys."""
-        s = self.s
+        s, tiles, offsets = self.s, choices.tiles, choices.offsets
         key_head, number, share = index // tiles, index % tiles // self.shares, index % self.shares
         sequence, own = sequences.find_block(offsets, number, self.queries)
         first = offsets[cutlass.max(sequence, 0)]
@@ -149,10 +231,10 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
     def steps(self, smem: Any) -> Steps:
         """Shared memory for the ring's barriers and what they tell."""
         stages = self.s.stages
-        barriers = (smem.allocate_array(cutlass.Int64, x) for x in (stages, stages, self.groups, self.groups))
+        ring, rows = Ring.allocate(smem, stages), (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
         shapes = ((self.parts, stages), (self.parts, stages), stages)
         told = (smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes)
-        return Steps(*barriers, *told)
+        return Steps(ring, *rows, *told)
 
     @cute.jit
     def initialise(self, steps: Steps, thread: Int32) -> None:
@@ -161,9 +243,7 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(steps.rows_full + group, 1)
                 cute.arch.mbarrier_init(steps.rows_empty + group, GROUP // WARP)
-            for stage in cutlass.range_constexpr(self.s.stages):
-                cute.arch.mbarrier_init(steps.full + stage, 1)
-                cute.arch.mbarrier_init(steps.empty + stage, self.warps)
+            initialise(steps.ring, 1, self.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -183,13 +263,13 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
 
     @cute.jit
     def unite(
-        self, first: Int32, indices: cute.Tensor, counts: cute.Tensor, lists: Lists, number: Int32, mine: Tile,
-        thread: Int32,
+        self, first: Int32, choices: Choices, lists: Lists, number: Int32, mine: Tile, thread: Int32
     ) -> None:  # fmt: skip
         """Union ``number``, of the places from ``first`` on of the rows' lists. The reading warps' work.
 
         A lane has a place of a list; a warp has every third row. What a row lists again is another element.
         """
+        indices, counts = choices.indices, choices.counts
         lane, warp_index, most = cute.arch.lane_idx(), thread // WARP, indices.shape[2]
         keys, rows, firsts = lists.keys, lists.rows, lists.firsts
         for row in cutlass.range(warp_index, mine.rows, READING, unroll=1):
@@ -255,25 +335,21 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
 
     @cute.jit
     def produce(
-        self, atoms: Any, names: tuple[str, ...], buffers: Any, indices: cute.Tensor, counts: cute.Tensor,
-        offsets: cute.Tensor, tiles: Int32, lists: Lists, steps: Steps, thread: Int32,
+        self, atoms: Any, buffers: Any, choices: Choices, lists: Lists, steps: Steps, thread: Int32
     ) -> None:  # fmt: skip
-        """The loading warpgroup, with all tiles of the CTA. ``names`` are those of the buffers, K and V last."""
-        s = self.s
-        widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
+        """The loading warpgroup, with all tiles of the CTA."""
         first, _, _ = cute.arch.block_idx()
         every, _, _ = cute.arch.grid_dim()
-        most = cutlass.max(indices.shape[2], 1)
+        most = cutlass.max(choices.indices.shape[2], 1)
         done, turn, number = Int32(0), Int32(0), Int32(0)  # steps, tiles and unions before
-        for index in cutlass.range(first, tiles * s.key_heads, every, unroll=1):
-            mine = self.tile(index, tiles, offsets)
+        for index in cutlass.range(first, choices.tiles * self.s.key_heads, every, unroll=1):
+            mine = self.tile(index, choices)
             if mine.rows > 0:
-                rows = [(*atom, buffers[x], widths[x]) for x, atom in zip(names[:-2], atoms[:-2], strict=True)]
-                sides = [self.side(*atom, buffers[x], widths[x], mine)
-                         for x, atom in zip(names[-2:], atoms[-2:], strict=True)]  # fmt: skip
+                loads = self.loads(atoms, buffers)
+                rows, sides = loads[:-2], [self.side(*load, mine) for load in loads[-2:]]
                 for place in cutlass.range(0, most, PLACES, unroll=1):
                     if thread >= WARP:
-                        self.unite(place, indices, counts, lists, number, mine, thread - WARP)
+                        self.unite(place, choices, lists, number, mine, thread - WARP)
                     self.hand_over()
                     if thread < WARP:
                         done = self.fetch(sides, lists, steps, mine, done, number)
@@ -300,30 +376,30 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
     @cute.jit
     def fetch(self, sides: Any, lists: Lists, steps: Steps, mine: Tile, done: Int32, number: Int32) -> Int32:
         """One warp: fetches the blocks of a union. ``done`` steps were before; the result counts on."""
-        size, buffer = self.bytes(self.tile_n, self.s.head + self.s.head_v), number % 2
+        buffer = number % 2
         count, union = Int32(lists.counts[buffer]), (lists.blocks[None, buffer], lists.masks[None, buffer])
         last = done + cute.ceil_div(count, self.parts) * self.per_block
         for step in cutlass.range(last - done, unroll=1):
-            self.fetch_step(sides, size, step, done + step, count, union, steps, mine)
+            self.fetch_step(sides, step, done + step, count, union, steps, mine)
         return last
 
     @cute.jit
     def fetch_end(self, steps: Steps, done: Int32) -> None:
         """One warp: tells the end of a tile's list."""
         stage, phase, tiles, masks = done % self.s.stages, done // self.s.stages % 2, steps.tiles, steps.masks
-        cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+        cute.arch.mbarrier_wait(steps.ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             for part in cutlass.range_constexpr(self.parts):
                 tiles[part, stage], masks[part, stage] = Int32(-1), Int32(-1)
-            cute.arch.mbarrier_arrive(steps.full + stage)
+            cute.arch.mbarrier_arrive(steps.ring.full + stage)
 
     @cute.jit
     def fetch_step(
-        self, sides: Any, size: int, step: Int32, number: Int32, count: Int32, union: Any, steps: Steps, mine: Tile
+        self, sides: Any, step: Int32, number: Int32, count: Int32, union: Any, steps: Steps, mine: Tile
     ) -> None:  # fmt: skip
         """One warp: fetches the parts of a step."""
         stage, phase = number % self.s.stages, number // self.s.stages % 2
-        full = steps.full + stage
+        full = steps.ring.full + stage
         tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
         told, told_masks, following, (blocks, chosen_by) = steps.tiles, steps.masks, steps.following, union
         behind = Int32(0)
@@ -336,12 +412,12 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
             place = (step + 1) // self.per_block * self.parts + part
             if place < count:
                 behind = behind | chosen_by[place]
-        cute.arch.mbarrier_wait(steps.empty + stage, phase ^ 1)
+        cute.arch.mbarrier_wait(steps.ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             for part in cutlass.range_constexpr(self.parts):
                 told[part, stage], told_masks[part, stage] = tiles[part], masks[part]
             following[stage] = behind
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(self.tile_n, self.s.head + self.s.head_v))
         for part in cutlass.range_constexpr(self.parts):
             for atom, to, of in sides:
                 cute.copy(atom, of[None, tiles[part]], to[None, stage, part], tma_bar_ptr=full)
@@ -354,11 +430,69 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
         return atom, *partition(atom, 0, 1, to, cute.local_tile(rows, box, every))
 
     @cute.jit
-    def after(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The step behind another one, and its barrier's phase."""
-        stage += 1
-        if stage == self.s.stages:
-            stage, phase = Int32(0), phase ^ 1
+    def consume(self, w: Warpgroup) -> None:
+        """A warpgroup, with all tiles of the CTA."""
+        first, _, _ = cute.arch.block_idx()
+        every, _, _ = cute.arch.grid_dim()
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(first, w.choices.tiles * self.s.key_heads, every, unroll=1):
+            mine = self.tile(index, w.choices)
+            if mine.rows > 0:
+                self.prepare(w, mine)
+                cute.arch.mbarrier_wait(w.steps.rows_full + w.group, turn % 2)
+                turn += 1
+                stage, phase = self.attend(w, index, mine, stage, phase)
+
+    def prepare(self, w: Warpgroup, mine: Tile) -> None:
+        """Before a tile's rows are awaited."""
+
+    def begin_step(self, part: Part, stage: Int32) -> None:
+        """Issues a step's products."""
+        for acc, left, right, depth in part.products:
+            self.multiply_shared(acc, left, right, self.tile_n, depth, stage)
+
+    def end_step(self, part: Part, stage: Int32) -> None:
+        """Issues the product that adds to the sums."""
+        self.add_product(part.acc, part.rounded, part.values, part.columns, self.tile_n, stage)
+
+    def round_step(self, part: Part) -> None:
+        """Makes what was weighed an operand."""
+        part.rounded.store(part.products[0][0].load().to(self.dtype))
+
+    @cute.jit
+    def take(self, w: Warpgroup, part: Part, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """All of a tile's steps, from one and its phase on; the one that tells the end.
+
+        While a step's last product runs, the next one's are issued and weighed, if the warpgroup takes part in it.
+        """
+        ring = w.steps.ring
+        stage, phase, found = self.find(w.steps, stage, phase, w.group)
+        while found:
+            self.begin_step(part, stage)
+            self.finish(0)
+            self.weigh(w, part, stage)
+            self.round_step(part)
+            before = stage
+            stage, phase = advanced(ring, stage, phase)
+            again = self.follows(w.steps, before, w.group)
+            while again:
+                cute.arch.mbarrier_wait(ring.full + stage, phase)
+                self.begin_step(part, stage)
+                self.end_step(part, before)
+                self.finish(1)
+                self.weigh(w, part, stage)
+                self.finish(0)
+                self.release(ring.empty + before)
+                self.round_step(part)
+                before = stage
+                stage, phase = advanced(ring, stage, phase)
+                again = self.follows(w.steps, before, w.group)
+            self.end_step(part, before)
+            self.finish(0)
+            self.release(ring.empty + before)
+            stage, phase, found = self.find(w.steps, stage, phase, w.group)
+        self.release(ring.empty + stage)
+        self.release(w.steps.rows_empty + w.group)
         return stage, phase
 
     @cute.jit
@@ -369,8 +503,8 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
         """
         wanted = self.wanted(steps, stage, phase, group)
         while ~wanted:
-            self.release(steps.empty + stage)
-            stage, phase = self.after(stage, phase)
+            self.release(steps.ring.empty + stage)
+            stage, phase = advanced(steps.ring, stage, phase)
             wanted = self.wanted(steps, stage, phase, group)
         return stage, phase, cute.arch.make_warp_uniform(steps.tiles[0, stage]) >= 0
 
@@ -383,7 +517,7 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
 
     def wanted(self, steps: Steps, stage: Int32, phase: Int32, group: Int32) -> Boolean:
         """Waits for a step. Whether rows of a warpgroup chose any part of it, or it is the end."""
-        cute.arch.mbarrier_wait(steps.full + stage, phase)
+        cute.arch.mbarrier_wait(steps.ring.full + stage, phase)
         mask = Int32(0)
         for part in range(self.parts):
             mask = mask | steps.masks[part, stage]
@@ -395,14 +529,13 @@ class SelectedRows(WarpgroupProducts, AttentionForward):
         return cute.arch.make_warp_uniform(mask >> (group * self.s.together)) & mine != 0
 
     @cute.jit
-    def hide_unchosen(
-        self, scores: cute.Tensor, steps: Steps, stage: Int32, mine: Tile, group: Int32, thread: Int32
-    ) -> Boolean:  # fmt: skip
+    def hide_unchosen(self, w: Warpgroup, scores: cute.Tensor, mine: Tile, stage: Int32) -> Boolean:
         """Makes scores -inf of keys that a row did not choose or does not see; whether a warp's rows see any."""
+        steps, thread = w.steps, w.thread
         ends = [[Int32(0)] * self.parts for _ in range(2)]
         fewest, largest = Int32(self.size), Int32(0)
         for slot in cutlass.range_constexpr(2):
-            row = group * self.s.together + self.score_rows.row(thread, slot) // self.s.padded
+            row = w.group * self.s.together + self.score_rows.row(thread, slot) // self.s.padded
             for part in cutlass.range_constexpr(self.parts):
                 chose = (steps.masks[part, stage] >> row) & 1
                 end = self.seen(mine, row) - steps.tiles[part, stage] * self.size

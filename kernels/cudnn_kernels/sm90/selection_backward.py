@@ -13,7 +13,7 @@ do not change from call to call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -26,10 +26,10 @@ from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
-from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, SelectedRows, Steps, Tile
-from cudnn_kernels.sm90.selection import REGISTERS
+from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
 VECTOR = 8  # elements of 16 bits that a thread loads at once
 STAGES = 2  # of the rows that chose a block
@@ -57,6 +57,8 @@ class Chosen:
 class SelectionBackward(SelectedRows):
     """The kernels for one :class:`SelectionBackwardConfiguration`."""
 
+    of_rows, own_values = ("q", "do"), 2
+
     def __init__(self, configuration: SelectionBackwardConfiguration) -> None:
         super().__init__(configuration)
         self.b = configuration
@@ -80,90 +82,45 @@ class SelectionBackward(SelectedRows):
                 ("part_sums", (GROUP * s.split, sums_of_thread, per_block, choices * 2 // s.part)),
             )
         )
-        widths, offsets = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}, given["cum_seqlen_q"]
-        tiles = self.tiles(q.shape[0], offsets)
-        self.by_rows(
-            self.atoms(given, widths), given["o"], given["do"], given["lse"], given["dq"], values,
-            given["block_indices"], given["block_counts"], offsets, tiles, given["scale_softmax"],
-        ).launch(
-            grid=[cutlass.min(tiles * s.key_heads, given["multiprocessors"]), 1, 1],
-            block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
-        )  # fmt: skip
+        offsets, scale = given["cum_seqlen_q"], given["scale_softmax"]
+        tensors = (given["o"], given["do"], given["lse"], given["dq"], values)
+        self.launch_rows(self.by_rows, given, tensors, scale)
         self.by_blocks(
-            self.atoms(given, widths, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"],
-            ends, offsets, q.shape[0], given["scale_softmax"],
+            self.atoms(given, self.padded, ROWS), given["dk"], given["dv"], values, sums, given["choosing"], ends,
+            offsets, q.shape[0], scale,
         ).launch(
             grid=[(choices // s.part + ends.shape[0]) * per_block, 1, 1], block=[(1 + s.split) * GROUP, 1, 1],
             stream=given["stream"], min_blocks_per_mp=3 - s.split, preferred_smem_carveout=100,
         )  # fmt: skip
-        self.add_parts(sums, given["dk"], given["dv"], ends, offsets, given["scale_softmax"]).launch(
+        self.add_parts(sums, given["dk"], given["dv"], ends, offsets, scale).launch(
             grid=[(ends.shape[0] - 1) * per_block, 1, 1], block=[s.split * GROUP, 1, 1], stream=given["stream"]
         )
 
     # dQ, and what dK and dV need of every row.
 
     @cute.kernel
-    def by_rows(
-        self, atoms: Any, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dq: cute.Tensor, values: cute.Tensor,
-        indices: cute.Tensor, counts: cute.Tensor, offsets: cute.Tensor, tiles: Int32, scale: Float32,
-    ) -> None:  # fmt: skip
-        """The roles of the warpgroups."""
-        s = self.s
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
-        group = cute.arch.make_warp_uniform(thread // GROUP)
-        smem = SmemAllocator()
-        buffers = self.buffers(smem, {"q": (self.tile_m, s.head, 1), "do": (self.tile_m, s.head_v, 1),
-                                      "k": (self.tile_n, s.head, s.stages),
-                                      "v": (self.tile_n, s.head_v, s.stages)})  # fmt: skip
-        own = smem.allocate_tensor(Float32, cute.make_layout((ROWS, 2, self.groups)), byte_alignment=16)
-        lists, steps = self.lists(smem), self.steps(smem)
-        self.initialise(steps, thread)
-        if index == 0:  # what stands in for rows at the end of a list
-            if thread < self.padded:
-                for head in cutlass.range_constexpr(s.key_heads):
-                    values[thread, 0, head, values.shape[3] - 1] = Float32.inf
-                    values[thread, 1, head, values.shape[3] - 1] = Float32(0.0)
-        few, many = REGISTERS[self.groups]
-        if group == 0:
-            cute.arch.setmaxregister_decrease(few)
-            self.produce(atoms, ("q", "do", "k", "v"), buffers, indices, counts, offsets, tiles, lists, steps, thread)
-        else:
-            cute.arch.setmaxregister_increase(many)
-            self.consume(
-                o, do, lse, dq, values, own[None, None, group - 1], buffers, offsets, tiles, steps, scale, group - 1,
-                thread - GROUP * group,
-            )  # fmt: skip
+    def by_rows(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
+        """``tensors``: O, dO, LSE, dQ, and the values of rows that the other kernel needs."""
+        self.roles(atoms, tensors, choices, scale)
 
     name(by_rows, "cudnn_attention_selection_backward_rows")
 
     @cute.jit
-    def consume(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, dq: cute.Tensor, values: cute.Tensor, own: cute.Tensor,
-        buffers: Any, offsets: cute.Tensor, tiles: Int32, steps: Steps, scale: Float32, group: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
-        """A warpgroup, with all tiles of the CTA."""
-        first, _, _ = cute.arch.block_idx()
-        every, _, _ = cute.arch.grid_dim()
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(first, tiles * self.s.key_heads, every, unroll=1):
-            mine = self.tile(index, tiles, offsets)
-            if mine.rows > 0:
-                self.prepare(o, do, lse, values, own, mine, group, thread)
-                cute.arch.mbarrier_wait(steps.rows_full + group, turn % 2)
-                turn += 1
-                stage, phase = self.differentiate_rows(
-                    dq, buffers, own, steps, mine, scale, stage, phase, group, thread
-                )  # fmt: skip
+    def begin(self, tensors: Any, cta: Int32, thread: Int32) -> None:
+        """Writes what stands in for rows at the end of a list."""
+        values = tensors[4]
+        if cta == 0:
+            if thread < self.padded:
+                for head in cutlass.range_constexpr(self.s.key_heads):
+                    values[thread, 0, head, values.shape[3] - 1] = Float32.inf
+                    values[thread, 1, head, values.shape[3] - 1] = Float32(0.0)
 
     @cute.jit
-    def prepare(
-        self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: cute.Tensor, own: cute.Tensor, mine: Tile,
-        group: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
+    def prepare(self, w: Warpgroup, mine: Tile) -> None:
         """LSE * log2(e) and D of a warpgroup's rows, for this CTA and for the other kernel. Where there is no head, or
         no key, they make P 0. Eight threads have a head.
         """
+        (o, do, lse, _, values), own, group, thread = w.tensors, w.own, w.group, w.thread
         for first in cutlass.range_constexpr(0, ROWS, GROUP // 8):
             number = first + thread // 8
             query, head = group * self.s.together + number // self.padded, number % self.padded
@@ -195,14 +152,13 @@ class SelectionBackward(SelectedRows):
         cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
 
     @cute.jit
-    def differentiate_rows(
-        self, dq: cute.Tensor, buffers: Any, own: cute.Tensor, steps: Steps, mine: Tile, scale: Float32, stage: Int32,
-        phase: Int32, group: Int32, thread: Int32,
+    def attend(
+        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """dQ of a tile's rows, from a step and its phase on; those behind it."""
-        s = self.s
+        s, buffers, thread, dq = self.s, w.buffers, w.thread, w.tensors[3]
         own_q, own_do = (
-            self.left(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (group, 0)), thread)
+            self.left(cute.local_tile(buffers[x][None, None, 0], (ROWS, width), (w.group, 0)), thread)
             for x, width in (("q", s.head), ("do", s.head_v))
         )
         keys, values = (self.right(buffers[x], thread) for x in "kv")
@@ -212,58 +168,26 @@ class SelectionBackward(SelectedRows):
         shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(thread, slot)
-            shifts[slot], products[slot] = own[row, 0], own[row, 1]
-        self.meet_group(group)  # the next tile's may be written
+            shifts[slot], products[slot] = w.own[row, 0], w.own[row, 1]
+        self.meet_group(w.group)  # the next tile's may be written
         rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
-        stage, phase, found = self.find(steps, stage, phase, group)
-        while found:
-            self.multiply_shared(scores, own_q, keys, self.tile_n, s.head, stage)
-            self.multiply_shared(gradients, own_do, values, self.tile_n, s.head_v, stage)
-            self.finish(0)
-            self.differentiate_scores(
-                scores, gradients, shifts, products, steps, stage, mine, scale, group, thread
-            )  # fmt: skip
-            rounded.store(scores.load().to(self.dtype))
-            before = stage
-            stage, phase = self.after(stage, phase)
-            again = self.follows(steps, before, group)
-            while again:
-                cute.arch.mbarrier_wait(steps.full + stage, phase)
-                self.multiply_shared(scores, own_q, keys, self.tile_n, s.head, stage)
-                self.multiply_shared(gradients, own_do, values, self.tile_n, s.head_v, stage)
-                self.add_product(acc, rounded, turned, s.head, self.tile_n, before)
-                self.finish(1)
-                self.differentiate_scores(
-                    scores, gradients, shifts, products, steps, stage, mine, scale, group, thread
-                )  # fmt: skip
-                self.finish(0)
-                self.release(steps.empty + before)
-                rounded.store(scores.load().to(self.dtype))
-                before = stage
-                stage, phase = self.after(stage, phase)
-                again = self.follows(steps, before, group)
-            self.add_product(acc, rounded, turned, s.head, self.tile_n, before)
-            self.finish(0)
-            self.release(steps.empty + before)
-            stage, phase, found = self.find(steps, stage, phase, group)
-        self.release(steps.empty + stage)
-        self.release(steps.rows_empty + group)
+        pairs = ((scores, own_q, keys, s.head), (gradients, own_do, values, s.head_v))
+        part = Part(mine, pairs, rounded, acc, turned, s.head, (shifts, products))
+        stage, phase = self.take(w, part, stage, phase)
         for slot in cutlass.range_constexpr(2):
-            row, head, exists = self.head_of(mine, group, self.score_rows.row(thread, slot))
+            row, head, exists = self.head_of(mine, w.group, self.score_rows.row(thread, slot))
             if exists:
-                self.write_pairs(dq[row, head, None], acc, s.head, slot, scale, thread)
-        return self.after(stage, phase)
+                self.write_pairs(dq[row, head, None], acc, s.head, slot, w.scale, thread)
+        return advanced(w.steps.ring, stage, phase)
 
     @cute.jit
-    def differentiate_scores(
-        self, scores: cute.Tensor, gradients: cute.Tensor, shifts: cute.Tensor, products: cute.Tensor, steps: Steps,
-        stage: Int32, mine: Tile, scale: Float32, group: Int32, thread: Int32,
-    ) -> None:  # fmt: skip
+    def weigh(self, w: Warpgroup, part: Part, stage: Int32) -> None:
         """Scores become dS."""
-        if self.hide_unchosen(scores, steps, stage, mine, group, thread):
+        ((scores, *_), (gradients, *_)), (shifts, products) = part.products, part.row_values
+        if self.hide_unchosen(w, scores, part.mine, stage):
             for slot in cutlass.range_constexpr(2):
                 for i in self.score_rows.order(self.tile_n, slot):
-                    p = cute.math.exp2(scores[i] * (scale * LOG2_E) - shifts[slot], fastmath=True)
+                    p = cute.math.exp2(scores[i] * (w.scale * LOG2_E) - shifts[slot], fastmath=True)
                     scores[i] = p * (gradients[i] - products[slot])
         else:
             scores.fill(0.0)
@@ -286,13 +210,11 @@ class SelectionBackward(SelectedRows):
                                       "q": (ROWS, s.head, STAGES), "do": (ROWS, s.head_v, STAGES)})  # fmt: skip
         layout = cute.make_layout((self.padded, 2, self.slots, STAGES))
         buffers["values"] = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        places = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
-        once, full, empty = (smem.allocate_array(cutlass.Int64, count) for count in (1, STAGES, STAGES))
+        buffers["places"] = smem.allocate_tensor(Int32, cute.make_layout((self.slots, STAGES)), byte_alignment=16)
+        once, ring = smem.allocate_array(cutlass.Int64, 1), Ring.allocate(smem, STAGES)
         if thread == 0:
             cute.arch.mbarrier_init(once, 1)
-            for stage in cutlass.range_constexpr(STAGES):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, self.split * (GROUP // WARP))
+            initialise(ring, 1, self.split * (GROUP // WARP))
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         per_block = -(-s.block // ROWS)
@@ -301,13 +223,11 @@ class SelectionBackward(SelectedRows):
             if group == 0:
                 cute.arch.setmaxregister_decrease(FEW)
                 if warp_index == 0:
-                    self.fetch_for_block(atoms, buffers, places, (once, full, empty), values, choosing, mine, rows)
+                    self.fetch_for_block(atoms, buffers, once, ring, values, choosing, mine, rows)
             else:
                 cute.arch.setmaxregister_increase(MANY)
                 own_sums = sums[None, None, index % per_block, mine.slot]
-                self.differentiate_block(
-                    dk, dv, own_sums, buffers, places, (once, full, empty), mine, scale, thread - GROUP
-                )
+                self.differentiate_block((dk, dv, own_sums), buffers, once, ring, mine, scale, thread - GROUP)
 
     name(by_blocks, "cudnn_attention_selection_backward_blocks")
 
@@ -325,7 +245,7 @@ class SelectionBackward(SelectedRows):
         begin = mine.begin + number * self.b.part
         keys = Int32(select_(part < ends[lists, 1], mine.keys, Int32(0)))
         end = cutlass.min(begin + self.b.part, mine.end)
-        return Chosen(mine.head, mine.key, mine.first, keys, begin, end, mine.parts, mine.slot + number)
+        return replace(mine, keys=keys, begin=begin, end=end, slot=mine.slot + number)
 
     @cute.jit
     def chosen(self, number: Int32, tile: Int32, ends: cute.Tensor, offsets: cute.Tensor) -> Chosen:
@@ -341,27 +261,25 @@ class SelectionBackward(SelectedRows):
 
     @cute.jit
     def fetch_for_block(
-        self, atoms: Any, buffers: Any, places: cute.Tensor, barriers: Any, values: cute.Tensor, choosing: cute.Tensor,
-        mine: Chosen, rows: Int32,
+        self, atoms: Any, buffers: Any, once: Any, ring: Ring, values: cute.Tensor, choosing: cute.Tensor, mine: Chosen,
+        rows: Int32,
     ) -> None:  # fmt: skip
         """One warp: fetches K and V, then Q, dO and what belongs to them of the rows of the list."""
-        s = self.s
-        lane = cute.arch.lane_idx()
-        (atom_q, mQ), (atom_do, mdO), (atom_k, mK), (atom_v, mV) = atoms
-        once, full, empty = barriers
+        s, lane, places = self.s, cute.arch.lane_idx(), buffers["places"]
+        loads = self.loads(atoms, buffers)
         keys_of = (mine.head, Int32(0), mine.first, mine.key + mine.keys)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(once, self.bytes(ROWS, s.head + s.head_v))
-        for atom, tensor, buffer, width in ((atom_k, mK, "k", s.head), (atom_v, mV, "v", s.head_v)):
+        for atom, tensor, buffer, width in loads[2:]:
             source = cute.domain_offset((mine.key, 0), sequences.copied_rows(tensor, *keys_of))
             tile = cute.local_tile(source, (ROWS, width), (0, 0))
-            whole, part_of = partition(atom, 0, 1, buffers[buffer][None, None, 0], tile)
+            whole, part_of = partition(atom, 0, 1, buffer[None, None, 0], tile)
             cute.copy(atom, part_of, whole, tma_bar_ptr=once)
         sides = []
-        for atom, tensor, buffer, width in ((atom_q, mQ, "q", s.head), (atom_do, mdO, "do", s.head_v)):
+        for atom, tensor, buffer, width in loads[:2]:
             box = (self.padded, width)
             source = cute.domain_offset((mine.head * s.group, 0, 0), tensor)
-            target = cute.local_tile(buffers[buffer], (*box, STAGES), (None, 0, 0))
+            target = cute.local_tile(buffer, (*box, STAGES), (None, 0, 0))
             sides.append((atom, *partition(atom, 0, 1, target, cute.local_tile(source, box, (0, 0, None)))))
         count = mine.end - mine.begin
         size = self.bytes(self.columns, s.head + s.head_v) + self.columns * 8
@@ -372,20 +290,20 @@ class SelectionBackward(SelectedRows):
                 held = Int32(rows)  # no row: zeros, and P is 0
                 if step * self.slots + lane < count:
                     held = choosing[mine.begin + step * self.slots + lane]
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             for slot in cutlass.range_constexpr(self.slots):
                 row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
                 with cute.arch.elect_one():
                     places[slot, stage] = row - mine.first - mine.key
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, size)
             for slot in cutlass.range_constexpr(self.slots):
                 row = cute.arch.shuffle_sync(held, (step * self.slots + slot) % WARP)
                 for copy, to, of in sides:
-                    cute.copy(copy, of[None, row], to[None, stage, slot], tma_bar_ptr=full + stage)
+                    cute.copy(copy, of[None, row], to[None, stage, slot], tma_bar_ptr=ring.full + stage)
                 with cute.arch.elect_one():
                     self.copy_values(values[None, None, mine.head, row], buffers["values"][None, None, slot, stage],
-                                     full + stage)  # fmt: skip
+                                     ring.full + stage)  # fmt: skip
 
     def copy_values(self, source: cute.Tensor, target: cute.Tensor, full: Any) -> None:
         """Starts a copy of the values of a row's heads."""
@@ -396,12 +314,13 @@ class SelectionBackward(SelectedRows):
 
     @cute.jit
     def differentiate_block(
-        self, dk: cute.Tensor, dv: cute.Tensor, sums: cute.Tensor, buffers: Any, places: cute.Tensor, barriers: Any,
-        mine: Chosen, scale: Float32, number: Int32,
+        self, outs: Any, buffers: Any, once: Any, ring: Ring, mine: Chosen, scale: Float32, number: Int32
     ) -> None:  # fmt: skip
-        """A warpgroup: its columns of dK and dV. S^T and dP^T have keys in rows, and go on from registers."""
+        """A warpgroup: its columns of dK and dV. S^T and dP^T have keys in rows, and go on from registers.
+
+        ``outs``: dK and dV, and the memory for their sums over a part of a list.
+        """
         s, m, (part, member) = self.s, self.columns, (number // GROUP, number % GROUP)
-        once, full, empty = barriers
         some_q, some_do = (
             cute.local_tile(buffers[x], (m, width, STAGES), (0, 0, 0)) for x, width in (("q", s.head), ("do", s.head_v))
         )
@@ -421,12 +340,12 @@ class SelectionBackward(SelectedRows):
         for step in cutlass.range(cute.ceil_div(mine.end - mine.begin, self.slots), unroll=1):
             stage, phase = step % STAGES, step // STAGES % 2
             shared = buffers["values"][None, None, None, stage]
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
             self.multiply_shared(scores, keys, of_q, m, s.head, stage)
             self.multiply_shared(gradients, values, of_do, m, s.head_v, stage)
             self.finish(1)
             if const_expr(s.causal):
-                self.hide_later(scores, places[None, stage], member)
+                self.hide_later(scores, buffers["places"][None, stage], member)
             for i, value in self.by_columns(shared, 0, member):
                 scores[i] = cute.math.exp2(scores[i] * (scale * LOG2_E) - value, fastmath=True)
             rounded.store(scores.load().to(self.dtype))
@@ -438,29 +357,23 @@ class SelectionBackward(SelectedRows):
             rounded.store(gradients.load().to(self.dtype))
             self.add_product(acc_dk, rounded, turned_q, width, m, stage)
             self.finish(0)
-            self.release(empty + stage)
+            self.release(ring.empty + stage)
+        (*out, sums), accs = outs, (acc_dk, acc_dv)
         if mine.parts == 1:
-            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, number)
+            self.write_keys(out, accs, mine, scale, number)
         else:
-            for i in cutlass.range_constexpr(width // 2):
-                sums[number, i] = acc_dk[i]
-            for i in cutlass.range_constexpr(width_v // 2):
-                sums[number, width // 2 + i] = acc_dv[i]
+            for place, value in enumerate([acc[i] for acc in accs for i in range(cute.size(acc))]):
+                sums[number, place] = value
 
     @cute.jit
-    def write_keys(
-        self, dk: cute.Tensor, dv: cute.Tensor, acc_dk: cute.Tensor, acc_dv: cute.Tensor, mine: Chosen, scale: Float32,
-        number: Int32,
-    ) -> None:  # fmt: skip
+    def write_keys(self, outs: Any, accs: Any, mine: Chosen, scale: Float32, number: Int32) -> None:
         """A warpgroup's columns of dK and dV."""
         part, member = number // GROUP, number % GROUP
         for slot in cutlass.range_constexpr(2):
             row = self.score_rows.row(member, slot)
             if row < mine.keys:
-                for out, acc, head, factor in (
-                    (dk, acc_dk, self.s.head, scale), (dv, acc_dv, self.s.head_v, Float32(1.0))
-                ):  # fmt: skip
-                    width = head // self.split
+                for out, acc, factor in zip(outs, accs, (scale, Float32(1.0)), strict=True):
+                    width = out.shape[2] // self.split
                     own = cute.local_tile(out[mine.first + mine.key + row, mine.head, None], (width,), (part,))
                     self.write_pairs(own, acc, width, slot, factor, member)
 
@@ -477,17 +390,15 @@ class SelectionBackward(SelectedRows):
         tile = index % per_block
         mine = self.chosen(index // per_block, tile, ends, offsets)
         if (mine.parts > 1) & (mine.keys > 0):
-            values, values_v = s.head // (2 * self.split), s.head_v // (2 * self.split)  # of a thread
-            acc_dk, acc_dv = (cute.make_rmem_tensor(x, Float32) for x in (values, values_v))
-            acc_dk.fill(0.0)
-            acc_dv.fill(0.0)
+            accs = [cute.make_rmem_tensor(x // (2 * self.split), Float32) for x in (s.head, s.head_v)]
+            for acc in accs:
+                acc.fill(0.0)
+            places = [(which, i) for which, acc in enumerate(accs) for i in range(cute.size(acc))]
             for part in cutlass.range(mine.parts, unroll=1):
                 some = sums[None, None, tile, mine.slot + part]
-                for i in cutlass.range_constexpr(values):
-                    acc_dk[i] = acc_dk[i] + some[thread, i]
-                for i in cutlass.range_constexpr(values_v):
-                    acc_dv[i] = acc_dv[i] + some[thread, values + i]
-            self.write_keys(dk, dv, acc_dk, acc_dv, mine, scale, thread)
+                for place, (which, i) in enumerate(places):
+                    accs[which][i] = accs[which][i] + some[thread, place]
+            self.write_keys((dk, dv), accs, mine, scale, thread)
 
     name(add_parts, "cudnn_attention_selection_backward_parts")
 

@@ -15,11 +15,8 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import sequences, softmax
 from cudnn_kernels.attention.sequences import Sequence
@@ -27,6 +24,8 @@ from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import descriptor
+from cudnn_kernels.pipeline.ring import Ring, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, partition
@@ -35,6 +34,16 @@ from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 WARP = 32
 WARP_ROWS = 16  # of an accumulator
 VECTOR = 8  # elements of 16 bits that a thread loads at once
+
+
+@dataclass
+class Rows:
+    """A CTA's rows of Q, from ``first`` of their sequence on, a head of K, and the index of tensors' last dimension."""
+
+    sequence: Sequence
+    first: Int32
+    head: Int32
+    batch: Any
 
 
 @dataclass
@@ -58,7 +67,7 @@ class TopK(WarpgroupProducts):
         self.queries = self.tile_m // self.padded
         self.team = -(-self.padded // WARP_ROWS)  # warps that share a row of Q
         self.warp_queries = WARP_ROWS * self.team // self.padded
-        self.buffers = 2 if self.team > 1 else 1  # of sums: one is read while the other is written
+        self.sum_buffers = 2 if self.team > 1 else 1  # of sums: one is read while the other is written
         self.halves = -(-c.count // WARP)  # places of a list that a lane has
         self.warps = self.tile_m // WARP_ROWS
         self.share = c.block // c.stride  # keys of a block
@@ -78,10 +87,8 @@ class TopK(WarpgroupProducts):
         batches = offsets_q.shape[0] - 1 if const_expr(c.packed) else q.shape[3]
         tiles = sequences.blocks_of(q.shape[0], batches, self.queries, c.packed)
         heads = c.key_heads if const_expr(c.packed) else c.key_heads * q.shape[3]
-        atom, mK = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), k, cute.slice_(self.key_layout(1), (None, None, 0)),
-            (self.tile_n, c.head),
-        )  # fmt: skip
+        box = (self.tile_n, c.head)
+        atom, mK = descriptor(k, box, cute.slice_(self.layout(*box), (None, None, 0)))
         self.kernel(
             atom, mK, q, lse, scores, indices, offsets_q, offsets_k, tiles, heads,
             given["scale_softmax"] * softmax.LOG2_E,
@@ -89,16 +96,6 @@ class TopK(WarpgroupProducts):
             grid=[tiles * heads, 1, 1], block=[self.warps * WARP + WARP, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def query_layout(self) -> Any:
-        """Q in shared memory."""
-        shape = (self.tile_m, self.tile_n, self.c.head)
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, 1)
-
-    def key_layout(self, stages: int) -> Any:
-        """The ring of K in shared memory."""
-        shape = (self.tile_m, self.tile_n, self.c.head)
-        return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
 
     @cute.kernel
     def kernel(
@@ -111,19 +108,13 @@ class TopK(WarpgroupProducts):
         index, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
-        sQ, sK = (
-            smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
-            for x in (self.query_layout(), self.key_layout(c.stages))
-        )
-        sQ = sQ[None, None, 0]
-        sums = smem.allocate_tensor(
-            Float32, cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.buffers)), byte_alignment=16
-        )
-        full, empty = (smem.allocate_array(cutlass.Int64, c.stages) for _ in range(2))
+        buffers = self.buffers(smem, {"q": (self.tile_m, c.head, 1), "k": (self.tile_n, c.head, c.stages)})
+        sQ, sK = buffers["q"][None, None, 0], buffers["k"]
+        layout = cute.make_layout((self.tile_n, self.warp_queries, self.warps, self.sum_buffers))
+        sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        ring = Ring.allocate(smem, c.stages)
         if thread == 0:
-            for stage in cutlass.range_constexpr(c.stages):
-                cute.arch.mbarrier_init(full + stage, 1)
-                cute.arch.mbarrier_init(empty + stage, self.warps)
+            initialise(ring, 1, self.warps)
         cute.arch.mbarrier_init_fence()
         tile, head = tiles - 1 - index // all_heads, index % all_heads
         batch, head = head // c.key_heads, head % c.key_heads
@@ -131,18 +122,17 @@ class TopK(WarpgroupProducts):
         if const_expr(c.packed):
             batch, tile = sequences.find_block(offsets_q, tile, self.queries)
             s = sequences.packed(offsets_q, offsets_k, batch)
-        place = 0 if const_expr(c.packed) else s.batch
-        first = tile * self.queries
-        self.load_queries(q, sQ, s, first, head, place, thread)
+        rows = Rows(s, tile * self.queries, head, 0 if const_expr(c.packed) else s.batch)
+        self.load_queries(q, sQ, rows, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
-        steps = cute.ceil_div(self.candidates(s, cutlass.min(first + self.queries, s.queries) - 1), self.blocks)
-        steps = Int32(select_(first < s.queries, steps, Int32(0)))
+        last = cutlass.min(rows.first + self.queries, s.queries) - 1
+        steps = cute.ceil_div(self.candidates(s, last), self.blocks)
+        steps = Int32(select_(rows.first < s.queries, steps, Int32(0)))
         if warp_index == self.warps:
-            gK = cute.domain_offset((s.first_key, 0), mK[None, None, head, place])
-            self.fetch(atom, gK, sK, full, empty, steps)
+            self.fetch(atom, cute.domain_offset((s.first_key, 0), mK[None, None, head, rows.batch]), sK, ring, steps)
         else:
-            self.choose(lse, scores, indices, sQ, sK, sums, full, empty, s, first, head, place, scale, steps, thread)
+            self.choose(lse, (scores, indices), sQ, sK, sums, ring, rows, scale, steps, thread)
 
     name(kernel, "cudnn_attention_top_k")
 
@@ -151,46 +141,40 @@ class TopK(WarpgroupProducts):
         return cutlass.min((query + 1) // self.c.block - 2, cute.ceil_div(s.keys, self.share))
 
     @cute.jit
-    def load_queries(
-        self, q: cute.Tensor, sQ: cute.Tensor, s: Sequence, first: Int32, head: Int32, place: Any, thread: Int32
-    ) -> None:
+    def load_queries(self, q: cute.Tensor, sQ: cute.Tensor, rows: Rows, thread: Int32) -> None:
         """The rows of Q of all heads that share one of K; zeros where there are none."""
-        c = self.c
+        c, s = self.c, rows.sequence
         columns, threads = c.head // VECTOR, self.warps * WARP
         if thread < threads:
             for i in cutlass.range_constexpr(self.tile_m * columns // threads):
                 vector = thread + i * threads
                 row, column = vector // columns, vector % columns
-                query, member = first + row // self.padded, row % self.padded
+                query, member = rows.first + row // self.padded, row % self.padded
                 values = cute.make_rmem_tensor(VECTOR, self.dtype)
                 values.fill(0.0)
                 if (query < s.queries) & (member < c.group):
-                    source = q[s.first_query + query, None, head * c.group + member, place]
+                    source = q[s.first_query + query, None, rows.head * c.group + member, rows.batch]
                     cute.autovec_copy(cute.local_tile(source, (VECTOR,), (column,)), values)
                 cute.autovec_copy(values, cute.local_tile(sQ[row, None], (VECTOR,), (column,)))
 
     @cute.jit
-    def fetch(self, atom: Any, gK: cute.Tensor, sK: cute.Tensor, full: Any, empty: Any, steps: Int32) -> None:
+    def fetch(self, atom: Any, gK: cute.Tensor, sK: cute.Tensor, ring: Ring, steps: Int32) -> None:
         """One warp: fetches K. A step has whole blocks, which may be fewer keys than the tile."""
         c = self.c
         for step in cutlass.range(steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                bytes_ = self.tile_n * c.head * self.dtype.width // 8
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, bytes_)
+            expect(ring, stage, phase ^ 1, self.tile_n * c.head * self.dtype.width // 8)
             keys = cute.domain_offset((step * self.blocks * self.share, 0), gK)
             tKsK, tKgK = partition(atom, 0, 1, sK, cute.local_tile(keys, (self.tile_n, c.head), (0, 0)))
-            cute.copy(atom, tKgK, tKsK[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(atom, tKgK, tKsK[None, stage], tma_bar_ptr=ring.full + stage)
 
     @cute.jit
     def choose(
-        self, lse: cute.Tensor, scores: cute.Tensor, indices: cute.Tensor, sQ: cute.Tensor, sK: cute.Tensor,
-        sums: cute.Tensor, full: Any, empty: Any, s: Sequence, first: Int32, head: Int32, place: Any, scale: Float32,
-        steps: Int32, thread: Int32,
+        self, lse: cute.Tensor, results: Any, sQ: cute.Tensor, sK: cute.Tensor, sums: cute.Tensor, ring: Ring,
+        rows: Rows, scale: Float32, steps: Int32, thread: Int32,
     ) -> None:  # fmt: skip
-        """A warpgroup: its 64 rows of the product."""
-        c = self.c
+        """A warpgroup: its 64 rows of the product. ``results``: scores and blocks."""
+        c, s = self.c, rows.sequence
         group, member = thread // GROUP, thread % GROUP
         warp_index, lane = cute.arch.make_warp_uniform(thread // WARP), cute.arch.lane_idx()
         leader = warp_index // self.team * self.team
@@ -199,25 +183,25 @@ class TopK(WarpgroupProducts):
         shift = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = group * ROWS + self.rows.row(member, slot)
-            query, index = first + row // self.padded, row % self.padded
+            query, index = rows.first + row // self.padded, row % self.padded
             shift[slot] = -Float32.inf
             if (query < s.queries) & (index < c.group):
-                shift[slot] = lse[s.first_query + query, head * c.group + index, place]
+                shift[slot] = lse[s.first_query + query, rows.head * c.group + index, rows.batch]
                 if const_expr(c.whole):
                     shift[slot] = shift[slot] * -softmax.LOG2_E
         places = (self.warp_queries, self.halves)
         best = Best(cute.make_rmem_tensor(places, Float32), cute.make_rmem_tensor(places, Int32))
         best.scores.fill(-math.inf)
         best.blocks.fill(-1)
-        query = first + warp_index // self.team * self.warp_queries
+        query = rows.first + warp_index // self.team * self.warp_queries
         for step in cutlass.range(steps, unroll=1):
             stage, phase = step % c.stages, step // c.stages % 2
-            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
             self.multiply_shared(acc, left, right, self.tile_n, c.head, stage)
             self.finish(0)
             if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
-            shared = sums[None, None, None, step % self.buffers]
+                cute.arch.mbarrier_arrive(ring.empty + stage)
+            shared = sums[None, None, None, step % self.sum_buffers]
             self.add_heads(acc, shift, scale, shared[None, None, warp_index], member)
             self.meet(warp_index)
             if warp_index == leader:
@@ -225,17 +209,22 @@ class TopK(WarpgroupProducts):
                     self.compare(best, slot, shared, leader, s, query + slot, step)
             cute.arch.sync_warp()
         for slot in cutlass.range_constexpr(self.warp_queries):
-            for half in cutlass.range_constexpr(self.halves):
-                listed = half * WARP + lane
-                if (warp_index == leader) & (query + slot < s.queries) & (listed < c.count):
-                    scores[s.first_query + query + slot, listed, head, place] = best.scores[slot, half]
-                    indices[s.first_query + query + slot, c.before + listed, head, place] = best.blocks[slot, half]
-            if (warp_index == leader) & (query + slot < s.queries) & (lane < c.before):
-                row = query + slot
-                block = cutlass.max((row + 1) // c.block - (NEWEST - 1), 1) + lane - 1
-                block = Int32(select_(block > row // c.block, Int32(-1), block))
-                block = Int32(select_(lane == 0, Int32(0), block))
-                indices[s.first_query + row, lane, head, place] = block
+            self.write(best, slot, results, rows, query + slot, warp_index == leader)
+
+    @cute.jit
+    def write(self, best: Best, slot: int, results: Any, rows: Rows, query: Int32, leads: Any) -> None:
+        """The list of a row of Q."""
+        c, s, lane, (scores, indices) = self.c, rows.sequence, cute.arch.lane_idx(), results
+        for half in cutlass.range_constexpr(self.halves):
+            listed = half * WARP + lane
+            if leads & (query < s.queries) & (listed < c.count):
+                scores[s.first_query + query, listed, rows.head, rows.batch] = best.scores[slot, half]
+                indices[s.first_query + query, c.before + listed, rows.head, rows.batch] = best.blocks[slot, half]
+        if leads & (query < s.queries) & (lane < c.before):
+            block = cutlass.max((query + 1) // c.block - (NEWEST - 1), 1) + lane - 1
+            block = Int32(select_(block > query // c.block, Int32(-1), block))
+            block = Int32(select_(lane == 0, Int32(0), block))
+            indices[s.first_query + query, lane, rows.head, rows.batch] = block
 
     @cute.jit
     def meet(self, warp_index: Int32) -> None:

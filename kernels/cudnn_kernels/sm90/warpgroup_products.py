@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.pipeline.wgmma import register_operand
 
@@ -21,6 +23,18 @@ class WarpgroupProducts:
     """To be a kernel's base; ``dtype`` is that of the operands."""
 
     dtype: Any
+
+    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+        """A swizzled layout of rows of contiguous elements: (rows, columns, stages)."""
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, stages)
+
+    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
+        """Operands in shared memory, by name: (rows, columns, stages)."""
+        layouts = {x: self.layout(*shape) for x, shape in shapes.items()}
+        return {
+            x: smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for x, layout in layouts.items()
+        }
 
     def product(self, columns: int, transposed: bool = False, registers: bool = False) -> cute.TiledMma:
         """The product. ``transposed``: columns of the right operand follow each other; ``registers`` have the left."""
