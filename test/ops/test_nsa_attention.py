@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.ops import _nsa_decode, nsa_attention, nsa_decode
+from cudnn.ops import _nsa_attention, _nsa_decode, _streams, nsa_attention, nsa_decode
 from cudnn.ops._nsa_gates import nsa_gates
 from support.selection import brief
 
@@ -20,22 +23,26 @@ LENGTHS = (64, 88)
 
 
 def tensors(
-    lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, int] = (4, 2), d: int = 16, dtype: torch.dtype = torch.float64
-) -> dict[str, Any]:
-    """Packed arguments of a call: keys are compressed by a mean of theirs and values."""
+    lengths: tuple[int, ...] = LENGTHS, heads: tuple[int, int] = (4, 2), d: int = 16,
+    dtype: torch.dtype = torch.float64, stride: int = STRIDE,
+) -> dict[str, Any]:  # fmt: skip
+    """Packed arguments of a call: keys are compressed by a mean of theirs and values, those of whole strides."""
     rows = sum(lengths)
     q = torch.randn(rows, heads[0], d, dtype=dtype)
     k, v = (torch.randn(rows, heads[1], d, dtype=dtype) for _ in range(2))
     found = {"query": q, "key": k, "value": v, "gates": torch.rand(rows, heads[0], 3, dtype=dtype)}
     for name in ("key", "value"):
-        found[f"compressed_{name}"] = found[name].unflatten(0, (-1, STRIDE)).mean(1)
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    return {**found, "cu_seqlens": ends, "cu_seqlens_compressed": ends // STRIDE}
+        parts = (x[: len(x) // stride * stride] for x in found[name].split(lengths))
+        found[f"compressed_{name}"] = torch.cat([x.unflatten(0, (-1, stride)).mean(1) for x in parts])
+    ends, small = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, [n // stride for n in lengths]))
+    return {**found, "cu_seqlens": ends, "cu_seqlens_compressed": small}
 
 
-def dense(call: dict[str, Any], block_indices: torch.Tensor | None = None) -> torch.Tensor:
+def dense(
+    call: dict[str, Any], block_indices: torch.Tensor | None = None, options: dict[str, int] = OPTIONS
+) -> torch.Tensor:  # fmt: skip
     """The definition, sequence by sequence and head by head, with one mask for each branch."""
-    results = []
+    block, results = options["block_size"], []
     for (first, last), (start, stop) in zip(
         pairwise(call["cu_seqlens"].tolist()), pairwise(call["cu_seqlens_compressed"].tolist()), strict=True
     ):
@@ -49,12 +56,11 @@ def dense(call: dict[str, Any], block_indices: torch.Tensor | None = None) -> to
             complete = torch.arange(stop - start) < (row + 1) // (n // (stop - start))
             scores = (mine @ ck[:, head].T).masked_fill(~complete, -math.inf)
             p = scores.softmax(-1).nan_to_num(0.0)
-            lists = chosen(p.detach().sum(0)) if block_indices is None else block_indices[first:last, head]
-            seen = torch.zeros(n, -(-n // BLOCK) + 1, dtype=torch.bool).scatter_(
-                1, lists.long() % (-(-n // BLOCK) + 1), True
-            )
-            seen = seen[:, :-1].repeat_interleave(BLOCK, 1)[:, :n].tril()
-            near = (torch.arange(n) <= row) & (torch.arange(n) > row - WINDOW)
+            lists = chosen(p.detach().sum(0), options) if block_indices is None else block_indices[first:last, head]
+            blocks = -(-n // block)
+            seen = torch.zeros(n, blocks + 1, dtype=torch.bool).scatter_(1, lists.long() % (blocks + 1), True)
+            seen = seen[:, :-1].repeat_interleave(block, 1)[:, :n].tril()
+            near = (torch.arange(n) <= row) & (torch.arange(n) > row - options["window_size"])
             full = mine @ k[:, head].T
             parts = [p @ cv[:, head]]
             parts += [full.masked_fill(~mask, -math.inf).softmax(-1) @ v[:, head] for mask in (seen, near)]
@@ -64,22 +70,17 @@ def dense(call: dict[str, Any], block_indices: torch.Tensor | None = None) -> to
     return torch.cat(results)
 
 
-def chosen(p: torch.Tensor) -> torch.Tensor:
+def chosen(p: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
     """The list of every row, from the probabilities of compressed keys: the first, the newest and the best blocks."""
-    n, count = p.shape[0], OPTIONS["selected_blocks"]
-    lists = torch.full((n, count), -1)
+    n, count, block = p.shape[0], options["selected_blocks"], options["block_size"]
+    share, lists = block // options["compress_stride"], torch.full((n, count), -1)
     for row in range(n):
-        newest = max((row + 1) // BLOCK - 2, 1)
-        always = [0, *range(newest, row // BLOCK + 1)]
-        scores = {b: float(p[row, b * BLOCK // STRIDE : (b + 1) * BLOCK // STRIDE].sum()) for b in range(1, newest)}
+        newest = max((row + 1) // block - 2, 1)
+        always = [0, *range(newest, row // block + 1)]
+        scores = {b: float(p[row, b * share : (b + 1) * share].sum()) for b in range(1, newest)}
         best = sorted(scores, key=scores.__getitem__, reverse=True)[: count - 4]
         lists[row, : len(always) + len(best)] = torch.tensor(always + best)
     return lists
-
-
-def test_the_sum_of_three_attentions() -> None:
-    call = tensors()
-    torch.testing.assert_close(nsa_attention(**call, **OPTIONS), dense(call), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
@@ -109,6 +110,7 @@ def test_gradients_are_those_of_the_dense_computation() -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_gradients_in_half_precision() -> None:
     call = tensors((64, 96), (4, 2), 64, torch.float16)
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
@@ -120,6 +122,42 @@ def test_gradients_in_half_precision() -> None:
     for mine, other in zip(*found, strict=True):
         assert mine.dtype is torch.float16
         assert (mine.double() - other).norm() < 4e-3 * other.norm()
+
+
+@pytest.mark.parametrize("seed", brief(list(range(24)), 0))
+def test_the_sum_of_three_attentions(seed: int) -> None:
+    """Any groups, blocks, strides and windows; sequences that end anywhere, one of them in the middle of a stride."""
+    drawn = random.Random(seed)
+    block, key_heads, group = drawn.choice((16, 32, 64, 128)), drawn.choice((1, 2)), drawn.choice((1, 2, 3, 5, 16))
+    options = {"block_size": block, "compress_stride": drawn.choice((block, block // 2, block // 4)),
+               "selected_blocks": drawn.randint(5, 8), "window_size": drawn.randint(1, 2 * block)}  # fmt: skip
+    lengths = (block + drawn.randint(0, block), 4 * block + drawn.randint(1, 3 * block) | 1)
+    call = tensors(lengths, (group * key_heads, key_heads), 8, stride=options["compress_stride"])
+    torch.testing.assert_close(nsa_attention(**call, **options), dense(call, options=options), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.full
+def test_numeric_gradients_of_the_parts() -> None:
+    """Selection with a list that has a block twice, and rows that see nothing; one sequence ends in a block."""
+    call = tensors((12, 9), (2, 1), 8)
+    q, k, v, ck, cv, gates = leaves(call)
+    ends, small = call["cu_seqlens"], call["cu_seqlens_compressed"]
+    lists = torch.tensor([[0, 0, 1]], dtype=torch.int32).expand(21, 1, 3).contiguous()
+    lists[4] = -1
+    parts: list[tuple[Callable[..., Any], list[torch.Tensor], list[Any]]] = [
+        (_nsa_attention.nsa_compression, [q, ck, cv], [ends, small, 0.5]),
+        (_nsa_attention.nsa_selection, [q, k, v], [lists, ends, 0.5, BLOCK]),
+        (_nsa_attention.nsa_window, [q, k, v], [ends, 0.5, WINDOW, 12]),
+        (nsa_gates, [q, q.flip(0), q.roll(1, 0), gates], []),
+    ]
+    for part, of, rest in parts:
+        given = [x.detach().clone().requires_grad_() for x in of]
+
+        def attend(*x: torch.Tensor, part: Any = part, rest: list[Any] = rest) -> torch.Tensor:
+            found = part(*x, *rest)
+            return found[0] if isinstance(found, tuple) else found
+
+        assert torch.autograd.gradcheck(attend, given, fast_mode=True)
 
 
 def test_numeric_gradients() -> None:
@@ -186,15 +224,94 @@ def test_sequences_too_short_for_a_compressed_key() -> None:
     torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
 
 
-def test_compiled_it_is_the_same() -> None:
+@pytest.mark.parametrize("overlap", brief([False, True], 0))
+def test_compiled_it_is_the_same(overlap: bool) -> None:
     call = tensors((64,))
     of = leaves(call)
     expected = nsa_attention(**call, **OPTIONS)
     compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
-    found = compiled(**call, **OPTIONS)
+    found = compiled(**call, **OPTIONS, overlap=overlap)
     torch.testing.assert_close(found, expected)
     for mine, other in zip(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+class Streams:
+    """Stands in for CUDA's: keeps a list of what is done on which stream, and who waits for whom."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, str]] = []
+        self.current = self.first = Stream("first", self.done)
+        second = Stream("second", self.done)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(_streams, "_second", lambda device: second)
+        monkeypatch.setattr(_nsa_attention, "forked", lambda device: _streams.forked(torch.device("cuda", 0)))
+        for name in ("_window_results", "_window_forward", "nsa_compression", "nsa_top_k", "nsa_selection",
+                     "_window_backward", "nsa_selection_bwd", "nsa_compression_bwd"):  # fmt: skip
+            monkeypatch.setattr(_nsa_attention, name, self.noted(name, getattr(_nsa_attention, name)))
+
+    @contextmanager
+    def entered(self, stream: Any) -> Any:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.done.append((self.current.name, name))
+            return function(*arguments)
+
+        return call
+
+
+class Stream:
+    def __init__(self, name: str, done: list[tuple[str, str]]) -> None:
+        self.name, self.done = name, done
+
+    def wait_stream(self, other: Any) -> None:
+        self.done.append((self.name, f"waits for {other.name}"))
+
+
+def test_the_window_runs_beside_the_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are allocated before, on the stream of the call, which waits in the end: also after an error."""
+    call = tensors((24, 40))
+    of = leaves(call)
+    expected = nsa_attention(**call, **OPTIONS)
+    gradients = torch.autograd.grad(expected.sum(), of)
+    streams = Streams(monkeypatch)
+    fork, join = ("second", "waits for first"), ("first", "waits for second")
+    found = nsa_attention(**call, **OPTIONS, overlap=True)
+    others = [("first", name) for name in ("nsa_compression", "nsa_top_k", "nsa_selection")]
+    assert streams.done == [("first", "_window_results"), fork, ("second", "_window_forward"), *others, join]
+    torch.testing.assert_close(found, expected)
+    streams.done.clear()
+    for mine, other in zip(torch.autograd.grad(found.sum(), of), gradients, strict=True):
+        torch.testing.assert_close(mine, other)
+    others = [("first", name) for name in ("nsa_selection_bwd", "nsa_compression_bwd")]
+    assert streams.done == [fork, ("second", "_window_backward"), *others, join]
+    monkeypatch.setattr(_nsa_attention, "nsa_selection", None)
+    with pytest.raises(TypeError):
+        nsa_attention(**call, **OPTIONS, overlap=True)
+    assert streams.done[-1] == join
+
+
+@pytest.mark.gpu
+def test_overlap_on_a_gpu() -> None:
+    """The same bits forward, gradients added in another order, and both streams' work in a CUDA graph."""
+    call = {name: x.cuda() for name, x in tensors((512, 1000), (16, 1), 64, torch.bfloat16, 16).items()}
+    options, of = {"block_size": 32, "compress_stride": 16, "selected_blocks": 8, "window_size": 100}, leaves(call)
+    expected, found = (nsa_attention(**call, **options, overlap=x) for x in (False, True))
+    assert torch.equal(found, expected)
+    for mine, other in zip(*(torch.autograd.grad(x.float().sum(), of) for x in (found, expected)), strict=True):
+        assert (mine - other).float().norm() < 0.01 * other.float().norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        again = nsa_attention(**call, **options, overlap=True)
+    for _ in range(20):
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +325,8 @@ def test_compiled_it_is_the_same() -> None:
         ({"key": torch.rand(1, 152, 2, 16).double()}, "shapes"),
         ({"selected_blocks": 4}, "selected_blocks"),
         ({"window_size": 0}, "window_size"),
+        ({"block_size": 6}, "block_size and compress_stride: got 6 and 4"),
+        ({"block_size": 0}, "block_size and compress_stride"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
