@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,6 +32,12 @@ class Mutant:
     line: int
     text: str
     outcome: str  # the fault's class, "mismatch", or "survived"
+
+
+def unexplained(found: list[Mutant], equivalent: Mapping[str, tuple[int, str]]) -> dict[str, int]:
+    """What was not missed, instructions and their number, beyond what ``equivalent`` says is not needed, and why."""
+    survivors = Counter(mutant.text for mutant in found if mutant.outcome == "survived")
+    return {text: n for text, n in survivors.items() if n > equivalent.get(text, (0, ""))[0]}
 
 
 @lru_cache(maxsize=4)

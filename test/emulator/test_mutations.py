@@ -20,7 +20,7 @@ from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from emulator import gemm, harness
 from emulator.kernels.blackwell_gemm import BlackwellGemm
 from emulator.kernels.hopper_gemm import HopperGemm
-from emulator.mutation import holds_registers, mutants
+from emulator.mutation import holds_registers, mutants, unexplained
 from emulator.test_launch_control import SHARED as RESPONSE
 from emulator.test_launch_control import kernel as launch_control_kernel
 from emulator.test_tensor_maps import IN_GLOBAL, THROUGH_SHARED, edited
@@ -136,13 +136,8 @@ BRIEFLY = brief(list(CASES), 1, 2, 4, 6, 7, 9)
 def test_each_synchronisation_is_missed(name: str) -> None:
     _, equivalent = CASES[name]
     results = mutants(made(name), [("lowest-pc", 0), ("random", 1), ("lazy", 2)])
-    survivors: dict[str, int] = {}
-    for mutant in results:
-        if mutant.outcome == "survived":
-            survivors[mutant.text] = survivors.get(mutant.text, 0) + 1
     assert len(results) >= 5
-    unexplained = {text: n for text, n in survivors.items() if n > equivalent.get(text, (0, ""))[0]}
-    assert not unexplained
+    assert not unexplained(results, equivalent)
 
 
 @pytest.mark.parametrize("name", ["hopper multicast", "blackwell"])
