@@ -189,7 +189,7 @@ X, W, DY = (2, 3, 8, 8), (4, 3, 3, 3), (2, 4, 4, 4)
         (lambda g, t: g.conv_dgrad(t(*DY), t(*W), [1, 1], [2, 2]), ValueError, ["DX", "set_dim"]),
         (lambda g, t: g.conv_wgrad(t(*X), t(*DY), [1, 1], [2, 2]), ValueError, ["DW", "set_dim"]),
         (lambda g, t: g.conv_dgrad(t(*DY), t(*W), [1, 1], [2, 2]).set_dim([2, 3, 9, 9]), ValueError, ["[2, 4, 5, 5]"]),
-        (lambda g, t: g.conv_dgrad(t(*DY), padding=[1, 1]), TypeError, ["input W", "nothing"]),
+        (lambda g, t: g.conv_dgrad(t(*DY), padding=[1, 1]), TypeError, ["input W", "got None"]),
         (lambda g, t: g.conv_fprop(t(*X), torch.ones(4, 3, 3, 3), [1, 1]), TypeError, ["input W", "cudnn.tensor"]),
     ],
 )  # fmt: skip

@@ -39,6 +39,38 @@ def test_an_array_in_place_of_a_graph_tensor() -> None:
         reference_graph().matmul(torch.zeros(1, 2, 3), torch.zeros(1, 3, 2), name="mm")
 
 
+@pytest.mark.parametrize(
+    ("describe", "port"),
+    [
+        (lambda g, x: g.matmul(x, None), "B"), (lambda g, x: g.add(x, None), "IN_1"),
+        (lambda g, x: g.relu(None), "IN_0"), (lambda g, x: g.concatenate([x, None], 1), "X_1"),
+        (lambda g, x: g.sdpa(x, None, x), "K"), (lambda g, x: g.sdpa_backward(x, x, x, x, None, x), "dO"),
+        (lambda g, x: g.sdpa_fp8(x, x, x, x, x, x, None, x, x, is_inference=True), "Descale_s"),
+        (lambda g, x: g.reduction(None, cudnn.reduction_mode.ADD), "X"),
+        (lambda g, x: g.conv_fprop(x, None, padding=[0, 0]), "W"), (lambda g, x: g.genstats(None), "X"),
+        (lambda g, x: g.moe_grouped_matmul(x, x, None), "FIRST_TOKEN_OFFSET"), (lambda g, x: g.rope(x, None), "FREQS"),
+    ],
+)  # fmt: skip
+def test_no_tensor_where_one_is_needed(describe: Callable[[Any, Any], Any], port: str) -> None:
+    graph = reference_graph(io=HALF)
+    with pytest.raises(TypeError, match=f": input {port}: got None; allowed: a cudnn.tensor"):
+        describe(graph, graph.tensor(**half(1, 2, 16, 64)))
+
+
+def test_no_member_of_an_enumeration() -> None:
+    graph = reference_graph(io=HALF)
+    q = graph.tensor(**half(1, 2, 16, 64))
+    for arguments, words in (
+        ({"implementation": "FUSED"}, "implementation: got 'FUSED'; allowed: cudnn.attention_implementation. AUTO,"),
+        ({"diagonal_alignment": 7}, "diagonal_alignment: got 7; allowed: cudnn.diagonal_alignment. TOP_LEFT, BOTTOM"),
+    ):
+        options: dict[str, Any] = arguments
+        with pytest.raises(ValueError, match=f"sdpa: {words}"):
+            graph.sdpa(q, q, q, **options)
+    with pytest.raises(ValueError, match="sdpa_backward: implementation: got 9; allowed"):
+        graph.sdpa_backward(q, q, q, q, q, q, implementation=9)  # type: ignore[arg-type]
+
+
 # validate().
 Description = Callable[[cudnn.pygraph], Any]
 

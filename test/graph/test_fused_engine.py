@@ -182,6 +182,15 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     assert fused_engine.obstacle(node_of(**changes))  # and AUTO does not take them
 
 
+def test_a_node_beside_others_says_so() -> None:
+    graph = reference_graph(BFLOAT16)
+    q = graph.tensor([1, 2, 40, 64], [5120, 2560, 64, 1])
+    o = graph.sdpa(q, q, q, implementation=FUSED, name="attention")[0]
+    graph.relu(o).set_output(True)
+    with pytest.raises(NOT_SUPPORTED, match="FUSED, but O is virtual: the kernels compute graphs of one node"):
+        graph.validate()
+
+
 def test_the_backward_pass_is_no_one_operation_of_cudnn() -> None:
     with pytest.raises(NOT_SUPPORTED, match="got UNIFIED, but cuDNN has no one operation for the backward pass"):
         node_of(backward=True, implementation=UNIFIED)

@@ -339,6 +339,9 @@ WRONG = {
         ValueError,
         "norm_forward_phase.*TRAINING",
     ),
+    "a text as phase": Wrong(
+        lambda g, x, s: g.layernorm("TRAINING", x, s, s), ValueError, "norm_forward_phase: got 'TRAINING'; allowed"
+    ),
     "missing bias": Wrong(lambda g, x, s: g.layernorm(x, s, None), TypeError, r"layernorm: input BIAS: got None"),
     "no tensor": Wrong(lambda g, x, s: g.rmsnorm(x, 3.0), TypeError, r"rmsnorm: input SCALE: got float"),
     "epsilon": Wrong(lambda g, x, s: g.rmsnorm(x, s, epsilon="1e-5"), TypeError, r"rmsnorm: epsilon: got str"),

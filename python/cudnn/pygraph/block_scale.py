@@ -141,22 +141,18 @@ class BlockScaleQuantize(Node):
                 whole[axis] = math.ceil(whole[axis] / tile) * tile
         scale.fill(whole, lambda dims: strides_in_order(dims, order))
         if not _fits(scale, needed):
-            raise ValueError(
-                refusal(self.where, f"output scale (tensor {scale.name!r})", f"dim={scale.dim}",
-                        f"dim={needed}, or more in the last two dimensions as padding of the layout F8_128x4",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
+            allowed = f"dim={needed}, or more in the last two dimensions as padding of the layout F8_128x4"
+            raise ValueError(self.refusal("scale", f"dim={scale.dim}", allowed, "leave set_dim() out: it is inferred"))
 
     def lower(self, lowering: Lowering) -> None:
         a, scale = be.Attribute, self.outputs["scale"]
         tiled = scale.reordering_type is tensor_reordering.F8_128x4
         if tiled != (len(scale.dim) == 3):
             raise RuntimeError(
-                refusal(self.where, f"output scale (tensor {scale.name!r})",
-                        f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
-                        "F8_128x4 and rank 3, or another layout and rank",
-                        "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
-                        if not tiled else "reshape the input to [batch, rows, columns]")
+                self.refusal("scale", f"the layout {scale.reordering_type.name} and rank {len(scale.dim)}",
+                             "F8_128x4 and rank 3, or another layout and rank",
+                             "call set_reordering_type(cudnn.tensor_reordering.F8_128x4) on it"
+                             if not tiled else "reshape the input to [batch, rows, columns]")
             )  # fmt: skip
         lowering.operation(
             be.DescriptorType.OPERATION_BLOCK_SCALE_QUANTIZE,

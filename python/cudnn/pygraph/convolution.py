@@ -11,7 +11,7 @@ from cudnn.backend import enums as be
 from cudnn.errors import refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -269,10 +269,7 @@ class ConvolutionMethods(NodeList):
         dilation: Sequence[int],
         mode: enums.convolution_mode,
     ) -> Tensor:
-        where = f"{name} ({cls.method})" if name else cls.method
-        for port, tensor in inputs.items():
-            if tensor is None:
-                raise TypeError(refusal(where, f"input {port}", "nothing", "a cudnn.tensor", "pass it"))
+        where = where_of(name, cls.method)
         if not isinstance(mode, enums.convolution_mode):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 refusal(where, "convolution_mode", repr(mode), "a cudnn.convolution_mode",

@@ -64,6 +64,9 @@ def obstacle(node: Any) -> str:
         return f"{', '.join(sorted(others)) or 'ragged offsets'}: {took}"
     found: dict[str, Tensor] = {**node.inputs, **node.outputs}
     stats = found.pop("Stats", None)
+    virtual = next((port for port, tensor in found.items() if tensor.is_virtual), None)
+    if virtual is not None:
+        return f"{virtual} is virtual: the kernels compute graphs of one node, between tensors in memory"
     types = {tensor.data_type for tensor in found.values()}
     if len(types) > 1 or not types <= {data_type.HALF, data_type.BFLOAT16}:
         names = ", ".join(sorted(kind.name for kind in types))

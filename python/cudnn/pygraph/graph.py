@@ -167,9 +167,9 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             for port, tensor in node.inputs.items():
                 if tensor.is_virtual and not tensor.is_pass_by_value and tensor not in produced:
                     raise ValueError(
-                        refusal(node.where, f"input {port} (tensor {tensor.name!r})", "a virtual tensor that no "
-                                "operation of this graph makes", "results of this graph's operations, and tensors in "
-                                "memory", "call set_output(True) on it in the graph that makes it")
+                        node.refusal(port, "a virtual tensor that no operation of this graph makes",
+                                     "results of this graph's operations, and tensors in memory",
+                                     "call set_output(True) on it in the graph that makes it")
                     )  # fmt: skip
         for node in self.nodes:
             node.prepare(self.context)
@@ -474,41 +474,34 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         if plans is not None and self._operation_graph is not None:
             plans.append(self._operation_graph.engine_config(engine_id, knobs, self._device_property))
 
+    def _restrict(self, step: str, given: Any) -> None:
+        plans = self._plans(step)
+        if plans is not None:
+            getattr(plans, step)(given)
+
     def deselect_engines(self, engine_names: Sequence[str]) -> None:
         """Excludes configurations whose name contains one of the texts, such as ``"eng3"``."""
-        plans = self._plans("deselect_engines")
-        if plans is not None:
-            plans.deselect_engines(engine_names)
+        self._restrict("deselect_engines", engine_names)
 
     def deselect_workspace_greater_than(self, workspace: int) -> None:
         """Excludes configurations that need more bytes of workspace."""
-        plans = self._plans("deselect_workspace_greater_than")
-        if plans is not None:
-            plans.deselect_workspace_greater_than(workspace)
+        self._restrict("deselect_workspace_greater_than", workspace)
 
     def deselect_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Excludes configurations that have any of the notes."""
-        plans = self._plans("deselect_numeric_notes")
-        if plans is not None:
-            plans.deselect_numeric_notes(notes)
+        self._restrict("deselect_numeric_notes", notes)
 
     def deselect_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Excludes configurations that have any of the notes."""
-        plans = self._plans("deselect_behavior_notes")
-        if plans is not None:
-            plans.deselect_behavior_notes(notes)
+        self._restrict("deselect_behavior_notes", notes)
 
     def select_numeric_notes(self, notes: Sequence[numerical_note]) -> None:
         """Excludes configurations that lack any of the notes."""
-        plans = self._plans("select_numeric_notes")
-        if plans is not None:
-            plans.select_numeric_notes(notes)
+        self._restrict("select_numeric_notes", notes)
 
     def select_behavior_notes(self, notes: Sequence[behavior_note]) -> None:
         """Excludes configurations that lack any of the notes."""
-        plans = self._plans("select_behavior_notes")
-        if plans is not None:
-            plans.select_behavior_notes(notes)
+        self._restrict("select_behavior_notes", notes)
 
     # Execution.
     def execute(

@@ -25,7 +25,7 @@ class Matmul(Node):
 
     tag = "MATMUL"
     method = "matmul"
-    exact_ports = frozenset({"override_m", "override_n", "override_k"})
+    optional = exact_ports = frozenset({"override_m", "override_n", "override_k"})
     any_address = True
 
     padding: float = 0.0

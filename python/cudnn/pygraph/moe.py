@@ -33,16 +33,10 @@ class Grouped(Node):
             if tensor.dim[2] != 1 or (tensor.dim[1] != 1 if port == "FIRST_TOKEN_OFFSET" else tensor.dim[0] != 1):
                 self._refuse_shape(port, "dim=[experts, 1, 1]" if port == "FIRST_TOKEN_OFFSET" else "dim=[1, rows, 1]")
             if tensor.data_type is not data_type.INT32:
-                raise ValueError(
-                    refusal(self.where, f"input {port} (tensor {tensor.name!r})", tensor.data_type.name, "INT32",
-                            "call .to(torch.int32)")
-                )  # fmt: skip
+                raise ValueError(self.refusal(port, tensor.data_type.name, "INT32", "call .to(torch.int32)"))
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
-        tensor = self.inputs[port]
-        raise ValueError(
-            refusal(self.where, f"input {port} (tensor {tensor.name!r})", f"dim={tensor.dim}", allowed, "reshape it")
-        )
+        raise ValueError(self.refusal(port, f"dim={self.inputs[port].dim}", allowed, "reshape it"))
 
     def _segments(self, first: Any, tokens: int) -> list[tuple[int, int]]:
         """The rows of each expert: from its offset to the next one's, the last expert's to the end."""
@@ -62,7 +56,8 @@ class MoeGroupedMatmul(Grouped):
 
     tag = "MOE_GROUPED_MATMUL"
     method = "moe_grouped_matmul"
-    exact_ports = frozenset({"FIRST_TOKEN_OFFSET", "TOKEN_INDEX", "TOKEN_KS"})
+    optional = frozenset({"TOKEN_INDEX", "TOKEN_KS"})
+    exact_ports = frozenset({"FIRST_TOKEN_OFFSET", *optional})
 
     mode: moe_grouped_matmul_mode
     top_k: int = 0

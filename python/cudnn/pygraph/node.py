@@ -22,6 +22,11 @@ NOT_SET = data_type.NOT_SET
 REGISTRY: dict[str, type[Node]] = {}
 
 
+def where_of(name: str, method: str) -> str:
+    """How messages call a node."""
+    return f"{name} ({method})" if name else method
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """What a graph tells its nodes: default types, and the compute capability it is checked for."""
@@ -42,6 +47,7 @@ class Node:
 
     tag: ClassVar[str]
     method: ClassVar[str]
+    optional: ClassVar[frozenset[str]] = frozenset()  # inputs that a call may leave out, with None
     exact_ports: ClassVar[frozenset[str]] = frozenset()  # inputs that evaluate() takes in their own type
     pool_ports: ClassVar[frozenset[str]] = frozenset()  # inputs whose memory may go on beyond their shape
     any_address: ClassVar[bool] = False  # True where data may lie at addresses that their alignment does not divide
@@ -89,7 +95,12 @@ class Node:
     @property
     def where(self) -> str:
         """How messages call the node."""
-        return f"{self.name} ({self.method})" if self.name else self.method
+        return where_of(self.name, self.method)
+
+    def refusal(self, port: str, got: object, allowed: str, cure: str) -> str:
+        """Words a refusal of the tensor at a port."""
+        side, tensor = ("input", self.inputs[port]) if port in self.inputs else ("output", self.outputs[port])
+        return refusal(self.where, f"{side} {port} (tensor {tensor.name!r})", got, allowed, cure)
 
     def output(self, port: str) -> Tensor:
         """Adds a virtual output tensor named ``<node>::<port>``."""
@@ -110,11 +121,8 @@ class Node:
             self.compute_data_type = context.compute_data_type
         for port, tensor in self.inputs.items():
             if not tensor.dim or not tensor.stride:
-                raise ValueError(
-                    refusal(self.where, f"input {port} (tensor {tensor.name!r})",
-                            f"dim={tensor.dim}, stride={tensor.stride}", "both set or inferred",
-                            "set them, or create the node that makes this tensor first")
-                )  # fmt: skip
+                got, cure = f"dim={tensor.dim}, stride={tensor.stride}", "create the node that makes this tensor first"
+                raise ValueError(self.refusal(port, got, "both set or inferred", f"set them, or {cure}"))
             self._default_type(tensor, context)
         self.infer(context)
         for tensor in self.outputs.values():
@@ -134,21 +142,16 @@ class Node:
         tensor = self.outputs[port]
         tensor.fill(dim, layout)
         if tensor.dim != [*dim]:
-            raise ValueError(
-                refusal(self.where, f"output {port} (tensor {tensor.name!r})", f"dim={tensor.dim}", f"dim={[*dim]}",
-                        "leave set_dim() out: it is inferred")
-            )  # fmt: skip
+            cure = "leave set_dim() out: it is inferred"
+            raise ValueError(self.refusal(port, f"dim={tensor.dim}", f"dim={[*dim]}", cure))
 
     def rank_check(self, ranks: Sequence[int], *ports: str) -> None:
         """Refuses inputs whose rank is not one of ``ranks``."""
         for port in ports:
-            rank = len(self.inputs[port].dim)
-            if rank not in ranks:
-                raise ValueError(
-                    refusal(self.where, f"input {port} (tensor {self.inputs[port].name!r})",
-                            f"rank {rank}, dim={self.inputs[port].dim}", f"rank {', '.join(map(str, ranks))}",
-                            "add dimensions of extent 1 or merge some")
-                )  # fmt: skip
+            dim = self.inputs[port].dim
+            if len(dim) not in ranks:
+                allowed, cure = f"rank {', '.join(map(str, ranks))}", "add dimensions of extent 1 or merge some"
+                raise ValueError(self.refusal(port, f"rank {len(dim)}, dim={dim}", allowed, cure))
 
     def attributes(self) -> dict[str, Any]:
         """The fields that the subclass adds, as JSON-able data; defaults are left out."""
@@ -240,15 +243,20 @@ class NodeList:
         outputs: Sequence[str] = (),
         **attributes: Any,
     ) -> N:
-        """Appends a node; absent (None) inputs are left out, ``outputs`` are created as virtual tensors."""
+        """Appends a node; optional inputs that are None are left out, ``outputs`` are created as virtual tensors.
+
+        Raises:
+            TypeError: an input is no tensor, or is None and not optional.
+        """
         present: dict[str, Tensor] = {}
         node = cls(name=name or "", compute_data_type=library_type(compute_data_type), inputs=present, **attributes)
         for port, tensor in inputs.items():
-            if tensor is None:
+            if tensor is None and port in node.optional:
                 continue
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(tensor, Tensor):
+                got = "None" if tensor is None else type(tensor).__name__
                 raise TypeError(
-                    refusal(node.where, f"input {port}", type(tensor).__name__, "a cudnn.tensor",
+                    refusal(node.where, f"input {port}", got, "a cudnn.tensor",
                             "make one with graph.tensor_like(x), or use cudnn.Graph, which converts arrays by itself")
                 )  # fmt: skip
             present[port] = tensor

@@ -13,7 +13,7 @@ from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
 from cudnn.errors import refusal
 from cudnn.pygraph.layout import channels_last, strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Results, Tensor
 
@@ -124,11 +124,8 @@ class Normalization(Node):
             self._refuse_shape("DY", f"dim={x}, as X")
 
     def _refuse_shape(self, port: str, allowed: str) -> None:
-        tensor, x = self.inputs[port], self.inputs["X"]
-        raise ValueError(
-            refusal(self.where, f"input {port} (tensor {tensor.name!r})", f"dim={tensor.dim} beside X of dim={x.dim}",
-                    allowed, "reshape it")
-        )  # fmt: skip
+        got = f"dim={self.inputs[port].dim} beside X of dim={self.inputs['X'].dim}"
+        raise ValueError(self.refusal(port, got, allowed, "reshape it"))
 
 
 def _like(tensor: Tensor) -> Callable[[Dims], list[int]]:
@@ -287,6 +284,7 @@ class LayerNormBackward(NormBackward):
 
 class AdaLayerNorm(NormForward):
     tag, method, kind = "ADA_LAYER_NORM", "adalayernorm", ADA_LAYER
+    optional = frozenset({"BIAS"})
 
 
 class AdaLayerNormBackward(NormBackward):
@@ -295,6 +293,7 @@ class AdaLayerNormBackward(NormBackward):
 
 class RMSNorm(NormForward):
     tag, method, kind = "RMS_NORM", "rmsnorm", RMS
+    optional = frozenset({"BIAS"})
 
 
 class RMSNormBackward(NormBackward):
@@ -332,7 +331,7 @@ def _phase_may_be_left_out(
 
     @functools.wraps(method)
     def call(self: Self, *args: Any, **keywords: Any) -> Results:
-        if "norm_forward_phase" not in keywords and not (args and isinstance(args[0], norm_forward_phase)):
+        if "norm_forward_phase" not in keywords and not (args and isinstance(args[0], (int, str))):  # phases are int
             args = (norm_forward_phase.INFERENCE, *args)
         return method(self, *args, **keywords)
 
@@ -356,16 +355,14 @@ class NormalizationMethods(NodeList):
         epsilon: Tensor | float,
         compute: object,
         name: str,
-        optional: Sequence[str] = (),
         **attributes: Any,
     ) -> Results:
-        where = f"{name} ({cls.method})" if name else cls.method
+        where = where_of(name, cls.method)
         if phase not in (norm_forward_phase.INFERENCE, norm_forward_phase.TRAINING):
             raise ValueError(
                 refusal(where, "norm_forward_phase", f"{phase!r}", "INFERENCE, TRAINING",
                         "pass cudnn.norm_forward_phase.TRAINING where a backward pass follows")
             )  # fmt: skip
-        _require(where, inputs, optional)
         inputs = {**inputs, "EPSILON": _scalar(where, "epsilon", epsilon)}
         statistics = ("MEAN", "INV_VARIANCE") if cls.kind.centered else ("INV_VARIANCE",)
         outputs = ["Y", *statistics] if phase is norm_forward_phase.TRAINING else ["Y"]
@@ -381,7 +378,6 @@ class NormalizationMethods(NodeList):
         peer_stats: Sequence[Tensor] = (),
         has_dbias: bool = True,
     ) -> list[Tensor]:
-        _require(f"{name} ({cls.method})" if name else cls.method, inputs)
         outputs = ["DX", "DSCALE", "DBIAS"] if has_dbias else ["DX", "DSCALE"]
         node = self._add(cls, name, compute, {**inputs, **_peer_ports(peer_stats)}, outputs)
         return [node.outputs[port] for port in outputs]
@@ -432,7 +428,7 @@ class NormalizationMethods(NodeList):
         INV_VARIANCE is ``1 / sqrt(mean(X * X) + epsilon)`` over the dimensions along which ``scale`` varies.
         """
         inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(RMSNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name, optional=["BIAS"])
+        return self._forward(RMSNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
 
     @_phase_may_be_left_out
     def adalayernorm(
@@ -447,9 +443,7 @@ class NormalizationMethods(NodeList):
     ) -> Results:
         """Layer normalisation with a scale and bias for each batch entry (dimension 0); returns as ``layernorm``."""
         inputs = {"X": input, "SCALE": scale, "BIAS": bias}
-        return self._forward(
-            AdaLayerNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name, optional=["BIAS"]
-        )
+        return self._forward(AdaLayerNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
 
     @_phase_may_be_left_out
     def instancenorm(
@@ -492,7 +486,7 @@ class NormalizationMethods(NodeList):
             ``[Y, MEAN, INV_VARIANCE, NEXT_RUNNING_MEAN, NEXT_RUNNING_VAR]``; without running statistics the last two
             are None.
         """
-        where = f"{name} (batchnorm)" if name else "batchnorm"
+        where = where_of(name, "batchnorm")
         running = {"INPUT_RUNNING_MEAN": in_running_mean, "INPUT_RUNNING_VAR": in_running_var}
         present = [tensor for tensor in running.values() if tensor is not None]
         if len(present) == 1 or (present and momentum is None):
@@ -503,7 +497,6 @@ class NormalizationMethods(NodeList):
                         "pass all three")
             )  # fmt: skip
         inputs: dict[str, Tensor | None] = {"X": input, "SCALE": scale, "BIAS": bias}
-        _require(where, inputs)
         inputs["EPSILON"] = _scalar(where, "epsilon", epsilon)
         outputs = ["Y", "MEAN", "INV_VARIANCE"]
         if present:
@@ -532,7 +525,6 @@ class NormalizationMethods(NodeList):
         inputs = {
             "X": input, "MEAN": mean, "INV_VARIANCE": inv_variance, "SCALE": scale, "BIAS": bias,
         }  # fmt: skip
-        _require(f"{name} (batchnorm_inference)" if name else "batchnorm_inference", inputs)
         phase = norm_forward_phase.INFERENCE
         return self._add(BatchNormInference, name, compute_data_type, inputs, ["Y"], phase=phase).outputs["Y"]
 
@@ -621,14 +613,6 @@ class NormalizationMethods(NodeList):
 
 def _peer_ports(peer_stats: Sequence[Tensor]) -> dict[str, Tensor | None]:
     return {f"PEER_STAT_{index}": tensor for index, tensor in enumerate(peer_stats)}
-
-
-def _require(where: str, inputs: Mapping[str, Tensor | None], optional: Sequence[str] = ()) -> None:
-    for port, tensor in inputs.items():
-        if tensor is None and port not in optional:
-            raise TypeError(
-                refusal(where, f"input {port}", "None", "a cudnn.tensor", "make one with graph.tensor_like(x)")
-            )
 
 
 def _scalar(where: str, what: str, value: Tensor | float | None) -> Tensor:

@@ -133,10 +133,9 @@ class Pointwise(Node):
             return tensor
         if tensor.is_virtual or id(tensor) in lowering.produced:
             raise cudnnGraphNotSupportedError(
-                refusal(self.where, f"input {port} (tensor {tensor.name!r})",
-                        f"dim={tensor.dim}, the result of another operation",
-                        f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
-                        "describe the tensors of that operation with leading dimensions of 1")
+                self.refusal(port, f"dim={tensor.dim}, the result of another operation",
+                             f"{len(self.outputs['OUT_0'].dim)} dimensions, as the output has",
+                             "describe the tensors of that operation with leading dimensions of 1")
             )  # fmt: skip
         padded = Tensor.like(tensor)
         padded.dim = [1] * missing + tensor.dim

@@ -12,7 +12,7 @@ from cudnn.enums import data_type, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.tensor import Tensor
 
@@ -32,7 +32,7 @@ class Reduction(Node):
 
     tag = "REDUCTION"
     method = "reduction"
-    exact_ports = frozenset({"GROUP_OFFSET"})
+    optional = exact_ports = frozenset({"GROUP_OFFSET"})
 
     mode: reduction_mode
 
@@ -42,10 +42,8 @@ class Reduction(Node):
             return self._infer_groups(x, y, first)
         y.fill(x.dim, channels_last)
         if len(y.dim) != len(x.dim) or any(out not in (1, extent) for extent, out in zip(x.dim, y.dim, strict=True)):
-            raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim} for an input of dim={x.dim}",
-                        "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape")
-            )  # fmt: skip
+            allowed, cure = "the input's shape with 1 in the dimensions to reduce", "call set_dim() with such a shape"
+            raise ValueError(self.refusal("Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, cure))
 
     def _infer_groups(self, x: Tensor, y: Tensor, first: Tensor) -> None:
         self.rank_check([3], "X", "GROUP_OFFSET")
@@ -219,7 +217,7 @@ class ReductionMethods(NodeList):
         """
         if not isinstance(mode, reduction_mode) or mode is reduction_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
             allowed = ", ".join(member.name for member in reduction_mode if member)
-            where = f"{name} (reduction)" if name else "reduction"
+            where = where_of(name, "reduction")
             raise ValueError(refusal(where, "mode", repr(mode), f"cudnn.reduction_mode. {allowed}", "pass one of them"))
         inputs = {"X": input, "GROUP_OFFSET": group_offset}
         return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]

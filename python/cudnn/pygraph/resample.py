@@ -13,7 +13,7 @@ from cudnn.enums import data_type, padding_mode, resample_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ class ResampleBackward(Resample):
     tag = "RESAMPLE_BWD"
     method = "resample_backward"
     operation = be.DescriptorType.OPERATION_RESAMPLE_BWD
+    optional = frozenset({"INDEX", "X", "Y"})
     exact_ports = frozenset({"INDEX"})
 
     def infer(self, context: Context) -> None:
@@ -315,7 +316,7 @@ class ResampleMethods(NodeList):
         stride: Sequence[int],
         window: Sequence[int],
     ) -> Resample:
-        where = f"{name} ({cls.method})" if name else cls.method
+        where = where_of(name, cls.method)
         for what, value, kind in (("resampling_mode", mode, resample_mode), ("padding_mode", padding, padding_mode)):
             if not isinstance(value, kind) or value is resample_mode.NOT_SET:  # pyright: ignore[reportUnnecessaryIsInstance]
                 allowed = ", ".join(member.name for member in kind if member.name != "NOT_SET")

@@ -15,7 +15,7 @@ from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -54,10 +54,9 @@ class _Moving(Node):
         x, y = self.inputs["X"], self.outputs["Y"]
         if x.data_type is not y.data_type:
             raise RuntimeError(
-                refusal(self.where, f"output Y (tensor {y.name!r})",
-                        f"{y.data_type.name} for an input of {x.data_type.name}",
-                        "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
-                        f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it")
+                self.refusal("Y", f"{y.data_type.name} for an input of {x.data_type.name}",
+                             "the input's data type; unset, a virtual tensor takes the graph's intermediate_data_type",
+                             f"call set_data_type(cudnn.data_type.{x.data_type.name}) on it")
             )  # fmt: skip
 
 
@@ -76,24 +75,21 @@ class Reshape(_Moving):
     def infer(self, context: Context) -> None:
         x, y = self.inputs["X"], self.outputs["Y"]
         if not y.dim:
-            raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", "no dim", "the new shape", "call set_dim() on it")
-            )
+            raise ValueError(self.refusal("Y", "no dim", "the new shape", "call set_dim() on it"))
         y.fill(y.dim, channels_last)
         self._type_of_input(context)
         if self.reshape_mode is enums.reshape_mode.LOGICAL:
             self._refuse_conversion()
         if math.prod(x.dim) != math.prod(y.dim):
+            allowed = f"as many elements as the input, {math.prod(x.dim)}"
             raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim} for an input of dim={x.dim}",
-                        f"as many elements as the input, {math.prod(x.dim)}", "correct set_dim()")
-            )  # fmt: skip
+                self.refusal("Y", f"dim={y.dim} for an input of dim={x.dim}", allowed, "correct set_dim()")
+            )
         if self.reshape_mode is enums.reshape_mode.VIEW_ONLY and span(y.dim, y.stride) > span(x.dim, x.stride):
+            got = f"dim={y.dim}, stride={y.stride} for an input of dim={x.dim}, stride={x.stride}"
             raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", f"dim={y.dim}, stride={y.stride} for an input of "
-                        f"dim={x.dim}, stride={x.stride}", "a view that stays inside the input's memory",
-                        "correct set_stride()")
-            )  # fmt: skip
+                self.refusal("Y", got, "a view that stays inside the input's memory", "correct set_stride()")
+            )
 
     def _reads_memory(self, lowering: Lowering) -> bool:
         x, y = self.inputs["X"], self.outputs["Y"]
@@ -211,10 +207,10 @@ class Slice(_Moving):
         if x.data_type is not NOT_SET:  # as it is, at the latest, when the graph is built
             y.alignment = math.gcd(x.alignment, self._offset())
         if not y.is_virtual:
+            allowed = "a virtual tensor: nothing writes a slice to memory"
             raise ValueError(
-                refusal(self.where, f"output Y (tensor {y.name!r})", "set_output(True)", "a virtual tensor: nothing "
-                        "writes a slice to memory", "copy it: graph.identity(y).set_output(True)")
-            )  # fmt: skip
+                self.refusal("Y", "set_output(True)", allowed, "copy it: graph.identity(y).set_output(True)")
+            )
         self._type_of_input(context)
         self._refuse_conversion()
 
@@ -356,7 +352,7 @@ class StructureMethods(NodeList):
         The result has the strides of ``input`` times the steps, and its type. It is virtual and never passed to
         ``execute``: it shares the memory of ``input``. The slice of another operation's result needs cuDNN 9.22.
         """
-        where = f"{name} (slice)" if name else "slice"
+        where = where_of(name, "slice")
         for item in slices:
             if not isinstance(item, builtins.slice):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(

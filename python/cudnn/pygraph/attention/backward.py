@@ -83,11 +83,7 @@ class AttentionBackward(Attention):
         support.check_backward(self, context, support.loaded_version())
         self.check_implementation("cuDNN has no one operation for the backward pass")
 
-    def lower(self, lowering: Lowering) -> None:
-        support.check_types(self)
-        apart = self.apart(lowering)
-        if apart is not self:
-            return apart.lower(lowering)
+    def lower_apart(self, lowering: Lowering) -> None:
         _log.info("%s: COMPOSITE implementation, cuDNN's only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         graph.slopes = self.alibi(lowering)

@@ -80,16 +80,8 @@ class AttentionForward(Attention):
         if self.implementation == COMPOSITE:
             support.refuse_composite(self)
 
-    def check_types(self) -> None:
-        """Refuses combinations of types that cuDNN computes wrongly."""
-        support.check_types(self)
-
     # Lowering.
-    def lower(self, lowering: Lowering) -> None:
-        self.check_types()
-        apart = self.apart(lowering)
-        if apart is not self:
-            return apart.lower(lowering)
+    def lower_apart(self, lowering: Lowering) -> None:
         statistics = {port: self.outputs[port] for port in self.STATISTICS if port in self.outputs}
         if "Stats" in statistics:
             statistics["Stats"] = self._stats(lowering, statistics["Stats"])

@@ -15,10 +15,10 @@ from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats, where_of
+from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
 from cudnn.pygraph.attention.scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, NodeList, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_gradients, attention_weights, largest, weighted_sum
 from cudnn.reference.memory import rounded
@@ -41,14 +41,12 @@ class AttentionFp8Forward(AttentionForward):
 
     tag = "SDPA_FP8_FWD"
     method = "sdpa_fp8"
+    fp8_ports = ("Q", "K", "V")
 
     SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.descaled, *AttentionForward.SCORE_STEPS[1:])
 
     def check(self, context: Context) -> None:
         support.check_fp8_forward(self, context, support.loaded_version())
-
-    def check_types(self) -> None:
-        support.check_fp8_types(self, "Q", "K", "V")
 
     def sum_values(self, graph: ScoreGraph, weights: Tensor) -> None:
         graph.amax(weights, "Amax_S")
@@ -79,17 +77,14 @@ class AttentionFp8Backward(AttentionBackward):
 
     tag = "SDPA_FP8_BWD"
     method = "sdpa_fp8_backward"
+    fp8_ports = ("Q", "K", "V", "O", "dO")
 
     SCORE_STEPS = (ScoreGraph.scaled, ScoreGraph.descaled, ScoreGraph.padded)
 
     def check(self, context: Context) -> None:
         support.check_fp8_backward(self, context, support.loaded_version())
 
-    def lower(self, lowering: Lowering) -> None:
-        support.check_fp8_types(self, "Q", "K", "V", "O", "dO")
-        apart = self.apart(lowering)
-        if apart is not self:
-            return apart.lower(lowering)
+    def lower_apart(self, lowering: Lowering) -> None:
         _log.info("%s: COMPOSITE implementation, cuDNN's only one for the backward pass", self.where)
         graph = ScoreGraph(self, lowering.context, lowering.version)
         self.compose_fp8(graph, self.transposed(lowering, "K"), self.transposed(lowering, "V"))

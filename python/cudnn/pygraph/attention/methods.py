@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from cudnn.enums import attention_implementation, data_type, diagonal_alignment
+from cudnn.enums import Enumeration, attention_implementation, data_type, diagonal_alignment
 from cudnn.errors import refusal
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import ScoreModifier
-from cudnn.pygraph.node import NOT_SET, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Node, NodeList, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 
 CUSTOM_DROPOUT = ("Dropout_mask", "Dropout_scale", "Dropout_scale_inv")
@@ -124,7 +124,8 @@ class AttentionMethods(NodeList):
         outputs = ["O", "Stats"] if wants_stats(where, is_inference, generate_stats) else ["O"]
         node = self._add(
             AttentionForward, name, compute_data_type, inputs, outputs,
-            implementation=attention_implementation(implementation), score_mod=score_mod, unfuse_fma=bool(unfuse_fma),
+            implementation=_member(where, "implementation", implementation, attention_implementation),
+            score_mod=score_mod, unfuse_fma=bool(unfuse_fma),
             paged_max_seq_len_kv=paged_attention_max_seq_len_kv, **attributes,
         )  # fmt: skip
         results: Results = [node.outputs["O"], node.outputs.get("Stats")]
@@ -205,7 +206,7 @@ class AttentionMethods(NodeList):
             score_mod_bprop=score_mod_bprop, max_total_seq_len_q=max_total_seq_len_q,
             max_total_seq_len_kv=max_total_seq_len_kv,
             use_deterministic_algorithm=bool(use_deterministic_algorithm),
-            implementation=attention_implementation(implementation), **attributes,
+            implementation=_member(where, "implementation", implementation, attention_implementation), **attributes,
         )  # fmt: skip
         gradients = [*node.outputs.values()]
         add_outputs(node, dBias=dBias, dSink=dSink_token, RNG_DUMP=rng_dump if node.dropout_probability else None)
@@ -213,10 +214,6 @@ class AttentionMethods(NodeList):
 
     scaled_dot_product_flash_attention = sdpa
     scaled_dot_product_flash_attention_backward = sdpa_backward
-
-
-def where_of(name: str, method: str) -> str:
-    return f"{name} ({method})" if name else method
 
 
 def add_outputs(node: Node, **outputs: Tensor | None) -> None:
@@ -299,7 +296,7 @@ def shared(
         "use_alibi_mask": bool(alibi),
         "attn_scale": scale,
         "use_padding_mask": bool(use_padding_mask),
-        "diagonal_alignment": diagonal_alignment(alignment),
+        "diagonal_alignment": _member(where, "diagonal_alignment", alignment, diagonal_alignment),
         "left_bound": _bound(where, "diagonal_band_left_bound", left_bound),
         "right_bound": _bound(where, "diagonal_band_right_bound", right_bound),
     }
@@ -335,6 +332,17 @@ def _dropout(where: str, dropout: Dropout) -> tuple[dict[str, Tensor], float]:
         refusal(where, "dropout", f"({got})", "(probability, seed tensor, offset tensor), or (mask tensor, scale "
                 "tensor) and, backward, its inverse", "pass one of these")
     )  # fmt: skip
+
+
+E = TypeVar("E", bound=Enumeration)
+
+
+def _member(where: str, argument: str, value: object, kind: type[E]) -> E:
+    """A member of an enumeration, which may be given by its number."""
+    if value not in [*kind]:
+        allowed = ", ".join(member.name for member in kind)
+        raise ValueError(refusal(where, argument, repr(value), f"cudnn.{kind.__name__}. {allowed}", "pass one of them"))
+    return kind(value)
 
 
 def _bound(where: str, argument: str, value: object) -> int | None:

@@ -9,10 +9,10 @@ from typing import Any
 from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.methods import shared, wants_stats, where_of
+from cudnn.pygraph.attention.methods import shared, wants_stats
 from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, NodeList, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_forward, largest
 
@@ -29,12 +29,10 @@ class AttentionMxfp8Forward(AttentionForward):
 
     tag = "SDPA_MXFP8_FWD"
     method = "sdpa_mxfp8"
+    fp8_ports = ("Q", "K", "V")
 
     def check(self, context: Context) -> None:
         support.check_mxfp8_forward(self, context, support.loaded_version())
-
-    def check_types(self) -> None:
-        support.check_fp8_types(self, "Q", "K", "V")
 
     def key(self, graph: ScoreGraph, lowering: Lowering) -> Tensor:
         scale = swapped(self.inputs["Descale_k"])

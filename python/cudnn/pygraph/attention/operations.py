@@ -27,6 +27,7 @@ class Softmax(Node):
 
     tag = "SOFTMAX"
     method = "softmax"
+    optional = frozenset({"Sink"})
 
     def infer(self, context: Context) -> None:
         x = self.inputs["X"]
@@ -66,6 +67,7 @@ class DiagonalBandMask(Node):
 
     tag = "DIAGONAL_BAND_MASK"
     method = "diagonal_band_mask"
+    optional = frozenset({"Seq_len_q", "Seq_len_kv", "Left", "Shift_right"})
     exact_ports = frozenset({"Seq_len_q", "Seq_len_kv", "Shift_right"})
 
     comparison: str
@@ -111,6 +113,7 @@ class PagedCacheLoad(Node):
 
     tag = "PAGED_CACHE_LOAD"
     method = "paged_cache_load"
+    optional = frozenset({"Sequence"})
     exact_ports = frozenset({"Page_table", "Sequence"})
 
     def infer(self, context: Context) -> None:

@@ -11,10 +11,11 @@ import copy
 import dataclasses
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from cudnn.enums import attention_implementation, data_type, diagonal_alignment, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.pygraph.attention import support
 from cudnn.pygraph.attention.operations import DiagonalBandMask, HeadReduction, PagedCacheLoad, RandomMask, Softmax
 from cudnn.pygraph.layout import broadcast, row_major
 from cudnn.pygraph.lowering import Lowering
@@ -71,6 +72,11 @@ class Attention(Node):
     ``[pages, h, tokens, d]``), Dropout_seed and Dropout_offset (INT64, one element), or Dropout_mask, Dropout_scale and
     Dropout_scale_inv in their place. Inputs named ``Score_mod_0`` onwards are what the score modifiers use.
     """
+
+    optional = frozenset(
+        {"Attn_scale", "Bias", "Seq_len_q", "Seq_len_kv", "Sink", "Block_mask", "Page_table_K", "Page_table_V"}
+    )
+    fp8_ports: ClassVar[Sequence[str]] = ()  # inputs that are in fp8; none where all are in 16 bits
 
     attn_scale: float | None = None
     use_padding_mask: bool = False
@@ -319,6 +325,14 @@ class Attention(Node):
         words = struct.unpack(f"{heads}i", struct.pack(f"{heads}f", *alibi_slopes(heads)))
         slopes = Tensor([1, heads, 1, 1], [heads, 1, 1, 1], data_type.FLOAT, name="ALiBi slopes")
         return lowering.scratch(slopes, 4 * heads, list(words))
+
+    def lower(self, lowering: Lowering) -> None:
+        support.check_types(self, *self.fp8_ports)
+        self.apart(lowering).lower_apart(lowering)
+
+    def lower_apart(self, lowering: Lowering) -> None:
+        """Lowers the node, with a tensor for every input, of types that cuDNN computes."""
+        raise NotImplementedError
 
     def apart(self: A, lowering: Lowering) -> A:
         """The node with a tensor for every input, where one tensor came in twice: the same memory under several uids.

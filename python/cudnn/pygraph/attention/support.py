@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from cudnn.backend import library
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from cudnn.pygraph.tensor import Tensor
 
 NEWEST = sys.maxsize
+GRADIENTS = ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")
 UNSUPPORTED = cudnnGraphNotSupportedError
+NEWER = "install a newer nvidia-cudnn package"
+FP8 = data_type.FP8_E4M3, data_type.FP8_E5M2
 
 
 def loaded_version() -> int:
@@ -46,8 +50,9 @@ class Rule(NamedTuple):
     cure: str = ""
 
 
-def _apply(node: Attention, rules: Iterable[Rule]) -> None:
-    for rule in rules:
+def _apply(node: Attention, *groups: Iterable[Rule]) -> None:
+    """Raises for the first broken rule. A rule may rest on those before it: each is made when they have passed."""
+    for rule in chain.from_iterable(groups):
         if rule.broken:
             raise rule.error(refusal(node.where, *rule[2:]))
 
@@ -55,54 +60,37 @@ def _apply(node: Attention, rules: Iterable[Rule]) -> None:
 def check_forward(node: AttentionForward, context: Context, version: int) -> None:
     """Refuses what the forward pass in fp16 and bf16 does not support."""
     sm = context.sm_version
-    _apply(node, _layout(node, ("Q", "K", "V", "O")))
-    _apply(node, _masks(node, version))
-    _apply(node, _types(context))
-    _apply(node, _sink(node, version))
-    _apply(node, _versions(node, version))
-    _apply(node, _modifiers(node))
-    q, v = node.inputs["Q"].dim, node.inputs["V"].dim
-    head_sizes = f"d_qk={q[3]}, d_v={v[3]}"
-    _apply(node, [
-        Rule(q[3] % 8 != 0 or v[3] % 8 != 0, UNSUPPORTED, "head size", head_sizes, "multiples of 8",
-             "pad the heads with zeros"),
-        *_alibi(node),
-        *_window(node, version, version < 91000),
-        *_window_forward(node, version, sm),
-        *_right_bound(node),
-        *_one_row(node, version, sm),
-        *_paged(node, version),
-        *_device(sm),
-        *_forward_heads(node, version, sm),
-        *_ragged_device(node, version, sm),
-        *_statistics(node, version),
-    ])  # fmt: skip
+    _apply(
+        node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context), _sink(node, version),
+        _versions(node, version), _modifiers(node), _eighths(node), _alibi(node),
+        _window(node, version, version < 91000), _window_forward(node, version, sm), _right_bound(node),
+        _one_row(node, version, sm), _paged(node, version), _device(sm), _forward_heads(node, version, sm),
+        _ragged_device(node, version, sm), _statistics(node, version),
+    )  # fmt: skip
     faults.refuse_forward(node, version)
 
 
 def check_backward(node: AttentionBackward, context: Context, version: int) -> None:
     """Refuses what the backward pass in fp16 and bf16 does not support."""
     sm = context.sm_version
-    _apply(node, _layout(node, ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")))
-    s_q, s_kv = node.score_dim[2:]
     _apply(
-        node, [Rule(s_q == s_kv == 1, UNSUPPORTED, "sequence lengths", "s_q=1, s_kv=1", "more than one row or column")]
-    )
-    _apply(node, _versions(node, version))
-    _apply(node, _backward_heads(node, version, sm))
-    _apply(node, _modifiers(node))
-    _apply(node, _alibi(node))
-    _apply(node, _masks(node, version))
-    _apply(node, [
-        *_window(node, version, True),
-        *_right_bound(node),
-        *_deterministic(node, version, sm),
-        *_bias_gradient(node, version, sm),
-        *_types(context),
-        *_device(sm),
-    ])  # fmt: skip
-    _apply(node, _sink(node, version))
+        node, _layout(node, GRADIENTS), _several(node), _versions(node, version), _backward_heads(node, version, sm),
+        _modifiers(node), _alibi(node), _masks(node, version), _window(node, version, True), _right_bound(node),
+        _deterministic(node, version, sm), _bias_gradient(node, version, sm), _types(context), _device(sm),
+        _sink(node, version),
+    )  # fmt: skip
     faults.refuse_backward(node, version)
+
+
+def _eighths(node: Attention) -> Iterator[Rule]:
+    d_qk, d_v = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
+    yield Rule(d_qk % 8 != 0 or d_v % 8 != 0, UNSUPPORTED, "head size", f"d_qk={d_qk}, d_v={d_v}", "multiples of 8",
+               "pad the heads with zeros")  # fmt: skip
+
+
+def _several(node: Attention) -> Iterator[Rule]:
+    one = node.score_dim[2:] == [1, 1]
+    yield Rule(one, UNSUPPORTED, "sequence lengths", "s_q=1, s_kv=1", "more than one row or column")
 
 
 def _statistics(node: Attention, version: int) -> Iterator[Rule]:
@@ -170,12 +158,12 @@ def _masks(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
         bottom_right and version < 90600 and (s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED,
         "bottom-right causal mask", f"s_q={s_q}, s_kv={s_kv} with cuDNN {format_version(version)}",
-        "multiples of 64 before cuDNN 9.6", "install a newer nvidia-cudnn package"
+        "multiples of 64 before cuDNN 9.6", NEWER
     )  # fmt: skip
     yield Rule(
         bottom_right and version < 90600 and node.left_bound is not None and s_q != s_kv, UNSUPPORTED,
         "bottom-right causal mask", f"a left bound and s_q={s_q} != s_kv={s_kv} with cuDNN {format_version(version)}",
-        "s_q equal to s_kv before cuDNN 9.6", "install a newer nvidia-cudnn package"
+        "s_q equal to s_kv before cuDNN 9.6", NEWER
     )  # fmt: skip
 
 
@@ -193,19 +181,19 @@ def _sink(node: Attention, version: int) -> Iterator[Rule]:
     )  # fmt: skip
     yield Rule(
         "Sink" in node.inputs and version < 91300, ValueError, "sink_token", f"cuDNN {format_version(version)}",
-        "cuDNN 9.13 or newer", "install a newer nvidia-cudnn package"
+        "cuDNN 9.13 or newer", NEWER
     )  # fmt: skip
 
 
 def _versions(node: Attention, version: int) -> Iterator[Rule]:
     yield Rule(
         version in (91000, 91001), UNSUPPORTED, "cuDNN", "9.10.0 or 9.10.1, whose attention is broken",
-        "9.10.2 or newer", "install a newer nvidia-cudnn package"
+        "9.10.2 or newer", NEWER
     )  # fmt: skip
     yield Rule(
         version == 91400 and node.score_dim[3] > 1024 and node.left_bound is not None and node.right_bound is None,
         UNSUPPORTED, "sliding window without causal mask", "cuDNN 9.14.0 and s_kv > 1024, where it is broken",
-        "another version of cuDNN", "install a newer nvidia-cudnn package"
+        "another version of cuDNN", NEWER
     )  # fmt: skip
 
 
@@ -243,7 +231,7 @@ def _window(node: Attention, version: int, needs_width: bool) -> Iterator[Rule]:
     yield Rule(
         version < 91002 and left is not None and (node.has_dropout or "Bias" in node.inputs), UNSUPPORTED,
         "diagonal_band_left_bound", f"with dropout or bias and cuDNN {format_version(version)}",
-        "neither before cuDNN 9.10.2", "install a newer nvidia-cudnn package"
+        "neither before cuDNN 9.10.2", NEWER
     )  # fmt: skip
 
 
@@ -261,13 +249,13 @@ def _window_forward(node: Attention, version: int, sm: int | None) -> Iterator[R
     yield Rule(
         version < 91002 and left is not None and right is None, UNSUPPORTED, "diagonal_band_left_bound",
         f"without a right bound and cuDNN {format_version(version)}", "with a causal mask before cuDNN 9.10.2",
-        "install a newer nvidia-cudnn package"
+        NEWER
     )  # fmt: skip
     yield Rule(
-        sm is not None and sm // 10 == 9 and version <= 90900 and node.bottom_right and right is not None
+        _family(sm) == 9 and version <= 90900 and node.bottom_right and right is not None
         and left is not None and (s_q == s_kv or left == 0), UNSUPPORTED, "bottom-right causal mask",
         f"a left bound with s_q={s_q}, s_kv={s_kv} and cuDNN {format_version(version)}", "cuDNN newer than 9.9.0",
-        "install a newer nvidia-cudnn package"
+        NEWER
     )  # fmt: skip
 
 
@@ -277,9 +265,9 @@ def _one_row(node: Attention, version: int, sm: int | None) -> Iterator[Rule]:
     old = version <= 90900
     d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
     yield Rule(
-        (old and sm is not None and sm // 10 == 10 and d > 128) or (old and node.right_bound is not None),
+        (old and _family(sm) == 10 and d > 128) or (old and node.right_bound is not None),
         UNSUPPORTED, "s_q", f"1 with cuDNN {format_version(version)}", "more rows, or cuDNN newer than 9.9.0",
-        "install a newer nvidia-cudnn package"
+        NEWER
     )  # fmt: skip
     yield Rule("Sink" in node.inputs, UNSUPPORTED, "sink_token", "s_q=1", "more than one row of Q", "leave it out")
 
@@ -297,15 +285,14 @@ def _paged(node: Attention, version: int) -> Iterator[Rule]:
     ragged = any(node.inputs[port].ragged_offset is not None for port in "QKV")
     d = max(node.inputs["Q"].dim[3], node.inputs["V"].dim[3])
     got = f"with cuDNN {format_version(version)}"
-    newer = "install a newer nvidia-cudnn package"
     yield Rule(version <= 90900 and d > 128, UNSUPPORTED, "paged attention", f"a head size of {d} {got}",
-               "up to 128 before cuDNN 9.10", newer)  # fmt: skip
-    yield Rule(ragged and version < 90700, UNSUPPORTED, "paged attention", f"a ragged tensor {got}", "cuDNN 9.7", newer)
+               "up to 128 before cuDNN 9.10", NEWER)  # fmt: skip
+    yield Rule(ragged and version < 90700, UNSUPPORTED, "paged attention", f"a ragged tensor {got}", "cuDNN 9.7", NEWER)
     yield Rule(not {"Seq_len_q", "Seq_len_kv"} <= node.inputs.keys(), UNSUPPORTED, "paged attention",
                "no sequence lengths", "use_padding_mask=True with both lengths", "pass them")  # fmt: skip
-    yield Rule(version < 90500, UNSUPPORTED, "paged attention", got, "cuDNN 9.5 or newer", newer)
+    yield Rule(version < 90500, UNSUPPORTED, "paged attention", got, "cuDNN 9.5 or newer", NEWER)
     yield Rule(packed and version < 91002, UNSUPPORTED, "paged attention", f"packed page tables {got}",
-               "cuDNN 9.10.2 or newer", newer)  # fmt: skip
+               "cuDNN 9.10.2 or newer", NEWER)  # fmt: skip
     for what, tensor in (("bias", node.inputs.get("Bias")), ("rng_dump", node.outputs.get("RNG_DUMP"))):
         yield Rule(
             longest is not None and tensor is not None and tensor.dim[-1] != longest, UNSUPPORTED,
@@ -330,7 +317,7 @@ def _forward_heads(node: Attention, version: int, sm: int | None) -> Iterator[Ru
         limit = 256
     yield Rule(
         limit is not None and d > limit, UNSUPPORTED, f"head size on compute capability {sm}",
-        f"{d} with cuDNN {format_version(version)}", f"up to {limit}", "install a newer nvidia-cudnn package"
+        f"{d} with cuDNN {format_version(version)}", f"up to {limit}", NEWER
     )  # fmt: skip
 
 
@@ -389,17 +376,16 @@ def _bias_gradient(node: AttentionBackward, version: int, sm: int | None) -> Ite
     s_q, s_kv = node.score_dim[2:]
     heads = [node.inputs[port].dim[1] for port in "QKV"]
     with_version = f"cuDNN {format_version(version)}"
-    newer = "install a newer nvidia-cudnn package"
     yield Rule(
         version < 90500 and (node.use_padding_mask or s_q % 64 != 0 or s_kv % 64 != 0), UNSUPPORTED, "dBias",
-        f"padding, or s_q={s_q}, s_kv={s_kv}, with {with_version}", "multiples of 64 before cuDNN 9.5", newer
+        f"padding, or s_q={s_q}, s_kv={s_kv}, with {with_version}", "multiples of 64 before cuDNN 9.5", NEWER
     )  # fmt: skip
     yield Rule(
         version < 90600 and node.is_ragged and len(set(heads)) > 1, UNSUPPORTED, "dBias",
-        f"ragged tensors, grouped heads and {with_version}", "cuDNN 9.6 or newer", newer
+        f"ragged tensors, grouped heads and {with_version}", "cuDNN 9.6 or newer", NEWER
     )  # fmt: skip
     yield Rule(
-        sm is not None and sm // 10 == 10 and node.is_ragged, UNSUPPORTED, "dBias",
+        _family(sm) == 10 and node.is_ragged, UNSUPPORTED, "dBias",
         f"ragged tensors on compute capability {sm}", "tensors that are not ragged", "use a padding mask"
     )  # fmt: skip
 
@@ -407,21 +393,16 @@ def _bias_gradient(node: AttentionBackward, version: int, sm: int | None) -> Ite
 def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int) -> None:
     """Refuses what the forward pass in fp8 does not support."""
     sm = context.sm_version
-    _apply(node, _layout(node, ("Q", "K", "V", "O")))
-    _apply(node, _masks(node, version))
-    _apply(node, _types(context))
-    _apply(node, _sink(node, version))
-    ragged = sm is not None and sm // 10 == 12 and node.is_ragged
-    _apply(node, [
-        *_fp8(version, sm),
+    ragged = _family(sm) == 12 and node.is_ragged
+    fp8 = [
         Rule("Bias" in node.inputs, UNSUPPORTED, "bias", "given", "none with fp8 tensors", "use fp16 or bf16"),
         Rule(ragged, UNSUPPORTED, "ragged tensors", f"compute capability {sm}", "9.0 or 10.0 with fp8 tensors"),
-        *_fp8_heads(node, version, sm, 256),
-        *_fp8_bottom_right(node, version, sm),
-        *_fp8_outputs(node, version, sm, ("O",)),
-        *_statistics(node, version),
-        *_fp8_sink(node, sm),
-    ])  # fmt: skip
+    ]
+    _apply(
+        node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context), _sink(node, version),
+        _fp8(version, sm), fp8, _fp8_heads(node, version, sm, 256), _fp8_bottom_right(node, version, sm),
+        _fp8_outputs(node, version, sm, ("O",)), _statistics(node, version), _fp8_sink(node, sm),
+    )  # fmt: skip
     if _is_hopper(sm):
         faults.refuse_fp8_forward(node, version)
 
@@ -429,28 +410,26 @@ def check_fp8_forward(node: AttentionFp8Forward, context: Context, version: int)
 def check_fp8_backward(node: AttentionFp8Backward, context: Context, version: int) -> None:
     """Refuses what the backward pass in fp8 does not support."""
     sm = context.sm_version
-    _apply(node, _layout(node, ("Q", "K", "V", "O", "Stats", "dO", "dQ", "dK", "dV")))
-    _apply(node, _masks(node, version))
-    _apply(node, _types(context))
-    _apply(node, _sink(node, version))
     d = node.inputs["Q"].dim[3], node.inputs["V"].dim[3]
     hopper = _is_hopper(sm)
-    blackwell = sm is not None and sm // 10 == 10
+    blackwell = _family(sm) == 10
     old = version < 91900 or node.has_dropout
-    _apply(node, [
-        *_fp8(version, sm),
+    hoppers = [
         Rule(hopper and node.is_ragged, UNSUPPORTED, "ragged tensors", f"compute capability {sm}", "10.0 or newer in "
              "the backward pass in fp8", "use a padding mask"),
         Rule(hopper and d != (128, 128), UNSUPPORTED, f"head size on compute capability {sm}", f"d_qk={d[0]}, "
              f"d_v={d[1]}", "128 in the backward pass in fp8", "pad the heads with zeros"),
-        *_fp8_heads(node, version, sm, 128),
-        *_fp8_bottom_right(node, version, sm),
-        *_fp8_outputs(node, version, sm, ("dQ", "dK", "dV")),
-        *_fp8_sink(node, sm),
-        Rule(node.use_deterministic_algorithm and blackwell and old, UNSUPPORTED, "use_deterministic_algorithm",
-             f"compute capability {sm} with cuDNN {format_version(version)}", "cuDNN 9.19 or newer, and no dropout",
-             "leave it out"),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    deterministic = Rule(
+        node.use_deterministic_algorithm and blackwell and old, UNSUPPORTED, "use_deterministic_algorithm",
+        f"compute capability {sm} with cuDNN {format_version(version)}", "cuDNN 9.19 or newer, and no dropout",
+        "leave it out"
+    )  # fmt: skip
+    _apply(
+        node, _layout(node, GRADIENTS), _masks(node, version), _types(context), _sink(node, version),
+        _fp8(version, sm), hoppers, _fp8_heads(node, version, sm, 128), _fp8_bottom_right(node, version, sm),
+        _fp8_outputs(node, version, sm, ("dQ", "dK", "dV")), _fp8_sink(node, sm), [deterministic],
+    )  # fmt: skip
     if hopper:
         faults.refuse_fp8_backward(node, version)
 
@@ -469,13 +448,11 @@ def check_mxfp8_forward(node: AttentionMxfp8Forward, context: Context, version: 
     with_version = f"cuDNN {format_version(version)}"
     _apply(node, [
         Rule(version < 92100, UNSUPPORTED, "MXFP8 tensors", with_version, "cuDNN 9.21 or newer",
-             "install a newer nvidia-cudnn package"),
+             NEWER),
         Rule(sm is not None and sm // 10 != 10, UNSUPPORTED, "MXFP8 tensors", f"compute capability {sm}",
              "10.0 or 10.3 (Blackwell)", "use sdpa_fp8()"),
     ])  # fmt: skip
-    _apply(node, _layout(node, ("Q", "K", "V", "O")))
-    _apply(node, _masks(node, version))
-    _apply(node, _types(context))
+    _apply(node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context))
     for port, axis in (("Q", 3), ("K", 3), ("V", 2)):
         scale, dims = node.inputs[f"Descale_{port.lower()}"], [*node.inputs[port].dim]
         dims[axis] = -(-dims[axis] // 32)
@@ -493,10 +470,9 @@ def check_mxfp8_forward(node: AttentionMxfp8Forward, context: Context, version: 
 
 def _fp8(version: int, sm: int | None) -> Iterator[Rule]:
     with_version = f"cuDNN {format_version(version)}"
-    newer = "install a newer nvidia-cudnn package"
-    yield Rule(version < 90100, UNSUPPORTED, "fp8 tensors", with_version, "cuDNN 9.1 or newer", newer)
+    yield Rule(version < 90100, UNSUPPORTED, "fp8 tensors", with_version, "cuDNN 9.1 or newer", NEWER)
     yield Rule(
-        version == 91000, UNSUPPORTED, "fp8 tensors", f"{with_version}, where they are broken", "another version", newer
+        version == 91000, UNSUPPORTED, "fp8 tensors", f"{with_version}, where they are broken", "another version", NEWER
     )
     yield Rule(
         sm is not None and sm < 90, UNSUPPORTED, "fp8 tensors", f"compute capability {sm}", "90 (Hopper) or newer"
@@ -525,6 +501,11 @@ def _fp8_outputs(node: Attention, version: int, sm: int | None, ports: Iterable[
                    "write fp8")  # fmt: skip
 
 
+def _family(sm: int | None) -> int | None:
+    """The major number of a compute capability; None where no device is known."""
+    return None if sm is None else sm // 10
+
+
 def _is_hopper(sm: int | None) -> bool:
     return sm is not None and sm < 100
 
@@ -542,22 +523,17 @@ def _fp8_heads(node: Attention, version: int, sm: int | None, hopper_limit: int)
                "pad the heads with zeros")  # fmt: skip
 
 
-FP8 = data_type.FP8_E4M3, data_type.FP8_E5M2
-
-
-def check_fp8_types(node: Attention, *ports: str) -> None:
-    """Refuses inputs that are not in fp8."""
-    for port in ports:
-        kind = node.inputs[port].data_type
-        _apply(node, [Rule(kind not in FP8, UNSUPPORTED, f"data type of {port}", kind.name, "FP8_E4M3 or FP8_E5M2",
-                           "convert it, or use sdpa()")])  # fmt: skip
-
-
-def check_types(node: Attention) -> None:
-    """Refuses type combinations that cuDNN accepts and computes wrongly.
+def check_types(node: Attention, *fp8_ports: str) -> None:
+    """Refuses inputs that are not in fp8 where they must be, or type combinations that cuDNN computes wrongly.
 
     Its engines (9.19 on an H200) read and write every tensor as if it had Q's type, and statistics as FLOAT.
     """
+    for port in fp8_ports:
+        kind = node.inputs[port].data_type
+        _apply(node, [Rule(kind not in FP8, UNSUPPORTED, f"data type of {port}", kind.name, "FP8_E4M3 or FP8_E5M2",
+                           "convert it, or use sdpa()")])  # fmt: skip
+    if fp8_ports:
+        return
     q = node.inputs["Q"].data_type
     tensors = {**node.inputs, **node.outputs}
     rules = [
