@@ -38,16 +38,12 @@ WINDOW = (Scalar("right", "int32"), Scalar("left", "int32"))
 
 
 @dataclass(frozen=True)
-class ForwardConfiguration:
-    """O = softmax(scale Q K^T + mask) V for heads of ``head`` elements, and of ``head_v`` in V and O.
+class AttentionConfiguration:
+    """What both passes are compiled for: heads of ``head`` elements, and of ``head_v`` in V and O.
 
-    ``tile`` is (query rows, keys) of a CTA. ``right`` and ``left``: the window ends on that side; a causal mask is a
-    right end.
-    ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every head has a logit without a value.
-
-    ``compressed``: the right end is that of compressed keys, one for every so many rows, of which a row sees those that
-    are complete. ``lse`` says where that of packed sequences is: "by head", whatever its strides say, or "by strides";
-    "" is none. ``ends`` is the type of offsets.
+    ``right`` and ``left``: the window ends on that side; a causal mask is a right end. ``compressed``: the right end is
+    that of compressed keys, one for every so many rows, of which a row sees those that are complete. ``lse`` says where
+    that of packed sequences is: "by head", whatever its strides say, or "by strides"; "" is none.
     """
 
     dtype: str
@@ -57,11 +53,21 @@ class ForwardConfiguration:
     packed: bool = False
     right: bool = False
     left: bool = False
+    compressed: bool = False
+    lse: str = "by head"
+
+
+@dataclass(frozen=True)
+class ForwardConfiguration(AttentionConfiguration):
+    """O = softmax(scale Q K^T + mask) V.
+
+    ``tile`` is (query rows, keys) of a CTA. ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every
+    head has a logit without a value. ``ends`` is the type of offsets.
+    """
+
     stages: int = 2
     softcap: bool = False
     sink: bool = False
-    compressed: bool = False
-    lse: str = "by head"
     ends: str = "int32"
 
     kernel = "attention_forward:AttentionForward"
@@ -135,23 +141,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class BackwardConfiguration:
-    """dQ, dK and dV; the fields are those of :class:`ForwardConfiguration`.
+class BackwardConfiguration(AttentionConfiguration):
+    """dQ, dK and dV.
 
     ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
     in the order of keys.
     """
 
-    dtype: str
-    head: int
-    head_v: int
-    tile: tuple[int, int]
-    packed: bool = False
-    right: bool = False
-    left: bool = False
     pair: bool = False
-    compressed: bool = False
-    lse: str = "by head"
     deterministic: bool = False
 
     @property

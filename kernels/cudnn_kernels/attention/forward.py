@@ -1,4 +1,7 @@
-"""What attention's forward kernels have in common on all architectures: which rows a CTA has, and what they see."""
+"""What attention's forward kernels have in common on all architectures.
+
+Which rows a CTA has and what they see; what the copy engine fetches and writes; a row's log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr, select_
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
@@ -16,7 +19,9 @@ from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.signature import bind
 
+Q, K, V, O = range(4)  # noqa: E741
 L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
 
 
@@ -57,18 +62,79 @@ class Work:
     left: Int32
 
 
+@dataclass
+class Call:
+    """What a kernel is launched with. ``tensors`` are Q, K, V and O; ``atoms`` are None where threads load or store.
+
+    ``scale`` is that of scores before the exponential, ``cap_factor`` that before the cap, if there is one.
+    """
+
+    atoms: list
+    tensors: list
+    lse: Any
+    sink: Any
+    work: Any
+    scale: Float32
+    cap_factor: Any
+    scale_output: Float32
+
+
 class Forward:
-    """A kernel for one :class:`ForwardConfiguration`. A subclass says which rows and columns of S a thread holds."""
+    """A kernel for one :class:`ForwardConfiguration`.
+
+    A subclass has the ``kernel``, its ``threads``, how a buffer lies in shared memory (``layout``), which rows and
+    columns of S a thread holds, ``rows`` of Q and O that are copied together, and whether a CTA ``stays`` for several
+    tiles. ``boxes``: rows and elements of Q, K, V and O that one copy moves.
+    """
 
     score_rows: RowLayout
+    kernel: Any
+    threads: int
+    rows: int
+    stays: bool = False
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
-        self.c = configuration
-        self.dtype = DTYPES[configuration.dtype]
-        self.tile_m, self.tile_n = configuration.tile
+        c = self.c = configuration
+        self.dtype = DTYPES[c.dtype]
+        self.tile_m, self.tile_n = c.tile
+        self.boxes = [(self.rows, c.head), (self.tile_n, c.head), (self.tile_n, c.head_v), (self.rows, c.head_v)]
 
-    def work(self, given: Mapping[str, Any], ctas: Any = None) -> Work:
-        """The tiles that a call's tensors have. ``ctas``: how many CTAs there are, if they take tiles in turn."""
+    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+        """Buffers in shared memory, rows of contiguous elements: (rows, columns, stages)."""
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        c = self.c
+        given = bind(c.slots(), arguments)
+        work = self.work(given)
+        ctas = work.tiles * work.all_heads
+        if const_expr(self.stays):
+            ctas = cutlass.min(given["multiprocessors"], ctas)
+        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
+        copies = [self.copy(which, sequences.copied(given["qkvo"[which]], c.packed)) for which in (Q, K, V, O)]
+        self.kernel(self.call(given, copies, lse, given.get("sink"), work)).launch(
+            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=given["stream"], min_blocks_per_mp=1
+        )
+
+    def copy(self, which: int, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        """How the copy engine moves a box of a tensor: an atom, and the tensor of its coordinates."""
+        op = cpasync.CopyBulkTensorTileS2GOp() if which == O else cpasync.CopyBulkTensorTileG2SOp()
+        box = self.boxes[which]
+        whole = self.layout(self.tile_n if which in (K, V) else self.rows, box[1])
+        return cpasync.make_tiled_tma_atom(op, tensor, cute.composition(cute.slice_(whole, (None, None, 0)), box), box)
+
+    def call(self, given: Mapping[str, Any], copies: list, lse: Any, sink: Any, work: Any) -> Call:
+        """What the kernel is launched with; ``copies`` are pairs of an atom and a tensor."""
+        scale, factor = given["scale_softmax"] * softmax.LOG2_E, None
+        if self.c.softcap:
+            scale, factor = given["softcap"] * softmax.LOG2_E, 2 * scale / given["softcap"]
+        atoms, tensors = (list(x) for x in zip(*copies, strict=True))
+        return Call(atoms, tensors, lse, sink, work, scale, factor, given["scale_output"])
+
+    def work(self, given: Mapping[str, Any]) -> Any:
+        """The tiles that a call's tensors have."""
         c = self.c
         q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
         offsets = given.get("cum_seqlen_q")
@@ -81,8 +147,8 @@ class Forward:
             together = cutlass.max(Int32(L2_BYTES // head_bytes), 1) * (q.shape[2] // k.shape[2])
             together = cutlass.max(cutlass.min(Int32(together), all_heads), 1)
         section, turns = together * tiles, Int32(1)
-        if const_expr(ctas is not None):
-            section = cute.ceil_div(section, ctas)
+        if const_expr(self.stays):
+            section = cute.ceil_div(section, given["multiprocessors"])
             turns = section * cute.ceil_div(all_heads, together)
         divisors = (section, together, all_heads % together if c.right else tiles, q.shape[2], q.shape[2] // k.shape[2])
         return Work(
@@ -90,13 +156,6 @@ class Forward:
             *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors], offsets,
             given.get("cum_seqlen_k"), given["right"], given["left"],
         )  # fmt: skip
-
-    def scales(self, given: Mapping[str, Any]) -> tuple[Any, Any]:
-        """What scores are multiplied by before the exponential, and before the cap, if there is one."""
-        scale = given["scale_softmax"] * softmax.LOG2_E
-        if not self.c.softcap:
-            return scale, None
-        return given["softcap"] * softmax.LOG2_E, 2 * scale / given["softcap"]
 
     @cute.jit
     def tile(self, work: Work, turn: Any = None) -> tuple[Int32, Int32]:
@@ -106,12 +165,10 @@ class Forward:
         turn and in falling order in the next, so that none gets only long ones.
         """
         cta, _, _ = cute.arch.block_idx()
-        if const_expr(turn is None):
-            section, index = divmod(cta, work.section)
-        else:
+        section, index = divmod(turn if const_expr(self.stays) else cta, work.section)
+        if const_expr(self.stays):
             ctas, _, _ = cute.arch.grid_dim()
-            section, row = divmod(turn, work.section)
-            index = row * ctas + Int32(select_((section + row) % 2 == 1, ctas - 1 - cta, cta))
+            index = index * ctas + Int32(select_((section + index) % 2 == 1, ctas - 1 - cta, cta))
         first = section * work.together.divisor
         tile, head = divmod(index, work.together)
         if const_expr(not self.c.right):
@@ -148,6 +205,60 @@ class Forward:
     def hide(self, scores: cute.Tensor, p: Problem, row: Int32, thread: Int32, n: Int32) -> None:
         """Makes scores of keys that a row does not see -inf. ``row`` is the group's first."""
         p.mask.hide(scores, self.score_rows, thread, row, n * self.tile_n, self.tile_n)
+
+    def state(self, call: Call) -> softmax.State:
+        """A thread's part of the softmax."""
+        maxima, sums = (cute.make_rmem_tensor(self.score_rows.slots, Float32) for _ in range(2))
+        return softmax.State(maxima, sums, call.scale)
+
+    def reset(self, state: softmax.State, call: Call, p: Problem, thread: Int32) -> None:
+        """Before a row's first block."""
+        if call.sink is None:
+            softmax.reset(state)
+        else:
+            softmax.reset_to_sink(state, call.sink[p.head], self.score_rows, thread)
+
+    def prefetch(self, call: Call) -> None:
+        """One thread: loads what describes tensors to the copy engine."""
+        for atom in call.atoms:
+            if atom is not None:
+                cpasync.prefetch_descriptor(atom)
+
+    def fetch_rows(self, call: Call, sQ: cute.Tensor, full: Any, p: Problem, part: int) -> None:
+        """Starts the copy of a part of the tile's rows of Q to its buffer: (rows, elements, part)."""
+        gQ = cute.domain_offset((p.row, 0), queries_of(p, call.tensors[Q]))
+        tQsQ, tQgQ = partition(call.atoms[Q], 0, 1, sQ, cute.local_tile(gQ, self.boxes[Q], (None, 0)))
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + part, self.bytes(*self.boxes[Q]))
+        cute.copy(call.atoms[Q], tQgQ[None, part], tQsQ[None, part], tma_bar_ptr=full + part)
+
+    def fetch_keys(
+        self, call: Call, buffer: cute.Tensor, full: Any, p: Problem, which: int, n: Int32, piece: int = 0
+    ) -> None:  # fmt: skip
+        """Starts the copy of a block of K or V, or of a ``piece`` of its columns."""
+        rows = sequences.copied_rows(call.tensors[which], p.key_head, p.batch, p.first_key, p.mask.keys)
+        to, of = partition(call.atoms[which], 0, 1, buffer, cute.local_tile(rows, self.boxes[which], (n, piece)))
+        cute.copy(call.atoms[which], of, to, tma_bar_ptr=full)
+
+    def store_rows(self, call: Call, sO: cute.Tensor, p: Problem, row: Int32) -> None:
+        """Starts the copy of rows of O, from ``row`` on, from their buffer."""
+        gO = cute.domain_offset((row, 0), queries_of(p, call.tensors[O]))
+        tOsO, tOgO = partition(call.atoms[O], 0, 1, sO, cute.local_tile(gO, self.boxes[O], (0, 0)))
+        cute.copy(call.atoms[O], tOsO, tOgO)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_log_sums(self, call: Call, p: Problem, row: Int32, thread: Int32, log_sums: Any) -> None:
+        """Writes LSE of a thread's rows. ``row`` is the group's first."""
+        for slot in cutlass.range_constexpr(self.score_rows.slots if self.c.lse else 0):
+            mine = row + self.score_rows.row(thread, slot)
+            if thread % self.score_rows.neighbours == 0:
+                if mine < p.mask.queries:
+                    call.lse[self.place(p, mine)] = log_sums[slot]
+
+    def place(self, p: Problem, row: Int32) -> tuple[Any, ...]:
+        """Of a row's LSE."""
+        return p.first_query + row, p.head, 0 if self.c.packed else p.batch
 
 
 def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
@@ -43,16 +44,14 @@ def reset_to_sink(state: State, sink: Float32, rows: RowLayout, thread: Int32) -
         state.sums[slot] = Float32(select_(thread % rows.neighbours == 0, Float32(1.0), Float32(0.0)))
 
 
-@dataclass
-class Cap:
-    """Scores s become cap * tanh(s / cap). ``factor`` is 2 log2(e) / cap, times the scale of the scores."""
+def cap(scores: cute.Tensor, factor: Any) -> None:
+    """Where there is a factor, scores s become tanh(s / cap); it is 2 log2(e) / cap, times the scale of the scores.
 
-    factor: Float32
-
-    def apply(self, scores: cute.Tensor) -> None:
-        """Replaces scores by tanh(s / cap). Unlike tanh.approx, which errs by 2^-11, as exact as the exponentials."""
+    Unlike tanh.approx, which errs by 2^-11, as exact as the exponentials.
+    """
+    if factor is not None:
         for i in range(cute.size(scores)):
-            powers = cute.math.exp2(scores[i] * self.factor, fastmath=True)
+            powers = cute.math.exp2(scores[i] * factor, fastmath=True)
             scores[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + powers)
 
 

@@ -17,13 +17,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
-from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import DecodeConfiguration, sequences
 from cudnn_kernels.attention.around import region
-from cudnn_kernels.attention.forward import Forward, Problem, partition
+from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V, partition
 from cudnn_kernels.attention.mask import SharedMask
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
@@ -60,45 +58,34 @@ class CachedProblem(Problem):
 class SplitKeys(Forward):
     """What kernels for a :class:`DecodeConfiguration` have in common, to be mixed into a forward kernel.
 
-    A subclass has ``threads`` of a CTA, how a part of a block of K or V lies in shared memory (``part``), and a
-    ``kernel``, of which tensors are K, V, Q and the parts of O.
+    Threads load Q and store O, which is that of the CTA's keys.
     """
 
-    threads: int
-    kernel: Any
+    c: DecodeConfiguration
 
     def __init__(self, configuration: DecodeConfiguration) -> None:
         super().__init__(configuration)
-        self.d = configuration
-        self.size = min(configuration.page or self.tile_n, self.tile_n)  # keys that one copy fetches
-        if self.tile_n % self.size or configuration.page % self.size or self.size % 8:
+        size = self.size = min(configuration.page or self.tile_n, self.tile_n)  # keys that one copy fetches
+        if self.tile_n % size or configuration.page % size or size % 8:
             raise ValueError(f"{configuration}: a page divides the tile's keys, or they divide it; both by 8")
-
-    def part(self, which: int) -> tuple[Any, tuple[int, int], bool]:
-        """The layout and shape of what one copy fetches of K or of V, and whether keys are its columns."""
-        raise NotImplementedError
+        for which in (K, V):
+            self.boxes[which] = (size, self.boxes[which][1])
 
     @cute.jit
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
-        c = self.d
+        c = self.c
         given = bind(c.slots(), arguments)
-        scale, factor = self.scales(given)
         q, o = (sequences.matrix(given[x], False) for x in ("q", "o"))
         splits, batches, key_heads = given["splits"], q.shape[3], given["k"].shape[1]
-        atoms, tensors, by_page, by_row = [], [], [], []
-        for which in cutlass.range_constexpr(2):
-            pool = sequences.matrix(given["kv"[which]], False)
+        copies, by_page, by_row = [], [], []
+        for which in cutlass.range_constexpr(K, V + 1):
+            pool = sequences.matrix(given["qkv"[which]], False)
             page, row = (sequences.pitch(pool.stride[i], self.dtype.width) for i in (3, 0))
             step = common_step(page, row)
             by_page.append(Int32(page // step))
             by_row.append(Int32(row // step))
-            ended = sequences.ended(pool, MANY, step)
-            layout, box, is_turned = self.part(which)
-            ended = turned(ended) if const_expr(is_turned) else ended
-            atom, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), ended, layout, box)
-            atoms.append(atom)
-            tensors.append(tensor)
+            copies.append(self.copy(which, sequences.ended(pool, MANY, step)))
         sizes = {"splits": Int64(splits), "b": Int64(batches), "hq": Int64(q.shape[2]), "sq": Int64(q.shape[0])}
         shape = (q.shape[0], q.shape[2], batches, splits)
         parts = region(c, given["workspace"], "parts", (c.head_v, *shape), sizes)
@@ -109,9 +96,8 @@ class SplitKeys(Forward):
             q.shape[0], share, key_heads, tiles, given["k"].shape[2], by_page, by_row, given.get("seqlen_k"),
             given.get("page_table"), given["right"], given["left"],
         )  # fmt: skip
-        self.kernel(
-            atoms, [*tensors, q, parts], log_sums, None, caches, scale, factor, given["scale_output"]
-        ).launch(
+        copies = [(None, q), *copies, (None, parts)]
+        self.kernel(self.call(given, copies, log_sums, None, caches)).launch(
             grid=[tiles * key_heads * batches, splits, 1], block=[self.threads, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -120,6 +106,7 @@ class SplitKeys(Forward):
             grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
         )
 
+    @cute.jit
     def tile(self, work: Caches, turn: Any = None) -> tuple[Int32, Int32]:
         """A CTA's tile, and its head of K among all."""
         index, _, _ = cute.arch.block_idx()
@@ -128,7 +115,7 @@ class SplitKeys(Forward):
     @cute.jit
     def problem(self, work: Caches, tile: Int32, index: Int32) -> CachedProblem:
         """The rows of a tile; ``index`` is the number of its head of K among all."""
-        c = self.d
+        c = self.c
         key_head, batch = index % work.key_heads, index // work.key_heads
         keys, share = Int32(work.room), work.share
         if const_expr(work.lengths is not None):
@@ -149,49 +136,50 @@ class SplitKeys(Forward):
         end = cutlass.min(begin + each, end)
         return begin, cutlass.max(whole_begin, begin), cutlass.min(whole_end, end), end
 
+    def place(self, p: CachedProblem, row: Int32) -> tuple[Any, ...]:
+        """Of a row's LSE, and of its part of O: that of the CTA's keys."""
+        _, split, _ = cute.arch.block_idx()
+        return row // p.mask.share, p.head + row % p.mask.share, p.batch, split
+
     @cute.jit
-    def load_queries(self, q: cute.Tensor, rows: cute.Tensor, p: CachedProblem, first: Any, thread: Int32) -> None:
+    def load_queries(self, call: Call, rows: cute.Tensor, p: CachedProblem, first: Any, thread: Int32) -> None:
         """128 threads: rows of Q from the tile's ``first`` on, and zeros where there are none."""
-        count, columns = cute.size(rows, mode=[0]), self.d.head // VECTOR
+        count, columns = cute.size(rows, mode=[0]), self.c.head // VECTOR
         vector = cute.make_rmem_tensor(VECTOR, self.dtype)
         for i in cutlass.range_constexpr(count * columns // GROUP):
-            place = i * GROUP + thread
-            row, column = place // columns, place % columns
+            row, column = (i * GROUP + thread) // columns, (i * GROUP + thread) % columns
             mine = p.row + first + row
             vector.fill(0.0)
             if mine < p.mask.queries:
-                query, head = mine // p.mask.share, p.head + mine % p.mask.share
-                cute.autovec_copy(cute.local_tile(q[query, None, head, p.batch], (VECTOR,), (column,)), vector)
+                query, head, batch, _ = self.place(p, mine)
+                source = call.tensors[Q][query, None, head, batch]
+                cute.autovec_copy(cute.local_tile(source, (VECTOR,), (column,)), vector)
             cute.autovec_copy(vector, cute.local_tile(rows, (1, VECTOR), (row, column)))
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def fetch_keys(
-        self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, full: Any, p: CachedProblem, which: int, n: Int32,
-        piece: int = 0,
+        self, call: Call, buffer: cute.Tensor, full: Any, p: CachedProblem, which: int, n: Int32, piece: int = 0
     ) -> None:  # fmt: skip
         """Starts the copies of a ``piece`` of the columns of a block of K or V."""
-        count, (_, box, is_turned) = self.tile_n // self.size, self.part(which)
-        parts = cute.local_tile(buffer, box, (0, None) if const_expr(is_turned) else (None, 0))
+        box, size, page_size, table = self.boxes[which], self.size, self.c.page, p.caches.table
+        count, parts = self.tile_n // size, cute.local_tile(buffer, box, (None, 0))
         number = p.batch
-        if const_expr(p.caches.table is not None):  # a lane finds the page of a part
-            key = n * self.tile_n + cute.arch.lane_idx() * self.size
+        if const_expr(table is not None):  # a lane finds the page of a part
+            key = n * self.tile_n + cute.arch.lane_idx() * size
             number = Int32(0)
             if (cute.arch.lane_idx() < count) & (key < p.mask.keys):
-                number = Int32(p.caches.table[p.batch, key // self.d.page])
+                number = Int32(table[p.batch, key // page_size])
         for part in cutlass.range_constexpr(count):
-            key, page = n * self.tile_n + part * self.size, number
-            if const_expr(p.caches.table is not None):
+            key, page = n * self.tile_n + part * size, number
+            if const_expr(table is not None):
                 page = cute.arch.shuffle_sync(number, part)
-            length = cutlass.max(cutlass.min(p.mask.keys - key, self.size), 0)
-            after = (key % self.d.page if const_expr(self.d.page > 0) else key) + length
-            end = page * p.caches.by_page[which] + after * p.caches.by_row[which]
-            if const_expr(is_turned):
-                found = turned(sequences.ended_rows(turned(tensor), p.key_head, end, length))
-            else:
-                found = sequences.ended_rows(tensor, p.key_head, end, length)
-            to, of = partition(atom, 0, 1, parts, cute.local_tile(found, box, (0, piece)))
-            cute.copy(atom, of, to[None, part], tma_bar_ptr=full)
+            length = cutlass.max(cutlass.min(p.mask.keys - key, size), 0)
+            after = (key % page_size if const_expr(page_size > 0) else key) + length
+            end = page * p.caches.by_page[which - K] + after * p.caches.by_row[which - K]
+            found = sequences.ended_rows(call.tensors[which], p.key_head, end, length)
+            to, of = partition(call.atoms[which], 0, 1, parts, cute.local_tile(found, box, (0, piece)))
+            cute.copy(call.atoms[which], of, to[None, part], tma_bar_ptr=full)
 
     @cute.kernel
     def combine(
@@ -204,7 +192,7 @@ class SplitKeys(Forward):
         queries, heads, batches, splits = log_sums.shape
         query, head, batch = index % queries, index // queries % heads, index // queries // heads
         if batch < batches:
-            width = self.d.head_v // WARP
+            width = self.c.head_v // WARP
             largest, total = Float32(-Float32.inf), Float32(0.0)
             if const_expr(sink is not None):
                 largest = Float32(sink[head])

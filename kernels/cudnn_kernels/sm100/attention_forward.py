@@ -27,16 +27,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
-from cudnn_kernels.attention.forward import Forward, Problem, partition, queries_of
+from cudnn_kernels.attention import ForwardConfiguration, softmax
+from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import ring_stages
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
 
@@ -49,15 +48,19 @@ ONE = tcgen05.CtaGroup.ONE
 
 
 @dataclass
-class Barriers:
-    """In shared memory: of Q by tile, of pieces of K and V, and by buffer of S, of P and of the product that adds to O.
+class Room:
+    """Tensor memory, and shared memory: Q by tile, pieces of K and V with their ring, O by tile where Q was.
 
-    With one barrier for all products of a tile, a wait for the last one could return while the one before still runs:
-    a wait tells phases apart by their parity alone.
+    Barriers are of Q by tile, and by buffer of S, of P and of the product that adds to O. With one barrier for all
+    products of a tile, a wait for the last one could return while the one before still runs: a wait tells phases apart
+    by their parity alone.
     """
 
+    pointer: cute.Pointer
+    q: cute.Tensor
+    pieces: cute.Tensor
+    ring: ring.Ring
     q_full: Any
-    pieces: ring.Ring
     s_full: Any
     p_full: Any
     o_full: Any
@@ -66,7 +69,7 @@ class Barriers:
 class AttentionForward(Forward):
     """The kernel for one :class:`ForwardConfiguration`. Its tile is (128 or 256, 128)."""
 
-    score_rows = TensorMemoryRows()
+    rows, score_rows = ROWS, TensorMemoryRows()
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
         super().__init__(configuration)
@@ -75,32 +78,13 @@ class AttentionForward(Forward):
         self.ahead = BUFFERS // self.tiles  # blocks whose scores are computed before the first one's products
         self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
+        self.boxes[K] = self.boxes[V] = (KEYS, self.piece)
         self.mma_warp, self.threads = self.tiles * GROUP // 32, (self.tiles + 1) * GROUP
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS:
             raise ValueError(f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128)")
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        c = self.c
-        given = bind(c.slots(), arguments)
-        work, (scale, factor) = self.work(given), self.scales(given)
-        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        boxes = ((load, "k", self.piece), (load, "v", self.piece), (load, "q", c.head), (store, "o", c.head_v))
-        made = []
-        for op, x, width in boxes:
-            one = cute.slice_(self.layout(width, 1), (None, None, 0))
-            made.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (ROWS, width)))
-        atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
-        self.kernel(atoms, tensors, lse, given.get("sink"), work, scale, factor, given["scale_output"]).launch(
-            grid=[work.tiles * work.all_heads, 1, 1], block=[self.threads, 1, 1], stream=given["stream"],
-            min_blocks_per_mp=1,
-        )  # fmt: skip
-
-    def layout(self, width: int, stages: int) -> Any:
-        """(rows or keys, elements, stage) of buffers in shared memory, whatever product they are for."""
-        return sm100.make_smem_layout(OperandMajorMode.K, (ROWS, width), self.dtype, stages)
+    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+        return sm100.make_smem_layout(OperandMajorMode.K, (rows, columns), self.dtype, stages)
 
     def score_mma(self) -> cute.TiledMma:
         """Q K^T of a tile and a block."""
@@ -117,10 +101,7 @@ class AttentionForward(Forward):
         return ring_stages(self.bytes(self.tile_m, self.c.head), self.bytes(KEYS, self.piece))
 
     @cute.kernel
-    def kernel(
-        self, atoms: list, tensors: list, lse: Any, sink: Any, work: Any, scale: Float32, cap_factor: Any,
-        scale_output: Float32,
-    ) -> None:  # fmt: skip
+    def kernel(self, call: Call) -> None:
         """The roles of the warps."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
@@ -128,47 +109,44 @@ class AttentionForward(Forward):
         smem = SmemAllocator()
         sQ, pieces = (
             smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
-            for x in (self.layout(c.head, self.tiles), self.layout(self.piece, self.stages()))
+            for x in (self.layout(ROWS, c.head, self.tiles), self.layout(KEYS, self.piece, self.stages()))
         )
         counts = (self.tiles, BUFFERS, BUFFERS, BUFFERS)
         q_full, s_full, p_full, o_full = (smem.allocate_array(cutlass.Int64, count) for count in counts)
-        b = Barriers(q_full, ring.Ring.allocate(smem, self.stages()), s_full, p_full, o_full)
+        of_pieces = ring.Ring.allocate(smem, self.stages())
         holder = smem.allocate_array(Int32, 1)
         if warp == 0:
             cute.arch.alloc_tmem(COLUMNS, holder)
         if thread == 0:
-            ring.initialise(b.pieces, 1, 1)
+            ring.initialise(of_pieces, 1, 1)
             for tile in cutlass.range_constexpr(self.tiles):
-                cute.arch.mbarrier_init(b.q_full + tile, 1)
+                cute.arch.mbarrier_init(q_full + tile, 1)
             for buffer in cutlass.range_constexpr(BUFFERS):
-                cute.arch.mbarrier_init(b.s_full + buffer, 1)
-                cute.arch.mbarrier_init(b.o_full + buffer, 1)
-                cute.arch.mbarrier_init(b.p_full + buffer, GROUP // 32)
-            for i in cutlass.range_constexpr(len(atoms)):
-                cpasync.prefetch_descriptor(atoms[i])
+                cute.arch.mbarrier_init(s_full + buffer, 1)
+                cute.arch.mbarrier_init(o_full + buffer, 1)
+                cute.arch.mbarrier_init(p_full + buffer, GROUP // 32)
+            self.prefetch(call)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        p = self.problem(work, *self.tile(work))
+        p = self.problem(call.work, *self.tile(call.work))
         begin, _, _, end = self.blocks(p)
         if not self.exists(p):
             end = begin
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+        room = Room(pointer, sQ, pieces, of_pieces, q_full, s_full, p_full, o_full)
         if warp >= self.mma_warp:
             if const_expr(self.tiles in REGISTERS):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.tiles][0])
             if warp == self.mma_warp:
-                self.multiply(pointer, sQ, pieces, b, end - begin)
+                self.multiply(room, end - begin)
             elif warp == self.mma_warp + 1:
-                self.load(atoms, tensors, sQ, pieces, b, p, begin, end)
+                self.load(call, room, p, begin, end)
         else:
             if const_expr(self.tiles in REGISTERS):
                 cute.arch.setmaxregister_increase(REGISTERS[self.tiles][1])
             tile = cute.arch.make_warp_uniform(thread // GROUP)
             if self.exists(p):
-                self.soften(
-                    pointer, sQ, b, p, atoms, tensors, lse, sink, scale, cap_factor, scale_output, tile,
-                    thread - tile * GROUP, begin, end,
-                )  # fmt: skip
+                self.soften(call, room, p, tile, thread - tile * GROUP, begin, end)
             barriers.wait(Barrier.END, self.tiles * GROUP)
             if warp == 0:
                 cute.arch.relinquish_tmem_alloc_permit()
@@ -177,77 +155,57 @@ class AttentionForward(Forward):
     name(kernel, "cudnn_attention_forward_sm100")
 
     @cute.jit
-    def load(
-        self, atoms: list, tensors: list, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, p: Problem, begin: Int32,
-        end: Int32,
-    ) -> None:  # fmt: skip
+    def load(self, call: Call, room: Room, p: Problem, begin: Int32, end: Int32) -> None:
         """One warp: fetches Q, K and V."""
         if end > begin:
-            self.load_rows(atoms, tensors, sQ, b, p)
+            self.load_rows(call, room, p)
             position, blocks = Int32(0), end - begin
             for ahead in cutlass.range_constexpr(self.ahead):
                 if ahead < blocks:
-                    position = self.fetch(atoms, tensors, pieces, b, p, 0, end - 1 - ahead, position)
+                    position = self.fetch(call, room, p, K, end - 1 - ahead, position)
             for block in cutlass.range(blocks, unroll=1):
                 n = end - 1 - block
-                position = self.fetch(atoms, tensors, pieces, b, p, 1, n, position)
+                position = self.fetch(call, room, p, V, n, position)
                 if n - self.ahead >= begin:
                     n -= self.ahead
-                    position = self.fetch(atoms, tensors, pieces, b, p, 0, n, position)
+                    position = self.fetch(call, room, p, K, n, position)
 
-    def load_rows(self, atoms: list, tensors: list, sQ: cute.Tensor, b: Barriers, p: Problem) -> None:
+    def load_rows(self, call: Call, room: Room, p: Problem) -> None:
         """Starts the copies of Q."""
-        gQ = cute.domain_offset((p.row, 0), queries_of(p, tensors[2]))
-        tQsQ, tQgQ = partition(atoms[2], 0, 1, sQ, cute.local_tile(gQ, (ROWS, self.c.head), (None, 0)))
         for tile in range(self.tiles):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(b.q_full + tile, self.bytes(ROWS, self.c.head))
-            cute.copy(atoms[2], tQgQ[None, tile], tQsQ[None, tile], tma_bar_ptr=b.q_full + tile)
+            self.fetch_rows(call, room.q, room.q_full, p, tile)
 
-    def fetch(
-        self, atoms: list, tensors: list, pieces: cute.Tensor, b: Barriers, p: Problem, which: int, n: Int32,
-        position: Int32,
-    ) -> Int32:  # fmt: skip
+    def fetch(self, call: Call, room: Room, p: Problem, which: int, n: Int32, position: Int32) -> Int32:
         """Fetches a block of K or V, piece by piece. The position after them in the ring."""
-        count = (self.key_pieces, self.value_pieces)[which]
+        count = self.key_pieces if which == K else self.value_pieces
         for piece in range(count):
-            stage, phase = self.place(position + piece)
-            ring.expect(b.pieces, stage, phase ^ 1, self.bytes(KEYS, self.piece))
-            target, full = pieces[None, None, stage], b.pieces.full + stage
-            self.fetch_keys(atoms[which], tensors[which], target, full, p, which, n, piece)
+            stage, phase = self.at(position + piece)
+            ring.expect(room.ring, stage, phase ^ 1, self.bytes(KEYS, self.piece))
+            self.fetch_keys(call, room.pieces[None, None, stage], room.ring.full + stage, p, which, n, piece)
         return position + count
 
-    def fetch_keys(
-        self, atom: Any, tensor: cute.Tensor, buffer: cute.Tensor, full: Any, p: Problem, which: int, n: Int32,
-        piece: int,
-    ) -> None:  # fmt: skip
-        """Starts the copy of a piece of a block of K or V."""
-        rows = sequences.copied_rows(tensor, p.key_head, p.batch, p.first_key, p.mask.keys)
-        target, source = partition(atom, 0, 1, buffer, cute.local_tile(rows, (KEYS, self.piece), (n, piece)))
-        cute.copy(atom, source, target, tma_bar_ptr=full)
-
-    def place(self, position: Int32) -> tuple[Int32, Int32]:
+    def at(self, position: Int32) -> tuple[Int32, Int32]:
         """A piece's place in the ring, and the phase of its barrier."""
         return position % self.stages(), position // self.stages() % 2
 
     @cute.jit
-    def multiply(self, pointer: cute.Pointer, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, blocks: Int32) -> None:
+    def multiply(self, room: Room, blocks: Int32) -> None:
         """One warp: issues all products."""
         position = Int32(0)
         for ahead in cutlass.range_constexpr(self.ahead):
             if ahead < blocks:
                 for tile in cutlass.range_constexpr(self.tiles):
                     if const_expr(ahead == 0):
-                        cute.arch.mbarrier_wait(b.q_full + tile, 0)
-                    self.multiply_keys(pointer, sQ, pieces, b, tile, ahead + tile, position)
+                        cute.arch.mbarrier_wait(room.q_full + tile, 0)
+                    self.multiply_keys(room, tile, ahead + tile, position)
                 position += self.key_pieces
         for block in cutlass.range(blocks, unroll=1):
             for tile in cutlass.range_constexpr(self.tiles):
                 buffer, phase = self.buffer(block, tile)
-                cute.arch.mbarrier_wait(b.p_full + buffer, phase)
-                self.multiply_values(pointer, pieces, b, tile, buffer, position, block > 0)
+                cute.arch.mbarrier_wait(room.p_full + buffer, phase)
+                self.multiply_values(room, tile, buffer, position, block > 0)
                 if block + self.ahead < blocks:
-                    self.multiply_keys(pointer, sQ, pieces, b, tile, buffer, position + self.value_pieces)
+                    self.multiply_keys(room, tile, buffer, position + self.value_pieces)
             position += self.value_pieces
             if block + self.ahead < blocks:
                 position += self.key_pieces
@@ -256,131 +214,108 @@ class AttentionForward(Forward):
         """The buffer of S that a tile's block has, counted in the order of blocks, and the phase of its barriers."""
         return (tile, block % 2) if self.tiles == BUFFERS else (block % BUFFERS, block // BUFFERS % 2)
 
-    def multiply_keys(
-        self, pointer: cute.Pointer, sQ: cute.Tensor, pieces: cute.Tensor, b: Barriers, tile: int, buffer: Any,
-        position: Int32,
-    ) -> None:  # fmt: skip
+    def multiply_keys(self, room: Room, tile: int, buffer: Any, position: Int32) -> None:
         """Issues Q K^T of a tile and a block."""
         c, mma = self.c, self.score_mma()
         q = sm100.make_smem_layout_a(mma, (ROWS, KEYS, c.head), self.dtype, self.tiles)
         k = sm100.make_smem_layout_b(mma, (ROWS, KEYS, self.piece), self.dtype, self.stages())
-        tCrQ = mma.make_fragment_A(cute.make_tensor(sQ.iterator, q.outer))
-        tCrK = mma.make_fragment_B(cute.make_tensor(pieces.iterator, k.outer))
+        tCrQ = mma.make_fragment_A(cute.make_tensor(room.q.iterator, q.outer))
+        tCrK = mma.make_fragment_B(cute.make_tensor(room.pieces.iterator, k.outer))
         acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, KEYS)), BUFFERS))
-        target = cute.make_tensor(pointer, acc.layout)[None, None, None, buffer]
+        target = cute.make_tensor(room.pointer, acc.layout)[None, None, None, buffer]
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for piece in range(self.key_pieces):
-            stage = self.ready(b, position + piece)
+            stage = self.ready(room, position + piece)
             for i in range(self.piece // 16):
                 left, right = tCrQ[None, None, piece * (self.piece // 16) + i, tile], tCrK[None, None, i, stage]
                 cute.gemm(mma, target, left, right, target)
                 mma.set(tcgen05.Field.ACCUMULATE, True)
             if tile == self.tiles - 1:
-                commit(b.pieces.empty + stage)
-        commit(b.s_full + buffer)
+                commit(room.ring.empty + stage)
+        commit(room.s_full + buffer)
 
-    def multiply_values(
-        self, pointer: cute.Pointer, pieces: cute.Tensor, b: Barriers, tile: int, buffer: Any, position: Int32,
-        adds: Any,
-    ) -> None:  # fmt: skip
+    def multiply_values(self, room: Room, tile: int, buffer: Any, position: Int32, adds: Any) -> None:
         """Issues P V of a tile and a block; ``adds`` to what O is so far."""
         mma = self.product_mma()
         p = sm100.make_smem_layout_a(mma, (ROWS, self.piece, KEYS), self.dtype, 1)
         v = sm100.make_smem_layout_b(mma, (ROWS, self.piece, KEYS), self.dtype, self.stages())
-        where = cute.recast_ptr(pointer + buffer * KEYS, dtype=self.dtype)
+        where = cute.recast_ptr(room.pointer + buffer * KEYS, dtype=self.dtype)
         tCrP = cute.make_tensor(where, mma.make_fragment_A(cute.make_tensor(where, p.outer)).layout)
-        tCrV = mma.make_fragment_B(cute.make_tensor(pieces.iterator, v.outer))
+        tCrV = mma.make_fragment_B(cute.make_tensor(room.pieces.iterator, v.outer))
         acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, self.piece)), self.value_pieces))
-        out = cute.make_tensor(self.out(pointer, tile), acc.layout)
+        out = cute.make_tensor(self.out(room, tile), acc.layout)
         for piece in range(self.value_pieces):
-            stage = self.ready(b, position + piece)
+            stage = self.ready(room, position + piece)
             target = out[None, None, None, piece]
             mma.set(tcgen05.Field.ACCUMULATE, adds)
             for i in range(KEYS // 16):
                 cute.gemm(mma, target, tCrP[None, None, i, 0], tCrV[None, None, i, stage], target)
                 mma.set(tcgen05.Field.ACCUMULATE, True)
             if tile == self.tiles - 1:
-                commit(b.pieces.empty + stage)
-        commit(b.o_full + buffer)
+                commit(room.ring.empty + stage)
+        commit(room.o_full + buffer)
 
-    def out(self, pointer: cute.Pointer, tile: Any) -> cute.Pointer:
+    def out(self, room: Room, tile: Any) -> cute.Pointer:
         """Where a tile's O is in tensor memory: behind the buffers of S."""
-        return pointer + (BUFFERS * KEYS + tile * self.c.head_v)
+        return room.pointer + (BUFFERS * KEYS + tile * self.c.head_v)
 
-    def ready(self, b: Barriers, position: Int32) -> Int32:
+    def ready(self, room: Room, position: Int32) -> Int32:
         """Waits for a piece of K or V; its place in the ring."""
-        stage, phase = self.place(position)
-        cute.arch.mbarrier_wait(b.pieces.full + stage, phase)
+        stage, phase = self.at(position)
+        cute.arch.mbarrier_wait(room.ring.full + stage, phase)
         return stage
 
     @cute.jit
     def soften(
-        self, pointer: cute.Pointer, sQ: cute.Tensor, b: Barriers, p: Problem, atoms: list, tensors: list, lse: Any,
-        sink: Any, scale: Float32, cap_factor: Any, scale_output: Float32, tile: Int32, thread: Int32, begin: Int32,
-        end: Int32,
+        self, call: Call, room: Room, p: Problem, tile: Int32, thread: Int32, begin: Int32, end: Int32
     ) -> None:  # fmt: skip
         """Four warps: the softmax of a tile's rows, then O and LSE."""
-        c = self.c
-        row = p.row + tile * ROWS
-        state = softmax.State(cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32), scale)
-        if const_expr(sink is not None):
-            softmax.reset_to_sink(state, sink[p.head], self.score_rows, thread)
-        else:
-            softmax.reset(state)
-        out = self.out(pointer, tile)
+        row, out = p.row + tile * ROWS, self.out(room, tile)
+        state = self.state(call)
+        self.reset(state, call, p, thread)
         _, whole_begin, whole_end, _ = p.mask.blocks(row, cutlass.min(row + ROWS, p.mask.queries) - 1, KEYS)
         for block in cutlass.range(end - begin, unroll=1):
             n = end - 1 - block
             buffer, phase = self.buffer(block, tile)
-            cute.arch.mbarrier_wait(b.s_full + buffer, phase)
+            where = room.pointer + buffer * KEYS
+            cute.arch.mbarrier_wait(room.s_full + buffer, phase)
             scores = cute.make_rmem_tensor(KEYS, Float32)
-            tensor_memory.load(pointer + buffer * KEYS, thread, scores)
+            tensor_memory.load(where, thread, scores)
             cute.arch.fence_view_async_tmem_load()
-            if const_expr(c.softcap):
-                softmax.Cap(cap_factor).apply(scores)
+            softmax.cap(scores, call.cap_factor)
             if n >= whole_end or n < whole_begin:
                 self.hide(scores, p, row, thread, n)
             (correction,) = softmax.update(state, scores, self.score_rows, KEYS)
-            tensor_memory.store_rounded(pointer + buffer * KEYS, thread, scores, self.dtype)
+            tensor_memory.store_rounded(where, thread, scores, self.dtype)
             if block > 0:
                 if cute.arch.vote_any_sync(correction != 1.0):
                     before, multiplied = self.buffer(block - 1, tile)
-                    cute.arch.mbarrier_wait(b.o_full + before, multiplied)
+                    cute.arch.mbarrier_wait(room.o_full + before, multiplied)
                     self.correct(out, correction, thread)
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(b.p_full + buffer)
+                cute.arch.mbarrier_arrive(room.p_full + buffer)
         factor, log_sum = softmax.finish(state, self.score_rows, 0)
         if end > begin:
             last, done = self.buffer(end - begin - 1, tile)
-            cute.arch.mbarrier_wait(b.o_full + last, done)
-        self.store(
-            atoms, tensors, out, sQ, lse, p, factor * scale_output, log_sum, tile, thread, end > begin
-        )  # fmt: skip
+            cute.arch.mbarrier_wait(room.o_full + last, done)
+        self.store_log_sums(call, p, row, thread, [log_sum])
+        self.store(call, room, p, factor * call.scale_output, tile, thread, end > begin)
 
     @cute.jit
     def store(
-        self, atoms: list, tensors: list, out: cute.Pointer, sQ: cute.Tensor, lse: Any, p: Problem, factor: Float32,
-        log_sum: Float32, tile: Int32, thread: Int32, exists: Boolean,
+        self, call: Call, room: Room, p: Problem, factor: Float32, tile: Int32, thread: Int32, exists: Boolean
     ) -> None:  # fmt: skip
-        """A tile's O, times a factor, and LSE; O is 0 where nothing ``exists``."""
+        """A tile's O, times a factor; it is 0 where nothing ``exists``."""
         c = self.c
-        row = p.row + tile * ROWS
-        batch = 0 if const_expr(c.packed) else p.batch
-        if const_expr(c.lse):
-            if row + thread < p.mask.queries:
-                lse[p.first_query + row + thread, p.head, batch] = log_sum
-        sO = cute.make_tensor(sQ.iterator, self.layout(c.head_v, self.tiles).outer)
-        sO = cute.make_tensor(sO.iterator + tile * (ROWS * c.head), sO[None, None, 0].layout)
-        tensor_memory.to_shared(out, thread, factor, sO, exists)
+        one = cute.slice_(self.layout(ROWS, c.head_v).outer, (None, None, 0))
+        sO = cute.make_tensor(room.q.iterator + tile * (ROWS * c.head), one)
+        tensor_memory.to_shared(self.out(room, tile), thread, factor, sO, exists)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP + tile, GROUP)
         if thread < 32:
-            gO = cute.local_tile(cute.domain_offset((row, 0), queries_of(p, tensors[3])), (ROWS, c.head_v), (0, 0))
-            tOsO, tOgO = partition(atoms[3], 0, 1, sO, gO)
-            cute.copy(atoms[3], tOsO, tOgO)
-            cute.arch.cp_async_bulk_commit_group()
+            self.store_rows(call, sO, p, p.row + tile * ROWS)
             cute.arch.cp_async_bulk_wait_group(0)
 
     def correct(self, out: cute.Pointer, factor: Float32, thread: Int32) -> None:

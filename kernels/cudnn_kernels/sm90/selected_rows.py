@@ -18,10 +18,10 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.pipeline.copy import descriptor
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
-from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward, partition
-from cudnn_kernels.sm90.warpgroup_products import WarpgroupProducts
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
 
 WARP = 32
 PLACES = 32  # of a list that are read at a time, one by each lane
@@ -119,7 +119,7 @@ class Part:
     row_values: Any
 
 
-class SelectedRows(WarpgroupProducts, AttentionForward):
+class SelectedRows(AttentionForward):
     """What the kernels have in common whose CTAs have neighbouring rows.
 
     A subclass says what a warpgroup computes: :meth:`attend` has a tile, of which it lets :meth:`take` all steps, and

@@ -22,13 +22,14 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, partition
+from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
 VECTOR = 8  # elements of 16 bits that a thread loads at once

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
+from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
@@ -28,7 +29,7 @@ from cudnn_kernels.pipeline.copy import descriptor
 from cudnn_kernels.pipeline.ring import Ring, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
-from cudnn_kernels.sm90.attention_forward import GROUP, partition
+from cudnn_kernels.sm90.attention_forward import GROUP
 from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 
 WARP = 32

@@ -10,7 +10,7 @@ from cudnn.ops._registration import custom_op
 from cudnn_kernels.attention.sparse import ALWAYS, SparseDecodeConfiguration
 
 _WHERE = "nsa_decode"
-_SOURCE = "cudnn_kernels.attention.decode:Decode"
+_SOURCE = "cudnn_kernels.attention.sparse_decode:Decode"
 _HEADS = ((64, 64), (128, 128), (192, 128))
 _MOST = 16  # heads of query for each of key
 _VECTOR = 8  # elements in 16 bytes
