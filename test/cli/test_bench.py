@@ -10,6 +10,7 @@ import math
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,23 +174,35 @@ def test_the_wrong_and_the_broken_are_not_timed() -> None:
     def broken() -> Any:
         raise RuntimeError(" no such kernel ")
 
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'peer'")
+
+    def late() -> float:  # fails while others are timed
+        return next(later)
+
+    later = iter([1e-3] * 9)
     candidates = [
         Candidate("cuBLAS", ready(2e-3), lambda results: ""),
         Candidate("wrong", ready(5e-4), lambda results: f"wrong result: {results}"),
         Candidate("broken", broken, lambda results: ""),
+        Candidate("missing", missing, lambda results: ""),
+        Candidate("late", lambda: late, lambda results: ""),
         Candidate("Gemm", ready(1e-3), lambda results: "", ours=True),
     ]
     problem = Problem("1x1x1", lambda: candidates, flops=4e9, bytes=1.0, clock=gpu.clock())
     done: list[float] = []
-    cublas, wrong, failed, ours = bench.measure(problem, YARDSTICKS, lambda: READING, done.append)
+    cublas, wrong, failed, absent, stopped, ours = bench.measure(problem, YARDSTICKS, lambda: READING, done.append)
+    assert (absent.refused, stopped.refused) == (f"{bench.MISSING}: No module named 'peer'", "StopIteration: ")
+    (none,) = bench.measure(Problem("1x1x1", broken), YARDSTICKS)
+    assert (none.name, none.refused) == ("operands", "RuntimeError: no such kernel")
     assert (ours.microseconds, ours.teraflops, ours.ours) == (pytest.approx(1e3), pytest.approx(4.0), True)
     assert ours.ratios == (pytest.approx((2.0, 2.0, 2.0)), None)
     assert (cublas.refused, cublas.reading) == ("", READING)
     assert (wrong.refused, failed.refused) == ("wrong result: 0.0005", "RuntimeError: no such kernel")
     assert math.isnan(wrong.microseconds)
-    assert 5e-4 not in {call() for call, _ in gpu.bursts}
+    assert 5e-4 not in {call() for call, _ in gpu.bursts if call is not late}
     assert done[-1] == 1.0
-    assert done == sorted(done)
+    assert done[:6] == sorted(done[:6])
 
 
 def test_results_are_judged_by_their_size() -> None:
@@ -223,6 +236,16 @@ def test_table() -> None:
     assert "clocks and power: unknown" in printed(dataclasses.replace(measured(), rows=ROWS[-1:]))
 
 
+def test_long_problems_and_yardsticks_leave_figures_whole() -> None:
+    """Those of attention: 80 columns hold the figures of each row."""
+    label = "1x131072x16x16x192x128 window 1024, backward"
+    rows = [Row(label, attention.FLASH, 12345.6, (Ratio(1.0, 1.0, 1.0), Ratio(1.057, 1.05, 1.06)), 6e12, 1e9, True)]
+    text = printed(dataclasses.replace(measured(), yardsticks=(attention.FLASH, attention.GRAPH), rows=rows))
+    assert "…" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith(f"  {attention.FLASH} ")]
+    assert line.split()[1:8] == ["12345.6", "486", "TF", "1.000", "±.000", "1.057", "±.005"]
+
+
 def test_csv_keeps_everything(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     report.write_csv(measured(), path)
@@ -244,7 +267,8 @@ def test_a_run_from_start_to_end(
 
     def candidates() -> list[Candidate]:
         ours = Candidate("Gemm", lambda: lambda: 1e-3, lambda results: "" if right else "wrong result", ours=True)
-        return [Candidate("cuBLAS", lambda: lambda: 2e-3, lambda results: ""), ours]
+        missing = Candidate("missing", lambda: importlib.import_module("cudnn.none"))
+        return [Candidate("cuBLAS", lambda: lambda: 2e-3, lambda results: ""), missing, ours]
 
     problems = [Problem("64x64x64", candidates, 1e9, 1e6, clock), Problem("1x1x1", candidates, 1e9, 1e6, clock)]
     benchmark = bench.Benchmark("GEMM", ("cuBLAS",), ("bf16",), {}, lambda options: problems)
@@ -253,10 +277,11 @@ def test_a_run_from_start_to_end(
     output = capsys.readouterr().out
     assert code == (0 if right else 1)
     assert ("2.000 ±.000" in output) == right
-    assert output.count("not run: ") == (0 if right else 2)
+    assert output.count(f"missing: {bench.MISSING}") == 2
+    assert output.count("not run: ") == (2 if right else 4)
     found = report.read_csv(path)
     assert [(row.problem, row.name) for row in found.rows] == [
-        (problem, name) for problem in ("64x64x64", "1x1x1") for name in ("cuBLAS", "Gemm")
+        (problem, name) for problem in ("64x64x64", "1x1x1") for name in ("cuBLAS", "missing", "Gemm")
     ]
     assert (found.device, found.title, found.dtype) == ("NVIDIA Fake", "GEMM", "bf16")
 
@@ -287,16 +312,20 @@ def test_roofline() -> None:
 
 
 WITH_MEMORY = [dataclasses.replace(row, memory=2e9) for row in ROWS[:2]]
+MANY = [dataclasses.replace(ROWS[0], problem=str(i)) for i in range(30)]
 
 
 @pytest.mark.parametrize(
-    "rows", [ROWS, ROWS[4:5], ROWS[:2], WITH_MEMORY], ids=["all", "bytes only", "without a copy", "memory"]
+    "rows",
+    [ROWS, ROWS[4:5], ROWS[:2], WITH_MEMORY, MANY],
+    ids=["all", "bytes only", "without a copy", "memory", "many"],
 )
 def test_plot(tmp_path: Path, rows: list[Row]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     report.plot(dataclasses.replace(measured(), rows=rows), path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert int.from_bytes(path.read_bytes()[16:20], "big") < 4000  # pixels across
 
 
 def test_monitor() -> None:
@@ -464,16 +493,33 @@ def test_options_of_moe_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         moe_peers.sonicmoe(tmp_path, (1, 64, 32, 1, 1), "forward")
 
 
+def flash_attention(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[Any, Any]) -> Any:
+    """FlashAttention-4's interface, of (b, s, h, d): bottom right, with the log-sum-exp."""
+    mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    left, right = (None, 0) if causal else window_size
+    mask = mask if right is None else mask.tril(right)
+    mask = mask if left is None else mask.triu(-left)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    return o.transpose(1, 2), None
+
+
 def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "DEVICE", "cpu")
     monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=flash_attention))
+    deselected: list[Any] = []
+    monkeypatch.setattr(cudnn.pygraph, "deselect_engines", lambda self, names: deselected.append(names))
     benchmark, shape = bench.find("sdpa"), (2, 70, 4, 2, 64, 64)
     for case in (attention.Case(*shape), attention.Case(*shape, causal=True, window=20, dtype="fp16")):
         for which in attention.PASSES:
             found = [x for x in attention.candidates(case, which) if x.name != attention.FLEX]
+            assert found[0].name == attention.FLASH
             assert [x.check(x.prepare()()) for x in found] == [""] * len(found), (case.label, which)
             assert found[-1].ours
             assert "wrong result: " in found[-1].check(collections.defaultdict(lambda: torch.zeros(2, 4, 70, 64)))
+    assert deselected == [["fused"]] * 6  # graphs, of which the backward pass has two: ours would be timed as cuDNN's
     assert attention.Case(1, 4, 1, 1, 8, 8, causal=True, window=1).flops("forward") == 2 * (8 - 2) * 16
     assert len(benchmark.problems(bench.Options("bf16", benchmark.quick, quick=True))) == 5
     assert len(benchmark.problems(bench.Options("bf16", all=True))) > 100

@@ -24,6 +24,9 @@ BENCHMARKS = (*registry.packages(), "moe", "nsa", "sdpa")
 Call = Callable[[], Mapping[str, Any]]
 """Computes once and gives its results, by name."""
 
+MISSING = "not installed"
+"""How the reason begins why a peer was not run that this machine does not have."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -227,17 +230,32 @@ def order(count: int, turn: int) -> list[int]:
     return places[::-1] if turn % 2 else places
 
 
+class TimingError(Exception):
+    """A call failed while it was timed: its index. The cause is what it raised."""
+
+
 def compare(
     calls: Sequence[Callable[[], Any]], clock: Clock, step: Callable[[], None] = lambda: None
 ) -> list[list[float]]:
-    """Seconds of one call, for each call and each round; ``step`` is called after each round."""
-    estimates = [min(clock.seconds(call, 3) for _ in range(2)) / 3 for call in calls]
+    """Seconds of one call, for each call and each round; ``step`` is called after each round.
+
+    Raises:
+        TimingError: a call failed.
+    """
+
+    def seconds(i: int, count: int) -> float:
+        try:
+            return clock.seconds(calls[i], count)
+        except Exception as error:  # whatever a peer may raise
+            raise TimingError(i) from error
+
+    estimates = [min(seconds(i, 3) for _ in range(2)) / 3 for i in range(len(calls))]
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(clock.rounds):
         for i in order(len(calls), turn):
-            clock.seconds(calls[i], clock.calls(estimates[i], clock.warm))
+            seconds(i, clock.calls(estimates[i], clock.warm))
             burst = clock.calls(estimates[i], clock.burst)
-            times[i].append(clock.seconds(calls[i], burst) / burst)
+            times[i].append(seconds(i, burst) / burst)
         step()
     return times
 
@@ -254,12 +272,15 @@ def measure(
     read: Callable[[], Reading | None] = lambda: None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> list[Row]:
-    """Checks and times the candidates of a problem.
+    """Checks and times the candidates of a problem. One that fails is named with what it raised; others are measured.
 
     ``read`` gives the GPU's state since it was last called, ``progress`` hears which part of the work is done.
     """
-    candidates = problem.candidates()
     blank = Row(problem.label, "", flops=problem.flops, bytes=problem.bytes)
+    try:
+        candidates = problem.candidates()
+    except Exception as error:  # such as too little memory: the other problems are still measured
+        return [replace(blank, name="operands", refused=_said(error))]
     rows: list[Row] = []
     calls: dict[int, Call] = {}
     times: dict[int, list[float]] = {}
@@ -278,13 +299,20 @@ def measure(
                 seconds, memory = candidate.outside()
                 times[i] = [seconds] * rounds
         except Exception as error:  # whatever a peer may raise: the others are still measured
-            refused = f"{type(error).__name__}: {str(error).strip()}"
+            refused = _said(error)
             calls.pop(i, None)
         rows.append(replace(blank, name=candidate.name, ours=candidate.ours, refused=refused, memory=memory))
         progress((i + 1) / len(candidates) / 2)
-    turns = iter(range(1, rounds + 1))
     read()
-    found = compare(list(calls.values()), problem.clock, lambda: progress(0.5 + next(turns) / rounds / 2))
+    found: list[list[float]] | None = None
+    while found is None:
+        turns = (0.5 + turn / rounds / 2 for turn in range(1, rounds + 1))
+        try:
+            found = compare(list(calls.values()), problem.clock, lambda left=turns: progress(next(left)))
+        except TimingError as error:
+            failed = list(calls)[error.args[0]]
+            rows[failed] = replace(rows[failed], refused=_said(error.__cause__))
+            del calls[failed]
     reading = read()
     times |= dict(zip(calls, found, strict=True))
     names = {candidates[i].name: mine for i, mine in times.items()}
@@ -293,6 +321,12 @@ def measure(
         typical = problem.clock.summary(mine) * 1e6
         rows[i] = replace(rows[i], microseconds=typical, ratios=ratios, reading=reading if i in calls else None)
     return rows
+
+
+def _said(error: BaseException | None) -> str:
+    """What was raised, in words."""
+    kind = MISSING if isinstance(error, ModuleNotFoundError) else type(error).__name__
+    return f"{kind}: {str(error).strip()}"
 
 
 def _peak(call: Call) -> float:

@@ -15,6 +15,7 @@ DATASHEET = {
     "H100 80GB HBM3": {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0},
 }
 """Dense TFLOP/s by a part of the device's name and type, at the boost clock: from NVIDIA's datasheets."""
+_IN_LINE = 12  # problems beside each other in a plot
 _TEXTS = ("title", "dtype", "device", "software")
 _OURS, _THEIRS = ("#4c8c00", "#76b900", "#b5dd6b"), ("#37474f", "#78909c", "#b0bec5", "#a1887f", "#d7ccc8")
 
@@ -116,24 +117,29 @@ def plot(report: Report, path: Path) -> None:
     problems = list(dict.fromkeys(row.problem for row in rows))
     names = list(dict.fromkeys((row.name, row.ours) for row in rows))
     memory = any(row.memory == row.memory for row in rows)
-    size = max(8.0, 1.6 * len(problems) + 2), 9.5 if memory else 5.5
-    figure, panels = pyplot.subplots(1 + memory, squeeze=False, figsize=size, layout="constrained")
-    axes = panels[-1, 0]
-    _draw_bars(axes, rows, problems, names, (lambda row: row.teraflops) if computing else (lambda row: row.terabytes))
-    if memory:
-        above = panels[0, 0]
-        _draw_bars(above, rows, problems, names, lambda row: row.memory * 1e-9)
-        above.set_xticks([])
-        above.set_ylabel("GB at the peak, beside weights and tokens")
-        above.spines[["top", "right"]].set_visible(False)
-    if computing:
-        _draw_roofs(axes, report, rows, problems)
-    axes.set_xticks(range(len(problems)), [problem.replace(" ", "\n", 1) for problem in problems], fontsize=8)
-    axes.set_ylabel("TFLOP/s, 2 M N K counted" if computing else "TB/s")
+    lines = [problems[first : first + _IN_LINE] for first in range(0, len(problems), _IN_LINE)]
+    size = max(8.0, 1.6 * min(len(problems), _IN_LINE) + 2), (9.5 if memory else 5.5) * len(lines)
+    each = 1 + memory
+    figure, panels = pyplot.subplots(each * len(lines), squeeze=False, figsize=size, layout="constrained")
+    for line, some in enumerate(lines):
+        axes = panels[each * line + memory, 0]
+        rate: Callable[[Row], float] = (lambda row: row.teraflops) if computing else (lambda row: row.terabytes)
+        _draw_bars(axes, rows, some, names, rate)
+        if memory:
+            above = panels[each * line, 0]
+            _draw_bars(above, rows, some, names, lambda row: row.memory * 1e-9)
+            above.set_xticks([])
+            above.set_ylabel("GB at the peak, beside weights and tokens")
+            above.spines[["top", "right"]].set_visible(False)
+        if computing:
+            _draw_roofs(axes, report, rows, some)
+        axes.set_xticks(range(len(some)), [problem.replace(" ", "\n", 1) for problem in some], fontsize=8)
+        axes.set_ylabel("TFLOP/s, of the products counted" if computing else "TB/s")
+        axes.set_axisbelow(True)
+        axes.yaxis.grid(color="#e0e0e0")
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_title(f"{report.title}, {report.dtype}: {report.device}", loc="left")
-    axes.set_axisbelow(True)
-    axes.yaxis.grid(color="#e0e0e0")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes = panels[-1, 0]
     axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -146,7 +152,7 @@ def _draw_bars(
     colors = {True: iter(_OURS * len(names)), False: iter(_THEIRS * len(names))}
     width = 0.85 / len(names)
     for place, (name, ours) in enumerate(names):
-        mine = [row for row in rows if row.name == name]
+        mine = [row for row in rows if row.name == name and row.problem in problems]
         left = [problems.index(row.problem) - 0.425 + width * place for row in mine]
         axes.bar(left, [value(row) for row in mine], width, align="edge", label=name, color=next(colors[ours]))
 
