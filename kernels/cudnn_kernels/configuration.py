@@ -60,10 +60,8 @@ class GemmConfiguration:
     """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
     With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. Every ``promote`` k tiles, their sum is added to float32 registers, times the
-    factors of sums where operands have such; 0: the tensor cores add up all of it. ``part`` accumulator columns pass
-    through the epilogue at a time; ``staged`` buffers hold them. ``dynamic``: whoever is done takes the next tile.
-    ``halves`` as of the problem.
+    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
+    buffers hold them. ``halves`` as of the problem.
 
     Raises:
         ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
@@ -80,10 +78,8 @@ class GemmConfiguration:
     tile: tuple[int, int, int] = (128, 256, 64)
     cluster: tuple[int, int] = (2, 1)
     pingpong: bool = False
-    promote: int = 0
     part: int = 64
     staged: int = 1
-    dynamic: bool = False
     halves: bool = False
 
     def __post_init__(self) -> None:

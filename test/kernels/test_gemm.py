@@ -50,6 +50,7 @@ SCALED: list[Types] = [
 ]
 SUMS: list[Types] = [(a, b, "float32", 128) for a, b in ((E4M3, E4M3), (E5M2, E4M3))]
 """Factors of rows of A and of blocks of B, by which the sums of 128 products are multiplied."""
+WIDENED: Types = ("bfloat16", "bfloat16", "float32", 128)  # of two k tiles, on Hopper
 TYPES = {HOPPER: PLAIN + SUMS, BLACKWELL: PLAIN + SCALED + SUMS}
 
 
@@ -74,8 +75,9 @@ def check(arch: str, types: Types, m: int, n: int, k: int, batch: int = 1, **opt
 
 
 TYPED = [(arch, types, major) for arch in ARCHES for types in TYPES[arch] for major in majors(arch, types)]
+TYPED += [(HOPPER, WIDENED, "kk")]
 BRIEF = [
-    *((HOPPER, types, "kk") for types in (PLAIN[2], PLAIN[4], SUMS[0])),
+    *((HOPPER, types, "kk") for types in (PLAIN[2], SUMS[0], WIDENED)),
     *((BLACKWELL, types, "mn") for types in (PLAIN[2], SCALED[1], SUMS[0])),
     (BLACKWELL, SCALED[-1], "kk"),
 ]
@@ -170,7 +172,7 @@ HALVES: list[tuple[str, Types, dict[str, Any]]] = [
     (BLACKWELL, PLAIN[0], {"tile": (128, 64), "cluster": (4, 1)}),
     (BLACKWELL, PLAIN[3], {"tile": (256, 64), "cluster": (2, 2)}),
     (BLACKWELL, PLAIN[2], {"tile": (256, 128), "cluster": (4, 1)}),
-    (BLACKWELL, PLAIN[0], {"tile": (256, 256), "cluster": (4, 2), "dynamic": True}),
+    (BLACKWELL, PLAIN[0], {"tile": (256, 256), "cluster": (4, 2)}),
 ]
 
 
@@ -182,27 +184,6 @@ def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
     assert torch.equal(given["d"], reference.woven(expected["d"]))
     with pytest.raises(ValueError, match="tile: got 192 columns; allowed: 64, 128, 256, of halves of B"):
         replace(c, tile=(128, 192, 64))
-
-
-DYNAMIC: list[Any] = [
-    (PLAIN[0], (128, 64), (1, 1)),
-    (PLAIN[0], (128, 64), (2, 2)),
-    (PLAIN[3], (256, 64), (2, 1)),
-    (PLAIN[0], (256, 64), (4, 2)),
-    (SCALED[0], (128, 128), (1, 1)),
-    (SCALED[-1], (256, 128), (2, 2)),
-    (SUMS[0], (256, 128), (2, 1)),
-]
-
-
-@pytest.mark.parametrize(("types", "tile", "cluster"), brief(DYNAMIC, 0))
-def test_tiles_by_cluster_launch_control(types: Types, tile: tuple[int, int], cluster: tuple[int, int]) -> None:
-    """Every tile that is not a resident cluster's first one is handed over, and whoever is done takes it."""
-    m, n = 128 * cluster[0] * 3 - 40, tile[1] * cluster[1] * 2 - 8
-    launch = check(BLACKWELL, types, m, n, 288, 2, tile=tile, cluster=cluster, dynamic=True)
-    resident = max(1, 4 // (cluster[0] * cluster[1]))
-    assert launch.grid == (*cluster, 12)
-    assert launch.operations["clusters handed out"] == 12 - resident
 
 
 @pytest.mark.parametrize(("m", "n", "k", "batch"), [(1, 1, 8, 1), (1, 129, 8, 3), (127, 3, 72, 1), (131, 67, 520, 2)])
@@ -217,7 +198,7 @@ GROUPED: list[tuple[str, Types, dict[str, Any]]] = [
     (HOPPER, PLAIN[0], {}),
     (HOPPER, PLAIN[0], {"pingpong": True, "cluster": (2, 1)}),
     (BLACKWELL, PLAIN[0], {}),
-    (BLACKWELL, PLAIN[0], {"tile": (256, 64), "cluster": (2, 1), "dynamic": True}),
+    (BLACKWELL, PLAIN[0], {"tile": (256, 64), "cluster": (2, 1)}),
 ]
 PADDED = [256, 256, 1024, 1280]
 ENDS = {
@@ -254,8 +235,7 @@ def check_rows(arch: str, types: Types, ends: list[int], pointers: bool = False,
 def test_rows_of_experts(arch: str, types: Types, choice: dict[str, Any], ends: str) -> None:
     """Experts with no rows, experts that end in the middle of a tile, more experts than a warp has lanes."""
     schedule = GroupedRows(aligned=256 if ends == "padded" else 1)
-    launch = check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
-    assert launch.grid[2] > 4 or not choice.get("dynamic")
+    check_rows(arch, types, ENDS[ends], schedule=schedule, **choice)
 
 
 @given(st.integers(1, 5000), st.integers(1, 148))
@@ -470,7 +450,7 @@ def test_rows_of_a_by_number(grouped: Any, ends: str) -> None:
 def test_k_of_operands_by_number(grouped: Any, index: str, ends: list[int]) -> None:
     """Weight gradients of tokens that lie anywhere; their operands' rows end within a tile."""
     arch, types, choice = grouped
-    wide = {"tile": (256, 128)} if "b" in index and choice.get("dynamic") else {}  # for two CTAs, 128 bytes each
+    wide = {"tile": (256, 128)} if "b" in index and "tile" in choice else {}  # for two CTAs, 128 bytes each
     check_k(arch, types, ends, major="mn", index=index, **{**choice, **wide})
 
 
@@ -523,7 +503,6 @@ def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: An
     height, width = tile[0] * cluster[0], tile[1] * cluster[1]
     if arch == BLACKWELL:
         height = 128 * cluster[0]
-    dynamic = arch == BLACKWELL and draw.random() < 0.5
     return {
         "m": size(height * 3 // 2, max(step if major[0] != "k" else 1, 4 if out == "m" else 1)),
         "n": size(width * 3 // 2, max(step if major[1] != "k" else 1, 4 if out == "n" else 1)),
@@ -532,7 +511,6 @@ def problem(draw: random.Random, arch: str, types: Types, tile: Any, cluster: An
         "major": major,
         "out": out,
         **options(arch, tile, cluster),
-        **({"dynamic": True} if dynamic else {}),
     }
 
 

@@ -47,11 +47,9 @@ def configuration(
 
 
 def fitted(c: GemmConfiguration, arch: str) -> GemmConfiguration:
-    """The same for an architecture: Hopper promotes sums of fp8 products, and what two warpgroups have there on their
-    own, a CTA of a pair has on Blackwell.
-    """
+    """The same for an architecture: what a warpgroup has on its own on Hopper, a CTA of a pair has on Blackwell."""
     if arch == HOPPER:
-        return replace(c, promote=(1 if c.a.scale else 4) if c.a.bits == 8 else 0)  # 4: sums of which a part is left
+        return c
     rows = 256 if c.pingpong else max(c.tile[0], 128)
     return replace(c, pingpong=False, tile=(rows, *c.tile[1:]), cluster=(c.cluster[0] * rows // 128, c.cluster[1])
                    if c.pingpong else c.cluster)  # fmt: skip

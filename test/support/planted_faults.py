@@ -68,8 +68,8 @@ FAULTS = [
     ),
     Fault(
         "partial sum of the fp8 promotion", f"{KERNELS}/sm90/gemm.py",
-        "k % promote == promote - 1 or k == k_tiles - 1", "k % promote == promote - 1",
-        _test("kernels/test_gemm.py", "test_promotion or (test_types_and_majors and sm_90a)"),
+        "k % together == together - 1 or k == k_tiles - 1", "k % together == together - 1",
+        _test("kernels/test_gemm.py", "test_types_and_majors and sm_90a"),
     ),
     # epilogues
     Fault(

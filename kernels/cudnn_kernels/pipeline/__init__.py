@@ -1,6 +1,7 @@
 """What kernels of all kinds share: rings of buffers, clusters, the copy engine's tensors, tensor cores' operands.
 
 ``ring`` holds buffers with two barriers each, ``cluster`` the CTAs that start together, ``copy`` the copy engine's view
-of tensors, ``wgmma`` Hopper's tensor cores, ``tensor_memory`` Blackwell's memory for accumulators, ``barriers`` the
-named barriers of a CTA. A kernel has roles, methods that some of its warps run; what passes between roles is in rings.
+of tensors, ``gather`` lines of operands by their numbers, ``factors`` those of sums, ``mainloop`` what GEMMs of all
+architectures do from arguments to launch, ``wgmma`` Hopper's tensor cores, ``barriers`` the named barriers of a CTA. A
+kernel has roles, methods that some of its warps run; what passes between roles is in rings.
 """

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, TFloat32
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, Int64
 
 PIECE = 16  # bytes: addresses and strides that the copy engine knows are multiples
-
-
-@dataclass
-class Operand:
-    """An operand (rows, k, l) on Hopper: the copy engine's atom and view, the ring, its box.
-
-    ``share`` CTAs fetch a part of each tile and send it to all.
-    """
-
-    atom: Any
-    tensor: cute.Tensor
-    ring: cute.Tensor
-    shape: tuple[Any, int]
-    share: int
-
-
-def fetch(o: Operand, start: tuple[Any, Any], last: Any, stage: Int32, full: Any, place: Int32, mask: Any) -> None:
-    """Starts the copy of the tile whose first element is ``start``, for the last index ``last``, into a buffer.
-
-    This CTA is the one with the number ``place`` of those that share the tile, which are ``mask`` in the cluster.
-    """
-    moved = cute.domain_offset((*start, 0), o.tensor)
-    tile = cute.local_tile(moved, o.shape, (0, 0, last))
-    target, source = cpasync.tma_partition(
-        o.atom, place, cute.make_layout(o.share), cute.group_modes(o.ring, 0, 2), cute.group_modes(tile, 0, 2)
-    )
-    mask = mask if o.share > 1 else None
-    cute.copy(o.atom, source, target[None, stage], tma_bar_ptr=full, mcast_mask=mask)
 
 
 def woven(tensor: cute.Tensor, block: int) -> cute.Tensor:
@@ -61,16 +31,6 @@ def unwoven(row: Int32, rows: Int32, block: int) -> Int32:
 def woven_rows(count: int, block: int) -> tuple[int, int, int]:
     """The shape of so many rows of such a view."""
     return (block, 2, count // (2 * block))
-
-
-def descriptor(tensor: cute.Tensor, shape: tuple[Any, int], layout: Any, share: int = 1) -> tuple[Any, Any]:
-    """The copy engine's atom and view of a tensor, for boxes of a shape that ``share`` CTAs fetch together.
-
-    It rounds float32 to tf32, to nearest; wgmma would truncate.
-    """
-    op = cpasync.CopyBulkTensorTileG2SOp() if share == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    kind = TFloat32 if tensor.element_type == Float32 else None
-    return cpasync.make_tiled_tma_atom(op, tensor, layout, shape, num_multicast=share, internal_type=kind)
 
 
 HALF = 30  # bits of a distance, in pieces, that each of two parts of a last index has: together all 60

@@ -1,12 +1,9 @@
 """How the roles of a kernel learn which tile is next.
 
-Where a tile is found by arithmetic, every role computes it. Where it takes a search, or an answer of the hardware, one
-warp of the CTA finds it, ahead of the others, and puts it in a small ring in shared memory that all other roles read.
+Where a tile is found by arithmetic, every role computes it. Where it takes a search, one warp of the CTA finds it,
+ahead of the others, and puts it in a small ring in shared memory that all other roles read.
 
-Clusters take every n-th tile, of n clusters, as few as take no more turns than all would; or what Blackwell's cluster
-launch control hands out: then there are as many clusters as tiles, most of which never start; a running one cancels one
-that has not, and takes its tile. Clusters that are done early take more, which is for tiles that differ in what they
-cost.
+Clusters take every n-th tile, of n clusters, as few as take no more turns than all would.
 """
 
 from __future__ import annotations
@@ -15,17 +12,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineClcFetchAsync
 
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.schedule.tiles import Extent, Tiles, Work, share
 
 STAGES = 4
 NONE = 1 << 30  # the number of no tile
-ANSWER, ANSWERS = 16, 2  # bytes of an answer of cluster launch control, and buffers for them
 
 Cursor = tuple[Any, ...]
 """A role's place: the number of a tile, or a buffer of the ring, its phase, and the tile that was in it.
@@ -38,35 +32,20 @@ class Feed:
     """The tiles of this cluster. So many warps of the CTA as there are ``readers`` ask for them.
 
     A warp that has asked once asks until it is told that there is none; with ``turns``, where warpgroups take every
-    second tile, it may then ask once more. ``cluster`` is the layout of the CTAs that share the answers of cluster
-    launch control, where ``dynamic``.
+    second tile, it may then ask once more.
     """
 
-    def __init__(
-        self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, dynamic: bool = False, cluster: Any = None,
-        turns: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, tiles: Tiles, parameters: Any, readers: Any, smem: Any, turns: bool = False) -> None:
         _, _, self.index = cute.arch.block_idx()
         _, _, self.step = cute.arch.grid_dim()
-        self.tiles, self.parameters, self.readers, self.dynamic = tiles, parameters, readers, dynamic
+        self.tiles, self.parameters, self.readers = tiles, parameters, readers
         self.ends = 2 if turns else 1  # tiles that there are not, at the end of the ring
-        self.broadcast = tiles.o.searches or dynamic
+        self.broadcast = tiles.o.searches
         if self.broadcast:
             self.ring = Ring.allocate(smem, STAGES)
             common = tiles.common(parameters)
             self.told = [field.name for field in fields(Work) if field.name not in common]
             self.words = smem.allocate_tensor(Int32, cute.make_layout((len(self.told), STAGES)), byte_alignment=16)
-        if dynamic:
-            self.answers = smem.allocate_array(Int32, ANSWER // 4 * ANSWERS, byte_alignment=ANSWER)
-            self.queries = PipelineClcFetchAsync.create(
-                num_stages=ANSWERS,
-                producer_group=CooperativeGroup(Agent.Thread),
-                consumer_group=CooperativeGroup(Agent.Thread, cute.size(cluster)),
-                tx_count=ANSWER,
-                barrier_storage=smem.allocate_array(cutlass.Int64, 2 * ANSWERS),
-                cta_layout_vmnk=cluster,
-                defer_sync=True,
-            )
 
     def extent(self) -> Extent:
         """The product's size."""
@@ -136,13 +115,10 @@ class Feed:
 
     @cute.jit
     def serve(self) -> None:
-        """One warp: finds the tiles for all roles. With cluster launch control, that of the first CTA asks for all."""
+        """One warp: finds the tiles for all roles."""
         stage, phase = Int32(0), Int32(1)
-        index, step, more, ends = self.index, self.step, Int32(1), Int32(self.ends)
+        index, step, ends = self.index, self.step, Int32(self.ends)
         state = self.tiles.start()
-        if const_expr(self.dynamic):
-            writer, reader = self.queries.make_producer(), self.queries.make_consumer()
-            leads = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) == 0
         while ends > 0:
             work, state = self.tiles.find(self.parameters, index, state)
             cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
@@ -150,35 +126,13 @@ class Feed:
                 self.write(stage, work)
                 cute.arch.mbarrier_arrive(self.ring.full + stage)
             stage, phase = advanced(self.ring, stage, phase)
-            more = work.valid
-            ends -= 1 - more
-            if const_expr(not self.dynamic):
-                if const_expr(not self.tiles.counts):
-                    if index == self.index and more != 0:
-                        # All have their first tile. The others are for as many clusters as take no more turns.
-                        step = share(self.tiles.all(self.parameters) - self.step, self.step)
-                        index = self.step - step + self.index if self.index < step else Int32(NONE)
-                index += step
-            elif more != 0:  # whoever was told that there are no more may not ask again
-                if leads:
-                    free = writer.acquire_and_advance()
-                    with cute.arch.elect_one():
-                        cute.arch.issue_clc_query(free.barrier, self.answer(free.index))
-                answer = reader.wait_and_advance()
-                _, _, number, valid = cute.arch.clc_response(self.answer(answer.index))
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    answer.release()
-                index = number if valid != 0 else Int32(NONE)
-                state = self.tiles.start()  # tiles come in no order
-        if const_expr(self.dynamic):
-            if leads:
-                writer.tail()
-
-    def answer(self, stage: Int32) -> cute.Pointer:
-        """Where an answer of cluster launch control is put."""
-        return (self.answers + stage * (ANSWER // 4)).align(ANSWER)
+            ends -= 1 - work.valid
+            if const_expr(not self.tiles.counts):
+                if index == self.index and work.valid != 0:
+                    # All have their first tile. The others are for as many clusters as take no more turns.
+                    step = share(self.tiles.all(self.parameters) - self.step, self.step)
+                    index = self.step - step + self.index if self.index < step else Int32(NONE)
+            index += step
 
     def write(self, stage: Int32, work: Work) -> None:
         """One thread: puts a tile into a buffer."""

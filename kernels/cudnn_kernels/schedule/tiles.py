@@ -81,18 +81,14 @@ class Tiles(ABC):
         """The product's size."""
         return Extent(*parameters[:SIZES])
 
-    def limit(self, parameters: Any) -> Any:
-        """How many tiles there can be, at most."""
-        return self.extent(parameters).limit
-
     def clusters(self, parameters: Any, most: Any) -> Any:
         """How many clusters to start, on the host, of ``most`` at a time."""
-        count = self.limit(parameters)
+        count = self.extent(parameters).limit
         return share(count, most) if self.counts else cutlass.min(count, most)
 
     @abstractmethod
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
-        """The same, on the host, for m x n tiles."""
+        """How many tiles there can be, on the host, for m x n tiles."""
 
     @abstractmethod
     def find(self, parameters: Any, index: Any, state: Any) -> tuple[Work, Any]:
@@ -100,7 +96,7 @@ class Tiles(ABC):
 
     def exists(self, parameters: Any, index: Any) -> Any:
         """Whether there is a tile of a number, where arithmetic tells."""
-        return index < self.limit(parameters)
+        return index < self.extent(parameters).limit
 
     @abstractmethod
     def common(self, parameters: Any) -> dict[str, Any]:

@@ -38,21 +38,18 @@ from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
+from cudnn_kernels.epilogue.operation import Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
-from cudnn_kernels.pipeline.factors import Factors, Side
-from cudnn_kernels.pipeline.gather import ENTRY, Gather, Lines, arrive_once, selected
+from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once
+from cudnn_kernels.pipeline.mainloop import Mainloop
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
-from cudnn_kernels.schedule.tiles import tiles_of
-from cudnn_kernels.shared_memory import ring_stages
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
 
@@ -61,62 +58,43 @@ SUMS = 3  # accumulators, where each k tile has one; one more is for what they a
 CHUNK = 32  # columns of sums that are added up at a time
 
 
-class Gemm:
+class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
+    splits_sums = False
+
     def __init__(self, configuration: Configuration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration, ROWS)
+        c = configuration
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
-        self.tiles = tiles_of(c.schedule, ROWS * c.cluster[0], c.tile[1] * c.cluster[1])
-        self.sides = self.factor_sides()
         most = SUMS if self.sides else 2
         self.accumulators = min(most, (COLUMNS - self.factor_columns()) // c.tile[1])
         self.apart = c.block if c.halves and c.block > BLOCK else 0  # columns from one half's to the other's
-        self.broadcast = c.dynamic or c.schedule.searches
-        self.factor_warp = FEED_WARP + 1 if self.broadcast else FEED_WARP
+        self.factor_warp = FEED_WARP + c.schedule.searches
         self.gather_warp = self.factor_warp + bool(self.sides)
-        self.warps = self.gather_warp + (GATHER_WARPS if c.gathers else 0)
-        self.epilogue = Epilogue(c.epilogue, self.plan())
+        self.threads = 32 * (self.gather_warp + (GATHER_WARPS if c.gathers else 0))
+        self.epilogue = self.epilogue_of(
+            rows=ROWS,
+            groups=1,
+            threads=ROWS,
+            layout=TensorMemoryRows(),
+            tiled_copy=lambda atom, width: cute.make_tiled_copy_tv(
+                atom, cute.make_layout((ROWS, 1)), cute.make_layout((1, width))
+            ),
+            fragment=lambda dtype, width: cute.make_rmem_tensor(((1, width), 1, 1), dtype),
+        )
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        slots = self.c.slots()
-        named = bind(slots, arguments)
-        self.launch({**named, **divided(slots, named, self.c.regions)})
-
-    def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
-        c = self.c
-        cm, cn = c.cluster
+    def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        c, views = self.c, dict(arguments)
         mma, whole = self.tiled_mma(), self.tiled_mma(tcgen05.CtaGroup.ONE)
-        views = dict(arguments)
         operands = tile_operands(c, mma, whole, self.tiles.clips_k)
-        gathered = tuple((arguments[x], arguments[getattr(c, x).index]) for x in c.gathers)
         for operand in operands:
-            views[operand.name] = operand.view(arguments.get(operand.name), views)
-        for which, given in zip(c.gathers, gathered, strict=True):
-            views[which] = selected(*given, self.tiles.clips_k)
-        a, b = views["a"], (arguments if const_expr(c.halves) else views)["b"]
-        scheduled = self.tiles.prepare(a, b, arguments)
-        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
-        parameters = self.epilogue.prepare(arguments)
-        most = arguments["multiprocessors"] // (cm * cn)
-        clusters = self.tiles.limit(scheduled) if const_expr(c.dynamic) else self.tiles.clusters(scheduled, most)
-        factors = Factors.arguments(arguments, self.sides)
+            views[operand.name] = operand.viewed(views)
         copied = [operand for operand in operands if operand.name not in c.gathers]
         made = [operand.descriptor(views[operand.name]) for operand in copied]
-        atoms, tensors = [atom for atom, _ in made], [tensor for _, tensor in made]
         pointers = [arguments.get(f"{operand.name}_ptrs") for operand in copied]
-        self.kernel(mma, whole, atoms, tensors, pointers, gathered, factors, scheduled, parameters).launch(
-            grid=[cm, cn, clusters],
-            block=[32 * self.warps, 1, 1],
-            cluster=[cm, cn, 1],
-            stream=arguments["stream"],
-            min_blocks_per_mp=1,
-        )
-        self.epilogue.follow(arguments)
+        return mma, whole, [atom for atom, _ in made], [tensor for _, tensor in made], pointers
 
     def tiled_mma(self, group: Any = None) -> cute.TiledMma:
         """The product of a tile with one instruction's depth of k; of a CTA's part, by a group of one."""
@@ -138,44 +116,6 @@ class Gemm:
         """Columns of tensor memory for a k tile's factors: 128 rows of four bytes each fill four."""
         c, scale = self.c, self.c.tensor_core_scale
         return (1 + -(-c.tile[1] // ROWS)) * c.tile[2] // scale.vector if scale else 0
-
-    def factor_sides(self) -> tuple[Side, ...]:
-        """The factors of sums, of A and of B, where the operands have such.
-
-        Raises:
-            ValueError: a k tile is not what has a factor, or ends where experts do.
-        """
-        c = self.c
-        if not c.scales_sums:
-            return ()
-        if c.a.scale.vector != c.tile[2] or self.tiles.clips_k:
-            raise ValueError(f"{c}: factors of sums need k tiles of {c.a.scale.vector}")
-        return Side(c.a.scale, ROWS), Side(c.b.scale, c.tile[1], c.halves)
-
-    def stages(self) -> int:
-        """Buffers that fit beside the epilogue's."""
-        numbers = len(self.c.gathers) * ENTRY * (self.c.tile[2] if self.tiles.clips_k else ROWS)
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
-
-    def plan(self) -> Plan:
-        """What the epilogue must know."""
-
-        def tiled_copy(atom: Any, width: int) -> cute.TiledCopy:
-            return cute.make_tiled_copy_tv(atom, cute.make_layout((ROWS, 1)), cute.make_layout((1, width)))
-
-        return Plan(
-            rows=ROWS,
-            width=self.c.part,
-            tile_columns=self.c.tile[1],
-            groups=1,
-            threads=ROWS,
-            stages=self.c.staged,
-            layout=TensorMemoryRows(),
-            tiled_copy=tiled_copy,
-            fragment=lambda dtype, width: cute.make_rmem_tensor(((1, width), 1, 1), dtype),
-            clips_rows=self.tiles.clips_rows,
-            offsets=self.tiles.row_offsets,
-        )
 
     @cute.kernel
     def kernel(
@@ -208,7 +148,7 @@ class Gemm:
         self.epilogue.enter(parameters, smem)
         readers = 1 + ROWS // 32 + (place[0] == 0)  # warps of this CTA that load, finish and, first of a pair, multiply
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
-        self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides) + gatherers, smem, self.c.dynamic, cluster)
+        self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides) + gatherers, smem)
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, 1, ROWS // 32, smem)
         if thread == 0:
@@ -243,7 +183,7 @@ class Gemm:
             cta_layout_vmnk=cluster,
         )
 
-        if const_expr(self.broadcast):
+        if const_expr(self.feed.broadcast):
             if warp == FEED_WARP:
                 self.feed.serve()
         if const_expr(self.sides):
@@ -276,11 +216,6 @@ class Gemm:
             cute.arch.cluster_wait()
 
     name(kernel, "cudnn_gemm_sm100")
-
-    def begins(self, work: Any) -> tuple[Int32, Int32]:
-        """This CTA's first row and column of a cluster's tile."""
-        bm, bn, _ = cute.arch.block_idx()
-        return work.row + bm * ROWS, (work.column * self.c.cluster[1] + bn) * self.c.tile[1]
 
     def own(self, work: Any) -> tuple[Int32, Int32]:
         """The first row and column of what this CTA of a pair has in its shared memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,13 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
-from cutlass import Float32, Int32, TFloat32, Uint8
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.pipeline.copy import clipped, ending, everywhere, far, granule, matrices, woven, woven_rows
+from cudnn_kernels.pipeline import tile_operand
+from cudnn_kernels.pipeline.copy import clipped, everywhere, far
 from cudnn_kernels.schedule.tiles import Extent, Work
 
 ROWS = 128  # of a CTA's tile: lanes of tensor memory, and threads of the epilogue
@@ -56,30 +57,15 @@ MAKERS = (
 )  # fmt: skip
 
 
-class TileOperand(ABC):
-    """One argument of the kernel that the copy engine brings to shared memory: of the side 0, A, or 1, B.
+class TileOperand(tile_operand.TileOperand):
+    """An operand, or its factors. ``mma`` says how the CTAs of a pair share it."""
 
-    ``mma`` says how the CTAs of a pair share it.
-    """
-
-    def __init__(self, c: GemmConfiguration, side: int, element: Any, mma: cute.TiledMma, clips: bool) -> None:
-        self.c, self.side, self.element, self.mma, self.clips = c, side, element, mma, clips
-        self.operand, self.makers, self.name = (c.a, c.b)[side], MAKERS[side], "ab"[side]
+    def __init__(self, c: GemmConfiguration, side: int, mma: cute.TiledMma, clips: bool) -> None:
+        super().__init__(c, side, clips)
+        self.mma, self.makers = mma, MAKERS[side]
 
     @abstractmethod
-    def layout(self, stages: int) -> Any:
-        """The ring of tiles in shared memory."""
-
-    @abstractmethod
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        """The copy engine's atom and view of the operand."""
-
-    @abstractmethod
-    def bits(self) -> int:
-        """Of a tile in one CTA."""
-
-    @abstractmethod
-    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+    def viewed(self, arguments: Any) -> cute.Tensor:
         """The argument as the tensor cores know it, or any at an address; ``arguments`` has the operands before it."""
 
     @abstractmethod
@@ -98,13 +84,7 @@ class TileOperand(ABC):
         """The layout of one tile in shared memory."""
         return cute.slice_(self.layout(1), (None, None, None, 0))
 
-    def allocate(self, smem: Any, stages: int) -> cute.Tensor:
-        """The ring."""
-        layout = self.layout(stages)
-        return smem.allocate_tensor(self.element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-
     def place(self, row: int, k: int) -> int:
-        """Where an element (row, k) of what a CTA has of a tile lies in the first buffer."""
         layout = self.layout(1).outer
         depth = cute.size(layout, mode=[0, 1])
         return cute.crd2idx(((row, k % depth), 0, k // depth, 0), layout)
@@ -128,41 +108,25 @@ class TileOperand(ABC):
 
 
 class Values(TileOperand):
-    """Elements, of which a pair's CTAs have half of A's rows each, and half of B's.
+    """Elements, of which a pair's CTAs have half of A's rows each, and half of B's."""
 
-    The copy engine rounds float32 to tf32, to nearest; the tensor cores would truncate.
-    """
-
-    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
-        if tensor is None:
-            packed = self.operand.packed
-            element = Uint8 if packed > 1 else self.element
-            k = arguments["a"].shape[1] // packed
-            tensor = matrices(element, arguments["n"], k, self.operand.major == "k", arguments["b_ptrs"])
-        if self.clips:
-            tensor = ending(tensor, 1)
-        tensor = cute.recast_tensor(tensor, self.element) if self.element.width == 4 else tensor
-        return woven(tensor, self.c.block) if self.side and self.c.halves else tensor
+    def viewed(self, arguments: Any) -> cute.Tensor:
+        return self.view(arguments[self.name])
 
     def tiler(self) -> tuple[Any, ...]:
         m, n, k = self.c.tile
-        return (m, woven_rows(n, self.c.block) if self.side and self.c.halves else n, k)
+        return (m, self.rows if self.side else n, k)
 
     def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
-        depth, k = self.c.tile[2], place.k
-        if self.clips:
-            k, last = clipped(k, place.work.k_end, depth, granule(self.element, self.operand.major == "k"))
-        moved = cute.domain_offset((place.start[self.side], k, 0), tensor)
-        return cute.local_tile(moved, (self.tiler()[self.side], depth), (0, 0, last))
+        return self.part(tensor, place.start[self.side], place.k, place.work.k_end, last)
 
     def layout(self, stages: int) -> Any:
         return self.makers.layouts[0](self.mma, self.c.tile, self.element, stages)
 
     def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
         op = self.makers.atoms[0](self.c.cluster, self.mma.thr_id)
-        kind = TFloat32 if self.element == Float32 else None
         shape = self.cluster().shape
-        return self.makers.descriptor(op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=kind)
+        return self.makers.descriptor(op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=self.kind)
 
     def bits(self) -> int:
         m, n, k = self.c.tile
@@ -182,12 +146,14 @@ class ScaleFactors(TileOperand):
         self, c: GemmConfiguration, side: int, mma: cute.TiledMma, operation: cute.TiledMma, clips: bool
     ) -> None:
         assert c.tensor_core_scale is not None
-        super().__init__(c, side, DTYPES[c.tensor_core_scale.dtype], mma, clips)
-        self.name, self.operation, self.vector = f"sf{self.name}", operation, c.tensor_core_scale.vector
+        super().__init__(c, side, mma, clips)
+        self.element, self.vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
+        self.name, self.operation = f"sf{self.name}", operation
         self.atom = 4 * self.vector  # values along k whose factors are in an atom
         self.atoms = c.tile[2] // self.atom  # of a k tile and 128 rows
 
-    def view(self, tensor: cute.Tensor | None, arguments: Any) -> cute.Tensor:
+    def viewed(self, arguments: Any) -> cute.Tensor:
+        tensor = arguments.get(self.name)
         if self.clips:  # of 128 rows, as by ``ending``: the last index is the number of the atom where a k tile ends
             assert tensor is not None
             steps, end = far(1)
@@ -250,7 +216,7 @@ def tile_operands(
     c: GemmConfiguration, mma: cute.TiledMma, whole: cute.TiledMma, clips_k: bool = False
 ) -> list[TileOperand]:
     """All operands. ``mma`` is the operation, ``whole`` that of one CTA; ``clips_k``: k tiles end where experts do."""
-    found: list[TileOperand] = [Values(c, side, DTYPES[x.dtype], mma, clips_k) for side, x in enumerate((c.a, c.b))]
+    found: list[TileOperand] = [Values(c, side, mma, clips_k) for side in range(2)]
     if c.tensor_core_scale:
         found.append(ScaleFactors(c, 0, whole if clips_k else mma, mma, clips_k))
         found.append(ScaleFactors(c, 1, whole, mma, clips_k))

@@ -15,50 +15,33 @@ of the first warpgroup bring to shared memory. These warps also start the copies
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
-from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
-from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.epilogue.operation import Tile
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import HopperGemm as Barrier
 from cudnn_kernels.pipeline.cluster import Cluster, meet, release
-from cudnn_kernels.pipeline.copy import (
-    Operand,
-    address,
-    clipped,
-    descriptor,
-    ending,
-    fetch,
-    granule,
-    matrices,
-    woven,
-    woven_rows,
-)
-from cudnn_kernels.pipeline.factors import Factors, Side
-from cudnn_kernels.pipeline.gather import ENTRY, Boxes, Gather, Lines, boxes_of, selected
+from cudnn_kernels.pipeline.copy import address
+from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.pipeline.gather import Boxes, Gather, Lines, boxes_of
+from cudnn_kernels.pipeline.mainloop import Mainloop
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.feed import Feed
-from cudnn_kernels.schedule.tiles import tiles_of
-from cudnn_kernels.shared_memory import ring_stages
-from cudnn_kernels.signature import bind
+from cudnn_kernels.sm90.heuristics import promotes
+from cudnn_kernels.sm90.tile_operand import TileOperand
 
 GROUP = 128  # threads of a warpgroup
 WARPS = GROUP // 32
@@ -68,136 +51,54 @@ LOAD_WARP, FEED_WARP, MORE_WARPS = 0, 1, (2, 3)  # of the first warpgroup; the l
 SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as registers allow
 
 
-class Gemm:
+class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
+    splits_sums = True
+    threads = GROUP * (1 + CONSUMERS)
+
     def __init__(self, configuration: Configuration) -> None:
-        c = self.c = configuration
-        self.a_type, self.b_type = DTYPES[c.a.dtype], DTYPES[c.b.dtype]
+        c = configuration
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
-        self.tiles = tiles_of(c.schedule, self.tile_m * c.cluster[0], self.tile_n * c.cluster[1])
-        self.granules = tuple(granule(DTYPES[x.dtype], x.major == "k") if self.tiles.clips_k else 0 for x in (c.a, c.b))
+        super().__init__(c, self.tile_m)
+        self.operands = [TileOperand(c, side, self.tiles.clips_k) for side in range(2)]
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
+        self.promotes = promotes(c)
+        self.together = c.a.scale.vector // self.tile_k if c.scales_sums else 1  # k tiles whose sum is promoted
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
-        self.sides = self.factor_sides()
         self.boxes = bool(c.gathers) and not self.tiles.clips_k  # whether the copy engine gathers
         self.threads_copy = bool(c.gathers) and not self.boxes
         self.registers = COPY_REGISTERS if self.sides or self.threads_copy else REGISTERS
-        self.copied = [side for side, operand in enumerate((c.a, c.b)) if not operand.index]  # by the copy engine
-        self.counted = (0, 1) if self.boxes else self.copied  # whose bytes a buffer's barrier awaits
-        self.layouts = tuple(
-            LayoutEnum.ROW_MAJOR if operand.major == "k" else LayoutEnum.COL_MAJOR for operand in (c.a, c.b)
+        self.copied = [x for x in self.operands if not x.operand.index]  # by the copy engine
+        self.epilogue = self.epilogue_of(
+            rows=self.group_rows,
+            groups=CONSUMERS,
+            threads=GROUP,
+            layout=WgmmaRows(slots=2 * (self.group_rows // 64)),
+            tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
+            fragment=self.fragment,
         )
-        self.epilogue = Epilogue(c.epilogue, self.plan())
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        slots = self.c.slots()
-        named = bind(slots, arguments)
-        self.launch({**named, **divided(slots, named, self.c.regions)})
+    def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        made = [operand.descriptor(operand.view(arguments[operand.name])) for operand in self.copied]
+        pointers = arguments["b_ptrs"] if self.c.b.pointers else None  # a prepared operand is a tensor
+        return [atom for atom, _ in made], [tensor for _, tensor in made], pointers
 
-    def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
-        a, b, pointers = arguments["a"], arguments.get("b"), None
-        if const_expr(self.c.b.pointers):  # prepared operands are a tensor, wherever they came from
-            pointers = arguments["b_ptrs"]
-            b = matrices(self.b_type, arguments["n"], a.shape[1], self.c.b.major == "k", pointers)
-        gathered = tuple(
-            (boxes_of(arguments[x]) if self.boxes else arguments[x], arguments[getattr(self.c, x).index])
-            for x in self.c.gathers
-        )
-        a, b = (selected(x, arguments.get(o.index), self.tiles.clips_k) for x, o in ((a, self.c.a), (b, self.c.b)))
-        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
-        cm, cn = self.c.cluster
-        scheduled = self.tiles.prepare(a, b, arguments)
-        parameters = self.epilogue.prepare(arguments)
-        clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // self.cluster.size)
-        layouts = [cute.slice_(x, (None, None, 0)) for x in self.operand_layouts(1)]
-        if const_expr(self.tiles.clips_k):
-            a, b = ending(a, 1), ending(b, 1)
-        if const_expr(self.c.halves):
-            b = woven(b, BLOCK)
-        made = [
-            descriptor((a, b)[side], (self.rows()[side], self.tile_k), layouts[side], (cn, cm)[side])
-            for side in self.copied
-        ]
-        self.kernel(
-            [atom for atom, _ in made],
-            [tensor for _, tensor in made],
-            pointers,
-            gathered,
-            Factors.arguments(arguments, self.sides),
-            scheduled,
-            parameters,
-        ).launch(
-            grid=[cm, cn, clusters],
-            block=[GROUP * (1 + CONSUMERS), 1, 1],
-            cluster=[cm, cn, 1],
-            stream=arguments["stream"],
-            min_blocks_per_mp=1,
-        )
-        self.epilogue.follow(arguments)
-
-    def factor_sides(self) -> tuple[Side, ...]:
-        """The factors of sums, of A and of B, where the operands have such.
-
-        Raises:
-            ValueError: k tiles that are no share of what has a factor, or that end where experts do.
-        """
-        c = self.c
-        if not c.scales_sums:
-            return ()
-        if c.a.scale.vector != self.tile_k * c.promote or c.pingpong or self.tiles.clips_k:
-            raise ValueError(f"{c}: factors of sums need promoted sums of {c.a.scale.vector}, of a shared tile")
-        return Side(c.a.scale, self.tile_m), Side(c.b.scale, self.tile_n, c.halves)
-
-    def rows(self) -> tuple[int, Any]:
-        """The shapes of the rows of A and of B in a tile."""
-        return self.tile_m, woven_rows(self.tile_n, BLOCK) if self.c.halves else self.tile_n
-
-    def operand_layouts(self, stages: int) -> tuple[Any, Any]:
-        """A's and B's rings in shared memory."""
-        return (
-            sm90.make_smem_layout_a(self.layouts[0], self.c.tile, self.a_type, stages),
-            sm90.make_smem_layout_b(self.layouts[1], self.c.tile, self.b_type, stages),
-        )
+    def lines(self, tensor: cute.Tensor) -> Any:
+        return boxes_of(tensor) if self.boxes else tensor
 
     def tiled_mma(self, width: int) -> cute.TiledMma:
         """One warpgroup's product with ``width`` columns."""
-        majors = [OperandMajorMode.K if m == "k" else OperandMajorMode.MN for m in (self.c.a.major, self.c.b.major)]
-        return cute.make_tiled_mma(cute.make_mma_atom(mma_operation(self.a_type, self.b_type, width, *majors)))
+        a, b = self.operands
+        return cute.make_tiled_mma(cute.make_mma_atom(mma_operation(a.element, b.element, width, a.major, b.major)))
 
     def fragment(self, dtype: Any, width: int, rows: int = 0) -> cute.Tensor:
         """Registers for ``width`` columns of a warpgroup's rows, or of so many, in the accumulator's order."""
         return cute.make_rmem_tensor(self.tiled_mma(width).partition_shape_C((rows or self.group_rows, width)), dtype)
 
-    def plan(self) -> Plan:
-        """What the epilogue must know."""
-        return Plan(
-            rows=self.group_rows,
-            width=self.c.part,
-            tile_columns=self.tile_n,
-            groups=CONSUMERS,
-            threads=GROUP,
-            stages=self.c.staged,
-            layout=WgmmaRows(slots=2 * (self.group_rows // 64)),
-            tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
-            fragment=self.fragment,
-            clips_rows=self.tiles.clips_rows,
-            offsets=self.tiles.row_offsets,
-        )
-
-    def stages(self) -> int:
-        """Buffers that fit beside the epilogue's."""
-        numbers = len(self.c.gathers) * ENTRY * (self.tile_k if self.tiles.clips_k else self.tile_m)
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
-
-    def stage_bytes(self, sides: Sequence[int] = (0, 1)) -> int:
-        """Bytes of a tile of A and a tile of B, or of one of them."""
-        bits = (self.tile_m * self.a_type.width, self.tile_n * self.b_type.width)
-        return sum(bits[side] for side in sides) * self.tile_k // 8
+    def stage_bytes(self) -> int:
+        return sum(operand.bits() for operand in self.operands) // 8
 
     @cute.kernel
     def kernel(
@@ -217,9 +118,7 @@ class Gemm:
         group = cute.arch.make_warp_uniform(thread // GROUP)
 
         smem = SmemAllocator()
-        layout_a, layout_b = self.operand_layouts(stages)
-        sA = smem.allocate_tensor(self.a_type, layout_a.outer, byte_alignment=1024, swizzle=layout_a.inner)
-        sB = smem.allocate_tensor(self.b_type, layout_b.outer, byte_alignment=1024, swizzle=layout_b.inner)
+        sA, sB = (operand.allocate(smem, stages) for operand in self.operands)
         ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
@@ -239,13 +138,12 @@ class Gemm:
         cute.arch.mbarrier_init_fence()
         meet(self.cluster)
 
-        self.brought = self.copied_operands(atoms, tensors, (sA, sB))
         if const_expr(gatherers):
-            self.gathers = self.gather(gathered, ((sA, layout_a), (sB, layout_b)), ring, smem)
+            self.gathers = self.gather(gathered, (sA, sB), ring, smem)
         if group == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == LOAD_WARP:
-                self.produce(pointers, ring)
+                self.produce(atoms, tensors, pointers, (sA, sB), ring)
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
                     self.feed.serve()
@@ -265,10 +163,10 @@ class Gemm:
     name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
-    def produce(self, pointers: cute.Tensor | None, ring: Ring) -> None:
+    def produce(self, atoms: list, tensors: list, pointers: cute.Tensor | None, buffers: tuple, ring: Ring) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA that the copy engine brings."""
-        place_m, place_n = self.cluster.place()
-        masks, places = (self.cluster.row_mask(), self.cluster.column_mask()), (place_n, place_m)
+        sharers = [operand.sharers(self.cluster) for operand in self.operands]
+        counted = const_expr(self.operands if self.boxes else self.copied)  # whose bytes a buffer's barrier awaits
         stage, phase = Int32(0), Int32(1)
         cursor = self.feed.first()
         while self.feed.more(cursor):
@@ -276,48 +174,28 @@ class Gemm:
             last_a, last_b, _ = self.tiles.last(work.group)
             last, starts = (last_a, address(pointers, last_b)), self.begins(work)
             for k in cutlass.range(work.k_tiles(self.tile_k), unroll=1):
-                expect(ring, stage, phase, self.stage_bytes(self.counted))
+                expect(ring, stage, phase, sum(x.bits() for x in counted) // 8)
                 full = ring.full + stage
                 first = work.k + k * self.tile_k
                 for i in cutlass.range_constexpr(len(self.copied)):
-                    side = const_expr(self.copied[i])
-                    from_k, end = self.along_k(side, first, work.k_end, last[side])
-                    fetch(self.brought[i], (starts[side], from_k), end, stage, full, places[side], masks[side])
+                    operand = const_expr(self.copied[i])
+                    side = const_expr(operand.side)
+                    tile = operand.part(tensors[i], starts[side], first, work.k_end, last[side])
+                    operand.fetch(atoms[i], tile, buffers[side], stage, full, sharers[side])
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
 
-    def copied_operands(self, atoms: Sequence[Any], tensors: Sequence[Any], rings: Sequence[Any]) -> list[Operand]:
-        """What the copy engine brings."""
-        shares = self.c.cluster[::-1]
-        return [
-            Operand(atom, tensor, rings[side], (self.rows()[side], self.tile_k), shares[side])
-            for atom, tensor, side in zip(atoms, tensors, self.copied, strict=True)
-        ]
-
-    def gather(self, gathered: Any, rings: Sequence[Any], ring: Ring, smem: Any) -> Gather:
-        """What brings the other operands: tensors and numbers, into rings with their layouts."""
+    def gather(self, gathered: Any, buffers: Sequence[cute.Tensor], ring: Ring, smem: Any) -> Gather:
+        """What brings the other operands: tensors and numbers, into buffers."""
         lines: list[Lines] = []
-        for side, given in zip([side for side in (0, 1) if side not in self.copied], gathered, strict=True):
-            buffers, layout = rings[side]
-            shape, place = (self.c.tile[side], self.tile_k), functools.partial(_place, layout.outer)
+        for operand, given in zip([x for x in self.operands if x not in self.copied], gathered, strict=True):
+            shape, ours = (self.c.tile[operand.side], self.tile_k), buffers[operand.side]
             if self.boxes:
-                share = (self.c.cluster[1], self.cluster.place()[1], self.cluster.row_mask())
-                lines.append(Boxes(*given, buffers, shape, place, smem, ring, share))
+                share = (operand.share, *operand.sharers(self.cluster))
+                lines.append(Boxes(*given, ours, shape, operand.place, smem, ring, share))
             else:
-                lines.append(Lines(side, True, *given, buffers, shape, place, smem))
+                lines.append(Lines(operand.side, True, *given, ours, shape, operand.place, smem))
         return Gather(tuple(lines), ring, self.feed, self.tile_k, None)
-
-    def begins(self, work: Any) -> tuple[Int32, Int32]:
-        """This CTA's first row and column of a cluster's tile."""
-        place_m, place_n = self.cluster.place()
-        column = work.column * self.c.cluster[1] + place_n
-        return work.row + place_m * self.tile_m, column * self.tile_n
-
-    def along_k(self, side: int, first: Int32, end: Int32, last: Any) -> tuple[Any, Any]:
-        """Where a k tile begins in A or B, and the last index: of a view that ends where the range does, or not."""
-        if not self.tiles.clips_k:
-            return first, last
-        return clipped(first, end, self.tile_k, self.granules[side])
 
     @cute.jit
     def consume(self, sA: cute.Tensor, sB: cute.Tensor, ring: Ring, group: Int32, thread: Int32) -> None:
@@ -360,7 +238,7 @@ class Gemm:
             if const_expr(c.pingpong):
                 cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
-            if const_expr(c.promote):
+            if const_expr(self.promotes):
                 self.promote(sA, sB, acc, ring, position, k_tiles, share, thread)
             elif const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
                 if cute.arch.make_warp_uniform(tile.row) < work.end:
@@ -449,11 +327,11 @@ class Gemm:
         share: Any,
         thread: Int32,
     ) -> None:
-        """The products of a tile, in portions; every ``promote`` k tiles, their sum is added to float32 registers.
+        """The products of a tile, in portions; every ``together`` k tiles, their sum is added to float32 registers.
 
         Meanwhile the other warpgroup multiplies.
         """
-        promote = const_expr(self.c.promote)
+        together = const_expr(self.together)
         mma = self.tiled_mma(self.summed)
         part = mma.get_slice(thread)
         portions = self.portions(share)
@@ -465,7 +343,7 @@ class Gemm:
             cute.arch.mbarrier_wait(ring.full + stage, phase)
             for i in cutlass.range_constexpr(len(portions)):
                 tCrA, tCrB = operands[i]
-                mma.set(warpgroup.Field.ACCUMULATE, k % promote != 0)
+                mma.set(warpgroup.Field.ACCUMULATE, k % together != 0)
                 warpgroup.fence()
                 for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
                     cute.gemm(mma, sums, tCrA[None, None, block, stage], tCrB[None, None, block, stage], sums)
@@ -476,7 +354,7 @@ class Gemm:
                 warpgroup.wait_group(0)
                 if const_expr(i == len(portions) - 1):
                     release(self.cluster, ring.empty + stage)
-                if k % promote == promote - 1 or k == k_tiles - 1:
+                if k % together == together - 1 or k == k_tiles - 1:
                     self.add(i, acc, sums, factors[i])
             if const_expr(self.sides):
                 self.factor_ring.release(position + k)
@@ -552,8 +430,3 @@ class Gemm:
             fragment = Fragment(values, plan.width, plan.layout)
             act(tile, part, fragment)
         self.epilogue.end(tile)
-
-
-def _place(layout: cute.Layout, row: int, k: int) -> int:
-    """Where an element of a tile lies in the first buffer."""
-    return cute.crd2idx((row, k, 0), layout)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from cudnn_kernels.configuration import (
-    K_BYTES,
     GemmConfiguration,
     OperandConfiguration,
     PreparedGemmConfiguration,
@@ -43,6 +42,11 @@ def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfigura
             for x, was in zip(prepared, operands, strict=True))  # fmt: skip
     gemm = configure_gemm(replace(problem, a=a, b=b))
     return PreparedGemmConfiguration(gemm, *steps) if any(steps) else gemm
+
+
+def promotes(c: GemmConfiguration) -> bool:
+    """Whether sums of a few products are added to float32 registers: of 8 bits, or times their factors."""
+    return c.a.bits == 8 or c.scales_sums
 
 
 def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
@@ -146,7 +150,7 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
         if scale:
             choice = {"tile": (128, wide), "part": part}
         elif bits == 8:
-            choice = {"tile": (128, 192), "part": 64, "promote": 1, "staged": 3 if one else 1}
+            choice = {"tile": (128, 192), "part": 64, "staged": 3 if one else 1}
         elif grouped and not gathered and quantizes and problem.k <= SHORT:
             choice = {"tile": (128, 128), "part": 32, "pingpong": True}
         elif grouped and not needs.registers and (special := for_experts(problem, needs)):
@@ -155,8 +159,6 @@ def configure_gemm(problem: GemmProblem) -> GemmConfiguration:
             choice = {"tile": (128, 192), "part": 64, "pingpong": True}
         else:
             choice = {"tile": (128, 256), "part": int(64 / needs.width)}
-    if bits == 8 or scale:
-        choice["promote"] = scale.vector * bits // (8 * K_BYTES) if scale else 1
     if "strip" in choice:
         problem = replace(problem, schedule=replace(problem.schedule, strip=choice.pop("strip")))
     return configured(problem, **{"cluster": (2, 1), **choice})

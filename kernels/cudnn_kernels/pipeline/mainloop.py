@@ -1,0 +1,120 @@
+"""What the GEMM mainloops of all architectures share: from a call's arguments to the kernel's launch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint8
+
+from cudnn_kernels.configuration import GemmConfiguration
+from cudnn_kernels.epilogue.operation import Epilogue, Plan
+from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.pipeline.copy import ending, matrices
+from cudnn_kernels.pipeline.factors import Factors, Side
+from cudnn_kernels.pipeline.gather import ENTRY, selected
+from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.schedule.tiles import tiles_of
+from cudnn_kernels.shared_memory import ring_stages
+from cudnn_kernels.signature import bind
+
+
+class Mainloop(ABC):
+    """A GEMM for one configuration. ``rows`` are those of a CTA's own tile, ``threads`` those of a CTA."""
+
+    splits_sums: ClassVar[bool]  # whether what has one factor may be several k tiles
+    kernel: Any
+    threads: int
+
+    def __init__(self, configuration: GemmConfiguration, rows: int) -> None:
+        c = self.c = configuration
+        self.rows = rows
+        self.tiles = tiles_of(c.schedule, rows * c.cluster[0], c.tile[1] * c.cluster[1])
+        self.sides = self.factor_sides()
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        slots = self.c.slots()
+        named = bind(slots, arguments)
+        self.launch({**named, **divided(slots, named, self.c.regions)})
+
+    def launch(self, arguments: Mapping[str, Any]) -> None:
+        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
+        cm, cn = self.c.cluster
+        operands = {name: self.operand(name, arguments) for name in "ab"}
+        gathered = tuple((self.lines(arguments[x]), arguments[getattr(self.c, x).index]) for x in self.c.gathers)
+        a, b = operands.values()
+        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
+        scheduled = self.tiles.prepare(a, b, arguments)
+        parameters = self.epilogue.prepare(arguments)
+        clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // (cm * cn))
+        factors = Factors.arguments(arguments, self.sides)
+        self.kernel(*self.described({**arguments, **operands}), gathered, factors, scheduled, parameters).launch(
+            grid=[cm, cn, clusters],
+            block=[self.threads, 1, 1],
+            cluster=[cm, cn, 1],
+            stream=arguments["stream"],
+            min_blocks_per_mp=1,
+        )
+        self.epilogue.follow(arguments)
+
+    def operand(self, name: str, arguments: Mapping[str, Any]) -> cute.Tensor:
+        """A or B as the product has it: at any address, with as many lines as have numbers, or ending where experts do;
+        its elements, where they are packed.
+        """
+        operand, tensor = getattr(self.c, name), arguments.get(name)
+        if operand.pointers:
+            element = Uint8 if operand.packed > 1 else DTYPES[operand.dtype]
+            k = arguments["a"].shape[1]
+            tensor = matrices(element, arguments["n"], k, operand.major == "k", arguments["b_ptrs"])
+        if operand.index:
+            return selected(tensor, arguments[operand.index], self.tiles.clips_k)
+        tensor = ending(tensor, 1) if self.tiles.clips_k else tensor
+        return cute.recast_tensor(tensor, DTYPES[operand.dtype]) if operand.packed > 1 else tensor
+
+    def lines(self, tensor: cute.Tensor) -> Any:
+        """What brings lines by their numbers takes: the tensor, or the copy engine's view of it."""
+        return tensor
+
+    @abstractmethod
+    def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The kernel's first arguments: what the copy engine brings, and how the tensor cores take it."""
+
+    def factor_sides(self) -> tuple[Side, ...]:
+        """The factors of sums, of A and of B, where the operands have such.
+
+        Raises:
+            ValueError: k tiles that are no share of what has a factor, or that end where experts do.
+        """
+        c, depth = self.c, self.c.tile[2]
+        if not c.scales_sums:
+            return ()
+        fits = c.a.scale.vector % depth == 0 and (self.splits_sums or c.a.scale.vector == depth)
+        if not fits or c.pingpong or self.tiles.clips_k:
+            raise ValueError(f"{c}: factors of sums need sums of {c.a.scale.vector}, of a shared tile")
+        return Side(c.a.scale, self.rows), Side(c.b.scale, c.tile[1], c.halves)
+
+    def epilogue_of(self, **own: Any) -> Epilogue:
+        """The epilogue; ``own`` is what the architecture's plan says of threads and accumulators."""
+        c, tiles = self.c, self.tiles
+        plan = Plan(width=c.part, tile_columns=c.tile[1], stages=c.staged, clips_rows=tiles.clips_rows,
+                    offsets=tiles.row_offsets, **own)  # fmt: skip
+        return Epilogue(c.epilogue, plan)
+
+    @abstractmethod
+    def stage_bytes(self) -> int:
+        """Bytes of the operands' tiles in one CTA."""
+
+    def stages(self) -> int:
+        """Buffers that fit beside the epilogue's."""
+        numbers = len(self.c.gathers) * ENTRY * (self.c.tile[2] if self.tiles.clips_k else self.rows)
+        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
+
+    def begins(self, work: Any) -> tuple[Int32, Int32]:
+        """This CTA's first row and column of a cluster's tile."""
+        m, n, _ = cute.arch.block_idx()
+        column = work.column * self.c.cluster[1] + n
+        return work.row + m * self.rows, column * self.c.tile[1]
