@@ -110,6 +110,45 @@ def test_defaults_that_existing_programs_know(name: str, tile: int, vector: int)
     assert (found["mma_tiler_mn"], found["sf_vec_size"], found["acc_dtype"]) == ((tile, tile), vector, torch.float32)
 
 
+_ROWS = "d_row d_col dprob dbias amax sfd_row sfd_col"
+_VALUES = "c d d_col amax sfd_row sfd_col"
+RESULTS = {
+    "grouped_gemm": "d c",
+    "grouped_gemm_glu": _VALUES,
+    "grouped_gemm_glu_hadamard": "c d amax post_rht_amax",
+    "grouped_gemm_glu_hadamard_quant": "c d sfd rht_rowwise sfrht_rowwise rht_colwise sfrht_colwise",
+    "grouped_gemm_dglu": _ROWS,
+    "grouped_gemm_swiglu": _VALUES,
+    "grouped_gemm_dswiglu": _ROWS.replace(" dbias", ""),
+    "grouped_gemm_srelu": _VALUES,
+    "grouped_gemm_dsrelu": "d_row d_col d_srelu dprob dbias amax sfd_row sfd_col sfd_col_d_srelu",
+    "grouped_gemm_quant": "d d_col amax sfd_row sfd_col",
+    "grouped_gemm_wgrad": "wgrad",
+    "discrete_grouped_gemm_swiglu": _VALUES,
+    "discrete_grouped_gemm_dswiglu": _ROWS,
+}
+DEFAULTS = {
+    "mma_tiler_mn": (256, 256), "cluster_shape_mn": None, "sf_vec_size": 16, "vector_f32": False, "m_aligned": 256,
+    "discrete_col_sfd": False, "use_dynamic_sched": False, "b_major": "k", "cd_major": "n", "epilogue_op": None,
+    "acc_dtype": None, "c_dtype": None, "d_dtype": None, "wgrad_dtype": None, "current_stream": None,
+    "linear_offset": None, "geglu_alpha": 1.702, "glu_clamp_max": 7.0, "glu_clamp_min": -7.0, "situ_beta1": 4.0,
+    "situ_beta2": 25.0, "generate_c": False, "generate_dbias": False, "generate_amax": True, "output_mode": "dense",
+    "accumulate_on_output": False, "use_single_group_runtime_offsets": False, "sf_fp8_dtype_override": None,
+    "norm_const": 1.0, "rht_norm_const": 1.0, "round_dgrad_to_input_dtype": False, "use_dsrelu_reuse": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_results_and_defaults_that_existing_programs_know(name: str) -> None:
+    """In their order; what a call may leave out is the same for the class and the wrapper."""
+    api, activation = registry.find(name), "dswiglu" if "_dglu" in name or "_dswiglu" in name else "swiglu"
+    assert api.returns == tuple(RESULTS[name].split())
+    for function in (api, registry.wrapper(name)):
+        found = {key: p.default for key, p in inspect.signature(function).parameters.items()}
+        known = {key: value for key, value in (DEFAULTS | {"act_func": activation}).items() if key in found}
+        assert {key: found[key] for key in known} == known
+
+
 @pytest.mark.parametrize("name", NEW)
 def test_a_declaration_is_short(name: str) -> None:
     path = ROOT / "python" / "cudnn" / name / "api.py"

@@ -16,6 +16,7 @@ from cudnn.fused import operator as operator_of
 from cudnn.fused.call import _unrelated
 from cudnn.fused.gradients import WGradInputOrder
 from cudnn.fused.grouped import ExpertsGemm, numbered
+from cudnn.fused.host import FusedAPI
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemm, grouped
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
@@ -239,6 +240,12 @@ def test_rows_of_no_expert_are_not_touched() -> None:
     grouped.check(p)
 
 
+def whole(name: str, *units: int) -> tuple[int, ...]:
+    """Ends of experts that an API takes."""
+    step = max(registry.find(name).group_rows, 16)
+    return tuple(step * unit for unit in units)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another number of tokens compiles nothing, nor do other n and k unless the environment says so; no tokens make no
@@ -250,15 +257,15 @@ def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch
     api.objects.clear()
     d = registry.find(name).result[0]
     more = {"prob": F32, "c": BF16} if d == "d_row" else {"prob": F32}
-    for ends, size in (((0, 0), 128), ((10, 60), 128), ((0, 300), 128), ((64, 64), 256), ((0, 0), 128)):
-        p = grouped.problem(name, ends=ends, n=size, inputs=more)
+    for units, size in (((0, 0), 128), ((1, 4), 128), ((0, 19), 128), ((4, 4), 256), ((0, 0), 128)):
+        p = grouped.problem(name, ends=(ends := whole(name, *units)), n=size, inputs=more)
         grouped.run(p, "reference")
         assert p.results[f"{d}_tensor"].shape[0] == ends[-1]
     objects = 2 if name.startswith("discrete") else 1  # their n and k are arguments
     assert (len(compiled), len(api.objects)) == (objects, objects)
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_DYNAMIC_MNKL", "0")
     for size in (128, 256):
-        grouped.run(grouped.problem(name, n=size, inputs=more, ends=(64, 64)), "reference")
+        grouped.run(grouped.problem(name, n=size, inputs=more, ends=whole(name, 4, 4)), "reference")
     objects += 0 if name.startswith("discrete") else 2
     assert (len(compiled), len(api.objects)) == (objects, objects)
 
@@ -267,7 +274,7 @@ def test_one_object_serves_all_tokens(name: str, monkeypatch: pytest.MonkeyPatch
 def test_operators_are_traced(name: str) -> None:
     """Their fake results are like the real ones."""
     more = {"prob": F32, "c": BF16, "beta": F32} if registry.find(name).result[0] == "d_row" else {"prob": F32}
-    p = grouped.problem(name, inputs=more)
+    p = grouped.problem(name, ends=whole(name, 4, 4, 13), inputs=more)
     operator, known = getattr(cudnn.ops, name), {*p.given, *p.options}
     signature = operator_of.signature_of(registry.find(name), registry.wrapper(name))[0].parameters
     given = {key: p.given.get(key, p.options.get(key)) for key in signature if key in known}
@@ -629,15 +636,53 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("name", "changed", "words"), VALUES)
-def test_values_on_the_device(name: str, changed: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at where that is asked for."""
-    monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", "1")
-    monkeypatch.setattr(registry.find(name), "objects", {})  # those that were compiled before look at nothing
+def test_values_that_no_kernel_takes(name: str, changed: dict[str, Any], words: str) -> None:
+    """In the host's memory they are always looked at."""
     p = grouped.problem(name, ends=(64, 64, 208), inputs={"prob": F32})
     grouped.run(p, "reference")
     p.given |= changed
     with pytest.raises(ValueError, match=words):
         grouped.run(p, "reference")
+
+
+def test_values_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the kernel starts, which is not there."""
+    monkeypatch.setattr("cudnn.launch.compile_for_emulation", lambda *given: None)
+    monkeypatch.setattr(registry.find("grouped_gemm_quant"), "objects", {})
+    p = grouped.problem("grouped_gemm_quant", "nvfp4", (256, 512), inputs={"prob": F32})
+    p.given["padded_offsets"][0] = 128
+    with pytest.raises(ValueError, match=r"offsets: got \[128, 512\]; allowed: .* from 0 to 512, multiples of 256"):
+        grouped.run(p, "sm_90a")
+
+
+def test_values_of_weight_gradients() -> None:
+    """Contiguous tokens of experts are multiples of 16 bytes, those with scale factors of four blocks."""
+    a, b = torch.zeros(64, 200).bfloat16(), torch.zeros(200, 32).bfloat16()
+    for ends, allowed in (((64, 100), "multiples of 8"), ((64, 208), "from 0 to 200, multiples of 8")):
+        with pytest.raises(ValueError, match=f"offsets: got .*; allowed: .*{allowed}"):
+            cudnn.grouped_gemm_wgrad_wrapper(a, b, None, None, torch.tensor(ends, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"offsets: got \[64, 192\]; allowed: .*, multiples of 128"):
+        scaled_gradients("reference", "mxfp8", (64, 192))
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at where that is asked for, before the kernel starts."""
+    ran: list[Any] = []
+
+    def compiled(made: Any) -> None:
+        made._plan, made.run = made.plan("sm_90a", made.sizes(made.descs)), lambda *given: ran.append(given)
+
+    monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
+    monkeypatch.setattr(FusedAPI, "compile", compiled)
+    p = grouped.problem("grouped_gemm", ends=(64, 64, 208))
+    p.given["d"] = torch.empty(208, 128, 1).bfloat16()
+    p.given["padded_offsets"][1] = 60
+    made = cudnn.GroupedGemm(**cudnn.GroupedGemm.samples({key: x for key, x in p.given.items() if x is not None}))
+    made.compile()
+    with pytest.raises(ValueError, match=r"offsets: got .64, 60") if setting == "1" else contextlib.nullcontext():
+        made.run(tuple(p.given.get(name) for name in made.names), (), None, None)
+    assert len(ran) == (setting == "0")
 
 
 def test_the_hadamard_matrix_is_built_in() -> None:

@@ -31,7 +31,7 @@ def strided(x: torch.Tensor, major: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def plain(mn: int, k: int, l: int = 1, dtype: Any = BF16, major: str = "k", device: str = "cpu") -> Operand:  # noqa: E741
+def plain(mn: int, k: int, l: int = 1, dtype: Any = BF16, major: str = "k", device: Any = None) -> Operand:  # noqa: E741
     x = strided(torch.randn(mn, k, l, device=device).to(dtype), major)
     return Operand(x, None, x.double())
 
@@ -71,7 +71,7 @@ def fp4_values(codes: torch.Tensor) -> torch.Tensor:
 
 def scaled(
     mn: int, k: int, l: int = 1, dtype: Any = FP4, scale: Any = E8M0, vector: int = 16, major: str = "k",  # noqa: E741
-    device: str = "cpu", rows: int = 1,
+    device: Any = None, rows: int = 1,
 ) -> Operand:  # fmt: skip
     """Block-scaled, every scale factor another power of two or e4m3 number, or float32, which ``rows`` share."""
     blocks = -(-k // vector)

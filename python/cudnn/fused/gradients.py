@@ -13,6 +13,7 @@ from cudnn.fused import addresses
 from cudnn.fused.call import Plan
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
+from cudnn.fused.host import ALIGNMENT
 from cudnn.fused.layouts import (
     Contiguous,
     FlatScales,
@@ -23,7 +24,7 @@ from cudnn.fused.layouts import (
     Transposed,
     Weights,
 )
-from cudnn.gemm.formats import FLOAT4, FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
@@ -196,6 +197,11 @@ class ExpertGradients(ExpertsGemm):
         for name in "ab":
             if self.given(f"{name}_index") and self.major(name) == "k":
                 raise self.error(f"{name}_index tensor", f"a tensor, with contiguous tokens of {name}", "None, then")
+
+    def steps_of_ends(self) -> tuple[int, int]:
+        """16 bytes of operands whose tokens are contiguous; four blocks of those that have scale factors."""
+        last = max(ALIGNMENT * 8 // BITS[self.kind(name)] if self.major(name) == "k" else 1 for name in "ab")
+        return (max(last, 4 * self.sf_vec_size) if self.scaled else last), last
 
     def ragged(self, name: str) -> bool:
         """Whether each expert's part of an operand is a matrix of its own; where tokens are apart, it is one anyway."""

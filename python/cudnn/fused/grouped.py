@@ -4,6 +4,7 @@ weights in one call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,6 +136,14 @@ def largest(name: str, fill: float, roles: int = 1) -> TensorSpec:
     layout = Contiguous("experts", *(roles,) * (roles > 1), alignment=4)
     about = f"the caller fills it with {fill:g}; raised from what it was"
     return TensorSpec(name, layout, ("float32",), True, fill=fill, written=True, padding=1, about=about)
+
+
+@functools.cache
+def unseen(device: Any) -> Any:
+    """Memory for two times the largest magnitudes of experts that nobody asks for, never freed: any stream may still
+    write there.
+    """
+    return torch.zeros(2, MOST_EXPERTS, 1, device=device)
 
 
 def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: int) -> Any:
@@ -356,7 +365,7 @@ class ExpertsGemm(FusedGemm):
     def compile(self) -> None:
         before = self._compiled_kernel
         super().compile()
-        if before is None and settings.VALIDATE_DEVICE_VALUES.get():
+        if before is None and self._plan is not None and settings.VALIDATE_DEVICE_VALUES.get():
             run = self.run
 
             def checked(tensors: tuple[Any, ...], *rest: Any) -> None:
@@ -376,20 +385,28 @@ class ExpertsGemm(FusedGemm):
             name, cure = settings.VALIDATE_DEVICE_VALUES.name, "unset it before objects are compiled"
             raise RuntimeError(refusal(self._title(), name, "1 in a CUDA graph's capture", "0, then", cure))
         given = dict(zip(self.names, tensors, strict=True))
-        self.check_ends(next(given[spec.name] for spec in self.tensors if spec.draw == "ends"), self.sizes_now(tensors))
+        if self.schedule.searches:  # else nobody reads where experts end
+            ends = next(given[spec.name] for spec in self.tensors if spec.draw == "ends")
+            self.check_ends(ends, self.sizes_now(tensors), *self.steps_of_ends())
         for name in ("b_ptrs", "sfb_ptrs", "wgrad_ptrs"):
             wrong = [x for x in ([] if given.get(name) is None else given[name].tolist()) if not x or x % ALIGNMENT]
             if wrong:
                 raise self.error(name, f"{wrong[0]:#x}", f"addresses, multiples of {ALIGNMENT} bytes")
 
-    def check_ends(self, offsets: Any, sizes: Sizes) -> None:
-        """Raises for experts that end before they begin, beyond all tokens, or where none may. Waits for a GPU."""
-        ends, tokens, step = offsets.tolist(), sizes[self.tokens], max(self.schedule.aligned, 1)
+    def check_ends(self, offsets: Any, sizes: Sizes, step: int = 1, last: int = 1) -> None:
+        """Raises for experts that end before they begin, beyond all tokens, or not at multiples of ``step``, the last
+        one of ``last``. Waits for a GPU.
+        """
+        ends, tokens = offsets.tolist(), sizes[self.tokens]
         decrease = any(end < before for before, end in zip([0, *ends], [*ends, tokens], strict=True))
-        if decrease or any(end % step for end in ends):
+        if decrease or ends[-1] % last or any(end % step for end in ends if end < ends[-1]):
             multiples = f", multiples of {step}" if step > 1 else ""
             got = f"{ends[:8]}{'...' if len(ends) > 8 else ''}"
             raise self.error("offsets", got, f"numbers that do not decrease, from 0 to {tokens}{multiples}")
+
+    def steps_of_ends(self) -> tuple[int, int]:
+        """Rows, or tokens, whose multiples the ends of experts are, and that of the last one."""
+        return (max(self.schedule.aligned, 1),) * 2
 
     # Weights behind addresses.
 

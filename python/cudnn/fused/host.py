@@ -457,6 +457,7 @@ class FusedAPI(APIBase):
         if 0 in tensors[self.names.index(self.leading(self.descs))].shape:
             self.run_empty(tensors)
             return
+        self.check_values(tensors)
         tensors = self.fitted_all(tensors)
         scalars = tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
         if call is not None:
@@ -483,6 +484,11 @@ class FusedAPI(APIBase):
             if value is not None:
                 self._check_number(name, value)
         self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
+
+    def check_values(self, tensors: Sequence[Any]) -> None:
+        """Raises for values in a call's tensors that the kernel cannot take. On a GPU, where it would have to wait for
+        them, nobody looks unless asked to.
+        """
 
     def _check_number(self, name: str, value: Any) -> None:
         if not isinstance(value, (float, int)):

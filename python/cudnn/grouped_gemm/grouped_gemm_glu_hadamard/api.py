@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GATES, SITU, GatedExperts
-from cudnn.fused.grouped import BIAS, FLOATS, MOST_EXPERTS, PROB, ExpertsGemm, largest, operands, output
+from cudnn.fused.grouped import BIAS, FLOATS, PROB, ExpertsGemm, largest, operands, output, unseen
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call, supports
@@ -104,7 +103,7 @@ class GroupedGemmGluHadamard(GatedExperts):
     def compile(self) -> None:
         super().compile()
         if self._unseen is None:
-            self._unseen = _unseen(self._device)
+            self._unseen = unseen(self._device)
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, a_tensor: Tensor, c_tensor: Tensor, d_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor,
@@ -155,12 +154,6 @@ class GroupedGemmGluHadamard(GatedExperts):
             raise self.error("post_rht_amax tensor", "a tensor", "None, with the semantics 1.23")
         if self._other_matrix and (self.use_tmem_post_rht_amax or self.semantics == "1.23"):
             raise self.unsupported("hadamard tensor", "another matrix", "that of hadamard_utils.hadamard_matrix(16)")
-
-
-@functools.cache
-def _unseen(device: Any) -> Tensor:
-    """Memory for the largest magnitudes that nobody asks for, never freed: any stream may still write there."""
-    return torch.zeros(2, MOST_EXPERTS, 1, device=device)
 
 
 class GroupedGemmGluHadamardSm100(GroupedGemmGluHadamard):
