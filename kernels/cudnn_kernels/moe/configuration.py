@@ -12,6 +12,11 @@ MOST_CHOICES = 16
 MOST_GROUPS = 32
 
 
+def of_choices(name: str, top_k: int, dtype: str = "int32", align: int = 4) -> Tensor:
+    """A number for each choice of each token."""
+    return Tensor(name, dtype, ("tokens", top_k), (top_k, 1), align)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a router chooses ``top_k`` experts for a token from their logits, and weighs them.
@@ -70,20 +75,19 @@ class RouteConfiguration:
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernels."""
-        shape, strides = ("tokens", self.top_k), (self.top_k, 1)
         scored: list[Slot] = []
         if self.rule is not None:
             size = FORMATS[self.dtype].bits // 8
             scored.append(Tensor("logits", self.dtype, ("tokens", self.experts), (None, 1), align=size))
             scored += [Tensor("bias", "float32", (self.experts,), (1,), align=4)] if self.biased else []
-            scored.append(Tensor("weights", "float32", shape, strides, align=4))
+            scored.append(of_choices("weights", self.top_k, "float32"))
             scored.append(Scalar("scaling_factor", "float32"))
         return (
             *scored,
-            Tensor("indices", "int32", shape, strides, align=4),
+            of_choices("indices", self.top_k),
             Tensor("offsets", "int32", (self.experts,), (1,), align=4),
             vector("token_of_row", "int32", "rows"),
-            Tensor("row_of_choice", "int32", shape, strides, align=4),
+            of_choices("row_of_choice", self.top_k),
             Tensor("counts", "int32", ("blocks + 1", self.experts), (self.experts, 1), align=4),
             Stream(),
         )
@@ -99,12 +103,11 @@ class RouteGradientConfiguration:
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
-        size, chosen = FORMATS[self.dtype].bits // 8, ("tokens", self.rule.top_k)
-        logits, strides = ("tokens", self.experts), (self.rule.top_k, 1)
+        size, logits = FORMATS[self.dtype].bits // 8, ("tokens", self.experts)
         return (
-            Tensor("gradient", "float32", chosen, strides, align=4),
+            of_choices("gradient", self.rule.top_k, "float32"),
             Tensor("logits", self.dtype, logits, (None, 1), align=size),
-            Tensor("indices", "int32", chosen, strides, align=4),
+            of_choices("indices", self.rule.top_k),
             Tensor("d_logits", self.dtype, logits, (None, 1), align=size),
             Scalar("scaling_factor", "float32"),
             Stream(),
@@ -145,21 +148,19 @@ class CombineConfiguration(Pieces):
 
     def summed(self) -> tuple[Slot, ...]:
         """What is added up."""
-        choices, strides = ("tokens", self.top_k), (self.top_k, 1)
         align = 4 * min(4, self.top_k & -self.top_k)
         rows = Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1))
-        found: tuple[Slot, ...] = (Tensor("row_of_choice", "int32", choices, strides, align),)
+        found: tuple[Slot, ...] = (of_choices("row_of_choice", self.top_k, align=align),)
         if self.weighted or not self.gradient:
             found = (rows, *found)
-        return (*found, Tensor("weights", "float32", choices, strides, align)) if self.weighted else found
+        return (*found, of_choices("weights", self.top_k, "float32", align)) if self.weighted else found
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         found = (*self.summed(), Tensor("out", self.dtype, ("tokens", self.hidden), (None, 1)))
         if self.gradient:
-            choices, strides = ("tokens", self.top_k), (self.top_k, 1)
             found += (Tensor("d_rows", self.dtype, ("rows", self.hidden), (None, 1)),)
-            found += (Tensor("d_weights", "float32", choices, strides, align=4),) if self.weighted else ()
+            found += (of_choices("d_weights", self.top_k, "float32"),) if self.weighted else ()
         return (*found, Stream())
 
 
@@ -180,10 +181,9 @@ class QuantizeConfiguration:
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         rows, across = "rows" if self.top_k else "tokens", self.columns // BLOCK
-        choices = Tensor("row_of_choice", "int32", ("tokens", self.top_k), (self.top_k, 1), align=4)
         return (
             Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
-            *((choices,) if self.top_k else ()),
+            *((of_choices("row_of_choice", self.top_k),) if self.top_k else ()),
             Tensor("quantized", NARROW, (rows, self.columns), (None, 1)),
             Tensor("factors", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
             Stream(),
@@ -231,13 +231,12 @@ class DispatchConfiguration(Pieces):
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel; weights as bits."""
-        choices, strides = ("tokens", self.top_k), (self.top_k, 1)
         found: tuple[Slot, ...] = (
             Tensor("tokens", self.dtype, ("tokens", self.hidden), (None, 1)),
-            Tensor("indices", "int32", choices, strides, align=4),
+            of_choices("indices", self.top_k),
             addresses("targets", "ranks"),
         )
         if self.announced:
-            found += (Tensor("weights", "int32", choices, strides, align=4), addresses("choice_targets", "ranks"))
+            found += (of_choices("weights", self.top_k), addresses("choice_targets", "ranks"))
             found += (Tensor("row_of_rank", "int32", ("tokens", self.ranks), (self.ranks, 1), align=4),)
         return (*found, Scalar("rank", "int32"), Scalar("most", "int32"), Stream())
