@@ -91,21 +91,23 @@ def problems(api: type[ExpertsGemm], options: Options) -> list[Problem]:
     return [*found, Problem("host time, warm", lambda: candidates(api, SMALL)[:1], clock=HOST)]
 
 
-def ends(routing: str, experts: int, tokens: int) -> list[int]:
-    """Where experts end: equal parts or, by Zipf's law, 1, 1/2, 1/3 ... of the largest, in an order at random."""
+def ends(routing: str, experts: int, tokens: int, rows: int = 1) -> list[int]:
+    """Where experts end, at multiples of ``rows``: equal parts or, by Zipf's law, 1, 1/2, 1/3 ... of the largest, in an
+    order at random.
+    """
     parts = [1.0] * experts
     if routing == "zipf":
         order = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).tolist()
         parts = [1 / (1 + place) for place in order]
     total = sum(parts)
-    return [round(tokens * part / total) for part in itertools.accumulate(parts)]
+    return [round(tokens // rows * part / total) * rows for part in itertools.accumulate(parts)]
 
 
 def candidates(api: type[ExpertsGemm], shape: tuple[int, ...], routing: str = ROUTINGS[0]) -> list[Candidate]:
     """Ours with its epilogue, and the peers."""
     given = grouped.inputs(api, shape, operands.DEVICE, drawn_on=operands.DEVICE)
     (offsets,) = (given[spec.name] for spec in api.tensors if spec.draw == "ends")
-    stops = ends(routing, shape[3], shape["mnk".index(api.tokens)])
+    stops = ends(routing, shape[3], shape["mnk".index(api.tokens)], api.group_rows)
     offsets.copy_(torch.tensor(stops, dtype=torch.int32))
     made = api.allocated(given, api.hidden_weights(given))
     exact = grouped.expected(api, given, made)
