@@ -22,7 +22,7 @@ from support.selection import ARCHES, brief
 ENDS = (256, 256, 768)
 HIDDEN, FFN = 128, 128
 TOKENS, EXPERTS = ENDS[-1], len(ENDS)
-PLACES = brief(["reference", *ARCHES], 0)
+PLACES = [*brief(["reference", *ARCHES], 0), pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def place(where: str) -> Any:
@@ -156,7 +156,7 @@ def swiglu(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["one tensor", "addresses"])
-@pytest.mark.parametrize("where", [*PLACES, pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", PLACES)
 def test_forward_and_backward(where: str, packed: bool) -> None:
     torch.manual_seed(0)
     with place(where):
