@@ -638,6 +638,17 @@ def test_no_rows_start_no_kernel(family: Family, kernels: Recorded) -> None:
     assert kernels.calls == []
 
 
+def test_a_tensor_without_a_sample_starts_no_kernel(family: Family, kernels: Recorded) -> None:
+    problem = case(family.name)
+    gemm = compiled(problem)
+    gemm.execute(**on_gpu(problem))
+    kernels.calls.clear()
+    for given in (on_gpu(problem), on_gpu(case(family.name, 0))):
+        with pytest.raises(ValueError, match="sfa tensor: got a tensor; allowed: None, as the sample"):
+            gemm.execute(**{**given, "sfa_tensor": OnGpu(torch.empty(1))})
+    assert kernels.calls == []
+
+
 def test_an_object_of_cpu_samples_takes_cpu_tensors(family: Family, kernels: Recorded) -> None:
     problem = case(family.name)
     gemm = operation(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cudnn import launch, settings
@@ -63,8 +63,8 @@ class Call:
     """A kernel bound to an API's arguments.
 
     The kernel itself checks types, strides and the shapes that share sizes, and raises before it writes anything but
-    the workspace. Shapes that it cannot relate are checked when they change; so is the workspace. One value remembers
-    both, since several threads may use an object.
+    the workspace. Shapes that it cannot relate are checked when they change; so is the workspace, and that tensors
+    without a sample are None. One value remembers all, since several threads may use an object.
     """
 
     def __init__(self, api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> None:
@@ -72,14 +72,14 @@ class Call:
         if plan.notice:
             say(api._title(), plan.notice)
         self.call = _written_out(api, plan, kernel)
-        self.surplus = _surplus([index for index, name in enumerate(api.names) if not api.given(name)])
-        self.shapes = _shapes(api, _unrelated(api))
+        absent = [name for name in api.names if not api.given(name)]
+        self.seen = _picked(api, _unrelated(api), absent)
         self.leading = api.names.index(api.leading(api.descs))
         self.refits, self.viewing = self._refits(api.refitted), api.views
         self.defaults = tuple(getattr(api, name) for name in api.scalars)
         self.unset = (None,) * len(self.defaults)
         self.prepares = any(slot.name == "workspace" for slot in plan.slots)
-        self.sized = _shapes(api, [name for name in (*api.sized_by, *api.counted_by) if api.given(name)])
+        self.sized = _picked(api, [name for name in (*api.sized_by, *api.counted_by) if api.given(name)])
         self.room: tuple[Any, int] = (None, 0)  # shapes, and the bytes of their workspace
         self.limits: dict[int, int] = {}
         self.checked: tuple[Any, Callable[[], Any]] = (None, _none)
@@ -94,15 +94,15 @@ class Call:
                 return
             if self.refits or self.viewing:
                 tensors = self._refitted(tensors)
-            if self.surplus(tensors):
-                raise TypeError("a tensor without a sample")
-            seen = self.shapes(tensors)
-            shapes, known = self.checked
-            if seen != shapes or (workspace is not None and workspace is not known()):
+            seen = self.seen(tensors)
+            checked, known = self.checked
+            if seen != checked or (workspace is not None and workspace is not known()):
+                named = dict(zip(self.api.names, tensors, strict=True))
+                self.api.check_as_many(named)
                 if 0 in tensors[self.leading].shape:
                     self.api.run_empty(tensors)
                     return
-                self._check(tensors, seen, workspace)
+                self._check(tensors, named, seen, workspace)
             if scalars == self.unset:
                 scalars = self.defaults
             elif None in scalars:
@@ -141,9 +141,9 @@ class Call:
             workspace = self._allocated(tensors, 0)
         self.call(tensors, scalars, self.api.usable(self.plan, multiprocessors), 0, workspace)
 
-    def _check(self, tensors: tuple[Any, ...], seen: Any, workspace: Any) -> None:
+    def _check(self, tensors: tuple[Any, ...], named: Mapping[str, Any], seen: Any, workspace: Any) -> None:
         """Checks shapes and workspace, and remembers them."""
-        self.api.check_shapes(dict(zip(self.api.names, tensors, strict=True)))
+        self.api.check_shapes(named)
         known: Callable[[], Any] = _none
         if workspace is not None:
             self.api.check_workspace(tensors, workspace, self.plan)
@@ -182,11 +182,6 @@ def _written_out(api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> Call
     return eval(f"lambda tensors, scalars, limit, stream, workspace: kernel({arguments})", known)
 
 
-def _surplus(indices: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
-    """Whether one of these tensors of a call, which have no sample, is given."""
-    return eval(f"lambda tensors: {' or '.join(f'tensors[{i}] is not None' for i in indices) or False}")
-
-
 def _unrelated(api: FusedAPI) -> list[str]:
     """Tensors whose shapes tell whether those that the kernel cannot relate are right; the first one, if all are."""
     found = [spec for spec in api.tensors if api.given(spec.name) and not _is_related(api, spec.layout)]
@@ -207,9 +202,11 @@ def _is_related(api: FusedAPI, layout: Any) -> bool:
     return not isinstance(layout, BlockScales) and not set(getattr(layout, "dims", ())) & set(api.multiples)
 
 
-def _shapes(api: FusedAPI, names: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
-    """The shapes of these tensors of a call. Written out, four take two thirds of the time of a loop."""
-    return eval(f"lambda tensors: ({', '.join(f'tensors[{api.names.index(name)}].shape' for name in names)})")
+def _picked(api: FusedAPI, shapes: Sequence[str], whole: Sequence[str] = ()) -> Callable[[Sequence[Any]], Any]:
+    """The shapes of some tensors of a call, and others whole. Written out, four take two thirds of a loop's time."""
+    parts = [f"tensors[{api.names.index(name)}].shape" for name in shapes]
+    parts += [f"tensors[{api.names.index(name)}]" for name in whole]
+    return eval(f"lambda tensors: ({', '.join(parts)},)")
 
 
 @functools.cache

@@ -497,7 +497,6 @@ class FusedAPI(APIBase):
 
     def check_shapes(self, tensors: Mapping[str, Any]) -> None:
         """Raises where the shapes of a call's tensors, as many as there are samples, do not fit together."""
-        self._check_as_many(tensors)
         found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
         sizes = self._sizes_of_call(found)
         for spec in self.tensors:
@@ -524,14 +523,15 @@ class FusedAPI(APIBase):
             sizes |= {name: samples[name] for name in self.fixed}
         return sizes
 
-    def _check_as_many(self, tensors: Mapping[str, Any]) -> None:
+    def check_as_many(self, tensors: Mapping[str, Any]) -> None:
+        """Raises where a tensor of a call is given without a sample, or not given with one."""
         for name, sample in self.descs.items():
             if (tensors[name] is None) != (sample is None):
                 got, allowed = ("None", "a tensor") if sample is not None else ("a tensor", "None")
                 raise self.error(f"{name} tensor", got, f"{allowed}, as the sample")
 
     def _check_like_samples(self, tensors: Mapping[str, Any]) -> None:
-        self._check_as_many(tensors)
+        self.check_as_many(tensors)
         found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
         self._check_layouts(found, self._sizes_of_call(found))
         device = tensors[self.names[0]].device
