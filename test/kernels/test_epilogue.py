@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("ptx_emulator")
 
+from cudnn.gemm import reference
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels.epilogue import (
     REGLU,
@@ -37,7 +38,6 @@ from cudnn_kernels.epilogue import (
     StoreTile,
     SumColumn,
     SumRow,
-    reference,
 )
 from cudnn_kernels.schedule import GroupedRows
 from support import gemm

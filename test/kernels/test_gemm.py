@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
+from cudnn.gemm import reference  # noqa: E402
 from cudnn_kernels.epilogue import (  # noqa: E402
     Amax,
     GatedBackward,
@@ -25,7 +26,6 @@ from cudnn_kernels.epilogue import (  # noqa: E402
     SquaredReluBackward,
     StoreTile,
     SumColumn,
-    reference,
 )
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.problem import GemmProblem, Operand  # noqa: E402

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import ptx_emulator
+from cudnn.gemm import reference
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels import epilogue as declared
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue import reference
 from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows

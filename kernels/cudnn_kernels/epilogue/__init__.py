@@ -3,7 +3,7 @@
 An epilogue is a tuple of these declarations, applied from left to right to named tiles of values; the accumulator is
 ``x``. They are plain data, part of a kernel's configuration, so this module imports no CuTe DSL. How each one runs on
 a GPU is in the modules beside it, of which ``cudnn_kernels.epilogue.table`` says which class runs which declaration;
-what each one means for whole tensors is in ``cudnn_kernels.epilogue.reference``.
+what each one means for whole tensors is in ``cudnn.gemm.reference``.
 
 ``tensor`` names an argument of the kernel. A declaration says which arguments it has (``slots``), how wide the values
 are that it takes and makes (``width``, ``makes``), and what it asks of the configuration (``step``, ``staged``,
@@ -324,11 +324,17 @@ class Gate:
     beta1: float | str = 4.0
     beta2: float | str = 25.0
     gate_min: float | None = None
+    NUMBERS: ClassVar = ("slope", "clamp_max", "clamp_min", "offset", "beta1", "beta2")
 
     def slots(self) -> tuple[Scalar, ...]:
         """The parameters that the caller passes."""
-        names = (self.slope, self.clamp_max, self.clamp_min, self.offset, self.beta1, self.beta2)
-        return tuple(Scalar(name, "float32") for name in names if isinstance(name, str))
+        values = (getattr(self, name) for name in self.NUMBERS)
+        return tuple(Scalar(value, "float32") for value in values if isinstance(value, str))
+
+    def given(self, arguments: Mapping[str, Any]) -> Any:
+        """The same with numbers instead of names; ``arguments`` are what the caller passes."""
+        found = {name: getattr(self, name) for name in self.NUMBERS}
+        return replace(self, **{name: arguments[x] for name, x in found.items() if isinstance(x, str)})
 
 
 SWIGLU, GEGLU, REGLU = Gate(), Gate("swish", 1.702, 7.0, -7.0, 1.0), Gate("relu")
@@ -449,14 +455,13 @@ class Hadamard(Declaration):
     """``result`` = factor H v, for every 16 values v of a row, ``along`` n, or of a column, along m: H[i, j] is -1
     where the numbers i and j have an odd number of bits in common, else 1.
 
-    v are those of ``value``, rounded to the type ``rounded`` first. An expert's rows are multiples of 16 along m.
+    v are those of ``value``, rounded to bfloat16 first. An expert's rows are multiples of 16 along m.
     """
 
     along: str
     result: str = "rotated"
     value: str = "x"
     factor: float = 1.0
-    rounded: str = "bfloat16"
     registers: ClassVar[bool] = True
 
     @property

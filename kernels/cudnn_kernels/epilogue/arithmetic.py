@@ -145,60 +145,57 @@ class Activation:
     """A declared gate at work: ``parameters`` are those that the caller passes."""
 
     def __init__(self, gate: Gate, parameters: Sequence[Any]) -> None:
-        given = dict(zip((slot.name for slot in gate.slots()), parameters, strict=True))
-        self.kind, self.gate_least = gate.kind, gate.gate_min
-        self.slope, self.largest, self.least, self.offset, *self.betas = (
-            given[x] if isinstance(x, str) else x
-            for x in (gate.slope, gate.clamp_max, gate.clamp_min, gate.offset, gate.beta1, gate.beta2)
-        )
-        self.inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in self.betas]
+        self.o = gate.given(dict(zip((slot.name for slot in gate.slots()), parameters, strict=True)))
 
     def clamped(self, gate: Float32, other: Float32) -> tuple[Float32, Float32]:
         """g, and u plus the offset."""
-        if self.largest is not None:
-            gate, other = (minimum(x, self.largest) for x in (gate, other))
-        if self.gate_least is not None:
-            gate = maximum(gate, self.gate_least)
-        if self.least is not None:
-            other = maximum(other, self.least)
-        if not (isinstance(self.offset, float) and self.offset == 0.0):
-            other = other + self.offset
+        o = self.o
+        if o.clamp_max is not None:
+            gate, other = (minimum(x, o.clamp_max) for x in (gate, other))
+        if o.gate_min is not None:
+            gate = maximum(gate, o.gate_min)
+        if o.clamp_min is not None:
+            other = maximum(other, o.clamp_min)
+        if not (isinstance(o.offset, float) and o.offset == 0.0):
+            other = other + o.offset
         return gate, other
 
     def bounded(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
         """Of ``situ``: the hyperbolic tangents of g / beta1 and of u / beta2, and the sigmoid of g."""
-        first, second = (tanh(x * scale) for x, scale in zip((gate, other), self.inverses, strict=True))
+        betas = (self.o.beta1, self.o.beta2)
+        inverses = [1.0 / x if isinstance(x, float) else cute.arch.rcp_approx(x) for x in betas]
+        first, second = (tanh(x * scale) for x, scale in zip((gate, other), inverses, strict=True))
         return first, second, cute.arch.rcp_approx(1.0 + exponential(gate, 1.0))
 
     def __call__(self, gate: Float32, other: Float32) -> Float32:
-        if self.kind == "situ":
+        o = self.o
+        if o.kind == "situ":
             first, second, sigmoid = self.bounded(gate, other)
-            return (self.betas[1] * second) * (self.betas[0] * first * sigmoid)
+            return (o.beta2 * second) * (o.beta1 * first * sigmoid)
         gate, other = self.clamped(gate, other)
-        return other * (relu(gate) if self.kind == "relu" else swish(gate, self.slope))
+        return other * (relu(gate) if o.kind == "relu" else swish(gate, o.slope))
 
     def derivatives(self, gate: Float32, other: Float32) -> tuple[Float32, Float32, Float32]:
         """y, and its derivatives by the gate and by the other; they are NaN where one of the two is."""
-        if self.kind == "situ":
+        o = self.o
+        if o.kind == "situ":
             first, second, sigmoid = self.bounded(gate, other)
-            f, h = self.betas[0] * first * sigmoid, self.betas[1] * second
-            by_gate = h * sigmoid * ((1.0 - first * first) + self.betas[0] * first * (1.0 - sigmoid))
+            f, h = o.beta1 * first * sigmoid, o.beta2 * second
+            by_gate = h * sigmoid * ((1.0 - first * first) + o.beta1 * first * (1.0 - sigmoid))
             return h * f, by_gate, f * (1.0 - second * second)
         g, u = self.clamped(gate, other)
-        if self.kind == "relu":
+        if o.kind == "relu":
             by_other = relu(g)
             by_gate = pick(g <= 0.0, 0.0, u)
         else:
-            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, self.slope))
+            sigmoid = cute.arch.rcp_approx(1.0 + exponential(g, o.slope))
             by_other = g * sigmoid
-            by_gate = u * (sigmoid * self.slope * (g - by_other) + sigmoid)
+            by_gate = u * (sigmoid * o.slope * (g - by_other) + sigmoid)
         y = u * by_other
-        if self.largest is not None:
-            by_gate, by_other = (
-                pick(x > self.largest, 0.0, d) for x, d in ((gate, by_gate), (other, by_other))
-            )  # fmt: skip
-        if self.least is not None:
-            by_other = pick(other < self.least, 0.0, by_other)
+        if o.clamp_max is not None:
+            by_gate, by_other = (pick(x > o.clamp_max, 0.0, d) for x, d in ((gate, by_gate), (other, by_other)))
+        if o.clamp_min is not None:
+            by_other = pick(other < o.clamp_min, 0.0, by_other)
         return y, by_gate, by_other
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32
 
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment, RowLayout, pick, upper_lane
 from cudnn_kernels.epilogue.operation import Operation, Tile
-from cudnn_kernels.fakes import DTYPES
 
 
 class Hadamard(Operation):
@@ -20,8 +19,8 @@ class Hadamard(Operation):
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x = values[self.o.value]
-        rounded = self.plan.fragment(DTYPES[self.o.rounded], x.width)
-        rounded.store(x.values.load().to(DTYPES[self.o.rounded]))
+        rounded = self.plan.fragment(BFloat16, x.width)
+        rounded.store(x.values.load().to(BFloat16))
         y = self.plan.fragment(Float32, x.width)
         y.store(rounded.load().to(Float32))
         orders = [x.rows.order(x.width, slot) for slot in range(x.rows.slots)]

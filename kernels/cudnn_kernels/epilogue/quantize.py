@@ -14,9 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, select_
 
 from cudnn_kernels.epilogue.arithmetic import fma, maximum
-from cudnn_kernels.epilogue.fragment import WARP, Fragment, gather, reduce_scatter
+from cudnn_kernels.epilogue.fragment import Fragment, gather, reduce_scatter
 from cudnn_kernels.epilogue.hadamard import row_step
 from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
+from cudnn_kernels.epilogue.reductions import ColumnBlocks
 from cudnn_kernels.epilogue.tiles import e2m1
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
@@ -101,68 +102,42 @@ class QuantizeColumns(_Quantizer):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        layout = plan.layout
-        starts = [layout.row(0, slot) for slot in range(layout.slots)]
-        self.stack = sum(start < TOKENS for start in starts)  # slots of a thread in the same 32 rows
-        self.warp_rows = self.stack * WARP // layout.neighbours  # of the same 32 rows, in one warp
+        self.blockwise = ColumnBlocks(plan, width, TOKENS, maximum)
+        self.words = plan.rows // TOKENS * width  # factors of a group
 
     def bytes(self) -> int:
-        return self.plan.groups * (self.words(self.warp_rows) + self.words(TOKENS)) * 4 + 32
-
-    def words(self, rows: int) -> int:
-        """float32 values of a group with one for each column and so many rows."""
-        return self.plan.rows // rows * self.width
+        return self.blockwise.bytes() + self.plan.groups * self.words * 4 + 16
 
     def enter(self, parameters: Sequence[Any], smem: Any) -> None:
         super().enter(parameters, smem)
-        self.maxima, self.factors = (
-            smem.allocate_tensor(
-                Float32,
-                cute.make_layout(
-                    (self.width, self.plan.rows // rows, self.plan.groups), stride=(1, self.width, self.words(rows))
-                ),
-                byte_alignment=16,
-            )
-            for rows in (self.warp_rows, TOKENS)
-        )  # fmt: skip
+        self.blockwise.enter(smem)
+        layout = cute.make_layout((self.width, self.plan.rows // TOKENS, self.plan.groups))
+        self.factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
         x, layout = values[self.o.source], self.plan.layout
-        maxima, factors = (buffer[None, None, tile.group] for buffer in (self.maxima, self.factors))
-        positions = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
-        for slot in range(0, layout.slots, self.stack):
-            columns = zip(*positions[slot : slot + self.stack], strict=True)
-            largest = [magnitude(x.values[i] for i in column) for column in columns]
-            mine, first = reduce_scatter(largest, maximum, layout.neighbours, WARP)
-            for i, value in enumerate(mine):
-                column = layout.column(tile.thread, first + i)
-                maxima[column, layout.row(tile.thread, slot) // self.warp_rows] = value
-        tile.barrier()
-        for start in range(0, self.words(TOKENS), self.plan.threads):
+        maxima, factors = self.blockwise.gather(tile, x, magnitude), self.factors[None, None, tile.group]
+        for start in range(0, self.words, self.plan.threads):
             self.convert(tile, part, tile.thread + start, maxima, factors)
         tile.barrier()
         y = self.plan.fragment(Float32, self.width)
-        for slot, order in enumerate(positions):
+        for slot in range(layout.slots):
             group = layout.row(tile.thread, slot) // TOKENS
-            for position, i in enumerate(order):
+            for position, i in enumerate(x.rows.order(self.width, slot)):
                 y[i] = x.values[i] * factors[layout.column(tile.thread, position), group]
         values[self.o.value] = Fragment(y, self.width, layout)
 
     @cute.jit
     def convert(self, tile: Tile, part: int, index: Int32, maxima: cute.Tensor, factors: cute.Tensor) -> None:
         """One thread: the factor of a column of the part and a group of its rows, if there are so many."""
-        if index < self.words(TOKENS):
+        if index < self.words:
             self.convert_one(tile, part, index % self.width, index // self.width, maxima, factors)
 
     def convert_one(
         self, tile: Tile, part: int, column: Int32, group: Int32, maxima: cute.Tensor, factors: cute.Tensor
     ) -> None:
         """The factor of a column of the part and a group of its rows."""
-        warps = TOKENS // self.warp_rows
-        largest = maxima[column, group * warps]
-        for warp in range(1, warps):
-            largest = maximum(largest, maxima[column, group * warps + warp])
-        code, factors[column, group] = self.factor(largest)
+        code, factors[column, group] = self.factor(self.blockwise.result(maxima, column, group))
         wanted = tile.row + group * TOKENS < tile.end if self.plan.clips_rows else True
         place = self.column(tile, part, column), tile.row // TOKENS + group
         if self.o.by_expert:

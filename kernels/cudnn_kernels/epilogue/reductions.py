@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -26,6 +26,47 @@ from cudnn_kernels.epilogue.operation import Operation, Plan, Tile
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.copy import unwoven
 from cudnn_kernels.schedule.tiles import expert_range
+
+
+class ColumnBlocks:
+    """Reduces every column of a part over blocks of ``rows`` rows: warps theirs, into shared memory, then a thread."""
+
+    def __init__(self, plan: Plan, width: int, rows: int, combine: Callable[[Any, Any], Any]) -> None:
+        layout = plan.layout
+        self.plan, self.width, self.combine = plan, width, combine
+        self.stack = sum(layout.row(0, slot) < rows for slot in range(layout.slots))  # slots of a thread in a block
+        self.warp_rows = self.stack * WARP // layout.neighbours  # of a block, in one warp
+        self.warps = rows // self.warp_rows  # that share a block
+
+    def bytes(self) -> int:
+        """Shared memory that ``enter`` takes."""
+        return self.plan.groups * self.plan.rows // self.warp_rows * self.width * 4 + 16
+
+    def enter(self, smem: Any) -> None:
+        """In the kernel, first of all."""
+        layout = cute.make_layout((self.width, self.plan.rows // self.warp_rows, self.plan.groups))
+        self.buffers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+
+    def gather(self, tile: Tile, x: Fragment, reduce: Callable[[list[Float32]], Float32]) -> cute.Tensor:
+        """The warps' results, there for the whole group; ``reduce`` makes one of a thread's values of a column."""
+        layout, results = self.plan.layout, self.buffers[None, None, tile.group]
+        orders = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
+        for slot in range(0, layout.slots, self.stack):
+            columns = zip(*orders[slot : slot + self.stack], strict=True)
+            found = [reduce([x.values[i] for i in column]) for column in columns]
+            mine, first = reduce_scatter(found, self.combine, layout.neighbours, WARP)
+            for i, value in enumerate(mine):
+                column = layout.column(tile.thread, first + i)
+                results[column, layout.row(tile.thread, slot) // self.warp_rows] = value
+        tile.barrier()
+        return results
+
+    def result(self, results: cute.Tensor, column: Int32, block: Any) -> Float32:
+        """That of a column and a block, from the warps'."""
+        found = results[column, block * self.warps]
+        for warp in range(1, self.warps):
+            found = self.combine(found, results[column, block * self.warps + warp])
+        return found
 
 
 class Amax(Operation):
@@ -146,9 +187,7 @@ class SumColumn(Operation):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        layout = plan.layout
-        self.stack = sum(layout.row(0, slot) < BlockSums.ROWS for slot in range(layout.slots))  # slots of a block
-        self.warp_rows = self.stack * WARP // layout.neighbours  # of a block, in one warp
+        self.blockwise = ColumnBlocks(plan, width, BlockSums.ROWS, operator.add)
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         return self.blocks(arguments), Int32(arguments[self.o.tensor].shape[1]), self.stride(arguments)
@@ -162,25 +201,14 @@ class SumColumn(Operation):
         return Int32(1) if self.plan.offsets else Int32(cute.ceil_div(arguments["m"], BlockSums.ROWS))
 
     def bytes(self) -> int:
-        return self.plan.groups * self.plan.rows // self.warp_rows * self.width * 4 + 16
+        return self.blockwise.bytes()
 
     def enter(self, parameters: Sequence[Any], smem: Any) -> None:
         super().enter(parameters, smem)
-        layout = cute.make_layout((self.width, self.plan.rows // self.warp_rows, self.plan.groups))
-        self.sums = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        self.blockwise.enter(smem)
 
     def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, layout = values[self.o.value], self.plan.layout
-        sums = self.sums[None, None, tile.group]
-        orders = [x.rows.order(self.width, slot) for slot in range(layout.slots)]
-        for slot in range(0, layout.slots, self.stack):
-            columns = zip(*orders[slot : slot + self.stack], strict=True)
-            totals = [functools.reduce(operator.add, [x.values[i] for i in column]) for column in columns]
-            mine, first = reduce_scatter(totals, operator.add, layout.neighbours, WARP)
-            for i, value in enumerate(mine):
-                column = layout.column(tile.thread, first + i)
-                sums[column, layout.row(tile.thread, slot) // self.warp_rows] = value
-        tile.barrier()
+        sums = self.blockwise.gather(tile, values[self.o.value], lambda column: functools.reduce(operator.add, column))
         for start in range(0, self.width, self.plan.threads):
             self.write(tile, part, tile.thread + start, sums)
 
@@ -193,10 +221,7 @@ class SumColumn(Operation):
             for block in cutlass.range_constexpr(self.plan.rows // BlockSums.ROWS):
                 row = tile.row + block * BlockSums.ROWS
                 if row < tile.end:
-                    warps = BlockSums.ROWS // self.warp_rows
-                    total = sums[column, block * warps]
-                    for warp in cutlass.range_constexpr(1, warps):
-                        total += sums[column, block * warps + warp]
+                    total = self.blockwise.result(sums, column, block)
                     number = row // BlockSums.ROWS + tile.expert * stride
                     cute.arch.store(blocks + (Int64(number) * columns + place), total)
 

@@ -26,6 +26,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.naming import name
 from cudnn_kernels.norm.heuristics import BLOCK, WARP
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configuration
@@ -314,7 +315,7 @@ class RmsNormRhtAmax:
                 for i in cutlass.range_constexpr(HALF):
                     r0[i] = y[i][0] + y[i][1]
                     r1[i] = (y[i][0] - y[i][1]) * sign
-                    largest = maximum(maximum(largest, absolute(r0[i])), absolute(r1[i]))
+                    largest = maximum(maximum(largest, cute.math.absf(r0[i])), cute.math.absf(r1[i]))
                 first.store(r0.load().to(sRow.element_type))
                 second.store(r1.load().to(sRow.element_type))
         return largest
@@ -342,16 +343,6 @@ class BlackwellRmsNormRhtAmax(RmsNormRhtAmax):
     """The same on Blackwell. Fewer instructions: memory is faster there, SMs are not."""
 
     pairs = PackedPairs
-
-
-def maximum(a: Float32, b: Float32) -> Float32:
-    """The larger, NaN if one of them is."""
-    return cute.arch.fmax(a, b, nan=True)
-
-
-def absolute(a: Float32) -> Float32:
-    """|a|; costs nothing, since the maximum takes it as a modifier."""
-    return cute.math.absf(a)
 
 
 def hadamard(y: list, pairs: type[Pairs]) -> list:

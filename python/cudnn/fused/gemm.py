@@ -15,10 +15,9 @@ from cudnn.fused.host import ALIGNMENT, FusedAPI
 from cudnn.fused.layouts import Contiguous, Matrix, Sizes
 from cudnn.gemm.formats import BITS, BLOCK_SCALED, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
 from cudnn.gemm.plans import GemmPlan
-from cudnn.gemm.reference import evaluate, product
+from cudnn.gemm.reference import evaluate, product, woven
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
-from cudnn_kernels.epilogue.reference import woven
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 
 NARROW = ("float16", "bfloat16")

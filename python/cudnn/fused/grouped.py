@@ -33,11 +33,10 @@ from cudnn.fused.layouts import (
 )
 from cudnn.fused.wrapper import allocate
 from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, SUM_SCALES, SUM_VECTOR, name_of
-from cudnn.gemm.reference import evaluate
+from cudnn.gemm.reference import evaluate, woven
 from cudnn.gemm.scales import dequantize, scale_shape
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
-from cudnn_kernels.epilogue.reference import woven
 from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense, GroupedRows
 

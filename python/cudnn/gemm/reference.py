@@ -1,14 +1,22 @@
-"""What the fused GEMMs compute, in PyTorch: the product, and the epilogue as the kernels' own reference has it."""
+"""What the fused GEMMs compute, in PyTorch: the product, and what each declaration of an epilogue means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from cudnn.gemm.formats import FLOAT4, name_of
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
-from cudnn_kernels.epilogue import reference
+from cudnn_kernels import epilogue as declared
+from cudnn_kernels.formats import FORMATS
+
+FLOAT32_LARGEST = 3.40282346638528859812e38
+
+GROUPS = "groups"
+Values = dict[str, Any]  # tensors (m, n, l), float32, by name; and the rows' groups
+Arguments = Mapping[str, Any]
 
 
 def product(tensors: Mapping[str, Any], vector: int) -> Any:
@@ -18,7 +26,338 @@ def product(tensors: Mapping[str, Any], vector: int) -> Any:
     return torch.einsum("mkl,nkl->mnl", a, b)
 
 
-def evaluate(operations: Sequence[Any], accumulator: Any, tensors: Mapping[str, Any], groups: Any = None) -> None:
-    """Does to a call's tensors, and numbers, what an epilogue does. ``groups``: the expert of each row."""
-    packed = {n: x.view(torch.uint8) for n, x in tensors.items() if name_of(getattr(x, "dtype", "")) == FLOAT4}
-    reference.evaluate(operations, accumulator, {**tensors, **packed}, groups)  # PyTorch does not copy packed elements
+def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments, groups: Any = None) -> None:
+    """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32.
+
+    Every l is an expert of its own or, with ``groups``, int64 (m,), each row belongs to the one that they say.
+    """
+    # PyTorch does not copy packed elements.
+    packed = {n: x.view(torch.uint8) for n, x in arguments.items() if name_of(getattr(x, "dtype", "")) == FLOAT4}
+    values = {"x": accumulator, GROUPS: groups}
+    for declaration in declarations:
+        REFERENCES[type(declaration)](declaration, values, {**arguments, **packed})
+
+
+def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
+    values[o.value] = values[o.value] * arguments[o.tensor]
+
+
+def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Arguments) -> None:
+    factor, groups = arguments[o.tensor].float() ** o.power, values[GROUPS]
+    values[o.value] = values[o.value] * (factor if groups is None else factor[groups].reshape(-1, 1, 1))
+
+
+def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
+    x = arguments[o.tensor].float()
+    values[o.value] = woven(x) if o.halves else x
+
+
+def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> None:
+    x, target = values[o.value], arguments[o.tensor]
+    x = unwoven(x) if o.halves else x
+    if o.dtype == FLOAT4:
+        codes = e2m1(x)
+        target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
+    else:
+        limit = FORMATS[o.dtype].largest
+        rounded = (x if limit is None else x.clamp(-limit, limit)).to(target.dtype)
+        target.copy_(target.float() + rounded.float() if o.adds else rounded)
+
+
+def woven(x: Any) -> Any:
+    """(m, n, l) in blocks of 32 columns that come in turn from the first and the second half of them."""
+    return x.unflatten(1, (2, -1, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
+
+
+def unwoven(x: Any) -> Any:
+    """The same back."""
+    return x.unflatten(1, (-1, 2, declared.BLOCK)).transpose(1, 2).flatten(1, 3)
+
+
+def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
+    values[o.value] = values[o.value] * arguments[o.tensor].float()
+
+
+def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
+    row, groups = arguments[o.tensor].float().unsqueeze(0), values[GROUPS]
+    row = woven(row) if o.halves else row
+    if groups is not None:
+        row = row.transpose(0, 2)[groups]
+    x = values["x"]
+    if o.factor:  # rounded once
+        values["x"] = (x.double() + row.double() * arguments[o.factor.tensor].double()).to(x.dtype)
+    else:
+        values["x"] = x + row
+
+
+def gated(o: declared.Gated, values: Values, arguments: Arguments) -> None:
+    y, _, _ = activation(o.gate.given(arguments), *parts(values["x"], o.gate_first))
+    values["x"] = y.flatten(1, 2)
+
+
+def gated_backward(o: declared.GatedBackward, values: Values, arguments: Arguments) -> None:
+    x, saved = values["x"], values[o.saved]
+    y, *slopes = activation(o.gate.given(arguments), *parts(saved, o.gate_first))
+    wide = x.new_empty(saved.shape)
+    for target, slope in zip(parts(wide, o.gate_first), slopes, strict=True):
+        target.copy_(x.unflatten(1, (-1, declared.BLOCK)) * slope)
+    y = y.flatten(1, 2)
+    values.update(x=wide, activation=y, prob_gradient=x * y)
+
+
+def parts(x: Any, gate_first: bool) -> tuple[Any, Any]:
+    """The gates and the others of a tensor, (m, pairs, 32, l), in its memory."""
+    blocks = x.unflatten(1, (-1, 2, declared.BLOCK))
+    return blocks[:, :, int(not gate_first)], blocks[:, :, int(gate_first)]
+
+
+def activation(o: declared.Gate, gate: Any, other: Any) -> tuple[Any, Any, Any]:
+    """y, and its derivatives by the gate and by the other."""
+    if o.kind == "situ":
+        first, second, sigmoid = (gate / o.beta1).tanh(), (other / o.beta2).tanh(), gate.sigmoid()
+        f, h = o.beta1 * first * sigmoid, o.beta2 * second
+        by_gate = h * ((1 - first * first) * sigmoid + f * (1 - sigmoid))
+        return h * f, by_gate, f * (1 - second * second)
+    g = gate if o.clamp_max is None else gate.clamp(o.gate_min, o.clamp_max)
+    clamps = o.clamp_max is not None or o.clamp_min is not None
+    u = (other.clamp(o.clamp_min, o.clamp_max) if clamps else other) + o.offset
+    if o.kind == "relu":
+        f, slope = g.relu(), 1.0 - (g <= 0).to(g.dtype)
+    else:
+        sigmoid = (o.slope * g).sigmoid()
+        f, slope = g * sigmoid, sigmoid * (1 + o.slope * g * (1 - sigmoid))
+    by_gate, by_other = u * slope, f
+    if o.clamp_max is not None:
+        by_gate, by_other = by_gate.masked_fill(gate > o.clamp_max, 0.0), by_other.masked_fill(other > o.clamp_max, 0.0)
+    if o.clamp_min is not None:
+        by_other = by_other.masked_fill(other < o.clamp_min, 0.0)
+    return u * f, by_gate, by_other
+
+
+def round_to(o: declared.Round, values: Values, arguments: Arguments) -> None:
+    x = values[o.value]
+    values[o.value] = x.to(getattr(torch, o.dtype)).to(x.dtype)
+
+
+def deinterleave(o: declared.Deinterleave, values: Values, arguments: Arguments) -> None:
+    heads = values["x"].unflatten(1, (-1, o.head)).clone()
+    part = heads[:, :, o.first : o.first + o.size]
+    part.copy_(part.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2, 3))
+    values["x"] = heads.flatten(1, 2)
+
+
+def rotate(o: declared.Rotate, values: Values, arguments: Arguments) -> None:
+    x = values["x"]
+    cos, sin = (table.to(x.dtype) for table in (arguments[o.cos], arguments[o.sin]))
+    if o.positions:
+        positions = arguments[o.positions].long()
+        rows = positions.clamp(0, cos.shape[0] - 1)
+        cos, sin = (table[rows].where((rows == positions).unsqueeze(1), float("nan")) for table in (cos, sin))
+    sin = -sin if o.inverse else sin
+    # For left columns, then for right ones.
+    halves = [(cos, sin)] * 2 if not o.whole else [*zip(*(t.chunk(2, dim=1) for t in (cos, sin)), strict=True)]
+    shape = (-1, 1, o.rotary // 2, *(1,) * (x.ndim - 2))
+    (cos, sin), (cos_right, sin_right) = ([t.reshape(shape) for t in pair] for pair in halves)
+    heads = x.unflatten(1, (-1, o.head)).clone()
+    which = slice(o.begin // o.head, None if o.end is None else o.end // o.head)
+    turned = heads[:, which, o.first : o.first + o.rotary]
+    left, right = turned.unflatten(2, (-1, 2)).unbind(3) if o.interleaved else turned.unflatten(2, (2, -1)).unbind(2)
+    first, second = left * cos - right * sin, right * cos_right + left * sin_right
+    left.copy_(first)
+    right.copy_(second)
+    values["x"] = heads.flatten(1, 2)
+
+
+def hadamard(o: declared.Hadamard, values: Values, arguments: Arguments) -> None:
+    x, dim = values[o.value], 1 if o.along == "n" else 0
+    rounded = x.bfloat16().float()
+    count = x.shape[dim]
+    y = x.new_zeros(*(-(-size // 16) * 16 if i == dim else size for i, size in enumerate(x.shape)))
+    y.narrow(dim, 0, count).copy_(rounded)
+    for step in (1, 2, 4, 8):
+        pairs = y.unflatten(dim, (-1, 2, step))
+        a, b = (pairs.select(dim + 1, i).clone() for i in (0, 1))
+        pairs.select(dim + 1, 0).copy_(a + b)
+        pairs.select(dim + 1, 1).copy_(a - b)
+    values[o.result] = y.narrow(dim, 0, count) * o.factor
+
+
+def squared_relu(o: declared.SquaredRelu, values: Values, arguments: Arguments) -> None:
+    y, _ = clamped_relu(values["x"], o.clamp)
+    values["x"] = y * y
+
+
+def clamped_relu(x: Any, clamp: float | None) -> tuple[Any, Any]:
+    """relu(x), or s tanh(relu(x) / s), 0 for NaN; and the derivative where x is positive."""
+    if clamp is None:
+        return x.relu(), 1.0
+    t = (x.where(x > 0, 0) / clamp).tanh()
+    return t * clamp, 1 - t * t
+
+
+def squared_relu_backward(o: declared.SquaredReluBackward, values: Values, arguments: Arguments) -> None:
+    rectified, other = (values[o.gradient], values["x"]) if o.of_saved else (values["x"], values[o.gradient])
+    y, slope = clamped_relu(rectified, o.clamp)
+    if o.of_saved:
+        values["activation"] = y * y
+    product = y * other
+    values["prob_gradient"] = y * product
+    values["x"] = (product + product) * slope
+
+
+def amax(o: declared.Amax, values: Values, arguments: Arguments) -> None:
+    target, groups = arguments[o.tensor], values[GROUPS]
+    blocks = values[o.value].abs().unflatten(1, (-1, o.roles, declared.BLOCK if o.roles > 1 else 1))
+    if o.by_expert and groups is not None:
+        largest = blocks.amax((1, 3)).view(len(groups), -1)  # of every row
+        places = groups.unsqueeze(1).expand(-1, o.roles)
+        target.view(-1, o.roles).scatter_reduce_(0, places, largest.to(target.dtype), "amax")
+        return
+    largest = blocks.amax((0, 1, 3)).view(o.roles, -1)
+    target.copy_(target.maximum((largest.t() if o.by_expert else largest.amax(1)).reshape(target.shape)))
+
+
+def sum_row(o: declared.SumRow, values: Values, arguments: Arguments) -> None:
+    arguments[o.tensor].add_(values[o.value].sum(1, keepdim=True))
+
+
+def sum_column(o: declared.SumColumn, values: Values, arguments: Arguments) -> None:
+    x, target, groups = values[o.value], arguments[o.tensor], values[GROUPS]
+    x = unwoven(x) if o.halves else x
+    if groups is None:
+        target.copy_(x.sum(0).t())
+    else:
+        target.copy_(x.new_zeros(target.shape).index_add_(0, groups, x[:, :, 0]))
+
+
+def quantize_rows(o: declared.QuantizeRows, values: Values, arguments: Arguments) -> None:
+    values[o.value] = quantize(o, values[o.value], o.vector, arguments[o.tensor], arguments)
+
+
+def quantize_columns(o: declared.QuantizeColumns, values: Values, arguments: Arguments) -> None:
+    x, scales, groups = values[o.source].transpose(0, 1), arguments[o.tensor], values[GROUPS]
+    if not o.by_expert or groups is None:
+        values[o.value] = quantize(o, x, 32, scales, arguments).transpose(0, 1)
+        return
+    quantized, row, columns = x.clone(), 0, scales.shape[2]
+    for count in groups.unique_consecutive(return_counts=True)[1].tolist():
+        atoms = -(-count // 128)
+        strides = (16, 4, 512 * atoms, 1, 512, 512 * atoms * columns)
+        place = scales.storage_offset() + row // 128 * columns * 512
+        mine = scales.as_strided((32, 4, columns, 4, atoms, 1), strides, place)
+        own = x[:, row : row + count]
+        quantized[:, row : row + count] = quantize(o, own, 32, mine, arguments)
+        row += count
+    values[o.value] = quantized.transpose(0, 1)
+
+
+def store_columns(o: declared.StoreColumns, values: Values, arguments: Arguments) -> None:
+    x, groups = values[o.value][:, :, 0].t(), values[GROUPS]
+    norm, scales, n = x.new_tensor(arguments[o.norm_const]), arguments[o.scales], x.shape[0]
+    parts = [x] if groups is None else x.split(groups.unique_consecutive(return_counts=True)[1].tolist(), 1)
+    data, factors = [], []
+    for part in parts:
+        blocks = part.unflatten(1, (-1, 16))
+        codes, _ = e4m3(blocks.abs().amax(2) * (1 / 6) * norm, scales)
+        _, factor = number(codes.view(scales.dtype).float() * norm.reciprocal(), scales)
+        bits = e2m1(blocks * factor.unsqueeze(2)).flatten()
+        data.append(bits[0::2] + 16 * bits[1::2])
+        factors.append(codes.view(n // 128, 4, 32, -1, 4).permute(2, 1, 0, 4, 3).flatten())
+    for name, found in ((o.tensor, data), (o.scales, factors)):
+        target = arguments[name].view(found[0].dtype)
+        for part, start in zip(found, [0, *accumulate(len(x) for x in found)], strict=False):
+            target[start : start + len(part)] = part
+
+
+Quantizer = declared.QuantizeRows | declared.QuantizeColumns
+
+
+def quantize(o: Quantizer, x: Any, vector: int, scales: Any, arguments: Arguments) -> Any:
+    """Writes the factors of a tensor (r, k, l), for every ``vector`` values along k; returns the values in their units.
+
+    The rest of the factors' last atoms is filled with 0; float32 factors are a matrix.
+    """
+    norm = arguments[o.norm_const] if o.norm_const else x.new_ones(1)
+    rows, columns, batch = x.shape
+    groups = -(-columns // vector)
+    padded = x.new_zeros(rows, groups * vector, batch)
+    padded[:, :columns] = x
+    padded = padded.unflatten(1, (groups, vector))
+    factor = padded.abs().amax(2) * (1 / FORMATS[o.dtype].block_limit) * norm
+    codes, reciprocal = FACTORS[o.scale_dtype](above(factor) if o.power_of_two else factor, scales)
+    if o.atoms and o.scale_dtype != "float32":
+        _, _, row_atoms, _, group_atoms, _ = scales.shape
+        atoms = codes.new_zeros(row_atoms * 128, group_atoms * 4, batch)
+        atoms[:rows, :groups] = codes
+        codes = atoms.unflatten(1, (group_atoms, 4)).unflatten(0, (row_atoms, 4, 32)).permute(2, 1, 0, 4, 3, 5)
+    scales.copy_(codes.view(scales.dtype))
+    multiplier = (norm * reciprocal).clamp(max=FLOAT32_LARGEST)
+    return (padded * multiplier.unsqueeze(2)).flatten(1, 2)[:, :columns]
+
+
+def above(factor: Any) -> Any:
+    """The next powers of two, of what is finite and not 0."""
+    mantissa, exponent = factor.clamp(min=2.0**-126).frexp()
+    power = factor.new_ones(factor.shape).ldexp(exponent - (mantissa == 0.5).int())
+    return power.where(factor.isfinite() & (factor != 0), factor)
+
+
+def e8m0(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """Bits and reciprocals of the next powers of two."""
+    mantissa, exponent = factor.clamp(2.0**-127, 2.0**127).frexp()
+    code = exponent + 127 - (mantissa == 0.5).int()
+    power = factor.new_ones(code.shape).ldexp(127 - code)
+    nan = factor.isnan()
+    return code.masked_fill(nan, 255).byte(), power.masked_fill(nan, float("nan"))
+
+
+def e4m3(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """Bits and reciprocals of the nearest values; 0 for 0."""
+    rounded = factor.clamp(max=FORMATS["float8_e4m3fn"].largest).to(scales.dtype)
+    value = rounded.float()
+    return rounded.view(value.byte().dtype), value.reciprocal().masked_fill(value == 0, 0.0)
+
+
+def number(factor: Any, scales: Any) -> tuple[Any, Any]:
+    """The factors themselves, and their reciprocals; 0 for 0."""
+    return factor, factor.reciprocal().masked_fill(factor == 0, 0.0)
+
+
+FACTORS: Mapping[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "float8_e8m0fnu": e8m0,
+    "float8_e4m3fn": e4m3,
+    "float32": number,
+}
+
+
+def e2m1(x: Any) -> Any:
+    """Four bits: how many of the midpoints are below, to even where they are met; then the sign. 7 or 15 for NaN."""
+    size, code = x.abs(), x.signbit().byte() * 8
+    for midpoint, to_even in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True):
+        below = (size >= midpoint) if to_even else (size > midpoint)
+        code = code + (below | size.isnan()).byte()
+    return code
+
+
+REFERENCES: Mapping[type, Callable[[Any, Values, Arguments], None]] = {
+    declared.Scale: scale,
+    declared.LoadTile: load_tile,
+    declared.StoreTile: store_tile,
+    declared.MultiplyGroup: multiply_group,
+    declared.MultiplyColumn: multiply_column,
+    declared.AddRow: add_row,
+    declared.Gated: gated,
+    declared.Round: round_to,
+    declared.Deinterleave: deinterleave,
+    declared.Rotate: rotate,
+    declared.GatedBackward: gated_backward,
+    declared.Hadamard: hadamard,
+    declared.SquaredRelu: squared_relu,
+    declared.SquaredReluBackward: squared_relu_backward,
+    declared.Amax: amax,
+    declared.SumRow: sum_row,
+    declared.SumColumn: sum_column,
+    declared.QuantizeRows: quantize_rows,
+    declared.QuantizeColumns: quantize_columns,
+    declared.StoreColumns: store_columns,
+}

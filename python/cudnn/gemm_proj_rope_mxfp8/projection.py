@@ -10,9 +10,9 @@ from cudnn.errors import refusal
 from cudnn.fused.call import KernelPlan, Plan
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.gemm import reference
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.epilogue import reference
 from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, configured, problem
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.errors import refusal
-from cudnn_kernels.epilogue import Rotate, reference
+from cudnn.gemm import reference
+from cudnn_kernels.epilogue import Rotate
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
