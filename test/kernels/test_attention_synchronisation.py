@@ -8,36 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels import compiler, fakes  # noqa: E402
-from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration  # noqa: E402
-from cudnn_kernels.signature import workspace_size  # noqa: E402
+from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration  # noqa: E402
 from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
-from kernels.test_attention import BLACKWELL, TWO_TILES, Problem  # noqa: E402
+from kernels.test_attention import BLACKWELL, Problem  # noqa: E402
 
-SMALL = ForwardConfiguration("bfloat16", 64, 64, (128, 32))
 STEPS = BackwardConfiguration("bfloat16", 64, 64, (64, 128))
 AHEAD = BackwardConfiguration("bfloat16", 128, 128, (16, 128))
 PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release; not deterministic ones, whose CTAs ask
     # again and again whether it is their turn: a missing arrival would never end
-    # one CTA takes the tiles of both heads; with and without the mask
-    "forward": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0)),
-    "decode": ("sm_90a", DecodeConfiguration("bfloat16", 64, 64, (64, 32)), Problem(((3, 160),), (2, 1), right=0)),
-    "decode, Blackwell": (
-        "sm_100a", DecodeConfiguration("bfloat16", 64, 64, (128, 128)), Problem(((3, 640),), (2, 1), right=0),
-    ),
-    "forward, Blackwell, two tiles": ("sm_100a", TWO_TILES, Problem(((258, 640),), right=0)),
     "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head=64, head_v=64), Problem(((130, 1152),), right=0)),
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
     "backward, ahead": ("sm_90a", AHEAD, Problem(((80, 128),))),
     "pairs": ("sm_90a", PAIRS, Problem(((320, 64),))),
-}  # fmt: skip
+}
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 ENTRY = "_sm"
 """In the kernels' names, and in none of what comes before and after the backward pass."""
@@ -68,11 +58,6 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
     given = (
         attention.drawn(problem, c.head, c.head_v) if forward else attention.backward_arguments(configuration, problem)
     )
-    given["multiprocessors"] = 1
-    if isinstance(c, DecodeConfiguration):
-        sizes = {"sq": given["q"].shape[2], "hq": given["q"].shape[1], "b": len(problem.lengths), "splits": 1}
-        size = workspace_size(c.slots(), sizes)
-        given |= {"splits": 1, "workspace": torch.full((size,), 255, dtype=torch.uint8)}
     written = {name: given[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
     with ptx_emulator.emulate(arch):
         compiled = compiler.compile_for(arch, attention.kernel(arch, c), *fakes.arguments(c))
