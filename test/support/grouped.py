@@ -230,10 +230,23 @@ def quant(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
 
 
 def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
+    """Also sets ``p.doubt``: one of a gate and its other half may be far larger than what the two make of each other."""
     c = biased(p, x)
     if p.results["c_tensor"] is not None:
-        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c.detach(), slack)
-    g, u = (c[:, columns] for columns in gates_and_others(p, c))
+        gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    c.requires_grad_()
+    y = gated(p, *(c[:, columns] for columns in gates_and_others(p, c)))
+    slopes = torch.autograd.grad(y.sum(), c)[0].abs()
+    p.doubt = error_of(y.detach(), sum(slopes[:, columns] for columns in gates_and_others(p, c)), x)
+    return y.detach()
+
+
+def error_of(y: torch.Tensor, slopes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Of y(x) in float32, whose slopes are these."""
+    return 2.0**-19 * slopes * x.abs().max() + 2.0**-20 * y.abs()
+
+
+def gated(p: Problem, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     if p.options.get("act_func") == "situglu":
         return situ(p, g, u) * p.value("prob")
     if p.options.get("act_func") == "geglu":
@@ -270,15 +283,9 @@ def linear_offset(p: Problem) -> float:
 
 def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The activation, rotated by 16 columns of a row in the older version; else by 16 tokens for another amax."""
-    x.requires_grad_()
-    activation = srelu if p.options.get("act_func") == "srelu" else glu
-    y, signs = activation(p, x, slack), signs_of(16).to(x)
-    # What is rotated was rounded to bfloat16 after arithmetic in float32: errors of sums, and of the activation.
-    slopes = torch.autograd.grad(y.sum(), x)[0].abs()
-    if activation == glu:
-        slopes = sum(slopes[:, columns] for columns in gates_and_others(p, slopes))
-    y = y.detach()
-    rounded, doubt = gemms.either_way(y, 2.0**-19 * slopes * x.detach().abs().max() + 2.0**-20 * y.abs(), BF16)
+    activation, signs = srelu if p.options.get("act_func") == "srelu" else glu, signs_of(16).to(x)
+    y = activation(p, x, slack)
+    rounded, doubt = gemms.either_way(y, p.doubt, BF16)  # it is rounded before it is rotated
     assert float(doubt.mean() / y.abs().mean()) < 1e-4  # rounding moves them by 1e-3 on average
     if p.options.get("semantics") == "1.23":
         assert len(p.results) == 3
@@ -353,8 +360,10 @@ def signs_of(size: int) -> torch.Tensor:
 
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     c = biased(p, x)
-    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c.detach(), slack)
-    return clamped(p, c) ** 2 * p.value("prob")
+    gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
+    r = clamped(p, c)
+    p.doubt = error_of(r * r * p.value("prob"), 2 * r * p.value("prob"), x)
+    return r * r * p.value("prob")
 
 
 def dglu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
