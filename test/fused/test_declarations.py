@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib
 import inspect
@@ -24,7 +23,7 @@ from cudnn.fused.gemm import OPERAND_TYPES
 from cudnn.fused.grouped import ExpertsGemm
 from support.gemm_families import BY_NAME
 from support.pages import transformer_engine_calls
-from support.selection import in_turn
+from support.selection import in_turn, within
 
 pytest.importorskip("ptx_emulator")
 
@@ -214,7 +213,7 @@ def test_rope_is_what_it_says(head: int, rotary: int, interleaved: bool, where: 
     positions[3], positions[5] = -1, 9
     options = {"head_size": head, "rotary_size": rotary, "rotated_begin": head, "rotated_end": 3 * head}
     given = [x.cuda() if where == "gpu" else x for x in (a, b, cos, sin, positions)]
-    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
+    with within(where):
         c, _ = cudnn.gemm_rope_wrapper(*given, **options, interleaved=interleaved, c_dtype=torch.float32)
     expected = (a[..., 0].double() @ b[..., 0].double().T).unflatten(1, (4, head))
     rows = positions.long().clamp(0, 8)

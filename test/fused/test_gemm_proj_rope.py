@@ -4,7 +4,6 @@ it: names and order of arguments and results, and every byte of the results.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 from typing import Any
@@ -19,7 +18,7 @@ from cudnn_kernels import fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.projection import configured, problem
 from support.compiled import compile_kernel
-from support.selection import brief
+from support.selection import brief, within
 
 pytest.importorskip("ptx_emulator")
 
@@ -77,7 +76,7 @@ def called(where: str, *given: torch.Tensor, **options: Any) -> Any:
     """The wrapper's results there, on the CPU."""
     device = "cuda" if where == "gpu" else "cpu"
     named = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
+    with within(where):
         results = wrapper(*(x.to(device) for x in given), **named)
     return TupleDict({name: x.cpu() for name, x in results.items()})
 

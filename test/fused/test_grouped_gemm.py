@@ -18,8 +18,9 @@ from cudnn.fused.gradients import WGradInputOrder
 from cudnn.fused.grouped import ExpertsGemm, numbered
 from cudnn.fused.host import FusedAPI
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
-from support import gemm, grouped
+from support import gemm, gemms, grouped
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
+from support.selection import within
 
 pytest.importorskip("ptx_emulator")
 
@@ -440,7 +441,7 @@ def scaled_gradients(where: str, kind: str, ends: tuple[int, ...], **more: Any) 
     given = {"wgrad_tensor": out}
     if addressed:
         given = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
-    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
+    with within(where):
         cudnn.grouped_gemm_wgrad_wrapper(
             a.tensor[..., 0], b.tensor[..., 0].T, sfa, sfb, offsets, wgrad_dtype=F32, sf_vec_size=vector, **given,
             **scales, **more
@@ -479,7 +480,7 @@ def test_gradients_of_experts_matrices(where: str) -> None:
     a, b = torch.randn(136, 208, device=device).bfloat16(), torch.randn(208, 72, device=device).bfloat16()
     parts = torch.cat([x.reshape(-1) for x in a.tensor_split(ends, 1)]).view(a.shape)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    made = (cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext(),
+    made = (within(where),
             pytest.raises(NotImplementedError) if where == "sm_100a" else contextlib.nullcontext())  # fmt: skip
     with made[0], made[1]:
         (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
@@ -522,7 +523,7 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
         more = more | {f"global_scale_{name}": torch.zeros(2, device=device) for name in "ab"}
     given: dict[str, Any] = {"wgrad_dtype": F32, "sf_vec_size": vector, **more}
     behind = {"output_mode": "discrete", "wgrad_ptrs": torch.tensor([x.data_ptr() for x in out], device=device)}
-    with cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext():
+    with within(where):
         call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **given)
         for added in (True, False):
             with pytest.raises(NotImplementedError) if refused and not added else contextlib.nullcontext():
@@ -692,7 +693,7 @@ def test_the_hadamard_matrix_is_built_in() -> None:
     samples = {f"sample_{name}": p.given[name] for name in names} | {"sample_sfa": None}
     samples |= {"sample_c": torch.empty(64, 128, 1).bfloat16(), "sample_d": torch.empty(64, 64, 1).bfloat16()}
     matrix = hadamard_matrix(16, BF16)
-    assert torch.equal(matrix.float(), grouped.signs_of(16))
+    assert torch.equal(matrix.float(), gemms.signs_of(16))
     for other, options in ((matrix, {"use_tmem_post_rht_amax": True}), (-matrix, {}), (matrix, {"semantics": "1.23"})):
         assert cudnn.GroupedGemmGluHadamard(**samples, sample_hadamard=other, **options).check_support()
     for options in ({"use_tmem_post_rht_amax": True}, {"semantics": "1.23"}):

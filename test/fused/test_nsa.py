@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from itertools import pairwise
@@ -15,7 +14,8 @@ import cudnn
 from cudnn import NSA, registry
 from cudnn.native_sparse_attention.selection import inverse
 from cudnn_kernels.attention.sparse import InverseConfiguration
-from support.selection import brief
+from support.dense_attention import attend, attend_selected, times_seen
+from support.selection import brief, within
 
 ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
 
@@ -39,20 +39,10 @@ def selection_call(heads: int = 4, d: int = 64, block: int = 16, chosen: int = 3
 def dense(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """O and the log-sum-exp by a mask over all pairs of rows and keys, in float64."""
     q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
-    rows, heads, _ = q.shape
-    seen = torch.zeros(2, rows, rows, dtype=torch.bool)
-    for first, last in pairwise(call["cum_seqlen_q_tensor"].tolist()):
-        for row in range(first, last):
-            for head in range(2):
-                count = call["block_counts_tensor"][row, head]
-                for block in call["block_indices_tensor"][row, head, :count].tolist():
-                    start = first + block * call["block_size"]
-                    end = row + 1 if call.get("is_causal") else last
-                    seen[head, row, start : min(start + call["block_size"], end)] = True
-    scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(heads // 2, 1)) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~seen.repeat_interleave(heads // 2, 0), -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v.repeat_interleave(heads // 2, 1)), scores.logsumexp(-1).T
+    lists = (call["block_indices_tensor"], call["block_counts_tensor"], call["cum_seqlen_q_tensor"])
+    times = times_seen(*lists, call["block_size"], call.get("is_causal", False))
+    found = attend_selected(q, k, v, times, q.shape[-1] ** -0.5)
+    return found.o.transpose(0, 1), found.lse.T
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -90,7 +80,7 @@ def test_selection_backward(is_causal: bool, arch: str) -> None:
     d_o = torch.randn_like(o)
     inputs = {name: x for name, x in call.items() if name != "cum_seqlen_k_tensor"}
     given = {**inputs, "o_tensor": o, "do_tensor": d_o, "lse_tensor": maxima + sums.log()}
-    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+    with within(arch):
         found = NSA.selection_attention_backward_wrapper(**given)
     for gradient, expected in zip(found, dense_gradients(call, d_o), strict=True):
         torch.testing.assert_close(gradient.double(), expected, atol=4e-3, rtol=4e-3)
@@ -108,7 +98,7 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(inverse, "InverseConfiguration", functools.partial(InverseConfiguration, rows=3))
 
     def by_block(is_causal: bool) -> list[list[int]]:
-        with cudnn.emulation(arch, races=True) if arch else contextlib.nullcontext():
+        with within(arch):
             rows, table = NSA.choosing_rows(indices, counts, ends, 2, is_causal, part=2)
         assert table[0].tolist() == [0, 0, 0]
         found = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
@@ -170,13 +160,11 @@ def top_k_call(queries: int = 150, heads: int = 4, block: int = 16, stride: int 
     """Two sequences of one length, with the log-sum-exp of compression attention."""
     keys = queries // stride
     q, k = torch.randn(2, queries, heads, 64).half().transpose(1, 2), torch.randn(2, keys, 2, 64).half().transpose(1, 2)
-    scores = q.double() @ k.double().repeat_interleave(heads // 2, 1).mT / 8
-    hidden = (torch.arange(keys) + 1) * stride - 1 > torch.arange(queries)[:, None]
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
+    row = torch.arange(queries)[:, None]
+    found = attend(q.double(), k.double(), k.double(), (torch.arange(keys) + 1) * stride <= row + 1)
     return {
-        "q_tensor": q, "k_tensor": k, "lse_tensor": (-lse / math.log(2)).float(), "k_value": 3,
-        "selection_block_size": block, "compress_stride": stride, "probabilities": scores.softmax(-1).nan_to_num(0.0),
+        "q_tensor": q, "k_tensor": k, "lse_tensor": (-found.lse / math.log(2)).float(), "k_value": 3,
+        "selection_block_size": block, "compress_stride": stride, "probabilities": found.weights,
     }  # fmt: skip
 
 
@@ -279,12 +267,10 @@ def compression_call(queries: int, keys: int, d: int = 64, key_heads: int = 1) -
 def compressed(call: dict[str, Any], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """O and the log-sum-exp in float64."""
     q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = scale * q @ k.mT
     ratio = q.shape[2] // k.shape[2]
-    for row in range(q.shape[2]):
-        scores[..., row, (row + 1) // ratio :] = -math.inf
-    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+    seen = torch.arange(k.shape[2]) < (torch.arange(q.shape[2])[:, None] + 1) // ratio
+    found = attend(q, k, v, seen, scale=scale)
+    return found.o, found.lse
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +299,7 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
         o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
         for name, rows in (("q", queries), ("k", keys)):
             options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows  # int64
-    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+    with within(arch):
         found, found_lse = NSA.compression_attention_wrapper(**call, **options)
     torch.testing.assert_close(found.double(), 0.5 * o, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
@@ -323,7 +309,7 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
 def test_compression_without_the_log_sum_exp_and_with_other_factors(arch: str) -> None:
     call = compression_call(40, 10)
     tensors = (*call.values(), torch.empty_like(call["q_tensor"]))
-    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+    with within(arch):
         attention = NSA.CompressionAttention(*tensors)
         with pytest.raises(ValueError, match="not compiled"):
             attention.execute(*tensors)
@@ -383,7 +369,7 @@ def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arc
     if packed:
         given, lse = {name: flat(x) for name, x in given.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
         ends = {f"cum_seqlen_{name}_tensor": torch.arange(3).int() * n for name, n in (("q", queries), ("k", keys))}
-    with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+    with within(arch):
         found = NSA.compression_attention_backward_wrapper(**given, lse_tensor=lse, **ends)
     for gradient, wanted in zip(found, expected, strict=True):
         wanted = flat(wanted) if packed else wanted

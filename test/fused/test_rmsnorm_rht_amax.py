@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,10 @@ from cudnn.rmsnorm_rht_amax import (
     pick_rows_per_cta,
     rmsnorm_rht_amax_wrapper,
 )
+from support.rmsnorm import definition
+from support.selection import within
 
 WHERE = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
-
-
-def within(where: str) -> Any:
-    """The emulator, for an architecture."""
-    return cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext()
-
-
-def definition(x: torch.Tensor, w: torch.Tensor, eps: float, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64, by ``rms_norm`` of PyTorch and a product with H[i, j] = (-1)^(number of common bits of i and j)."""
-    signs = [[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
-    y = torch.nn.functional.rms_norm(x.double(), (x.shape[1],), w.double(), eps)
-    y = (y.reshape(-1, 16) @ (torch.tensor(signs, dtype=torch.float64, device=x.device) / 4)).reshape(x.shape)
-    return y, torch.stack([part.abs().max() for part in y.split(rows)])
 
 
 def inputs(m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[torch.Tensor, ...]:

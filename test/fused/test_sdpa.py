@@ -21,7 +21,8 @@ from cudnn.sdpa import (
     sdpa_bwd_wrapper_sm100_d256,
     sdpa_fwd_wrapper_sm100_d256,
 )
-from support.selection import brief
+from support.dense_attention import attend
+from support.selection import brief, within
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
 
@@ -78,11 +79,9 @@ def test_softcap_and_sinks() -> None:
     attention = SdpaForward(q, k, v, o, lse, scale_softmax=0.1, softcap=2.0, sample_sink=sink)
     attention.compile()
     attention.execute(q, k, v, o, lse, sink_tensor=sink)
-    keys, values = (x.double().repeat_interleave(2, 1) for x in (k, v))
-    scores = 2 * (0.05 * q.double() @ keys.mT).tanh()
-    scores = torch.cat((scores, sink[:, None, None].expand(2, 4, 40, 1)), -1)
-    torch.testing.assert_close(o.double(), scores.softmax(-1)[..., :-1] @ values, atol=2e-3, rtol=2e-3)
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1))
+    expected = attend(*(x.double() for x in (q, k, v)), scale=0.05, modify=lambda x: 2 * x.tanh(), sink=sink)
+    torch.testing.assert_close(o.double(), expected.o, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), expected.lse)
     with pytest.raises(ValueError, match="sink"):
         attention.execute(q, k, v, o, lse)
     with pytest.raises(ValueError, match="softcap"):
@@ -97,7 +96,7 @@ def test_the_kernels_run_from_the_wrappers(kernels: str, as_batch: bool) -> None
     results = []
     for arch in ("", kernels):
         given = [x[None] if as_batch and arch else x for x in (q, k, v)]
-        with cudnn.emulation(arch, races=True) if arch else torch.no_grad():
+        with within(arch):
             o, found = sdpa_fwd_wrapper_sm100_d256(*given, ends, ends, **CAUSAL)
             more = [x[None] if as_batch and arch else x for x in (o.view(q.shape), do)]
             gradients = sdpa_bwd_wrapper_sm100_d256(*given, *more, lse, ends, ends, **CAUSAL)
@@ -207,7 +206,7 @@ def test_caches_of_keys(arch: str, cache: Cache, options: dict[str, Any]) -> Non
     alone = [attended(q[i : i + 1], *(x[None] for x in pair)) for i, pair in enumerate(keys)]
     expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
     for emulated in ("", arch):
-        with cudnn.emulation(emulated, races=True) if emulated else torch.no_grad():
+        with within(emulated):
             o, lse = attended(q, k, v, seqlen_k=lengths, page_table=table)
         torch.testing.assert_close(lse, expected[1], atol=2e-6, rtol=1e-6)
         assert (o.double() - expected[0]).norm() <= 2 * torch.finfo(o.dtype).eps * expected[0].double().norm()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn import NSA
+from support.dense_attention import attend_packed, band
 
 Rows = tuple[int, ...]
 
@@ -33,17 +33,9 @@ def same_length(given: dict[str, Any], batch: int) -> dict[str, Any]:
 def windowed(given: dict[str, Any], left: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
     """O and the log-sum-exp, in float64."""
     q, k, v = (given[f"{n}_tensor"].double() for n in "qkv")
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    o, stats = torch.zeros(*q.shape[:2], v.shape[2]).to(v), torch.zeros(*q.shape[:2], 1).to(q)
-    ends = [[0, *given[f"seq_len_{n}_tensor"].cumsum(0).tolist()] for n in ("q", "kv")]
-    for (first, last), (first_key, last_key) in zip(*map(pairwise, ends), strict=True):
-        row, key = torch.arange(last - first, device=q.device)[:, None], torch.arange(last_key - first_key).to(q.device)
-        seen = (key > row - left) & (key <= row + right)
-        scores = torch.einsum("ihd,jhd->hij", q[first:last], k[first_key:last_key]) / math.sqrt(q.shape[2])
-        scores = scores.masked_fill(~seen, -math.inf)
-        o[first:last] = torch.einsum("hij,jhd->ihd", scores.softmax(-1).nan_to_num(0.0), v[first_key:last_key])
-        stats[first:last] = scores.logsumexp(-1).T[..., None]
-    return o, stats
+    ends = (torch.nn.functional.pad(given[f"seq_len_{n}_tensor"].cumsum(0), (1, 0)) for n in ("q", "kv"))
+    o, stats = attend_packed(q, k, v, *ends, lambda rows, keys: band(rows, keys, left - 1, right))
+    return o, stats[..., None]
 
 
 @pytest.mark.parametrize(("left", "right"), [(16, 0), (1, 0), (20, 7)])

@@ -5,7 +5,6 @@ One call's results are the next one's operands. Each call is compared in float64
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import cudnn
 from support import gemms
 from support.gemms import BF16, E4M3, E8M0, F32, FP4
 from support.pages import transformer_engine_calls
-from support.selection import ARCHES, brief
+from support.selection import ARCHES, brief, within
 
 ENDS = (256, 256, 768)
 HIDDEN, FFN = 128, 128
@@ -29,7 +28,7 @@ def place(where: str) -> Any:
     """A context in which tensors are on the GPU, kernels are emulated, or neither."""
     if where == "gpu":
         return torch.device("cuda")
-    return cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext()
+    return within(where)
 
 
 def owners() -> torch.Tensor:
@@ -52,8 +51,7 @@ def quantized(x: torch.Tensor) -> Quantized:
     bytes_ = gemms.e8m0_code_above(blocks.abs().amax(-1) / 448)
     factors = gemms.e8m0_values(bytes_)
     codes = (blocks / factors[..., None]).flatten(-2).to(E4M3)
-    atoms = gemms.in_atoms(bytes_.reshape(-1, *bytes_.shape[-2:]).permute(1, 2, 0))
-    memory = atoms.permute(5, 2, 4, 0, 1, 3).contiguous()
+    memory = gemms.memory_of(gemms.in_atoms(bytes_.reshape(-1, *bytes_.shape[-2:]).permute(1, 2, 0)))
     return Quantized(codes, memory, codes.double() * factors.repeat_interleave(32, -1))
 
 
@@ -69,8 +67,7 @@ def by_columns(x: torch.Tensor) -> Quantized:
 
 def factors(memory: torch.Tensor, rows: int, k: int, experts: int = 1) -> torch.Tensor:
     """Bytes as they lie in memory, as the view that calls take."""
-    atoms = memory.view(E8M0).view(experts, -(-rows // 128), -(-k // 128), 32, 4, 4)
-    return atoms.permute(3, 4, 1, 5, 2, 0)
+    return gemms.atoms_of(memory.view(E8M0), rows, k // 32, experts)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -86,8 +83,8 @@ def dequantized_columns(codes: torch.Tensor, memory: torch.Tensor) -> torch.Tens
         if end == start:
             continue
         size = (end - start) // 32 * width
-        atoms = memory[first : first + size].view(1, -(-width // 128), (end - start) // 128, 32, 4, 4)
-        bytes_ = gemms.from_atoms(atoms.permute(3, 4, 1, 5, 2, 0), width, (end - start) // 32)[..., 0]
+        atoms = gemms.atoms_of(memory[first : first + size], width, (end - start) // 32)
+        bytes_ = gemms.from_atoms(atoms, width, (end - start) // 32)[..., 0]
         found.append(codes[start:end].double() * gemms.e8m0_values(bytes_).repeat_interleave(32, 1).T)
         first += size
     return torch.cat(found)
@@ -286,10 +283,8 @@ def test_one_expert_whose_offsets_are_a_view() -> None:
 def in_float4(rows: int, k: int, experts: int = 1) -> tuple[gemms.Operand, dict[str, Any]]:
     """An operand, and the arguments of weights that lie anywhere."""
     x = gemms.scaled(rows, k, experts, FP4, E4M3, 16)
-    raw = [t.view(torch.uint8) for t in (x.tensor, x.scales.permute(5, 2, 4, 0, 1, 3).permute(1, 2, 3, 4, 5, 0))]
-    parts = [[t[..., i].clone() for i in range(experts)] for t in raw]
-    kept.extend([*parts[0], *parts[1]])
-    b_ptrs, sfb_ptrs = (torch.tensor([part.data_ptr() for part in each]) for each in parts)
+    (b_ptrs, matrices), (sfb_ptrs, scales) = (gemms.addresses_of(t) for t in (x.tensor, x.scales))
+    kept.extend([*matrices, *scales])
     return x, {"b_ptrs": b_ptrs, "sfb_ptrs": sfb_ptrs, "n": rows, "b_dtype": FP4, "b_major": "k"}
 
 
@@ -323,8 +318,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     h = (gate * s * other if gated else z.clamp(min=0) ** 2) * prob.double()[:, None]
     d = up["d_tensor"].view(TOKENS, FFN)
     gemms.assert_rounded(d, h, 1e-4)
-    signs = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(16)] for i in range(16)])
-    rotated = (signs @ d.float().unflatten(0, (-1, 16)) / 4).abs()
+    rotated = (gemms.signs_of(16) @ d.float().unflatten(0, (-1, 16)) / 4).abs()
     for expert, (first, last) in enumerate(zip((0, *ENDS[:-1]), ENDS, strict=True)):
         own = rotated[first // 16 : last // 16]
         expected = own.max() if last > first else torch.zeros(())
@@ -355,7 +349,7 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
         assert down.get("sfd_col_d_srelu_tensor") is None
     gemms.assert_rounded(down["d_row_tensor"].view(TOKENS, -1), dz, 1e-4)
     assert down["dprob_tensor"].data_ptr() == dprob.data_ptr()
-    torch.testing.assert_close(dprob.double(), (g * y).sum(1), rtol=1e-4, atol=1e-3)
+    gemms.assert_rounded(dprob, (g * y).sum(1), 1e-5)
     dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, owners(), dz)
     gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)
 

@@ -8,6 +8,7 @@ import torch
 import cudnn
 from support.attention import Described, Problem
 from support.attention_fp8 import CASES, E4M3, E5M2, SCALES, attention_fp8, describe_fp8, new_graph, tensors
+from support.fuzz.approx import Approx
 
 pytestmark = pytest.mark.gpu
 BACKWARD = [name for name, problem in CASES.items() if not problem.statistics and not problem.dropout]
@@ -20,11 +21,11 @@ def results(described: Described) -> dict[str, torch.Tensor]:
         pytest.skip(str(error))
 
 
-def check(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check(problem: Problem, found: dict[str, torch.Tensor], expected: dict[str, Approx]) -> None:
     """Within what numbers of fp8 that fall on the other side of a rounding make of sums of them."""
     valid = problem.valid("cuda")
     for port, result in found.items():
-        wanted = expected[port]
+        wanted = expected[port].value
         if port.startswith("Amax"):
             torch.testing.assert_close(result.double(), wanted, rtol=0.2, atol=0.0, msg=port)
             continue

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import cudnn
-from cudnn.experimental.ops import _graphs, moe_grouped_matmul, scaled_dot_product_attention
-from cudnn.experimental.ops import sdpa as module
+from cudnn.experimental.ops import moe_grouped_matmul, scaled_dot_product_attention
 from cudnn.experimental.ops.sdpa import _bprop_cache, _fprop_cache
 from cudnn.ops import causal_conv1d
-from gpu.common import assert_accurate
+from gpu.common import assert_accurate, outputs_hold_nan
+from support.dense_attention import with_gradients
 from support.torch_attention import CASES, Varying
 
 pytestmark = pytest.mark.gpu
 UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
 
 
-def gradients(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor], d_out: Any) -> list[torch.Tensor]:
-    """The result and the gradients of its product with ``d_out``."""
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, d_out.to(result.dtype))]
-
-
 def check(problem: Varying, tensors: list[torch.Tensor], found: list[torch.Tensor]) -> None:
     """At most twice the error of the same computation in the type, plus its rounding."""
-    *leaves, d_out = tensors
-    exact = gradients(problem.solve, [x.double() for x in leaves], d_out)
-    rough = gradients(problem.solve, leaves, d_out)
+    exact = with_gradients(problem.solve, [x.double() for x in tensors])
+    rough = with_gradients(problem.solve, tensors)
     for name, one, other, typed in zip(("O", "dQ", "dK", "dV"), found, exact, rough, strict=True):
         assert torch.isfinite(one).all(), name
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
@@ -45,19 +35,14 @@ def check(problem: Varying, tensors: list[torch.Tensor], found: list[torch.Tenso
 def attend(problem: Varying, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     function = functools.partial(scaled_dot_product_attention, **problem.keywords("cuda"))
     try:
-        return gradients(function, tensors[:3], tensors[3])
+        return with_gradients(function, tensors)
     except UNSUPPORTED as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture
 def _outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(cache: Any, describe: Any, inputs: Any, outputs: dict[str, torch.Tensor], options: Any) -> None:
-        for x in outputs.values():
-            x.fill_(torch.nan)
-        _graphs.run(cache, describe, inputs, outputs, options)
-
-    monkeypatch.setattr(module, "run", run)
+    outputs_hold_nan(monkeypatch)
 
 
 @pytest.mark.usefixtures("_outputs_hold_nan")
@@ -120,11 +105,11 @@ def test_both_passes_in_a_cuda_graph() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        gradients(function, tensors[:3], tensors[3])
+        with_gradients(function, tensors)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradients(function, tensors[:3], tensors[3])
+        found = with_gradients(function, tensors)
     for x, fresh in zip(tensors, problem.tensors(torch.float16, "cuda"), strict=True):
         x.copy_(fresh)
     graph.replay()
@@ -143,9 +128,7 @@ def test_compiled_attention(name: str) -> None:
     keywords = problem.keywords("cuda")
     function = functools.partial(scaled_dot_product_attention, **keywords)
     compiled = torch.compile(lambda q, k, v: function(q, k, v), fullgraph=True)
-    for one, other in zip(
-        gradients(compiled, tensors[:3], tensors[3]), gradients(function, tensors[:3], tensors[3]), strict=True
-    ):
+    for one, other in zip(with_gradients(compiled, tensors), with_gradients(function, tensors), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -174,26 +157,26 @@ def test_experts(e: int, m: int, k: int, n: int, gathered: bool) -> None:
     def formula(token: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return experts(token if index is None else token[:, index.flatten()], weight, first)
 
-    out, d_token = gradients(lambda token: product(token, weight), [token], d_out)
+    out, d_token = with_gradients(lambda token: product(token, weight), [token, d_out])
     for place, result in enumerate((out, d_token)):
         assert_accurate(
             result,
-            lambda dtype, place=place: gradients(
-                lambda token: formula(token, weight.to(dtype)), [token.to(dtype)], d_out
+            lambda dtype, place=place: with_gradients(
+                lambda token: formula(token, weight.to(dtype)), [token.to(dtype), d_out]
             )[place],
             kind,
         )
     if cudnn.backend_version() < 92200:
         with pytest.raises(RuntimeError, match=r"needs cuDNN 9\.22\.0"):
-            gradients(lambda weight: product(token, weight), [weight], d_out)
+            with_gradients(lambda weight: product(token, weight), [weight, d_out])
         return
     try:
-        _, d_weight = gradients(lambda weight: product(token, weight), [weight], d_out)
+        _, d_weight = with_gradients(lambda weight: product(token, weight), [weight, d_out])
     except RuntimeError as error:
         pytest.skip(str(error))
     assert_accurate(
         d_weight,
-        lambda dtype: gradients(lambda weight: formula(token.to(dtype), weight), [weight.to(dtype)], d_out)[1],
+        lambda dtype: with_gradients(lambda weight: formula(token.to(dtype), weight), [weight.to(dtype), d_out])[1],
         kind,
     )
 
@@ -217,8 +200,8 @@ def test_causal_convolution(w: int, kind: torch.dtype, activation: str) -> None:
         with pytest.raises(UNSUPPORTED, match=r"causal_conv1d needs cuDNN 9\.22\.0"):
             run(*leaves)
         return
-    found = gradients(run, leaves, d_y)
-    exact = gradients(lambda *x: convolved(*x, activation), [x.double() for x in leaves], d_y)
+    found = with_gradients(run, [*leaves, d_y])
+    exact = with_gradients(lambda *x: convolved(*x, activation), [x.double() for x in (*leaves, d_y)])
     for one, other in zip(found, exact, strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one.double(), other, rtol=0, atol=scale * max(2e-6, torch.finfo(kind).eps))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 import cudnn
-from cudnn.experimental.ops import _graphs
-from cudnn.experimental.ops import sdpa as module
 from cudnn.ops import causal_conv1d, scaled_dot_product_attention
+from gpu.common import outputs_hold_nan
+from support.dense_attention import attend, with_gradients
 
 pytestmark = pytest.mark.gpu
 UNSUPPORTED = cudnn.cudnnGraphNotSupportedError
@@ -23,13 +22,7 @@ B, H, D = 2, 4, 64
 @pytest.fixture(autouse=True)
 def _outputs_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-
-    def run(cache: Any, describe: Any, inputs: Any, outputs: dict[str, torch.Tensor], options: Any) -> None:
-        for x in outputs.values():
-            x.fill_(torch.nan)
-        _graphs.run(cache, describe, inputs, outputs, options)
-
-    monkeypatch.setattr(module, "run", run)
+    outputs_hold_nan(monkeypatch)
 
 
 def tensors(dtype: torch.dtype, s_q: int, s_kv: int) -> list[torch.Tensor]:
@@ -37,31 +30,18 @@ def tensors(dtype: torch.dtype, s_q: int, s_kv: int) -> list[torch.Tensor]:
     return [torch.randn(B, H, s, D, device="cuda").to(dtype) for s in (s_q, s_kv, s_kv, s_q)]
 
 
-def gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of its product with the last tensor."""
-    *leaves, d_out = [x.detach().requires_grad_() for x in given[:-1]] + given[-1:]
-    result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, d_out.to(result.dtype))]
-
-
 def by_hand(*given: torch.Tensor, seen: Any = None, kept: Any = 1.0) -> torch.Tensor:
     """Attention with a mask that is added or boolean, and weights that are kept or not."""
     q, k, v, *bias = given
-    scores = q @ k.mT * D**-0.5 + sum(x.to(q.dtype) for x in bias)
-    if seen is not None:
-        scores = scores.masked_fill(~(seen | ~seen.any(-1, keepdim=True)), -torch.inf)
-    weights = (scores.softmax(-1) * kept).to(v.dtype)
-    if seen is not None:
-        weights = weights * seen.any(-1, keepdim=True)
-    return weights @ v
+    return attend(q, k, v, seen, bias=sum(x.to(q.dtype) for x in bias), kept=kept).o.to(v.dtype)
 
 
 def check(found: list[torch.Tensor], given: list[torch.Tensor], **options: Any) -> None:
     """At most twice the error of the same computation in the type, plus its rounding; four times, where a gradient is 0
     in exact arithmetic and what is computed is nothing but the sum of roundings.
     """
-    exact = gradients(functools.partial(by_hand, **options), [x.double() for x in given])
-    rough = gradients(functools.partial(by_hand, **options), given)
+    exact = with_gradients(functools.partial(by_hand, **options), [x.double() for x in given])
+    rough = with_gradients(functools.partial(by_hand, **options), given)
     for place, (one, other, typed) in enumerate(zip(found, exact, rough, strict=True)):
         assert torch.isfinite(one).all(), place
         error, peer = ((x.double() - other).abs().max().item() for x in (one, typed))
@@ -87,7 +67,7 @@ def test_boolean_masks(sizes: tuple[int, int], shape: str, dtype: torch.dtype) -
     if seen.shape[-1] > 1 and seen.shape[-2] > 1:
         seen[..., 3, :] = False  # a row that sees nothing
     given = tensors(dtype, *sizes)
-    check(gradients(functools.partial(scaled_dot_product_attention, attn_mask=seen), given), given, seen=seen)
+    check(with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=seen), given), given, seen=seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -98,7 +78,7 @@ def test_masks_that_are_added(sizes: tuple[int, int], shape: str, wide: bool, dt
     q, k, v, d_out = tensors(dtype, *sizes)
     bias = torch.randn(shape_of(shape, *sizes), device="cuda").to(torch.float32 if wide else dtype)
     given = [q, k, v, bias, d_out]
-    check(gradients(scaled_dot_product_attention, given), given)
+    check(with_gradients(scaled_dot_product_attention, given), given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -118,7 +98,7 @@ def test_dropout(name: str, dtype: torch.dtype) -> None:
 
     given = [q, k, v, *more, d_out]
     try:
-        found = gradients(attention, given)
+        found = with_gradients(attention, given)
     except UNSUPPORTED as error:
         pytest.skip(str(error))
     kept = found[0] > 0
@@ -169,9 +149,9 @@ def test_vmap(masked: bool) -> None:
     q, k, v, d_out = (torch.stack([x, -x, 2 * x]) for x in tensors(torch.float16, 64, 64))
     more = [torch.randn(3, H, 64, 64, device="cuda").half()] if masked else []
     given = [q, k, v, *more, d_out]
-    found = gradients(torch.vmap(scaled_dot_product_attention), given)
+    found = with_gradients(torch.vmap(scaled_dot_product_attention), given)
     for entry in range(3):
-        each = gradients(scaled_dot_product_attention, [x[entry] for x in given])
+        each = with_gradients(scaled_dot_product_attention, [x[entry] for x in given])
         for one, other in zip(found, each, strict=True):
             torch.testing.assert_close(one[entry], other, atol=2e-3, rtol=2e-3)
 

@@ -10,6 +10,7 @@ import torch
 
 import cudnn
 from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+from support.dense_attention import Attended, attend, band
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,14 +32,10 @@ def drawn(rows: int, heads: int, head: int = 256, batch: int = 2, integers: bool
     return x.half().transpose(1, 2)
 
 
-def formula(q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any, Any]:
-    """O, LSE and the scores in float32, the diagonal in the lower right corner."""
-    share = q.shape[1] // k.shape[1]
-    scores = scale * q.float() @ k.float().repeat_interleave(share, 1).mT
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], device="cuda", dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores.softmax(-1) @ v.float().repeat_interleave(share, 1), scores.logsumexp(-1), scores
+def formula(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Attended:
+    """In float32, the diagonal in the lower right corner."""
+    seen = band(q.shape[2], k.shape[2], right=0 if causal else None, bottom_right=True, device="cuda")
+    return attend(q.float(), k.float(), v.float(), seen, scale=scale)
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +49,7 @@ def test_as_existing_programs_do(layout: str, options: dict[str, Any]) -> None:
     batch, rows, scale = 2, 512, 1 / 16
     q, do, o = (drawn(rows, 24) for _ in range(3))
     k, v = drawn(rows, 4), drawn(rows, 4)
-    expected, lse, scores = formula(q, k, v, bool(options), scale)
+    expected, lse, _, weights = formula(q, k, v, bool(options), scale)
     ends = [torch.arange(0, (batch + 1) * rows, rows, device="cuda", dtype=torch.int32)] * 2 if layout == "thd" else []
     change = flat if layout == "thd" else lambda x: x
     for _ in range(2):
@@ -64,7 +61,7 @@ def test_as_existing_programs_do(layout: str, options: dict[str, Any]) -> None:
     # P that does not sum up to 1, O that is none: the gradients' formulas hold all the same. P and dS are rounded to
     # float16, which alone moves a few elements in 10,000 by more than 1e-3, so norms are compared.
     given_lse = torch.full_like(found_lse, 10.0)
-    p = (scores - 10).exp()
+    p = weights * (lse - 10).exp().unsqueeze(-1)
     share = 6
     wide_k, wide_v = (x.float().repeat_interleave(share, 1) for x in (k, v))
     ds = p * (do.float() @ wide_v.mT - (o.float() * do.float()).sum(-1, keepdim=True))
@@ -89,7 +86,7 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
     attention = SdpaForward(q, k, v, o, lse, **(CAUSAL if causal else {}))
     attention.compile()
     attention.execute(q, k, v, o, lse)
-    expected, expected_lse, _ = formula(q, k, v, causal, head**-0.5)
+    expected, expected_lse, *_ = formula(q, k, v, causal, head**-0.5)
     torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
     first = o.clone()
@@ -111,7 +108,7 @@ def test_pages_of_keys(head: int, head_v: int, page: int, rows: int) -> None:
     attention.execute(q, k, v, o, lse, seqlen_k_tensor=lengths, page_table_tensor=table)
     for i, length in enumerate(lengths.tolist()):
         keys = (x[table[i]].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (k, v))
-        expected, expected_lse, _ = formula(q[i : i + 1], *keys, False, head**-0.5)
+        expected, expected_lse, *_ = formula(q[i : i + 1], *keys, False, head**-0.5)
         torch.testing.assert_close(o[i : i + 1].float(), expected, atol=4e-3, rtol=2e-3)
         torch.testing.assert_close(lse[i : i + 1], expected_lse, atol=1e-4, rtol=1e-4)
     first = o.clone()
@@ -127,7 +124,7 @@ def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
     q, do = (drawn(1000, 4, width, integers=False) for width in (head, head_v))
     k, v = (drawn(1000, 2, width, integers=False) for width in (head, head_v))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    expected, lse, _ = formula(*leaves, causal, head**-0.5)
+    expected, lse, *_ = formula(*leaves, causal, head**-0.5)
     expected.backward(do.float())
     o, lse = expected.detach().half().transpose(1, 2).contiguous().transpose(1, 2), lse.detach()
     gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
@@ -168,5 +165,5 @@ def test_capture() -> None:
         attention.execute(q, k, v, o, lse)
     q.copy_(drawn(300, 4, integers=False))
     graph.replay()
-    expected, _, _ = formula(q, k, v, True, 1 / 16)
+    expected, *_ = formula(q, k, v, True, 1 / 16)
     torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)

@@ -29,9 +29,9 @@ from support.attention import (
     checked,
     describe,
     described_backward_data,
-    slope,
     small,
 )
+from support.dense_attention import slopes
 from support.graphs import FLOAT, HALF, MODES, like, reference_graph, run
 
 DOUBLE = cudnn.data_type.DOUBLE
@@ -296,7 +296,7 @@ def pattern(described: Described, version: int, data: dict[str, torch.Tensor]) -
     if node.use_alibi_mask:
         heads = node.score_dim[1]
         graph.slopes = Tensor([1, heads, 1, 1], [heads, 1, 1, 1], FLOAT)
-        values[graph.slopes] = torch.tensor([slope(head, heads) for head in range(heads)]).view(1, -1, 1, 1)
+        values[graph.slopes] = slopes(heads).float().view(1, -1, 1, 1)
     views = {port: swapped(node.inputs[port]) for port in "KV" if not node.is_paged}
     values |= {view: data[port.lower()].transpose(2, 3) for port, view in views.items()}
     if isinstance(node, AttentionForward):

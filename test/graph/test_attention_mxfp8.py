@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import cudnn
+from support.dense_attention import attend, band
+from support.gemms import in_atoms, memory_of
 from support.graphs import BFLOAT16, FLOAT, configurations, planned_graph, reference_graph
 
 E4M3, E8M0 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FP8_E8M0
@@ -47,12 +49,8 @@ def describe(graph: cudnn.pygraph, heads: int = 2, scale: dict[str, Any] | None 
 
 
 def tiled(scales: torch.Tensor) -> torch.Tensor:
-    """Scales ``[b, h, rows, columns]`` in tiles of 128 x 4, as PTX lays them out: row r of 32 gets r, r + 32, ..."""
-    b, h, rows, columns = scales.shape
-    padded = torch.zeros(b, h, -(-rows // 128) * 128, -(-columns // 4) * 4, dtype=torch.uint8)
-    padded[:, :, :rows, :columns] = scales
-    tiles = padded.view(b * h, padded.shape[2] // 128, 4, 32, padded.shape[3] // 4, 4)
-    return tiles.permute(0, 1, 4, 3, 2, 5).contiguous().flatten()
+    """Scales ``[b, h, rows, columns]`` in tiles of 128 x 4."""
+    return memory_of(in_atoms(scales.flatten(0, 1).permute(1, 2, 0)))
 
 
 def test_reference_agrees_with_pytorch() -> None:
@@ -76,11 +74,9 @@ def test_reference_agrees_with_pytorch() -> None:
         "Amax_O": torch.empty(1, 1, 1, 1),
     }
     graph.execute({tensors[name]: value for name, value in (data | found).items()}, None)
-    k, v = (exact[name].repeat_interleave(2, 1) for name in "kv")
-    scores = (exact["q"] @ k.transpose(2, 3) * 0.09).masked_fill(torch.ones(S, S).triu(1).bool(), float("-inf"))
-    o = scores.softmax(-1) @ v
+    o, stats, *_ = attend(exact["q"], exact["k"], exact["v"], band(S, S, right=0), scale=0.09)
     torch.testing.assert_close(found["O"].double(), o, atol=2e-2, rtol=1e-2)
-    torch.testing.assert_close(found["Stats"].double(), scores.logsumexp(-1, keepdim=True), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["Stats"].double(), stats.unsqueeze(-1), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found["Amax_O"].double().item(), o.abs().max().item(), atol=1e-4, rtol=1e-4)
 
 

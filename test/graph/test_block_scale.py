@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.pygraph.lowering import Lowering
-from support.gemms import e8m0_code_above, e8m0_values, fp4_values
+from support.gemms import atoms_of, e8m0_code_above, e8m0_values, fp4_values, from_atoms, in_atoms, memory_of
 from support.graphs import (
     FLOAT,
     HALF,
@@ -36,27 +36,13 @@ def padded(rows: int, blocks: int) -> tuple[int, int]:
     return -(-rows // 128) * 128, -(-blocks // 4) * 4
 
 
-def tile_offset(row: int, block: int, blocks: int) -> int:
-    """Where a scale lies, cuBLAS documentation: tiles of 128 rows by 4 blocks, 32 x 4 x 4 inside."""
-    tile = row // 128 * (blocks // 4) + block // 4
-    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-
-
 def tiled(codes: torch.Tensor) -> torch.Tensor:
     """Bytes of scales (batch, rows, blocks) as they lie in memory in the layout F8_128x4."""
-    batch, rows, blocks = codes.shape
-    tall, wide = padded(rows, blocks)
-    memory = torch.zeros(batch, tall * wide, dtype=torch.uint8)
-    for row in range(rows):
-        for block in range(blocks):
-            memory[:, tile_offset(row, block, wide)] = codes[:, row, block]
-    return memory.flatten()
+    return memory_of(in_atoms(codes.permute(1, 2, 0)))
 
 
 def from_tiles(memory: torch.Tensor, batch: int, rows: int, blocks: int) -> torch.Tensor:
-    tall, wide = padded(rows, blocks)
-    picked = [tile_offset(row, block, wide) for row in range(rows) for block in range(blocks)]
-    return memory.view(batch, tall * wide)[:, picked].view(batch, rows, blocks)
+    return from_atoms(atoms_of(memory, rows, blocks, batch), rows, blocks).permute(2, 0, 1)
 
 
 def packed(nibbles: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, 
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
 from support.compiled import compile_kernel
+from support.dense_attention import attend, band
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -63,22 +64,10 @@ class Problem:
 def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) -> dict[str, torch.Tensor]:
     """Results of one sequence in float64, from (h, s, d) and, with ``do``, the gradients."""
     q, k, v = (tensors[name].double().clone().requires_grad_() for name in "qkv")
-    share = q.shape[0] // k.shape[0]
-    scores = scale * q @ k.repeat_interleave(share, 0).mT
-    if problem.softcap:
-        scores = problem.softcap * (scores / problem.softcap).tanh()
-    rows, keys = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], torch.arange(k.shape[1])
-    hidden = torch.zeros(scores.shape[1:], dtype=torch.bool)
-    if problem.right is not None:
-        hidden |= keys > rows + problem.right
-    if problem.left is not None:
-        hidden |= keys < rows - problem.left
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
-    if problem.sink:
-        lse = torch.logaddexp(lse, tensors["sink"].double()[:, None])
-    weights = (scores - lse.masked_fill(lse.isinf(), 0)[..., None]).exp()
-    o = weights @ v.repeat_interleave(share, 0)
+    cap, sink = problem.softcap, tensors["sink"] if problem.sink else None
+    seen = band(q.shape[1], k.shape[1], problem.left, problem.right, bottom_right=True)
+    modify = (lambda x: cap * (x / cap).tanh()) if cap else None
+    o, lse, *_ = attend(q, k, v, seen, scale=scale, modify=modify, sink=sink)
     o.backward(tensors["do"].double())
     found = {"o": o, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     return {name: value.detach() for name, value in found.items() if value is not None}

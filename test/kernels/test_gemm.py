@@ -32,7 +32,7 @@ from cudnn_kernels.problem import GemmProblem, Operand  # noqa: E402
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows  # noqa: E402
 from cudnn_kernels.schedule.tiles import share  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
-from support import gemm  # noqa: E402
+from support import gemm, gemms  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
 from support.selection import FULL, brief, in_turn  # noqa: E402
 
@@ -368,7 +368,7 @@ def check_k(
     expected = gemm.product(c, made, ends).to(getattr(torch, store.dtype))
     for name, x in (("a", c.a), ("b", c.b)):
         if x.scale is not None:
-            made[f"sf{name}"] = gemm.factors_by_part(made[f"sf{name}"], ends, x.scale.vector)
+            made[f"sf{name}"] = gemms.atoms_by_part(made[f"sf{name}"], ends, x.scale.vector, 0xFF)
         if x.index:
             made[x.index][ends[-1] :] = 1 << 30
         else:

@@ -20,6 +20,7 @@ from cudnn_kernels.attention.sparse import (
     TopKConfiguration,
 )
 from cudnn_kernels.signature import workspace_size
+from support.dense_attention import Attended, attend_selected, times_seen
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -71,27 +72,22 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
 
 
 def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -> None:
-    """Every row by itself, over the keys that are in its blocks. Spare rows are left alone."""
-    assert given["o"][int(given["cum_seqlen_q"][-1]) :].isnan().all()
-    tolerance = 2 * torch.finfo(given["o"].dtype).eps
-    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
-        for row in range(first, last):
-            for head in range(c.key_heads):
-                count = int(given["block_counts"][row, head])
-                blocks = [b for b in given["block_indices"][row, head, :count].tolist() if b >= 0]
-                end = row - first + 1 if c.causal else last - first
-                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, end))]
-                heads = slice(head * c.group, (head + 1) * c.group)
-                k, v = (given[x][first:last, head][keys].double() for x in "kv")
-                scores = given["scale_softmax"] * given["q"][row, heads].double() @ k.mT
-                largest = scores.amax(1) if keys else torch.full((c.group,), -math.inf, dtype=torch.double)
-                weights = (scores - largest[:, None]).exp()
-                total = weights.sum(1)
-                expected = weights @ v / total.clamp(min=1e-9)[:, None]
-                torch.testing.assert_close(given["l"][row, heads].double(), total, rtol=2e-5, atol=0)
-                torch.testing.assert_close(given["m"][row, heads].double(), largest, rtol=1e-5, atol=1e-6)
-                error = (given["o"][row, heads].double() - expected).norm()
-                assert error <= tolerance * expected.norm() + 1e-6
+    """Over the keys that are in the rows' blocks. Spare rows are left alone."""
+    rows = int(given["cum_seqlen_q"][-1])
+    assert given["o"][rows:].isnan().all()
+    expected = selected(c, given, *(given[x][:rows].double() for x in "qkv"))
+    o, total, largest = (given[x][:rows].double().transpose(0, 1) for x in "olm")
+    torch.testing.assert_close(total, (expected.lse - expected.largest).exp().nan_to_num(0.0), rtol=2e-5, atol=0)
+    torch.testing.assert_close(largest, expected.largest, rtol=1e-5, atol=1e-6)
+    error = (o - expected.o).norm(dim=2)
+    assert bool((error <= 2 * torch.finfo(given["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
+
+
+def selected(c: SelectionConfiguration, given: dict[str, Any], *qkv: torch.Tensor) -> Attended:
+    """What the rows' lists lead to."""
+    rows, lists = len(qkv[0]), (given["block_indices"], given["block_counts"])
+    times = times_seen(*(x[:rows] for x in lists), given["cum_seqlen_q"], c.block, c.causal)
+    return attend_selected(*qkv, times, given["scale_softmax"])
 
 
 @pytest.mark.parametrize(
@@ -216,27 +212,13 @@ def test_top_k(c: TopKConfiguration, ranking: Ranking, arch: str) -> None:
 
 
 def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:
-    """dQ, dK and dV in float64, by autograd of every row by itself; sets O and LSE."""
-    leaves = {x: given[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"}
-    total = torch.zeros((), dtype=torch.double)
-    for first, last in pairwise(given["cum_seqlen_q"].tolist()):
-        for row in range(first, last):
-            for head in range(c.key_heads):
-                count = int(given["block_counts"][row, head])
-                blocks = [b for b in given["block_indices"][row, head, :count].tolist() if b >= 0]
-                end = row - first + 1 if c.causal else last - first
-                keys = [key for b in blocks for key in range(b * c.block, min((b + 1) * c.block, end))]
-                heads = slice(head * c.group, (head + 1) * c.group)
-                given["o"][row, heads], given["lse"][row, heads] = 0, -math.inf
-                if keys:
-                    k, v = (leaves[x][first:last, head][keys] for x in "kv")
-                    scores = given["scale_softmax"] * leaves["q"][row, heads] @ k.mT
-                    o = scores.softmax(-1) @ v
-                    given["o"][row, heads] = o.detach().to(given["o"].dtype)
-                    given["lse"][row, heads] = scores.detach().logsumexp(-1).float()
-                    total = total + (o * given["do"][row, heads].double()).sum()
-    total.backward()
-    return {f"d{x}": leaf.grad for x, leaf in leaves.items() if leaf.grad is not None}
+    """dQ, dK and dV in float64; sets O and LSE."""
+    leaves = [given[x].double().nan_to_num(0.0).requires_grad_() for x in "qkv"]
+    found = selected(c, given, *leaves)
+    given["o"].copy_(found.o.detach().transpose(0, 1))
+    given["lse"].copy_(found.lse.detach().T)
+    gradients = torch.autograd.grad(found.o, leaves, given["do"].double().transpose(0, 1))
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def selection_backward_inputs(c: SelectionBackwardConfiguration, choice: Choice) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from cudnn.launch import emulate, emulation
 from cudnn_kernels.configuration import OPERANDS, OperandConfiguration
 from cudnn_kernels.problem import BlockScale, Operand
-from support import gemm
+from support import gemms
 from support.compiled import compile_kernel
 from support.selection import brief
 
@@ -20,7 +20,6 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 SOURCE = "cudnn_kernels.sm90.operand:PrepareOperand"
 MULTIPROCESSORS = 3
-FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 PLAIN = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32]
 SCALED = [operand for operand in sorted(OPERANDS, key=str) if operand[2]]
 
@@ -43,13 +42,8 @@ def with_major(x: torch.Tensor, major: str) -> torch.Tensor:
 
 
 def atoms(codes: torch.Tensor) -> torch.Tensor:
-    """Scale codes (l, mn, blocks) in the layout of 128 x 4 atoms; what no operand reaches is a NaN."""
-    l, mn, blocks = codes.shape  # noqa: E741
-    padded = torch.full((l, -(-mn // 128) * 128, -(-blocks // 4) * 4), 255, dtype=torch.uint8)
-    padded[:, :mn, :blocks] = codes
-    return padded.unflatten(1, (-1, 4, 32)).unflatten(4, (-1, 4)).permute(0, 1, 4, 3, 2, 5).contiguous().permute(
-        3, 4, 1, 5, 2, 0
-    )  # fmt: skip
+    """Scale codes (l, mn, blocks) in atoms; what no operand reaches is a NaN."""
+    return gemms.in_atoms(codes.permute(1, 2, 0), beyond=255)
 
 
 def scale_values(codes: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -79,7 +73,7 @@ def dequantised(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel makes of codes (l, mn, k) and scale codes (l, mn, blocks), and what is right."""
     c, fp4 = configuration, configuration.source.packed > 1
-    values = FP4_VALUES[codes.int()] if fp4 else codes.view(getattr(torch, c.source.dtype)).float()
+    values = gemms.fp4_values(codes).float() if fp4 else codes.view(getattr(torch, c.source.dtype)).float()
     target = with_major(torch.full_like(values, 12345, dtype=torch.bfloat16), c.source.major)
     run(c, *matrices(c, codes, scales), target)
     factor = scale_values(scales, c.source.scale.dtype).repeat_interleave(c.source.scale.vector, dim=2)
@@ -145,7 +139,7 @@ def test_dequantised_parts_of_k(operand: tuple[Any, ...]) -> None:
     dense = configured(*operand, resident=1)
     _, expected = dequantised(dense, codes, scales)
     source, factors = matrices(c, codes, scales)
-    by_part = gemm.factors_by_part(factors, ends, vector)
+    by_part = gemms.atoms_by_part(factors, ends, vector, 0xFF)
     target = with_major(torch.full((1, mn, k), 12345, dtype=torch.bfloat16), c.source.major)
     run(c, source, by_part, torch.tensor(ends, dtype=torch.int32), target)
     assert_same_bits(target[:, : ends[-1]], expected[:, : ends[-1]])

@@ -12,6 +12,7 @@ from cudnn.launch import emulate, emulation
 from cudnn.launch.kernels import compile_kernel
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
+from support.rmsnorm import assert_right
 from support.selection import in_turn
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -24,16 +25,6 @@ def problem(m: int, n: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> l
     x = torch.randn(m, n).to(dtype)
     w = (torch.rand(n) + 0.5).to(dtype)
     return [x, w, torch.full_like(x, float("nan")), torch.full((m // rows,), float("nan"))]
-
-
-def assert_right(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, amax: torch.Tensor, eps: float = 1e-5) -> None:
-    h = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)], dtype=torch.float64)
-    y = x.double() / (x.double().square().mean(dim=1, keepdim=True) + eps).sqrt() * w.double()
-    y = (y.reshape(-1, 16) @ (h / 4)).reshape(x.shape)
-    spacing = torch.finfo(x.dtype).eps * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
-    assert bool(((o.double() - y).abs() <= 0.505 * spacing + 2e-6).all())
-    largest = y.abs().reshape(len(amax), -1).amax(dim=1)
-    torch.testing.assert_close(amax.double(), largest, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize(

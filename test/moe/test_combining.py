@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.moe import combine, sort
-from support.selection import in_turn
+from support.selection import in_turn, within
 
 PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
 ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -21,11 +20,6 @@ ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def within(where: str) -> Any:
-    """The emulator, for an architecture."""
-    return cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext()
 
 
 def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.moe import Routing, load_balance_loss, route, sort, z_loss
-from support.selection import in_turn
+from support.selection import in_turn, within
 
 PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
 ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -23,17 +22,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def within(where: str) -> Any:
-    """The emulator, for an architecture."""
-    return cudnn.emulation(where, races=True) if where.startswith("sm_") else contextlib.nullcontext()
-
-
 def device(where: str) -> str:
     return "cuda" if where == "gpu" else "cpu"
 
 
-def selection(logits: torch.Tensor, bias: torch.Tensor | None, options: dict[str, Any]) -> torch.Tensor:
-    """What experts are chosen by, in float64; -inf in groups that are not chosen."""
+def selection(logits: torch.Tensor, bias: torch.Tensor | None, options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """What experts are chosen by, in float64; -inf in groups that are not chosen; and for which tokens float32 has no
+    choice of other groups.
+    """
     z = logits.double()
     if bias is not None:
         if options.get("score") == "sigmoid":
@@ -45,7 +41,8 @@ def selection(logits: torch.Tensor, bias: torch.Tensor | None, options: dict[str
     groups = z.unflatten(1, (n, z.shape[1] // n))
     best = groups.amax(2) if bias is None else groups.topk(min(2, groups.shape[2]))[0].sum(2)
     is_kept = torch.zeros_like(best).scatter_(1, best.topk(kept)[1], 1).bool()
-    return groups.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+    ranked = torch.nn.functional.pad(best.sort(1, descending=True)[0], (0, 1), value=-torch.inf)
+    return groups.masked_fill(~is_kept[..., None], -torch.inf).flatten(1), ranked[:, kept - 1] > ranked[:, kept] + 1e-6
 
 
 def weigh(logits: torch.Tensor, indices: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -82,10 +79,12 @@ def assert_sorted(offsets: Any, token_of_row: Any, row_of_choice: Any, indices: 
 def assert_routed(found: Routing, logits: torch.Tensor, top_k: int, bias: Any = None, **options: Any) -> None:
     found = Routing(*(x.detach().cpu() for x in found))
     logits, bias = logits.detach().cpu(), None if bias is None else bias.cpu()
-    z = selection(logits, bias, options)
+    z, clear = selection(logits, bias, options)
     assert found.indices.shape == (len(logits), top_k)
     assert found.indices.dtype == torch.int32
-    torch.testing.assert_close(z.gather(1, found.indices.long()), z.topk(top_k)[0], rtol=0, atol=1e-6)
+    own = z.gather(1, found.indices.long())
+    torch.testing.assert_close(own[clear], z.topk(top_k)[0][clear], rtol=0, atol=1e-6)
+    assert int((~clear).sum()) <= 1
     assert all(len(set(chosen)) == top_k for chosen in found.indices.tolist())
     expected = weigh(logits, found.indices, options)
     torch.testing.assert_close(found.weights, expected.float(), rtol=1e-5, atol=1e-7)

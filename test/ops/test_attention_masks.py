@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import cudnn
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops import sdpa as module
 from cudnn.ops import scaled_dot_product_attention
+from support.dense_attention import attend, with_gradients
 from support.torch_attention import CASES
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -34,13 +34,6 @@ def tensors(dtype: torch.dtype = F64, heads: int = H) -> list[torch.Tensor]:
     return [torch.randn(B, *shape, D).to(dtype) for shape in shapes]
 
 
-def gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of its product with the last tensor."""
-    *leaves, d_out = [x.detach().requires_grad_() for x in given[:-1]] + given[-1:]
-    result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, d_out)]
-
-
 SHAPES = [(S_Q, S_KV), (1, S_KV), (S_Q, 1), (B, 1, 1, S_KV), (H, S_Q, S_KV), (B, H, S_Q, S_KV), (1, H, S_Q, S_KV)]
 
 
@@ -49,8 +42,8 @@ def test_boolean_masks(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) < 0.7
     mask[..., 0] = True  # every row sees a key
     given = tensors()
-    found = gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
-    expected = gradients(functools.partial(F.scaled_dot_product_attention, attn_mask=mask), given)
+    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
+    expected = with_gradients(functools.partial(F.scaled_dot_product_attention, attn_mask=mask), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
@@ -59,8 +52,8 @@ def test_boolean_masks(shape: tuple[int, ...]) -> None:
 def test_masks_that_are_added_have_gradients(shape: tuple[int, ...]) -> None:
     q, k, v, d_out = tensors()
     given = [q, k, v, torch.randn(shape, dtype=F64), d_out]
-    found = gradients(scaled_dot_product_attention, given)
-    expected = gradients(F.scaled_dot_product_attention, given)
+    found = with_gradients(scaled_dot_product_attention, given)
+    expected = with_gradients(F.scaled_dot_product_attention, given)
     assert len(found) == 5
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
@@ -73,7 +66,7 @@ def test_rows_that_see_nothing_are_zero(added: bool) -> None:
     seen[0, :, 3] = seen[1, :, :5] = False
     mask: Any = torch.zeros(seen.shape, dtype=F64).masked_fill(~seen, -torch.inf) if added else seen
     q, k, v, d_out = given = tensors()
-    found = gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
+    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
     assert all(torch.isfinite(x).all() for x in found)
     for x in found[:2]:
         assert not x[0, :, 3].any()
@@ -82,7 +75,7 @@ def test_rows_that_see_nothing_are_zero(added: bool) -> None:
     expected = F.scaled_dot_product_attention(some, k[0], v[0], torch.cat([seen[0, 0, :3], seen[0, 0, 4:]]))
     torch.testing.assert_close(torch.cat([found[0][0, :, :3], found[0][0, :, 4:]], 1), expected)
     d_out[0, :, 3], d_out[1, :, :5] = 0, 0
-    for one, other in zip(found[1:], gradients(functools.partial(reference, seen=seen), given)[1:], strict=True):
+    for one, other in zip(found[1:], with_gradients(functools.partial(reference, seen=seen), given)[1:], strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
@@ -102,7 +95,7 @@ def test_grouped_heads_and_the_numerical_test() -> None:
 def test_float32_masks_beside_other_types() -> None:
     given = tensors(torch.bfloat16)
     bias = torch.randn(S_Q, S_KV)
-    found = gradients(functools.partial(scaled_dot_product_attention, attn_mask=bias), given)
+    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=bias), given)
     expected = F.scaled_dot_product_attention(*(x.float() for x in given[:3]), bias)
     assert {x.dtype for x in found} == {torch.bfloat16}
     torch.testing.assert_close(found[0].float(), expected, atol=3e-2, rtol=3e-2)
@@ -153,11 +146,10 @@ def test_the_backward_pass_drops_the_same_weights(masked: bool) -> None:
     assert 0.6 < kept.double().mean() < 0.8
 
     def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        scores = q @ k.mT * D**-0.5
-        return (scores + sum(bias)).softmax(-1) * kept / 0.7 @ v
+        return attend(q, k, v, bias=sum(bias), kept=kept / 0.7).o
 
     given = [q, k, v, *more, d_out]
-    for one, other in zip(gradients(attention, given), gradients(by_hand, given), strict=True):
+    for one, other in zip(with_gradients(attention, given), with_gradients(by_hand, given), strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 
 
@@ -174,7 +166,7 @@ def test_compiled(p: float, dynamic: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    found = [gradients(function, given) for function in (compiled, layer) if not torch.manual_seed(3) or True]
+    found = [with_gradients(function, given) for function in (compiled, layer) if not torch.manual_seed(3) or True]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
@@ -249,7 +241,7 @@ def test_no_tokens() -> None:
     q, k, v, d_out = tensors()
     bias = torch.zeros(S_Q, S_KV, dtype=F64)
     empty = [q, k[:, :, :0], v[:, :, :0], bias[:, :0], d_out]
-    found = gradients(scaled_dot_product_attention, empty)
+    found = with_gradients(scaled_dot_product_attention, empty)
     assert [x.shape for x in found] == [d_out.shape, *(x.shape for x in empty[:4])]
     assert not any(x.any() for x in found)
 
@@ -275,9 +267,9 @@ def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytes
     function = functools.partial(scaled_dot_product_attention, **options)
     if name == "bias and dropout" and device_properties.sm_version >= 100:
         with pytest.raises(cudnn.cudnnGraphNotSupportedError):  # with the bias's gradient: no engine
-            gradients(function, given)
+            with_gradients(function, given)
         return
-    gradients(function, given)
+    with_gradients(function, given)
     assert [graph.get_execution_plan_count() > 0 for graph in built] == [True, True]
 
 

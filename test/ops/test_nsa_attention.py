@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 import cudnn
 from cudnn.ops import _nsa_attention, _nsa_decode, _streams, nsa_attention, nsa_decode
 from cudnn.ops._nsa_gates import nsa_gates
+from support.dense_attention import attend, band
 from support.selection import brief
 
 BLOCK, STRIDE, WINDOW = 8, 4, 6
@@ -46,27 +46,16 @@ def dense(
     for (first, last), (start, stop) in zip(
         pairwise(call["cu_seqlens"].tolist()), pairwise(call["cu_seqlens_compressed"].tolist()), strict=True
     ):
-        q, k, v, gates = (call[x][first:last].double() for x in ("query", "key", "value", "gates"))
-        ck, cv = (call[f"compressed_{x}"][start:stop].double() for x in ("key", "value"))
-        n, group = last - first, q.shape[1] // k.shape[1]
-        row = torch.arange(n)[:, None]
-        outs = []
-        for head in range(k.shape[1]):
-            mine = q[:, head * group : (head + 1) * group].transpose(0, 1) / math.sqrt(q.shape[2])
-            complete = torch.arange(stop - start) < (row + 1) // (n // (stop - start))
-            scores = (mine @ ck[:, head].T).masked_fill(~complete, -math.inf)
-            p = scores.softmax(-1).nan_to_num(0.0)
-            lists = chosen(p.detach().sum(0), options) if block_indices is None else block_indices[first:last, head]
-            blocks = -(-n // block)
-            seen = torch.zeros(n, blocks + 1, dtype=torch.bool).scatter_(1, lists.long() % (blocks + 1), True)
-            seen = seen[:, :-1].repeat_interleave(block, 1)[:, :n].tril()
-            near = (torch.arange(n) <= row) & (torch.arange(n) > row - options["window_size"])
-            full = mine @ k[:, head].T
-            parts = [p @ cv[:, head]]
-            parts += [full.masked_fill(~mask, -math.inf).softmax(-1) @ v[:, head] for mask in (seen, near)]
-            weights = gates[:, head * group : (head + 1) * group].transpose(0, 1)
-            outs.append(sum(weights[..., i : i + 1] * part for i, part in enumerate(parts)))
-        results.append(torch.cat(outs).transpose(0, 1))
+        q, k, v, gates = (call[x][first:last].double().transpose(0, 1) for x in ("query", "key", "value", "gates"))
+        ck, cv = (call[f"compressed_{x}"][start:stop].double().transpose(0, 1) for x in ("key", "value"))
+        n, row, blocks = last - first, torch.arange(last - first)[:, None], -(-(last - first) // block)
+        by_keys = attend(q, ck, cv, torch.arange(stop - start) < (row + 1) // (n // (stop - start)))
+        shares = by_keys.weights.detach().unflatten(0, (len(k), -1)).sum(1)
+        lists = [chosen(p, options) for p in shares] if block_indices is None else block_indices[first:last].unbind(1)
+        seen = [torch.zeros(n, blocks + 1).bool().scatter_(1, x.long() % (blocks + 1), True)[:, :-1] for x in lists]
+        mask = torch.stack(seen).repeat_interleave(block, 2)[..., :n].tril().repeat_interleave(len(q) // len(k), 0)
+        parts = (by_keys.o, attend(q, k, v, mask).o, attend(q, k, v, band(n, n, options["window_size"] - 1, 0)).o)
+        results.append(sum(gates[..., i : i + 1] * part for i, part in enumerate(parts)).transpose(0, 1))
     return torch.cat(results)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +15,7 @@ import cudnn
 from cudnn.experimental.ops import _graphs, scaled_dot_product_attention
 from cudnn.experimental.ops import sdpa as module
 from cudnn.experimental.ops.sdpa import _bprop_cache, _fprop_cache
+from support.dense_attention import with_gradients
 from support.torch_attention import CASES, Varying
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -30,15 +30,8 @@ def _empty_caches() -> None:
         cache.clear()
 
 
-def gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of its product with the last tensor."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, tensors[3])]
-
-
 def assert_solved(problem: Varying, found: list[torch.Tensor], tensors: list[torch.Tensor], **tolerance: float) -> None:
-    expected = gradients(problem.solve, [x.double() for x in tensors])
+    expected = with_gradients(problem.solve, [x.double() for x in tensors])
     for name, one, other in zip(("O", "dQ", "dK", "dV"), found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -48,7 +41,7 @@ def test_results_and_gradients(name: str) -> None:
     problem = CASES[name]
     tensors = problem.tensors(F64)
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    found = gradients(function, tensors)
+    found = with_gradients(function, tensors)
     assert_solved(problem, found, tensors, atol=1e-10, rtol=1e-10)
     packed = problem.starts_q is not None
     assert (found[0].transpose(1, 2) if packed else found[0]).is_contiguous()
@@ -58,7 +51,7 @@ def test_results_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_types(name: str, dtype: torch.dtype, tolerance: float) -> None:
     tensors = CASES[name].tensors(dtype)
-    found = gradients(functools.partial(scaled_dot_product_attention, **CASES[name].keywords()), tensors)
+    found = with_gradients(functools.partial(scaled_dot_product_attention, **CASES[name].keywords()), tensors)
     assert {x.dtype for x in found} == {dtype}
     assert_solved(CASES[name], found, tensors, atol=tolerance, rtol=tolerance)
 
@@ -92,7 +85,7 @@ def test_any_strides(name: str, how: str) -> None:
     problem = CASES[name]
     tensors = problem.tensors(F64)
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    found = gradients(function, [laid_out(x, how) for x in tensors])
+    found = with_gradients(function, [laid_out(x, how) for x in tensors])
     assert_solved(problem, found, tensors, atol=1e-10, rtol=1e-10)
 
 
@@ -125,7 +118,7 @@ def test_what_lies_beyond_the_lengths_does_not_matter() -> None:
         dirty[1][entry, :, problem.lengths_kv[entry] :] = torch.nan
         dirty[2][entry, :, problem.lengths_kv[entry] :] = torch.nan
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    assert_solved(problem, gradients(function, dirty), tensors, atol=1e-10, rtol=1e-10)
+    assert_solved(problem, with_gradients(function, dirty), tensors, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["lengths", "lengths of keys", "packed", "packed with gaps", "packed, empty entries"])
@@ -139,7 +132,7 @@ def test_zeros_where_there_is_no_token(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "run", fill)
     problem = CASES[name]
     function = functools.partial(scaled_dot_product_attention, **problem.keywords())
-    o, dq, dk, dv = gradients(function, problem.tensors(torch.float16))
+    o, dq, dk, dv = with_gradients(function, problem.tensors(torch.float16))
     sides = (
         ((o, dq), problem.s_q, problem.lengths_q, problem.starts_q),
         ((dk, dv), problem.s_kv, problem.lengths_kv, problem.starts_kv),
@@ -157,7 +150,7 @@ def test_no_tokens(b: int, s_q: int, s_kv: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "_new", lambda x, shape, packed: x.new_full(shape, torch.nan))
     problem = dataclasses.replace(CASES["plain"], b=b, s_q=s_q, s_kv=s_kv)
     *leaves, d_o = problem.tensors(F64)
-    found = gradients(scaled_dot_product_attention, [*leaves, d_o])
+    found = with_gradients(scaled_dot_product_attention, [*leaves, d_o])
     assert [x.shape for x in found] == [x.shape for x in (d_o, *leaves)]
     assert not any(x.any() for x in found)
 
@@ -176,7 +169,7 @@ def test_one_graph_for_each_configuration() -> None:
         (problem, {"seq_len_q": torch.tensor([5, 6])}, 6),
     ]
     for case, options, count in calls:
-        gradients(functools.partial(scaled_dot_product_attention, **options), case.tensors(F64))
+        with_gradients(functools.partial(scaled_dot_product_attention, **options), case.tensors(F64))
         assert (len(_fprop_cache), len(_bprop_cache)) == (count, count)
 
 
@@ -231,7 +224,7 @@ def test_compiled(name: str, dynamic: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for one, other in zip(gradients(compiled, tensors), gradients(layer, tensors), strict=True):
+    for one, other in zip(with_gradients(compiled, tensors), with_gradients(layer, tensors), strict=True):
         assert torch.equal(one, other)
 
 
@@ -263,7 +256,7 @@ def test_deterministic_where_pytorch_is(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "run", run)
     for wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)
-        gradients(scaled_dot_product_attention, CASES["plain"].tensors(F64))
+        with_gradients(scaled_dot_product_attention, CASES["plain"].tensors(F64))
     assert asked == [False, False, False, True]
 
 
@@ -312,5 +305,7 @@ def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytes
     monkeypatch.setattr(module, "run", plan)
     monkeypatch.setattr(cudnn.pygraph, "build_plans", lambda graph: None)
     problem = CASES[name]
-    gradients(functools.partial(scaled_dot_product_attention, **problem.keywords()), problem.tensors(torch.float16))
+    with_gradients(
+        functools.partial(scaled_dot_product_attention, **problem.keywords()), problem.tensors(torch.float16)
+    )
     assert [graph.get_execution_plan_count() > 0 for graph in built] == [True, True]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cudnn.ops import scaled_dot_product_attention
+from support.dense_attention import attend, band
 
 F64 = torch.float64
 CASES: dict[str, dict[str, Any]] = {
@@ -26,15 +27,10 @@ def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **masks: Any) -> torch.Tensor:
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = q @ k.mT * 16**-0.5
-    row, key = torch.arange(9)[:, None], torch.arange(11)
-    seen = masks.get("attn_mask", torch.ones(9, 11, dtype=torch.bool))
+    seen = masks.get("attn_mask")
     if masks.get("is_causal"):
-        seen = (key <= row) & (key > row - masks.get("left_bound", 99))
-    scores = scores.masked_fill(~seen, -torch.inf)
-    column = sinks.view(1, -1, 1, 1).expand(2, -1, 9, 1)
-    return torch.cat([scores, column], 3).softmax(3)[..., :-1] @ v
+        seen = band(9, 11, masks.get("left_bound", 99) - 1, 0)
+    return attend(q, k, v, seen, sink=sinks).o
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -176,7 +176,9 @@ def test_autocast_of_fused_gemms() -> None:
 # vmap.
 
 
-def mapped(function: Callable[..., Any], *tensors: Any, dims: Any = 0, **options: Any) -> None:
+def mapped(
+    function: Callable[..., Any], *tensors: Any, dims: Any = 0, atol: float = 1e-10, rtol: float = 1e-10, **options: Any
+) -> None:
     """Under ``torch.vmap`` as in a loop, results and gradients, with no warning that it is slow."""
     leaves = [
         x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in tensors
@@ -189,12 +191,11 @@ def mapped(function: Callable[..., Any], *tensors: Any, dims: Any = 0, **options
         for entry in range(size)
     ]
     expected = torch.stack([function(*row) for row in rows])
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
     weight = torch.randn_like(expected)
     some = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
     gradients = [torch.autograd.grad(x, some, weight) for x in (found, expected)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(*gradients, atol=atol, rtol=rtol)
 
 
 VMAP = pytest.mark.filterwarnings("error::UserWarning")
@@ -281,19 +282,8 @@ def test_vmap_of_dropout() -> None:
 def test_vmap_of_convolutions(dims: tuple[int | None, ...], activation: str) -> None:
     tensors = [torch.randn(3, *shape) for shape in ((2, 4, 20), (4, 3), (4,))]
     tensors = [x[0] if dim is None else x.movedim(0, dim) for x, dim in zip(tensors, dims, strict=True)]
-    with torch.random.fork_rng():
-        function = functools.partial(causal_conv1d, activation=activation)
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        found = torch.vmap(function, dims)(*leaves)
-        rows = [
-            [x if dim is None else x.select(dim, entry) for x, dim in zip(leaves, dims, strict=True)]
-            for entry in range(3)
-        ]
-        expected = torch.stack([function(*row) for row in rows])
-        torch.testing.assert_close(found, expected)
-        weight = torch.randn_like(expected)
-        gradients = [torch.autograd.grad(x, leaves, weight) for x in (found, expected)]
-        torch.testing.assert_close(*gradients)
+    # In float32, whose sums may have another order.
+    mapped(functools.partial(causal_conv1d, activation=activation), *tensors, dims=dims, atol=1e-4, rtol=1e-5)
 
 
 @VMAP

@@ -12,6 +12,7 @@ import torch
 
 import cudnn
 from cudnn.datatypes import _cudnn_to_torch_data_type
+from support.dense_attention import attend, band, slopes
 from support.fuzz.harness import Memory
 from support.graphs import FLOAT, HALF, MODES, like, reference_graph
 
@@ -82,18 +83,12 @@ class Problem:
         return self.lengths_kv[entry] if self.lengths_kv else self.s_kv
 
     def visible(self) -> torch.Tensor:
-        """``[b, 1, s_q, s_kv]``, one element at a time."""
+        """``[b, 1, s_q, s_kv]``."""
         seen = torch.zeros(self.b, 1, self.s_q, self.s_kv, dtype=torch.bool)
+        left = None if self.left is None else self.left - 1
         for entry in range(self.b):
-            offset = self.columns(entry) - self.rows(entry) if self.bottom_right else 0
-            for row in range(self.rows(entry)):
-                first = 0 if self.left is None else max(0, row + offset - self.left + 1)
-                end = (
-                    self.columns(entry)
-                    if self.right is None
-                    else min(self.columns(entry), row + offset + self.right + 1)
-                )
-                seen[entry, 0, row, first : max(first, end)] = True
+            rows, columns = self.rows(entry), self.columns(entry)
+            seen[entry, 0, :rows, :columns] = band(rows, columns, left, self.right, self.bottom_right)
         return seen
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -190,14 +185,6 @@ def own_causal(far: cudnn.tensor) -> Modifier:
 MODIFIERS = {"softcap": (softcap, CAP), "own causal": (own_causal, FAR)}
 
 
-def slope(head: int, heads: int) -> float:
-    """That of ALiBi (Press et al., 2022, and the authors' code for numbers that are no power of two)."""
-    if math.log2(heads).is_integer():
-        return 2 ** (-8 * (head + 1) / heads)
-    below = 2 ** math.floor(math.log2(heads))
-    return slope(head, below) if head < below else slope(2 * (head - below), 2 * below)
-
-
 def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """O, Stats, Max, Sum_exp, dQ, dK, dV, dBias, dSink, in ``dtype`` by matrix products, softmax and autograd.
 
@@ -209,39 +196,24 @@ def attention(problem: Problem, tensors: dict[str, torch.Tensor], dtype: torch.d
         if name in ("q", "k", "v", "bias", "sink")
     }
     q = leaves["q"]
-    k = leaves["k"].repeat_interleave(problem.h_q // problem.h_k, 1)
-    v = leaves["v"].repeat_interleave(problem.h_q // problem.h_v, 1)
-    scores = q @ k.transpose(2, 3)
-    if problem.scale is not None:
-        scores = scores * problem.scale
-    if problem.modifier:
-        make, _ = MODIFIERS[problem.modifier]
-        scores = make(cudnn.tensor()).formula(scores)
-    if problem.bias:
-        scores = scores + leaves["bias"]
+    bias = leaves["bias"] if problem.bias else 0.0
     if problem.options.get("use_alibi_mask"):
         distance = torch.arange(problem.s_kv) - torch.arange(problem.s_q).unsqueeze(1)
-        lines = torch.stack([slope(head, problem.h_q) * distance for head in range(problem.h_q)])
-        scores = scores + lines.to(scores)
+        bias = bias + (slopes(problem.h_q).view(-1, 1, 1) * distance).to(q)
     visible = problem.visible()
     if problem.blocks:
         visible = visible & problem.tiles(tensors["block_mask"])
-    visible = visible.to(q.device)
-    if problem.sink:  # one more column, whose weight is not kept
-        visible = torch.nn.functional.pad(visible, (0, 1), value=True)
-        scores = torch.cat([scores, leaves["sink"].expand(*scores.shape[:3], 1)], -1)
-    alive = visible.any(-1, keepdim=True)
-    masked = scores.masked_fill(~visible & alive, float("-inf"))  # rows that see nothing are put right below
-    weights = torch.where(alive, masked.softmax(-1), 0.0)[..., : problem.s_kv]
-    if "mask" in tensors:
-        weights = weights * tensors["mask"].to(dtype) / (1 - (problem.dropout or OWN_DROPOUT))
-    o = weights @ v
-    largest = torch.where(alive, masked.amax(-1, keepdim=True), float("-inf"))
-    stats = torch.where(alive, masked.logsumexp(-1, keepdim=True), float("-inf"))
+    kept = tensors["mask"].to(dtype) / (1 - (problem.dropout or OWN_DROPOUT)) if "mask" in tensors else 1.0
+    modify = MODIFIERS[problem.modifier][0](cudnn.tensor()).formula if problem.modifier else None
+    o, *statistics, _ = attend(
+        q, leaves["k"], leaves["v"], visible.to(q.device), scale=1.0 if problem.scale is None else problem.scale,
+        modify=modify, bias=bias, sink=leaves.get("sink"), kept=kept,
+    )  # fmt: skip
+    stats, largest = (x.unsqueeze(-1) for x in statistics)
     named = {"q": "dQ", "k": "dK", "v": "dV", "bias": "dBias", "sink": "dSink"}
     valid = problem.valid(str(q.device))["q"]
     gradients = torch.autograd.grad(o, list(leaves.values()), torch.where(valid, tensors["dO"].to(dtype), 0.0))
-    found = {"O": o, "Stats": stats, "Max": largest, "Sum_exp": torch.where(alive, torch.exp(stats - largest), 0.0)}
+    found = {"O": o, "Stats": stats, "Max": largest, "Sum_exp": torch.exp(stats - largest).nan_to_num(0.0)}
     return {name: x.detach() for name, x in found.items()} | {
         named[name]: gradient for name, gradient in zip(leaves, gradients, strict=True)
     }

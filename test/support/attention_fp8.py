@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 import cudnn
+from cudnn.enums import reduction_mode
 from support.attention import Described, Problem
+from support.dense_attention import attend
+from support.fuzz.approx import SUM, Approx, apply, contraction, reduce
+from support.gemms import either_way
 from support.graphs import FLOAT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,40 +60,62 @@ def meant(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.dtype = E4M3) -> dict[str, torch.Tensor]:
-    """All results, those in fp8 as the numbers that are stored. Of dropout ``data`` has the mask."""
-    groups = problem.h_q // problem.h_k
+def attention_fp8(problem: Problem, data: dict[str, torch.Tensor], kind: torch.dtype = E4M3) -> dict[str, Approx]:
+    """All results after sums in float32, those in fp8 as the numbers stored. Of dropout ``data`` has the mask.
+
+    What lies so near the middle between two numbers of fp8 that it may be rounded to either has a bound, and so has
+    what is made of it.
+    """
     scale = 1.0 if problem.scale is None else problem.scale
     x = {name: value.double() for name, value in meant(data).items()}
-    k, v = (x[name].repeat_interleave(groups, 1) for name in "kv")
+    k, v = (x[name].repeat_interleave(problem.h_q // problem.h_k, 1) for name in "kv")
 
-    def stored(value: torch.Tensor, name: str, target: torch.dtype = kind) -> torch.Tensor:
-        return fp8(value * SCALES[f"scale_{name}"], target).double()
+    def stored(x: Approx, name: str, target: torch.dtype = kind) -> Approx:
+        factor = SCALES[f"scale_{name}"]
+        return Approx(*either_way(x.value * factor, x.bound * factor, target))
 
-    def largest(value: torch.Tensor) -> torch.Tensor:
-        return value.abs().amax().view(1, 1, 1, 1)
+    def product(a: Approx, b: torch.Tensor, descale: float = 1.0) -> Approx:
+        return contraction(torch.matmul, Approx(a.value * descale, a.bound * descale), Approx(b), torch.float16)
+
+    def largest(x: Approx) -> Approx:
+        low, high = ((x.value.abs() + sign * x.bound).amax().view(1, 1, 1, 1) for sign in (-1, 1))
+        return Approx((low + high) / 2, (high - low) / 2)
+
+    def turned(x: Approx) -> Approx:
+        return Approx(x.value.mT, x.bound.mT)
 
     valid = problem.valid(str(k.device))
     dO, rows = torch.where(valid["q"], x["dO"], 0.0), torch.where(valid["q"], x["q"], 0.0)
-    scores = (scale * x["q"] @ k.mT).masked_fill(~problem.visible().to(k.device), float("-inf"))
-    stats = scores.logsumexp(-1, keepdim=True)
-    weights = torch.where(stats.isinf(), 0.0, scores.softmax(-1))
-    keep = data["mask"].double() / (1 - problem.dropout) if "mask" in data else 1.0
-    descale = {name: SCALES[f"descale_{name}"] for name in ("s", "dP")}
-    p = stored(weights * keep, "s") * descale["s"]
-    o = p @ v
+    visible = problem.visible().to(k.device)
+    _, *statistics, weights = attend(x["q"], k, v, visible, scale=scale)
+    stats, maxima = (y.unsqueeze(-1) for y in statistics)
+    score_error = (scale * SUM * (x["q"].abs() @ k.mT.abs())).amax(-1, keepdim=True)
+    relative = 2 * score_error + 2**-20
+    keep = data["mask"].double() / (1 - problem.dropout) if "mask" in data else torch.ones_like(weights)
+    dropped = Approx(weights * keep, relative * weights * keep)
+    p = stored(dropped, "s")
+    o = product(p, v, SCALES["descale_s"])
+    total = torch.exp(stats - maxima)
     found = {
-        "O": stored(o, "o"), "Stats": stats, "Amax_S": largest(weights * keep), "Amax_O": largest(o),
-        "Max": scores.amax(-1, keepdim=True), "Sum_exp": torch.exp(stats - scores.amax(-1, keepdim=True)),
+        "O": stored(o, "o"), "Stats": Approx(stats, relative), "Amax_S": largest(dropped), "Amax_O": largest(o),
+        "Max": Approx(maxima, score_error), "Sum_exp": Approx(total, relative * total),
     }  # fmt: skip
-    row_sums = (dO * found["O"] * SCALES["descale_o"]).sum(-1, keepdim=True)
-    d_scores = scale * weights * (dO @ v.mT * keep - row_sums)
-    d_p = stored(d_scores, "dP", E5M2) * descale["dP"]
-    totals = {"dQ": d_p @ k, "dK": d_p.mT @ rows, "dV": p.mT @ dO}
+    terms = apply(torch.mul, Approx(dO), found["O"])
+    by_weights = product(Approx(dO), v.mT)
+    row = reduce(Approx(terms.value, terms.bound), reduction_mode.ADD, [3])
+    inner = by_weights.value * keep - row.value * SCALES["descale_o"]
+    error = by_weights.bound * keep + row.bound * SCALES["descale_o"] + (relative + 2**-20) * inner.abs()
+    d_scores = Approx(scale * weights * inner, scale * weights * error)
+    d_p = stored(d_scores, "dP", E5M2)
+    totals = {
+        "dQ": product(d_p, k, SCALES["descale_dP"]), "dK": product(turned(d_p), rows, SCALES["descale_dP"]),
+        "dV": product(turned(p), dO, SCALES["descale_s"]),
+    }  # fmt: skip
     for name in ("dK", "dV"):
-        totals[name] = totals[name].unflatten(1, (-1, groups)).sum(2)
-    found |= {name: stored(total, name) for name, total in totals.items()}
-    found |= {f"Amax_{name}": largest(total) for name, total in totals.items()}
+        sums = (y.unflatten(1, (problem.h_k, -1)).sum(2) for y in (totals[name].value, totals[name].bound))
+        totals[name] = Approx(*sums)
+    found |= {name: stored(x, name) for name, x in totals.items()}
+    found |= {f"Amax_{name}": largest(x) for name, x in totals.items()}
     return {**found, "Amax_dP": largest(d_scores)}
 
 

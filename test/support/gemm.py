@@ -20,12 +20,12 @@ from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows
 from cudnn_kernels.signature import Workspace, signature, sizes_of, workspace_size
+from support import gemms
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 ARCHES = (HOPPER, BLACKWELL)
 MODULES = {HOPPER: "cudnn_kernels.sm90.gemm", BLACKWELL: "cudnn_kernels.sm100.gemm"}
 PACKED, E4M3, E5M2, E8M0 = "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
-FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def configuration(
@@ -95,8 +95,7 @@ def operand(rows: int, k: int, batch: int, dtype: str, major: str = "k") -> torc
 
 def scales(rows: int, groups: int, batch: int, dtype: str) -> torch.Tensor:
     """Factors in atoms of 128 rows and 4 groups, all 0."""
-    atoms = torch.zeros(batch, -(-rows // 128), -(-groups // 4), 32, 4, 4, dtype=torch.uint8)
-    return atoms.view(getattr(torch, dtype)).permute(3, 4, 1, 5, 2, 0)
+    return gemms.in_atoms(torch.zeros(rows, groups, batch, dtype=torch.uint8)).view(getattr(torch, dtype))
 
 
 def factors(rows: int, k: int, batch: int, dtype: str, vector: int, block: int = 1) -> torch.Tensor:
@@ -119,46 +118,27 @@ def factors(rows: int, k: int, batch: int, dtype: str, vector: int, block: int =
     return x
 
 
-def factors_by_part(x: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
-    """Factors of an operand as its parts of k have them, one part after the other: without a shape.
-
-    What is beyond the last part is NaN.
-    """
-    atoms = x.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
-    bounds = [-(-end // (4 * vector)) for end in (0, *ends)]
-    parts = [atoms[:, :, first:last].reshape(-1) for first, last in itertools.pairwise(bounds)]
-    rest = torch.full_like(atoms[:, :, bounds[-1] :].reshape(-1), 0xFF)
-    return torch.cat([*parts, rest]).view(x.dtype)
-
-
 def scattered(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Copies of the matrices of each tensor, along its last dimension, that lie anywhere, and their addresses."""
     made: dict[str, Any] = {}
     for name, x in tensors.items():
-        order = torch.randperm(x.shape[-1]).tolist()
-        copies = {i: x[..., i : i + 1].clone() for i in order}
-        made[f"{name} copies"] = [copies[i][..., 0] for i in range(len(order))]
-        made[f"{name}_ptrs"] = torch.tensor([copy.data_ptr() for copy in made[f"{name} copies"]])
+        made[f"{name}_ptrs"], copies = gemms.addresses_of(x)
+        made[f"{name} copies"] = [copy[..., 0] for copy in copies]
     return made
 
 
 def decoded(x: torch.Tensor, factors: torch.Tensor | None = None, vector: int = 0) -> torch.Tensor:
     """An operand's values (mn, k, l), in float64."""
-    values = x.double()
-    if x.dtype == torch.uint8:
-        values = FP4_VALUES[torch.stack([x & 15, x >> 4], 2).flatten(1, 2).int()].double()
+    values = gemms.unpacked(x) if x.dtype == torch.uint8 else x.double()
     if factors is None:
         return values
     rows, k, _ = values.shape
     if factors.dtype == torch.float32:
         block = 1 if factors.shape[0] == rows else 128
         return values * factors.double().repeat_interleave(block, 0)[:rows].repeat_interleave(vector, 1)[:, :k]
-    by_row = factors.view(torch.uint8).permute(2, 1, 0, 4, 3, 5).flatten(0, 2).flatten(1, 2)
-    if factors.dtype == torch.float8_e8m0fnu:
-        sizes = torch.exp2(by_row.double() - 127)
-    else:
-        sizes = by_row.contiguous().view(factors.dtype).double()
-    return values * sizes[:rows].repeat_interleave(vector, 1)[:, :k]
+    codes = gemms.from_atoms(factors, rows, -(-k // vector))
+    sizes = gemms.e8m0_values(codes) if factors.dtype == torch.float8_e8m0fnu else codes.view(factors.dtype).double()
+    return values * sizes.repeat_interleave(vector, 1)[:, :k]
 
 
 def operands(c: GemmConfiguration, m: int, n: int, k: int, batch: int, experts: int = 0) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import cudnn
 from cudnn import gemm_amax, gemm_dsrelu, gemm_dswiglu, gemm_srelu, gemm_swiglu
 from cudnn.cli.programs.gemm_matrix import Variant
 from support import gemms
 from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
+from support.selection import within
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 WHERE = ("reference", *ARCHITECTURES, pytest.param("gpu", marks=pytest.mark.gpu))
@@ -204,8 +203,7 @@ def of_variant(v: Variant, device: str = "cpu") -> Case:
 def execute(problem: Case, where: str, alpha: float | None = None, **more: Any) -> Any:
     """Executes a problem there, without races in the emulator, whose report it returns; ``more`` are options."""
     gemm = problem.family.cls(**problem.samples(), **{**options(problem), **more})
-    emulated = where in ARCHITECTURES
-    with cudnn.emulation(where, races=True) if emulated else contextlib.nullcontext() as report:
+    with within(where) as report:
         gemm(**problem.arguments(), **({} if alpha is None else {"alpha": alpha}))
     return report
 

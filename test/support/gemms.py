@@ -6,7 +6,9 @@ Nothing here uses the library: layouts and formats are worked out anew, index by
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,13 +44,43 @@ def scale_index(mn: int, blocks: int, l: int, device: Any) -> tuple[torch.Tensor
     return r % 32, r // 32 % 4, r // 128, j % 4, j // 4, i
 
 
-def in_atoms(factors: torch.Tensor) -> torch.Tensor:
-    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, zero beyond them."""
+def in_atoms(factors: torch.Tensor, beyond: int = 0) -> torch.Tensor:
+    """Bytes of scale factors (mn, blocks, l) in a tensor of atoms, with ``beyond`` where there are none."""
     mn, blocks, l = factors.shape  # noqa: E741
-    memory = torch.zeros(l, -(-mn // 128), -(-blocks // 4), 32, 4, 4, dtype=torch.uint8, device=factors.device)
-    atoms = memory.permute(3, 4, 1, 5, 2, 0)
+    shape = (l, -(-mn // 128), -(-blocks // 4), 32, 4, 4)
+    atoms = torch.full(shape, beyond, dtype=torch.uint8, device=factors.device).permute(3, 4, 1, 5, 2, 0)
     atoms[scale_index(mn, blocks, l, factors.device)] = factors
     return atoms
+
+
+def memory_of(atoms: torch.Tensor) -> torch.Tensor:
+    """Scale factors in atoms, one after the other as they lie in memory."""
+    return atoms.permute(5, 2, 4, 0, 1, 3).reshape(-1)
+
+
+def atoms_of(memory: torch.Tensor, mn: int, blocks: int, l: int = 1) -> torch.Tensor:  # noqa: E741
+    """Scale factors as they lie in memory, as a tensor of atoms."""
+    return memory.view(l, -(-mn // 128), -(-blocks // 4), 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+
+
+def atoms_by_part(atoms: torch.Tensor, ends: Sequence[int], vector: int, beyond: int | None = None) -> torch.Tensor:
+    """Factors as parts of k that end there have them, one part after the other in memory, then those of no part, or
+    ``beyond`` for them.
+    """
+    whole = atoms.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
+    bounds = [0, *(-(-end // (4 * vector)) for end in ends), whole.shape[2]]
+    parts = [whole[:, :, first:last].reshape(-1) for first, last in pairwise(bounds)]
+    if beyond is not None:
+        parts[-1] = torch.full_like(parts[-1], beyond)
+    return torch.cat(parts).view(atoms.dtype)
+
+
+def addresses_of(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Addresses of copies of the matrices along the last dimension, which lie anywhere, in any order; the copies."""
+    raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    copies = {i: raw[..., i : i + 1].clone() for i in torch.randperm(x.shape[-1]).tolist()}
+    kept = [copies[i].view(x.dtype) for i in range(x.shape[-1])]
+    return torch.tensor([copy.data_ptr() for copy in kept], device=x.device), kept
 
 
 def from_atoms(scales: torch.Tensor, mn: int, blocks: int) -> torch.Tensor:
@@ -147,11 +179,17 @@ def unpacked(bytes_: torch.Tensor) -> torch.Tensor:
     return fp4_values(torch.stack([codes & 15, codes >> 4], dim=-1).flatten(2)).permute(0, 2, 1)
 
 
+def signs_of(size: int) -> torch.Tensor:
+    """Sylvester's Hadamard matrix, from the bits that two numbers have in common."""
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
+
+
 def either_way(values: torch.Tensor, error: torch.Tensor, dtype: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values that were computed with an error of at most ``error``, then rounded: the middle of what each may be, and
-    how far from it. The distance is 0 but where the error reaches a midpoint of two numbers of the type.
+    """Values that were computed with an error of at most ``error``, then rounded (larger ones to the largest number):
+    the middle of what each may be, and how far from it: 0 but where the error reaches a midpoint of two numbers.
     """
-    low, high = ((values + sign * error).to(dtype).double() for sign in (-1, 1))
+    largest = torch.finfo(dtype).max
+    low, high = ((values + sign * error).clamp(-largest, largest).to(dtype).double() for sign in (-1, 1))
     return (low + high) / 2, (high - low) / 2
 
 

@@ -5,7 +5,6 @@ Operands and formats are those of ``support.gemms``; nothing here computes with 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
@@ -15,11 +14,11 @@ from typing import Any
 
 import torch
 
-import cudnn
 from cudnn import registry
 from support import gemms
-from support.gemm_families import ARCHITECTURES, check_quantized
+from support.gemm_families import check_quantized
 from support.gemms import BF16, E4M3, E8M0, F16, FP4, Operand
+from support.selection import within
 
 KINDS: Mapping[str, tuple[Any, Any, int]] = {
     "bf16": (BF16, None, 16),
@@ -67,13 +66,9 @@ def operand(kind: str, rows: int, k: int, experts: int, device: str, major: str 
 
 
 def by_expert(scales: torch.Tensor, ends: Sequence[int], vector: int) -> torch.Tensor:
-    """Scale factors in atoms (32, 4, rows, 4, groups, 1) as weight gradients take them: (128 rows, 4 groups), the atoms
-    of each expert's groups together; those beyond the last expert at the end.
-    """
-    atoms = scales.view(torch.uint8).permute(5, 2, 4, 0, 1, 3)
-    bounds = [0, *(end // (4 * vector) for end in ends), atoms.shape[2]]
-    parts = [atoms[:, :, first:last].reshape(-1) for first, last in itertools.pairwise(bounds)]
-    return torch.cat(parts).view(128 * atoms.shape[1], 4 * atoms.shape[2]).view(scales.dtype)
+    """Scale factors as weight gradients take them: (128 rows, 4 groups), those of each expert's groups together."""
+    shape = (128 * scales.shape[2], 4 * scales.shape[4])
+    return gemms.atoms_by_part(scales, ends, vector).view(torch.uint8).view(shape).view(scales.dtype)
 
 
 def addressed(p: Problem) -> None:
@@ -84,10 +79,8 @@ def addressed(p: Problem) -> None:
     p.kept = []
     for name, x in (("b_ptrs", b), ("sfb_ptrs", scales)):
         if x is not None:
-            raw = x.view(torch.uint8) if x.element_size() == 1 else x
-            copies = [raw[..., i : i + 1].clone() for i in reversed(range(x.shape[-1]))][::-1]
+            p.given[name], copies = gemms.addresses_of(x)
             p.kept += copies
-            p.given[name] = torch.tensor([copy.data_ptr() for copy in copies], device=x.device)
 
 
 def problem(
@@ -151,7 +144,7 @@ def run(p: Problem, where: str) -> None:
     arguments = {parameters[key]: tensor for key, tensor in p.given.items() if key in parameters}
     required = [q.name for q in inspect.signature(wrapper).parameters.values() if q.default is q.empty]
     arguments = {**dict.fromkeys(required), **arguments, **p.options}
-    with cudnn.emulation(where, races=True) if where in ARCHITECTURES else contextlib.nullcontext():
+    with within(where):
         p.results = wrapper(**arguments)
 
 
@@ -196,11 +189,11 @@ def check_columns(p: Problem, found: torch.Tensor, scales: torch.Tensor, values:
     if not p.options.get("discrete_col_sfd"):
         check_quantized(columns, scales[..., : p.rows // 128, :], by_expert, norm, slack)
         return
-    memory, start, atoms = scales.permute(5, 2, 4, 0, 1, 3).reshape(-1), 0, -(-values.shape[1] // 128)
+    memory, start, atoms = gemms.memory_of(scales), 0, -(-values.shape[1] // 128)
     for end in p.ends:
-        shape = (1, atoms, (end - start) // 128, 32, 4, 4)
         first = start // 128 * atoms * 512
-        own = memory[first : first + (end - start) * atoms * 4].view(shape).permute(3, 4, 1, 5, 2, 0)
+        own = memory[first : first + (end - start) * atoms * 4]
+        own = gemms.atoms_of(own, 128 * atoms, (end - start) // 32)
         if end > start:
             check_quantized(columns[:, start:end], own, by_expert[:, start:end], norm, slack)
         start = end
@@ -230,7 +223,7 @@ def quant(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
 
 
 def glu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
-    """Also sets ``p.doubt``: one of a gate and its other half may be far larger than what the two make of each other."""
+    """Also sets ``p.doubt``: a gate and its other half may be far larger than what the two make."""
     c = biased(p, x)
     if p.results["c_tensor"] is not None:
         gemms.assert_rounded(flat(p.results["c_tensor"])[: p.rows], c, slack)
@@ -283,7 +276,7 @@ def linear_offset(p: Problem) -> float:
 
 def hadamard(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
     """The activation, rotated by 16 columns of a row in the older version; else by 16 tokens for another amax."""
-    activation, signs = srelu if p.options.get("act_func") == "srelu" else glu, signs_of(16).to(x)
+    activation, signs = srelu if p.options.get("act_func") == "srelu" else glu, gemms.signs_of(16).to(x)
     y = activation(p, x, slack)
     rounded, doubt = gemms.either_way(y, p.doubt, BF16)  # it is rounded before it is rotated
     assert float(doubt.mean() / y.abs().mean()) < 1e-4  # rounding moves them by 1e-3 on average
@@ -315,7 +308,7 @@ def transformed(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:
         limit, geglu = options.get("glu_limit", math.inf), options.get("act_func") == "geglu"
         g, u = g.clamp(-limit, limit), u.clamp(-limit, limit) + geglu
         y = u * g * torch.sigmoid((1.702 if geglu else 1.0) * g) * options.get("glu_alpha", 1.0)
-    v, signs = (y * p.value("prob")).to(BF16).double(), signs_of(16).to(x) / 4
+    v, signs = (y * p.value("prob")).to(BF16).double(), gemms.signs_of(16).to(x) / 4
     check_transformed(found["d_tensor"], found["sfd_tensor"], v, options.get("norm_const", 1.0))
     norm = options.get("rht_norm_const", 1.0)
     if found["rht_rowwise_tensor"] is not None:
@@ -351,11 +344,6 @@ def check_elements_of_four_bits(found: torch.Tensor, factors: torch.Tensor, valu
     divisors = torch.where(factors > 0, factors, math.inf).unsqueeze(2)
     gemms.assert_rounded(found, (blocks * norm / divisors).flatten(1)[..., None], 2.0**-6)
     assert bool((gemms.unpacked(found).abs() > 4).any())
-
-
-def signs_of(size: int) -> torch.Tensor:
-    """Sylvester's matrix, from the bits that two numbers have in common."""
-    return torch.tensor([[1.0 - 2 * (bin(i & j).count("1") % 2) for j in range(size)] for i in range(size)])
 
 
 def srelu(p: Problem, x: torch.Tensor, slack: float) -> torch.Tensor:

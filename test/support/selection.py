@@ -1,15 +1,23 @@
-"""Which cases of a test run without ``--full``: each kind of behaviour once, not every combination."""
+"""Which cases of a test run without ``--full``: each kind of behaviour once, not every combination; and where."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+import cudnn
+
 ARCHES = ("sm_90a", "sm_100a")
 FULL = "CUDNN_TESTS_FULL" in os.environ  # as conftest.py says: with ``--full``
+
+
+def within(where: str) -> Any:
+    """The emulator, which detects races, for an architecture; nothing for another place."""
+    return cudnn.emulation(where, races=True) if where in ARCHES else contextlib.nullcontext()
 
 
 def selected(cases: list[Any]) -> list[Any]:

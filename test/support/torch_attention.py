@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from support.dense_attention import attend, band
+
 
 @dataclass
 class Varying:
@@ -56,18 +58,12 @@ class Varying:
         return {"enable_gqa": self.h_q != self.h_kv, **self.options, **tensors}
 
     def visible(self, rows: int, keys: int) -> torch.Tensor:
-        """``[rows, keys]``, one element at a time."""
-        shift = keys - rows if self.options.get("diagonal_alignment") else 0
-        left = self.options.get("left_bound", -1)
-        right = self.options.get("right_bound", -1)
+        """``[rows, keys]``."""
+        left, right = (self.options.get(name, -1) for name in ("left_bound", "right_bound"))
         if right == -1:
-            right = 0 if self.options.get("is_causal") else keys + rows
-        seen = torch.zeros(rows, keys, dtype=torch.bool)
-        for row in range(rows):
-            for key in range(keys):
-                distance = key - (row + shift)
-                seen[row, key] = distance <= right and (left == -1 or distance > -left)
-        return seen
+            right = 0 if self.options.get("is_causal") else None
+        bottom_right = bool(self.options.get("diagonal_alignment"))
+        return band(rows, keys, None if left == -1 else left - 1, right, bottom_right)
 
     def entry(self, index: int, longest: int, lengths: list[int] | None, starts: list[int] | None) -> list[int]:
         """The entry's tokens among all ``b * longest``."""
@@ -78,23 +74,16 @@ class Varying:
 
     def solve(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The result in the type of q, 0 in rows that belong to no entry or see nothing."""
-        scale = self.options.get("scale") or self.d**-0.5
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
         out = tokens[0].new_zeros(self.b * self.s_q, self.h_q, self.d_v)
         for index in range(self.b):
             rows = self.entry(index, self.s_q, self.lengths_q, self.starts_q)
             keys = self.entry(index, self.s_kv, self.lengths_kv, self.starts_kv)
-            group = self.h_q // self.h_kv
-            some_q, some_k, some_v = (
-                x[some].transpose(0, 1) for x, some in zip(tokens, (rows, keys, keys), strict=True)
-            )
-            some_k, some_v = (x.repeat_interleave(group, 0) for x in (some_k, some_v))
+            some = (x[places].transpose(0, 1) for x, places in zip(tokens, (rows, keys, keys), strict=True))
             visible = self.visible(len(rows), len(keys)).to(q.device)
-            alive = visible.any(-1, keepdim=True)
-            scores = (some_q @ some_k.mT * scale).masked_fill(~visible & alive, -torch.inf)
-            weights = torch.where(alive, scores.softmax(-1), 0.0)
+            o = attend(*some, visible, scale=self.options.get("scale")).o
             places = torch.tensor(rows, dtype=torch.long, device=q.device)
-            out = out.index_put((places,), (weights @ some_v).transpose(0, 1))
+            out = out.index_put((places,), o.transpose(0, 1))
         return out.unflatten(0, (self.b, self.s_q)).transpose(1, 2)
 
 

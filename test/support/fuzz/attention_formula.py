@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from support.dense_attention import slopes
 from support.fuzz.approx import ACCUMULATION, APPROXIMATE, SUM, TINY, UNIT, Approx
 
 _EXP = 2**-11  # of exponentials and logarithms in hardware
-
-
-def slopes(heads: int) -> list[float]:
-    """ALiBi's, for each head (Press et al., 2022)."""
-    power = 1 << (heads.bit_length() - 1)
-    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    return first + [2.0 ** (-4.0 * (2 * j + 1) / power) for j in range(heads - power)]
 
 
 @dataclass
@@ -77,8 +71,7 @@ class Problem:
         if self.bias is not None:
             scores = scores + self.bias
         if self.alibi:
-            slope = torch.tensor(slopes(self.heads), device=self.q.device).double().view(1, -1, 1, 1)
-            scores = scores + slope * distance
+            scores = scores + slopes(self.heads).to(self.q).view(1, -1, 1, 1) * distance
         error = error + 2**-20 * scores.abs()
         self.scores = scores.masked_fill(~self.seen, -torch.inf)
         self.score_error = torch.where(self.seen, error, 0.0).amax(-1, keepdim=True)
