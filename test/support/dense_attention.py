@@ -101,10 +101,11 @@ def times_seen(
 
 
 def attend_selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, times: torch.Tensor, scale: float) -> Attended:
-    """Tensors (t, h, d), keys as often as ``times`` says; results with heads first."""
+    """Tensors (t, h, d), keys as often as ``times`` says, which changes no score; results with heads first."""
     times = times.repeat_interleave(q.shape[1] // k.shape[1], 0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return attend(q, k, v, times > 0, scale=scale, bias=times.clamp(min=1).double().log())
+    once = attend(q, k, v, times > 0, scale=scale)
+    return attend(q, k, v, times > 0, scale=scale, bias=times.clamp(min=1).to(q).log())._replace(largest=once.largest)
 
 
 def with_gradients(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
