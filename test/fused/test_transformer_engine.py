@@ -52,6 +52,7 @@ def quantized(x: torch.Tensor) -> Quantized:
     factors = gemms.e8m0_values(bytes_)
     codes = (blocks / factors[..., None]).flatten(-2).to(E4M3)
     memory = gemms.memory_of(gemms.in_atoms(bytes_.reshape(-1, *bytes_.shape[-2:]).permute(1, 2, 0)))
+    memory = memory.view(x.shape[0] if x.ndim == 3 else 1, -1)  # by expert
     return Quantized(codes, memory, codes.double() * factors.repeat_interleave(32, -1))
 
 
@@ -106,13 +107,8 @@ def weights(x: Quantized, rows: int, k: int, major: str, packed: bool) -> dict[s
     if packed:
         b = codes.permute(1, 2, 0) if major == "k" else codes.permute(2, 1, 0)
         return {"b_tensor": b, "sfb_tensor": factors(x.scales, rows, k, EXPERTS)}
-    places, parts = (2, 0, 1), [torch.empty_like(codes[0]) for _ in range(EXPERTS)]
-    scales = [torch.empty_like(x.scales[0]) for _ in range(EXPERTS)]
-    for expert, place in enumerate(places):
-        parts[place].copy_(codes[expert])
-        scales[place].copy_(x.scales[expert])
+    (b_ptrs, parts), (sfb_ptrs, scales) = map(gemms.addresses_of, (codes.permute(1, 2, 0), x.scales.T))
     kept.extend([*parts, *scales])
-    b_ptrs, sfb_ptrs = (torch.tensor([each[i].data_ptr() for i in places]) for each in (parts, scales))
     return {"b_ptrs": b_ptrs, "sfb_ptrs": sfb_ptrs, "n": rows, "b_dtype": E4M3, "b_major": major}
 
 

@@ -69,7 +69,8 @@ def test_reference_agrees_with_pytorch(name: str, kind: torch.dtype) -> None:
         wanted = Approx(value, bound + 2**-20 * value.abs())
         assert compare(result[keep], wanted) == "", port
         doubt = float(wanted.bound.mean() / value.abs().mean())
-        assert not doubt > 1e-2, f"{port}: {doubt}"  # rounding to fp8 moves numbers by 3e-2
+        # Rounding to fp8 moves numbers by 3e-2 on average; the largest one may be one of those in doubt.
+        assert not doubt > (5e-2 if port.startswith("Amax") else 1e-2), f"{port}: {doubt}"
 
 
 @pytest.mark.usefixtures("_newest")

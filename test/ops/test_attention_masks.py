@@ -146,7 +146,7 @@ def test_the_backward_pass_drops_the_same_weights(masked: bool) -> None:
     assert 0.6 < kept.double().mean() < 0.8
 
     def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, bias=sum(bias), kept=kept / 0.7).o
+        return attend(q, k, v, bias=sum(bias), kept=kept.to(q.dtype) / 0.7).o
 
     given = [q, k, v, *more, d_out]
     for one, other in zip(with_gradients(attention, given), with_gradients(by_hand, given), strict=True):

@@ -61,7 +61,8 @@ def attend(
     alive = seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen & alive, -torch.inf)  # rows that see nothing are put right below
     weights = (torch.where(alive, scores.softmax(-1), 0.0)[..., : k.shape[-2]] * kept).to(v.dtype)
-    lse, largest = (torch.where(alive[..., 0], x, -torch.inf) for x in (scores.logsumexp(-1), scores.amax(-1)))
+    maxima = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).amax(-1)  # also of no keys
+    lse, largest = (torch.where(alive[..., 0], x, -torch.inf) for x in (scores.logsumexp(-1), maxima))
     return Attended(weights @ v, lse, largest, weights)
 
 
