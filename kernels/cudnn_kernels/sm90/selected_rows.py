@@ -15,11 +15,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.forward import partition
-from cudnn_kernels.pipeline.copy import descriptor
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
 
@@ -159,7 +159,8 @@ class SelectedRows(AttentionForward):
                 by_head = cute.select(given[x].layout, mode=[1, 2, 0])
                 view, rows = cute.make_tensor(given[x].iterator, by_head), heads or self.box
             layout = cute.slice_(self.layout(max(rows, ROWS), width), (None, None, 0))
-            found.append(descriptor(view, (rows, width), cute.composition(layout, (rows, width))))
+            box = cute.composition(layout, (rows, width))
+            found.append(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, width)))
         return found
 
     def loads(self, atoms: Any, buffers: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
@@ -25,7 +26,6 @@ from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.copy import descriptor
 from cudnn_kernels.pipeline.ring import Ring, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.signature import bind
@@ -89,7 +89,8 @@ class TopK(WarpgroupProducts):
         tiles = sequences.blocks_of(q.shape[0], batches, self.queries, c.packed)
         heads = c.key_heads if const_expr(c.packed) else c.key_heads * q.shape[3]
         box = (self.tile_n, c.head)
-        atom, mK = descriptor(k, box, cute.slice_(self.layout(*box), (None, None, 0)))
+        layout = cute.slice_(self.layout(*box), (None, None, 0))
+        atom, mK = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), k, layout, box)
         self.kernel(
             atom, mK, q, lse, scores, indices, offsets_q, offsets_k, tiles, heads,
             given["scale_softmax"] * softmax.LOG2_E,
