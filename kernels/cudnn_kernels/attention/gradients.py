@@ -8,32 +8,26 @@ from cudnn_kernels.attention import BackwardConfiguration, Rows
 
 
 @dataclass(frozen=True)
-class Sum:
-    """A gradient: the sum over blocks of dS or P times an operand of the columns, its ``factor``."""
-
-    out: str
-    of_ds: bool
-    factor: int
-
-
-@dataclass(frozen=True)
 class Pass:
-    """What one kernel computes: sums. ``rows`` are the left operands of S and, where there is a second one, of dP;
-    ``columns`` are the right ones.
-    """
+    """What one kernel computes: ``sums`` over blocks of dS or, for dv, of P, times an operand of the columns."""
 
-    rows: tuple[str, ...]
-    columns: tuple[str, str]
-    sums: tuple[Sum, ...]
+    sums: tuple[str, ...]
 
     @property
     def of_queries(self) -> bool:
         """Whether rows are queries."""
-        return self.rows[0] == "q"
+        return "dq" in self.sums
 
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The left operands of S and, where dS is needed, of dP."""
+        operands = ("q", "do") if self.of_queries else ("k", "v")
+        return operands[:1] if self.sums == ("dv",) else operands
 
-QUERIES = Pass(("q", "do"), ("k", "v"), (Sum("dq", True, 0),))
-DK, DV = Sum("dk", True, 0), Sum("dv", False, 1)
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The right ones. The first is the factor of dS, the second that of P."""
+        return ("k", "v") if self.of_queries else ("q", "do")
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,6 @@ class GradientsConfiguration(BackwardConfiguration):
 
     def passes(self, columns: int) -> tuple[Pass, ...]:
         """The kernels, one after the other, of which each has room for so many columns of sums."""
-        keys, queries = ("k", "v"), ("q", "do")
         if self.head + self.head_v <= columns:
-            return QUERIES, Pass(keys, queries, (DK, DV))
-        return QUERIES, Pass(keys, queries, (DK,)), Pass(keys[:1], queries, (DV,))
+            return Pass(("dq",)), Pass(("dk", "dv"))
+        return Pass(("dq",)), Pass(("dk",)), Pass(("dv",))

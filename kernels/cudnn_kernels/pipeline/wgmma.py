@@ -15,6 +15,8 @@ from cutlass.cute.nvgpu.warpgroup import mma as base
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 
+K, MN = OperandMajorMode.K, OperandMajorMode.MN
+
 
 @dataclass(frozen=True)
 class WgmmaRows(RowLayout):
@@ -76,3 +78,49 @@ def register_operand(mma: Any, values: cute.Tensor, shape: tuple[int, int]) -> c
         fixed[i] = opaque(words[i])
     layout = cute.make_layout(mma.partition_shape_A(shape))
     return cute.make_tensor(cute.recast_ptr(fixed.iterator, dtype=values.element_type), layout)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A B^T of a warpgroup: of ``rows`` and ``columns``, in 16 bits, with sums in float32. Plain data: kernels keep it.
+
+    ``a`` and ``b`` say what follows each other in memory: elements along K, or rows of A, columns of A B^T. With
+    ``registers``, A is there, not in shared memory.
+    """
+
+    dtype: Any
+    columns: int
+    rows: int = 64
+    a: OperandMajorMode = K
+    b: OperandMajorMode = K
+    registers: bool = False
+
+    def mma(self) -> cute.TiledMma:
+        """The instruction, one for each use: to accumulate or not is a value of its own."""
+        source = warpgroup.OperandSource.RMEM if self.registers else warpgroup.OperandSource.SMEM
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.columns, 16), source, self.a, self.b)
+        return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+    def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
+        """A in shared memory, (rows, k, ..)."""
+        mma = self.mma()
+        return mma.make_fragment_A(mma.get_slice(thread).partition_A(tensor))
+
+    def right(self, tensor: cute.Tensor, thread: Int32) -> Any:
+        """B, (columns, k, ..)."""
+        mma = self.mma()
+        return mma.make_fragment_B(mma.get_slice(thread).partition_B(tensor))
+
+    def accumulator(self) -> cute.Tensor:
+        """A thread's sums."""
+        return cute.make_rmem_tensor(self.mma().partition_shape_C((self.rows, self.columns)), Float32)
+
+    def issue(self, acc: cute.Tensor, a: Any, b: Any, adds: bool) -> None:
+        """Issues the product, or its addition to ``acc``, as a group of its own."""
+        mma = self.mma()
+        warpgroup.fence()
+        mma.set(warpgroup.Field.ACCUMULATE, adds)
+        for k in range(cute.size(a, mode=[2])):
+            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()

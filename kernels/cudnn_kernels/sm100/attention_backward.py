@@ -54,6 +54,8 @@ BLOCK = 64  # columns of a step
 THREADS = 256  # four warps that compute; of four others, one loads and one multiplies
 MMA_WARP, LOAD_WARP = 4, 5
 BUFFERS = 2  # of S, and of dP
+READY = {"rows": (1, 1), "s": (BUFFERS, 1), "p": (BUFFERS, ROWS // 32), "done": (1, 1)}
+"""Barriers of the rows' operands, of S with dP, of P with dS, and of the sums: how many, and each one's arrivals."""
 SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
 K = OperandMajorMode.K
 
@@ -77,18 +79,6 @@ class Problem:
     begin: Int32
     end: Int32
     mask: Mask
-
-
-@dataclass
-class Barriers:
-    """In shared memory: of the rows' operands, of the columns' two rings, of S with dP, of P with dS, of the sums."""
-
-    rows_full: Any
-    first: ring.Ring
-    second: ring.Ring
-    s_full: Any
-    p_full: Any
-    done: Any
 
 
 class AttentionBackward:
@@ -120,8 +110,8 @@ class PassKernel:
         widths = {"q": c.head, "k": c.head, "v": c.head_v, "do": c.head_v}
         self.row_widths = [widths[name] for name in g.rows]
         self.column_widths = [widths[name] for name in g.columns]
-        self.widths = [self.column_widths[x.factor] for x in g.sums]
-        self.differentiates = len(g.rows) == 2
+        self.factors = [int(x == "dv") for x in g.sums]  # numbers among the columns' operands
+        self.widths = [self.column_widths[i] for i in self.factors]
 
     def stages(self) -> tuple[int, int]:
         """Buffers of the columns' operands; of the second one, for long heads, there is room for one only."""
@@ -135,8 +125,8 @@ class PassKernel:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         boxes = [(load, x, ROWS, width) for x, width in zip(g.rows, self.row_widths, strict=True)]
         boxes += [(load, x, BLOCK, width) for x, width in zip(g.columns, self.column_widths, strict=True)]
+        boxes += [(store, x, ROWS, width) for x, width in zip(g.sums, self.widths, strict=True)]
         made = []
-        boxes += [(store, x.out, ROWS, width) for x, width in zip(g.sums, self.widths, strict=True)]
         for op, x, rows, width in boxes:
             one = cute.slice_(self.layout(rows, width, 1), (None, None, 0))
             made.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (rows, width)))
@@ -181,20 +171,17 @@ class PassKernel:
             self.layout(BLOCK, width, stages) for width, stages in zip(self.column_widths, self.stages(), strict=True)
         ]
         buffers = [smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner) for x in layouts]
-        rows_full, s_full, p_full, done = (smem.allocate_array(cutlass.Int64, n) for n in (1, BUFFERS, BUFFERS, 1))
-        first, second = (ring.Ring.allocate(smem, stages) for stages in self.stages())
-        b = Barriers(rows_full, first, second, s_full, p_full, done)
+        b = {x: smem.allocate_array(cutlass.Int64, n) for x, (n, _) in READY.items()}
+        rings = [ring.Ring.allocate(smem, stages) for stages in self.stages()]
         holder = smem.allocate_array(Int32, 1)
         if warp == 0:
             cute.arch.alloc_tmem(COLUMNS, holder)
         if thread == 0:
-            ring.initialise(b.first, 1, 1)
-            ring.initialise(b.second, 1, 1)
-            cute.arch.mbarrier_init(b.rows_full, 1)
-            cute.arch.mbarrier_init(b.done, 1)
-            for buffer in cutlass.range_constexpr(BUFFERS):
-                cute.arch.mbarrier_init(b.s_full + buffer, 1)
-                cute.arch.mbarrier_init(b.p_full + buffer, ROWS // 32)
+            for i in cutlass.range_constexpr(2):
+                ring.initialise(rings[i], 1, 1)
+            for x, (n, arrivals) in READY.items():
+                for i in range(n):
+                    cute.arch.mbarrier_init(b[x] + i, arrivals)
             for i in cutlass.range_constexpr(len(atoms)):
                 cpasync.prefetch_descriptor(atoms[i])
         cute.arch.mbarrier_init_fence()
@@ -203,9 +190,9 @@ class PassKernel:
         p = self.problem(offsets_q, offsets_k, queries, keys, group_heads, tiles, right, left)
         steps = (p.end - p.begin) * p.column_heads
         if warp == LOAD_WARP:
-            self.load(atoms, tensors, buffers, b, p, steps)
+            self.load(atoms, tensors, buffers, b, rings, p, steps)
         elif warp == MMA_WARP:
-            self.multiply(pointer, buffers, b, steps)
+            self.multiply(pointer, buffers, b, rings, steps)
         elif warp < MMA_WARP:
             if p.row < p.mask.queries:
                 self.compute(pointer, buffers, b, p, atoms, tensors, values, scale, steps, thread)
@@ -252,22 +239,24 @@ class PassKernel:
         return p.column_head + step // blocks, p.begin + step % blocks
 
     @cute.jit
-    def load(self, atoms: list, tensors: list, buffers: list, b: Barriers, p: Problem, steps: Int32) -> None:
+    def load(
+        self, atoms: list, tensors: list, buffers: list, b: dict, rings: list, p: Problem, steps: Int32
+    ) -> None:  # fmt: skip
         """One warp: fetches the rows' operands, then those of the columns, block by block."""
         count = const_expr(len(self.row_widths))
         if steps > 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(b.rows_full, self.bytes(ROWS, sum(self.row_widths)))
+                cute.arch.mbarrier_arrive_and_expect_tx(b["rows"], self.bytes(ROWS, sum(self.row_widths)))
             for i in cutlass.range_constexpr(count):
                 rows = sequences.copied_rows(tensors[i], p.head, p.batch, p.first_row, p.mask.queries)
                 shape = (ROWS, self.row_widths[i])
                 tile = cute.local_tile(cute.domain_offset((p.row, 0), rows), shape, (0, 0))
                 target, source = partition(atoms[i], 0, 1, buffers[i][None, None, 0], tile)
-                cute.copy(atoms[i], source, target, tma_bar_ptr=b.rows_full)
+                cute.copy(atoms[i], source, target, tma_bar_ptr=b["rows"])
         for step in cutlass.range(steps, unroll=1):
             head, block = self.step(p, step)
             for i in cutlass.range_constexpr(2):
-                pieces, width = const_expr((b.first, b.second)[i]), self.column_widths[i]
+                pieces, width = const_expr(rings[i]), self.column_widths[i]
                 stage, phase = self.place(i, step)
                 rows = sequences.copied_rows(tensors[count + i], head, p.batch, p.first_column, p.mask.keys)
                 tile = cute.local_tile(rows, (BLOCK, width), (block, 0))
@@ -285,71 +274,71 @@ class PassKernel:
         return rows * columns * self.dtype.width // 8
 
     @cute.jit
-    def multiply(self, pointer: cute.Pointer, buffers: list, b: Barriers, steps: Int32) -> None:
+    def multiply(self, pointer: cute.Pointer, buffers: list, b: dict, rings: list, steps: Int32) -> None:
         """One warp: issues all products."""
         if steps > 0:
-            cute.arch.mbarrier_wait(b.rows_full, 0)
+            cute.arch.mbarrier_wait(b["rows"], 0)
         for step in cutlass.range_constexpr(BUFFERS):
             if step < steps:
-                self.multiply_rows(pointer, buffers, b, Int32(step))
+                self.multiply_rows(pointer, buffers, b, rings, Int32(step))
         for step in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(b.p_full + step % BUFFERS, step // BUFFERS % 2)
-            self.multiply_factors(pointer, buffers, b, step)
+            cute.arch.mbarrier_wait(b["p"] + step % BUFFERS, step // BUFFERS % 2)
+            self.multiply_factors(pointer, buffers, rings, step)
             if step + BUFFERS < steps:
-                self.multiply_rows(pointer, buffers, b, step + BUFFERS)
+                self.multiply_rows(pointer, buffers, b, rings, step + BUFFERS)
         if steps > 0:
-            commit(b.done)
+            commit(b["done"])
 
-    def multiply_rows(self, pointer: cute.Pointer, buffers: list, b: Barriers, step: Int32) -> None:
+    def multiply_rows(self, pointer: cute.Pointer, buffers: list, b: dict, rings: list, step: Int32) -> None:
         """Issues S and dP of a step."""
-        mma, count, buffer = self.score_mma(), len(self.row_widths), step % BUFFERS
-        shape = mma.make_fragment_C(mma.partition_shape_C((ROWS, BLOCK))).layout
+        mma, buffer = self.score_mma(), step % BUFFERS
         for i, width in enumerate(self.row_widths):
-            stage = self.ready(b, i, step)
+            stage = self.ready(rings, i, step)
             x = sm100.make_smem_layout_a(mma, (ROWS, BLOCK, width), self.dtype, 1)
-            y = sm100.make_smem_layout_b(mma, (ROWS, BLOCK, width), self.dtype, self.stages()[i])
             left = mma.make_fragment_A(cute.make_tensor(buffers[i].iterator, x.outer))
-            right = mma.make_fragment_B(cute.make_tensor(buffers[count + i].iterator, y.outer))
-            target = cute.make_tensor(pointer + (buffer * 2 + i) * BLOCK, shape)
-            mma.set(tcgen05.Field.ACCUMULATE, False)
-            for k in range(width // 16):
-                cute.gemm(mma, target, left[None, None, k, 0], right[None, None, k, stage], target)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
-            if i not in [x.factor for x in self.g.sums]:
-                commit((b.first, b.second)[i].empty + stage)
-        commit(b.s_full + buffer)
+            self.issue(mma, pointer + (buffer * 2 + i) * BLOCK, left, buffers, i, (BLOCK, width), stage, False)
+            if i not in self.factors:
+                commit(rings[i].empty + stage)
+        commit(b["s"] + buffer)
 
-    def multiply_factors(self, pointer: cute.Pointer, buffers: list, b: Barriers, step: Int32) -> None:
+    def multiply_factors(self, pointer: cute.Pointer, buffers: list, rings: list, step: Int32) -> None:
         """Issues what a step adds to the sums."""
-        for number, (x, width) in enumerate(zip(self.g.sums, self.widths, strict=True)):
-            mma, i = self.product_mma(width), x.factor
+        for number, (i, width) in enumerate(zip(self.factors, self.widths, strict=True)):
+            mma = self.product_mma(width)
             p = sm100.make_smem_layout_a(mma, (ROWS, width, BLOCK), self.dtype, 1)
-            y = sm100.make_smem_layout_b(mma, (ROWS, width, BLOCK), self.dtype, self.stages()[i])
-            where = cute.recast_ptr(pointer + (step % BUFFERS * 2 + x.of_ds) * BLOCK, dtype=self.dtype)
+            where = cute.recast_ptr(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK, dtype=self.dtype)
             left = cute.make_tensor(where, mma.make_fragment_A(cute.make_tensor(where, p.outer)).layout)
-            right = mma.make_fragment_B(cute.make_tensor(buffers[len(self.row_widths) + i].iterator, y.outer))
-            shape = mma.make_fragment_C(mma.partition_shape_C((ROWS, width))).layout
-            target = cute.make_tensor(self.accumulator(pointer, number), shape)
-            stage = self.ready(b, i, step)
-            mma.set(tcgen05.Field.ACCUMULATE, step > 0)
-            for k in range(BLOCK // 16):
-                cute.gemm(mma, target, left[None, None, k, 0], right[None, None, k, stage], target)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
-            commit((b.first, b.second)[i].empty + stage)
+            stage = self.ready(rings, i, step)
+            self.issue(mma, self.accumulator(pointer, number), left, buffers, i, (width, BLOCK), stage, step > 0)
+            commit(rings[i].empty + stage)
+
+    def issue(
+        self, mma: cute.TiledMma, pointer: cute.Pointer, left: Any, buffers: list, i: int, shape: tuple[int, int],
+        stage: Int32, adds: Any,
+    ) -> None:  # fmt: skip
+        """Issues a product with the columns' operand ``i``, of so many columns and elements along K."""
+        y = sm100.make_smem_layout_b(mma, (ROWS, *shape), self.dtype, self.stages()[i])
+        right = mma.make_fragment_B(cute.make_tensor(buffers[len(self.row_widths) + i].iterator, y.outer))
+        target = mma.make_fragment_C(mma.partition_shape_C((ROWS, shape[0])))
+        target = cute.make_tensor(pointer, target.layout)
+        mma.set(tcgen05.Field.ACCUMULATE, adds)
+        for k in range(shape[1] // 16):
+            cute.gemm(mma, target, left[None, None, k, 0], right[None, None, k, stage], target)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
 
     def accumulator(self, pointer: cute.Pointer, number: int) -> cute.Pointer:
         """Where a sum is in tensor memory: behind the buffers of S and dP."""
         return pointer + (BUFFERS * 2 * BLOCK + sum(self.widths[:number]))
 
-    def ready(self, b: Barriers, operand: int, step: Int32) -> Int32:
+    def ready(self, rings: list, operand: int, step: Int32) -> Int32:
         """Waits for the columns' operand of a step; its buffer."""
         stage, phase = self.place(operand, step)
-        cute.arch.mbarrier_wait((b.first, b.second)[operand].full + stage, phase)
+        cute.arch.mbarrier_wait(rings[operand].full + stage, phase)
         return stage
 
     @cute.jit
     def compute(
-        self, pointer: cute.Pointer, buffers: list, b: Barriers, p: Problem, atoms: list, tensors: list,
+        self, pointer: cute.Pointer, buffers: list, b: dict, p: Problem, atoms: list, tensors: list,
         values: list, scale: Float32, steps: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """Four warps: P and dS of all steps, then the results."""
@@ -361,13 +350,13 @@ class PassKernel:
             head, block = self.step(p, step)
             buffer = step % BUFFERS
             where = pointer + buffer * 2 * BLOCK
-            cute.arch.mbarrier_wait(b.s_full + buffer, step // BUFFERS % 2)
+            cute.arch.mbarrier_wait(b["s"] + buffer, step // BUFFERS % 2)
             whole = p.mask.whole(p.row, ROWS, block * BLOCK, BLOCK)
             for chunk in cutlass.range_constexpr(BLOCK // CHUNK):
                 column = block * BLOCK + chunk * CHUNK
                 scores, gradients = (cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
                 tensor_memory.load(where + chunk * CHUNK, thread, scores)
-                if const_expr(self.differentiates):
+                if const_expr(len(g.rows) == 2):
                     tensor_memory.load(where + BLOCK + chunk * CHUNK, thread, gradients)
                 cute.arch.fence_view_async_tmem_load()
                 if not whole:
@@ -381,18 +370,18 @@ class PassKernel:
                         self.fetch(values[1], subtracted, head, p, column + i)
                     for j in cutlass.range_constexpr(4):
                         scores[i + j] = cute.math.exp2(scores[i + j] * (scale * LOG2_E) - sums[j], fastmath=True)
-                        if const_expr(self.differentiates):
+                        if const_expr(len(g.rows) == 2):
                             gradients[i + j] = scores[i + j] * (gradients[i + j] - subtracted[j])
                 for x in cutlass.range_constexpr(len(g.sums)):
-                    part = const_expr(int(g.sums[x].of_ds))
+                    part = const_expr(1 - self.factors[x])
                     back = where + (part * BLOCK + chunk * CHUNK // 2)
                     tensor_memory.store_rounded(back, thread, (scores, gradients)[part], self.dtype)
             cute.arch.fence_view_async_tmem_store()
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(b.p_full + buffer)
+                cute.arch.mbarrier_arrive(b["p"] + buffer)
         if steps > 0:
-            cute.arch.mbarrier_wait(b.done, 0)
+            cute.arch.mbarrier_wait(b["done"], 0)
         self.store(pointer, buffers, p, atoms, tensors, scale, steps, thread)
 
     def fetch(self, source: cute.Tensor, target: cute.Tensor, head: Int32, p: Problem, row: Int32) -> None:
@@ -410,7 +399,7 @@ class PassKernel:
         for i in cutlass.range_constexpr(len(self.widths)):
             layout = cute.slice_(self.layout(ROWS, self.widths[i], 1), (None, None, 0))
             outs.append(cute.make_tensor(buffers[i].iterator, layout.outer))
-            factor = scale if const_expr(self.g.sums[i].of_ds) else Float32(1.0)
+            factor = scale if const_expr(self.factors[i] == 0) else Float32(1.0)
             tensor_memory.to_shared(self.accumulator(pointer, i), thread, factor, outs[i], steps > 0)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP, ROWS)

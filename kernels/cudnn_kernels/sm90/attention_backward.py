@@ -16,6 +16,7 @@ a causal mask, since their CTAs come to a block first, and from the first ones o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -35,8 +36,9 @@ from cudnn_kernels.attention.sequences import Sequence, turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.cluster import Cluster, meet
-from cudnn_kernels.pipeline.wgmma import WgmmaRows, register_operand
+from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, register_operand
 from cudnn_kernels.signature import bind
 
 GROUP = 128  # threads of a warpgroup
@@ -67,30 +69,49 @@ class Box:
 
 @dataclass
 class Block:
-    """A CTA's keys: their first one, head and batch, and where the sequence lies."""
+    """A CTA's keys, of a head that ``group_heads`` of Q share, and where their sequence lies.
+
+    Query blocks from ``begin`` to ``end`` see the cluster's keys. ``first_block`` is the sequence's first, among all.
+    """
 
     key: Int32
     head: Int32
+    group_heads: Int32
     batch: Int32
     first_query: Int32
     first_key: Int32
-    first_block: Int32  # of the sequence's query blocks, among all
-    begin: Int32  # of the query blocks that see the cluster's keys
+    first_block: Int32
+    begin: Int32
     end: Int32
     mask: Mask
+
+    @property
+    def steps(self) -> Int32:
+        """Of a head of Q."""
+        return self.end - self.begin
+
+    @property
+    def total(self) -> Int32:
+        """Steps of all heads."""
+        return self.steps * self.group_heads
 
 
 class Backward:
     """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys.
 
-    A subclass has ``more_buffers`` and ``more_barriers``, what a warpgroup does that multiplies (``consume``) and each
-    of the ``assistants``, warps that neither do nor fetch (``assist``), and ``result_part``: a warpgroup's part of the
-    buffer of dK or dV, whether values go there transposed, and how many matrices at once. ``dq_width``: columns of K of
-    a warpgroup's product for dQ. ``ahead``: scores are computed a step before all else. ``stages``: buffers of dO.
-    ``copies_values``: the copy engine fetches LSE and D too.
+    A subclass has the products ``score``, ``query``, ``dk`` and ``dv``, ``more_buffers`` and ``more_barriers``, what a
+    warpgroup does that multiplies (``consume``) and each of the ``assistants``, warps that neither do nor fetch
+    (``assist``), and ``result_part``: a warpgroup's part of the buffer of dK or dV. Accumulators are written so many
+    ``matrices`` at once, dK and dV ``transposed``. ``ahead``: scores are computed a step before all else. ``stages``:
+    buffers of dO. ``copies_values``: the copy engine fetches LSE and D too.
     """
 
-    cluster, stages, assistants, ahead, copies_values = 1, STAGES, GROUPS, True, True
+    cluster, stages, assistants, matrices = 1, STAGES, GROUPS, 4
+    ahead, copies_values, transposed = True, True, False
+    score: Product
+    query: Product
+    dk: Product
+    dv: Product
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         c = self.c = configuration
@@ -99,7 +120,7 @@ class Backward:
         self.rows = WgmmaRows(slots=2)
 
     def boxes(self) -> dict[str, Box]:
-        """What is fetched, by the names of the buffers."""
+        """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
         c = self.c
         return {
             "q": Box("q", self.m, c.head, stages=STAGES), "do": Box("do", self.m, c.head_v, stages=self.stages),
@@ -120,7 +141,7 @@ class Backward:
         heads = key_heads * q.shape[3]
         longest_first = const_expr((c.right or c.compressed) and not c.deterministic)
         sections = cute.ceil_div(heads, TOGETHER // self.cluster if longest_first else 1)
-        atoms = tuple(self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values())
+        atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
         self.kernel(
             atoms, dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets, q.shape[0],
             q.shape[2] // key_heads, scale, given["right"], given["left"],
@@ -132,7 +153,7 @@ class Backward:
 
     @cute.kernel
     def kernel(
-        self, atoms: Any, dk: cute.Tensor, dv: cute.Tensor, values: Any, offsets: Any, queries: Int32,
+        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, offsets: Any, queries: Int32,
         group_heads: Int32, scale: Float32, right: Int32, left: Int32,
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
@@ -142,22 +163,21 @@ class Backward:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(self.cluster > 1) else 0
         smem = SmemAllocator()
         layouts = {x: self.tile(box.rows, box.columns, box.stages, box.part) for x, box in self.boxes().items()}
-        buffers = {x: self.allocate(smem, layout) for x, layout in layouts.items()} | self.more_buffers(smem)
+        shared = {x: self.allocate(smem, layout) for x, layout in layouts.items()} | self.more_buffers(smem)
         counts = {f"{x}_{state}": (stages, count) for x, stages in (("q", STAGES), ("do", self.stages))
                   for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
-        barriers = self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
-        block, values = self.block(offsets, queries, dk, right, left, rank), Values(*values)
+        shared |= self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
+        values, block = Values(*values), self.block(offsets, queries, dk, group_heads, right, left, rank)
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
-                named = dict(zip(self.boxes(), atoms, strict=True))
-                self.produce(named, buffers, barriers, values, block, group_heads, rank)
+                self.produce(dict(zip(self.boxes(), atoms, strict=True)), shared, values, block, rank)
             if const_expr(self.assistants > 0):
                 if (warp_index > 0) & (warp_index <= self.assistants):
-                    self.assist(buffers, barriers, values, block, group_heads, rank, warp_index - 1)
+                    self.assist(shared, values, block, rank, warp_index - 1)
         else:
             cute.arch.setmaxregister_increase(MANY)
-            self.consume(buffers, barriers, dk, dv, values, block, group_heads, scale, rank, group - 1, thread - GROUP)
+            self.consume(shared, values, block, dk, dv, scale, rank, group - 1, thread - GROUP)
         if const_expr(self.cluster > 1):  # until when the other CTA may write here
             meet(Cluster(self.cluster, 1))
 
@@ -178,34 +198,26 @@ class Backward:
         tile = self.tile(box.rows, box.columns, part=box.part)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (box.rows, box.columns))
 
-    def mma(self, n: int, a: OperandMajorMode, b: OperandMajorMode, source: Any = None) -> cute.TiledMma:
-        """The product of 64 rows and ``n`` columns, of operands in shared memory, or A from registers."""
-        source = source or warpgroup.OperandSource.SMEM
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, n, 16), source, a, b)
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
-
     def allocate(self, smem: Any, layout: Any) -> cute.Tensor:
         """A swizzled buffer."""
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def barriers(self, smem: Any, counts: dict[str, tuple[int, int]], thread: Int32) -> dict[str, Any]:
-        """Barriers in shared memory, by name: as many as the first number, for so many arrivals as the second."""
-        made = {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
-        self.initialise(made, counts, thread)
-        return made
-
     @cute.jit
-    def initialise(self, made: dict[str, Any], counts: dict[str, tuple[int, int]], thread: Int32) -> None:
-        """Makes the barriers ready, for all CTAs of the cluster."""
+    def barriers(self, smem: Any, counts: dict[str, tuple[int, int]], thread: Int32) -> dict[str, Any]:
+        """Barriers for all CTAs of the cluster: as many as the first number, for so many arrivals as the second."""
+        made = {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
         if thread == 0:
             for name, (count, arrivals) in counts.items():
                 for i in range(count):
                     cute.arch.mbarrier_init(made[name] + i, arrivals)
         cute.arch.mbarrier_init_fence()
         meet(Cluster(self.cluster, 1))
+        return made
 
     @cute.jit
-    def block(self, offsets: Any, queries: Int32, dk: cute.Tensor, right: Int32, left: Int32, rank: Any) -> Block:
+    def block(
+        self, offsets: Any, queries: Int32, dk: cute.Tensor, group_heads: Int32, right: Int32, left: Int32, rank: Any
+    ) -> Block:  # fmt: skip
         """What this CTA's keys are. All CTAs of a cluster take the same query blocks."""
         c, size = self.c, self.cluster * self.n
         keys, heads = dk.shape[0], cute.size(dk, mode=[2])
@@ -219,10 +231,9 @@ class Backward:
         s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
         if const_expr(c.packed):
             batch, cluster = sequences.find_block(offsets[1], cluster, size)
-            s = sequences.packed(*offsets, batch)
-            first_block = sequences.first_block(offsets[0], batch, self.m)
-        mask = mask_of(c, s.queries, s.keys, right, left)
-        first = cluster * size
+            s, first_block = sequences.packed(*offsets, batch), sequences.first_block(offsets[0], batch, self.m)
+            s.batch = Int32(0)
+        mask, first = mask_of(c, s.queries, s.keys, right, left), cluster * size
         if not exists:
             first = s.keys
         seen_by = mask.turned()
@@ -230,12 +241,12 @@ class Backward:
         end = cute.ceil_div(cutlass.max(seen_by.end(first + size - 1), Int32(0)), self.m)
         if first >= s.keys:
             end = begin
-        end = cutlass.max(begin, end)
-        return Block(first + rank * self.n, head, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
+        end, key = cutlass.max(begin, end), first + rank * self.n
+        return Block(key, head, group_heads, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
 
-    def fetch(self, atom: Any, source: cute.Tensor, target: cute.Tensor, place: Any, shape: Any, full: Any) -> None:
-        """Starts a copy of a tile that begins at ``place``."""
-        tile = cute.local_tile(cute.domain_offset(place, source), shape, (0, 0))
+    def fetch(self, atom: Any, rows: cute.Tensor, box: Box, place: Any, target: cute.Tensor, full: Any) -> None:
+        """Starts a copy of a tile that begins at ``place``, a row and a column."""
+        tile = cute.local_tile(cute.domain_offset(place, rows), (box.rows, box.columns), (0, 0))
         to, of = partition(atom, 0, 1, target, tile)
         cute.copy(atom, of, to, tma_bar_ptr=full)
 
@@ -244,42 +255,38 @@ class Backward:
         return {"k": (block.key, 0), "v": (block.key, 0)}
 
     @cute.jit
-    def fetch_keys(self, atoms: Any, buffers: Any, full: Any, block: Block, places: Any) -> None:
+    def fetch_keys(self, atoms: Any, shared: Any, block: Block, places: Any) -> None:
         """Fetches the tiles that stay, if there are any steps."""
-        boxes = self.boxes()
+        boxes, full = self.boxes(), shared["kv_full"]
         if block.end > block.begin:
             self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
             for x, place in places.items():
                 rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_key, block.mask.keys)
-                self.fetch(atoms[x][0], rows, buffers[x], place, (boxes[x].rows, boxes[x].columns), full)
+                self.fetch(atoms[x][0], rows, boxes[x], place, shared[x], full)
 
     @cute.jit
-    def produce(
-        self, atoms: Any, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Any
-    ) -> None:  # fmt: skip
+    def produce(self, atoms: Any, shared: Any, values: Values, block: Block, rank: Any) -> None:
         """One warp: fetches K and V, then Q and dO of every step."""
-        boxes, steps = self.boxes(), block.end - block.begin
-        total = steps * group_heads
-        self.fetch_keys(atoms, buffers, barriers["kv_full"], block, self.keys_fetched(block, rank))
-        batch = 0 if const_expr(self.c.packed) else block.batch
+        boxes, total = self.boxes(), block.total
+        self.fetch_keys(atoms, shared, block, self.keys_fetched(block, rank))
         more = cutlass.min(total, 1) if const_expr(self.ahead) else 0  # the last Q is multiplied for nothing
         for step in cutlass.range(total + more, unroll=1):
             used = cutlass.min(step, total - 1)
-            head, index = block.head * group_heads + used // steps, block.begin + used % steps
+            (_, head, batch), index = self.place(block, used), block.begin + used % block.steps
             first = (block.first_block + index) * self.m
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
-                    stages, width = boxes[x].stages, boxes[x].columns
+                    stages = boxes[x].stages
                     stage, phase = step % stages, step // stages % 2
-                    full = barriers[f"{x}_full"] + stage
-                    cute.arch.mbarrier_wait(barriers[f"{x}_empty"] + stage, phase ^ 1)
-                    self.expect(full, self.m * width, 4 * self.m if const_expr(self.copies_values) else 0)
-                    rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_query, block.mask.queries)
-                    target = buffers[x] if const_expr(stages == 1) else buffers[x][None, None, stage]
-                    self.fetch(atoms[x][0], rows, target, (index * self.m, 0), (self.m, width), full)
+                    full = shared[f"{x}_full"] + stage
+                    cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
+                    self.expect(full, self.m * boxes[x].columns, 4 * self.m if const_expr(self.copies_values) else 0)
+                    rows = sequences.copied_rows(atoms[x][1], head, batch, block.first_query, block.mask.queries)
+                    target = shared[x] if const_expr(stages == 1) else shared[x][None, None, stage]
+                    self.fetch(atoms[x][0], rows, boxes[x], (index * self.m, 0), target, full)
                     if const_expr(self.copies_values):
                         source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
-                        self.fetch_rows(source, buffers[of_rows][None, stage].iterator, full)
+                        self.fetch_rows(source, shared[of_rows][None, stage].iterator, full)
 
     @cute.jit
     def fetch_rows(self, source: Any, target: Any, full: Any) -> None:
@@ -296,32 +303,32 @@ class Backward:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.dtype.width // 8 + more)
 
-    def multiply(self, mma: Any, acc: cute.Tensor, a: Any, b: Any, accumulate: bool) -> None:
-        """Issues a product, as a group of its own."""
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        for k in range(cute.size(a, mode=[2])):
-            cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-
     def all_multiplying(self) -> None:
-        """Waits for both multiplying warpgroups."""
-        cute.arch.barrier(barrier_id=ALL_BARRIER, number_of_threads=GROUPS * GROUP)
+        """Waits for both multiplying warpgroups, of which all have written to shared memory what products read."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barriers.wait(ALL_BARRIER, GROUPS * GROUP)
 
     @cute.jit
-    def hide(self, scores: cute.Tensor, mask: Mask, row: Int32, key: Int32, width: int) -> None:
+    def hide(self, scores: cute.Tensor, mask: Mask, row: Int32, key: Int32) -> None:
         """Makes scores that do not count -inf, in the tiles that have any."""
-        if not mask.whole(row, ROWS, key, width):
+        if not mask.whole(row, ROWS, key, self.score.columns):
             thread, _, _ = cute.arch.thread_idx()  # anew: to keep it for this would cost a register in all steps
-            mask.hide(scores, self.rows, thread % GROUP, row, key, width)
+            mask.hide(scores, self.rows, thread % GROUP, row, key, self.score.columns)
 
-    def put(
-        self, mma: Any, values: cute.Tensor, target: cute.Tensor, transposed: bool, count: int, thread: Int32
-    ) -> None:  # fmt: skip
-        """Writes a warpgroup's rounded accumulators to its tile in shared memory, ``count`` matrices at once."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, count), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    def exponentiate(self, scores: cute.Tensor, scale: Float32, log_sums: cute.Tensor) -> None:
+        """Turns scores into P."""
+        for i, log_sum in self.each(log_sums):
+            scores[i] = cute.math.exp2(scores[i] * scale - log_sum, fastmath=True)
+
+    def differentiate(self, gradients: cute.Tensor, p: cute.Tensor, products: cute.Tensor) -> None:
+        """Turns dP into dS."""
+        for i, product in self.each(products):
+            gradients[i] = p[i] * (gradients[i] - product)
+
+    def put(self, product: Product, values: cute.Tensor, target: cute.Tensor, transposed: bool, thread: Int32) -> None:
+        """Writes a warpgroup's rounded accumulators to its tile in shared memory."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, self.matrices), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, product.mma()).get_slice(thread)
         cute.copy(atom, copy.retile(values), copy.partition_D(target))
 
     def rounded(self, values: cute.Tensor, factor: Any = None) -> cute.Tensor:
@@ -337,10 +344,10 @@ class Backward:
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(empty)
 
-    def place(self, block: Block, step: Int32, steps: Int32, group_heads: Int32) -> tuple[Any, ...]:
+    def place(self, block: Block, step: Int32) -> tuple[Any, ...]:
         """Where the values of a step's block are: block, head, batch."""
-        batch = 0 if self.c.packed else block.batch
-        return block.first_block + block.begin + step % steps, block.head * group_heads + step // steps, batch
+        head = block.head * block.group_heads + step // block.steps
+        return block.first_block + block.begin + step % block.steps, head, block.batch
 
     def turn(self, mask: Mask, block: Block, m_block: Int32) -> Int32:
         """How many clusters add to a block of queries before this one."""
@@ -365,26 +372,22 @@ class Backward:
         arguments = [place.toint(), Int32(count)]
         cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=arguments)
 
-    def finish(
-        self, results: Any, buffers: Any, block: Block, scale: Float32, group: Int32, thread256: Int32
-    ) -> None:  # fmt: skip
-        """Writes dK and dV, through the buffers of K and V: of each the accumulators, their product, and the tensor."""
-        self.all_multiplying()  # both have used the buffers
-        for x, (acc, mma, _) in zip(("k", "v"), results, strict=True):
-            part, transposed, count = self.result_part(buffers[x], group)
-            values = self.rounded(acc, scale if x == "k" else None)
-            self.put(mma, values, part, transposed, count, thread256 - group * GROUP)
-        self.all_multiplying()
-        for x, (_, _, out) in zip(("k", "v"), results, strict=True):
-            self.write(buffers[x], out, block, thread256)
+    def finish(self, shared: Any, block: Block, results: Any, scale: Float32, group: Int32, thread256: Int32) -> None:
+        """Writes dK and dV, the sums and the tensor of each, through the buffers of K and V."""
+        barriers.wait(ALL_BARRIER, GROUPS * GROUP)  # both have used the buffers
+        for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), (scale, None), strict=True):
+            part = self.result_part(shared[x], group)
+            self.put(product, self.rounded(acc, factor), part, self.transposed, thread256 - group * GROUP)
+        barriers.wait(ALL_BARRIER, GROUPS * GROUP)
+        for x, (_, out) in results.items():
+            self.write(shared[x], out[None, None, block.head, block.batch], block, thread256)
 
     @cute.jit
     def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, thread256: Int32) -> None:
         """Writes the rows of dK or dV that exist, from shared memory."""
-        batch = 0 if const_expr(self.c.packed) else block.batch
         vector = 128 // self.dtype.width
         columns = cute.size(buffer, mode=[1]) // vector
-        target = cute.domain_offset((block.first_key + block.key, 0), out[None, None, block.head, batch])
+        target = cute.domain_offset((block.first_key + block.key, 0), out)
         rows = cutlass.min(Int32(self.n), block.mask.keys - block.key)
         for i in cutlass.range_constexpr(-(-self.n * columns // (GROUPS * GROUP))):
             index = thread256 + i * GROUPS * GROUP
@@ -395,15 +398,22 @@ class Backward:
 
 
 class AttentionBackward(Backward):
-    """The kernel in which a warpgroup has 64 keys.
+    """The kernel in which a warpgroup has 64 keys: rows of S^T and dP^T, of dV = P^T dO and of dK = dS^T Q.
 
     Of steps whose rows do not come in 64, dQ is computed transposed, and the next scores before a step ends.
     """
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         super().__init__(configuration)
-        self.ahead = self.turned = configuration.dq_turned
-        self.dq_width = ROWS if self.turned else self.c.head * self.m // (GROUPS * ROWS)  # columns of K
+        c = self.c
+        self.ahead = c.dq_turned
+        self.score = Product(self.dtype, self.m)
+        self.dk, self.dv = (Product(self.dtype, head, b=MN, registers=True) for head in (c.head, c.head_v))
+        if c.dq_turned:  # dQ^T = K^T dS^T, of half of the head
+            self.dq_width, self.query = ROWS, Product(self.dtype, self.m, a=MN)
+        else:  # dQ = dS K: of 64 queries half of the head, or of 128 all of it
+            self.dq_width = c.head * self.m // (GROUPS * ROWS)
+            self.query = Product(self.dtype, self.dq_width, b=MN)
 
     def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
         """dS, and float32 values: dQ on its way, and what belongs to a step's rows."""
@@ -415,112 +425,81 @@ class AttentionBackward(Backward):
     def more_barriers(self) -> dict[str, tuple[int, int]]:
         return {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
 
-    def result_part(self, buffer: cute.Tensor, group: Int32) -> tuple[cute.Tensor, bool, int]:
-        return cute.local_tile(buffer, (ROWS, cute.size(buffer, mode=[1])), (group, 0)), False, 4
-
-    def score_mma(self) -> cute.TiledMma:
-        """S^T and dP^T: rows are a warpgroup's keys, columns queries."""
-        return self.mma(self.m, OperandMajorMode.K, OperandMajorMode.K)
-
-    def key_mma(self, head: int) -> cute.TiledMma:
-        """dV = P^T dO and dK = dS^T Q: rows are a warpgroup's keys."""
-        return self.mma(head, OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM)
-
-    def query_mma(self) -> cute.TiledMma:
-        """dQ = dS K: of 64 queries half of the head, or of 128 all of it. Or dQ^T, of half of the head."""
-        if self.turned:
-            return self.mma(self.m, OperandMajorMode.MN, OperandMajorMode.K)
-        return self.mma(self.dq_width, OperandMajorMode.K, OperandMajorMode.MN)
+    def result_part(self, buffer: cute.Tensor, group: Int32) -> cute.Tensor:
+        return cute.local_tile(buffer, (ROWS, cute.size(buffer, mode=[1])), (group, 0))
 
     @cute.jit
     def consume(
-        self, buffers: Any, barriers: Any, dk: cute.Tensor, dv: cute.Tensor, values: Values, block: Block,
-        group_heads: Int32, scale: Float32, rank: Any, group: Int32, thread256: Int32,
+        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, rank: Any,
+        group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
-        c = self.c
+        """A warpgroup that multiplies."""
         thread = thread256 - group * GROUP
-        score_mma, query_mma = self.score_mma(), self.query_mma()
-        dk_mma, dv_mma = self.key_mma(c.head), self.key_mma(c.head_v)
-        score, dk_part, dv_part, query = (x.get_slice(thread) for x in (score_mma, dk_mma, dv_mma, query_mma))
-        sK, sV = (cute.local_tile(buffers[x], (ROWS, head), (group, 0)) for x, head in (("k", c.head), ("v", c.head_v)))
-        tSrK, tSrV = (score_mma.make_fragment_A(score.partition_A(x)) for x in (sK, sV))
-        tSrQ, tSrdO = (score_mma.make_fragment_B(score.partition_B(buffers[x])) for x in ("q", "do"))
-        tKrQ = dk_mma.make_fragment_B(dk_part.partition_B(turned(buffers["q"])))
-        tVrdO = dv_mma.make_fragment_B(dv_part.partition_B(turned(buffers["do"])))
+        tSrK, tSrV = (self.score.left(self.result_part(shared[x], group), thread) for x in ("k", "v"))
+        tSrQ, tSrdO = (self.score.right(shared[x], thread) for x in ("q", "do"))
+        tKrQ, tVrdO = self.dk.right(turned(shared["q"]), thread), self.dv.right(turned(shared["do"]), thread)
         slab, half = (group, 0) if const_expr(self.m == GROUPS * ROWS) else (0, group)
-        sK = cute.local_tile(turned(buffers["k"]), (self.dq_width, self.n), (half, 0))
-        if const_expr(self.turned):
-            tQrS = query_mma.make_fragment_B(query.partition_B(buffers["ds"]))
-            tQrK = query_mma.make_fragment_A(query.partition_A(sK))
+        sK = cute.local_tile(turned(shared["k"]), (self.dq_width, self.n), (half, 0))
+        if const_expr(self.c.dq_turned):
+            tQrS, tQrK = self.query.right(shared["ds"], thread), self.query.left(sK, thread)
         else:
-            sS = cute.local_tile(buffers["ds"], (ROWS, self.n), (slab, 0, None))
-            tQrS = query_mma.make_fragment_A(query.partition_A(sS))
-            tQrK = query_mma.make_fragment_B(query.partition_B(sK))
-        scores, gradients = (
-            cute.make_rmem_tensor(score_mma.partition_shape_C((ROWS, self.m)), Float32) for _ in range(2)
-        )
-        acc_dk, acc_dv = (
-            cute.make_rmem_tensor(mma.partition_shape_C((ROWS, head)), Float32)
-            for mma, head in ((dk_mma, c.head), (dv_mma, c.head_v))
-        )
-        dq_shape = query_mma.partition_shape_C((ROWS, self.m if const_expr(self.turned) else self.dq_width))
-        acc_dq = cute.make_rmem_tensor(dq_shape, Float32)
+            sS = cute.local_tile(shared["ds"], (ROWS, self.n), (slab, 0, None))
+            tQrS, tQrK = self.query.left(sS, thread), self.query.right(sK, thread)
+        scores, gradients = self.score.accumulator(), self.score.accumulator()
+        acc_dk, acc_dv, acc_dq = self.dk.accumulator(), self.dv.accumulator(), self.query.accumulator()
         if const_expr(self.ahead):  # in the same registers, of which ptxas would else find too few
             acc_dq = cute.make_tensor(scores.iterator, acc_dq.layout)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
-        steps = block.end - block.begin
-        total = steps * group_heads
         mask, key = block.mask.turned(), block.key + group * ROWS
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
-            barriers[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
+            shared[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
         )
-        if total > 0:
-            cute.arch.mbarrier_wait(barriers["kv_full"], 0)
+        if block.total > 0:
+            cute.arch.mbarrier_wait(shared["kv_full"], 0)
             if const_expr(self.ahead):
                 cute.arch.mbarrier_wait(q_full, 0)
-                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, 0], False)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, 0], False)
                 warpgroup.wait_group(0)
-        for step in cutlass.range(total, unroll=1):
-            m_block = block.begin + step % steps
+        for step in cutlass.range(block.total, unroll=1):
+            m_block = block.begin + step % block.steps
             stage, phase = step % STAGES, step // STAGES % 2
             if const_expr(not self.ahead):
                 cute.arch.mbarrier_wait(q_full + stage, phase)
-                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, stage], False)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, stage], False)
             cute.arch.mbarrier_wait(do_full + stage, phase)
-            self.multiply(self.score_mma(), gradients, tSrV, tSrdO[None, None, None, stage], False)
+            self.score.issue(gradients, tSrV, tSrdO[None, None, None, stage], False)
             if const_expr(not self.ahead):
                 warpgroup.wait_group(1)
-            self.hide(scores, mask, key, m_block * self.m, self.m)
-            self.exponentiate(scores, buffers["log_sums"][None, stage], scale * LOG2_E, thread)
-            p = register_operand(dv_mma, self.rounded(scores), (ROWS, self.m))
+            self.hide(scores, mask, key, m_block * self.m)
+            self.exponentiate(scores, scale * LOG2_E, self.columns(shared["log_sums"][None, stage], thread))
+            p = register_operand(self.dv.mma(), self.rounded(scores), (ROWS, self.m))
             warpgroup.wait_group(0)
-            self.differentiate(gradients, scores, buffers["products"][None, stage], thread)
+            self.differentiate(gradients, scores, self.columns(shared["products"][None, stage], thread))
             rounded = self.rounded(gradients)
-            ds = register_operand(dk_mma, rounded, (ROWS, self.m))
-            sdS = cute.local_tile(turned(buffers["ds"])[None, None, stage], (ROWS, self.m), (group, 0))
-            self.multiply(self.key_mma(c.head_v), acc_dv, p, tVrdO[None, None, None, stage], True)
-            self.put(score_mma, rounded, sdS, True, 4, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            ds = register_operand(self.dk.mma(), rounded, (ROWS, self.m))
+            sdS = cute.local_tile(turned(shared["ds"])[None, None, stage], (ROWS, self.m), (group, 0))
+            self.dv.issue(acc_dv, p, tVrdO[None, None, None, stage], True)
+            self.put(self.score, rounded, sdS, True, thread)
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)
-            self.multiply(self.query_mma(), acc_dq, *(tQr[::-1] if const_expr(self.turned) else tQr), False)
-            self.multiply(self.key_mma(c.head), acc_dk, ds, tKrQ[None, None, None, stage], True)
+            self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)
+            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.release(do_empty + stage)
             cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
-            self.hand_over(acc_dq, buffers["dq"], dq_full + group, group, thread)
+            self.hand_over(acc_dq, shared["dq"], dq_full + group, group, thread)
             if const_expr(self.ahead):
                 following = (step + 1) % STAGES
                 cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
-                self.multiply(self.score_mma(), scores, tSrK, tSrQ[None, None, None, following], False)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, following], False)
                 warpgroup.wait_group(1)
                 self.release(q_empty + stage)
                 warpgroup.wait_group(0)  # in flight over a loop's end, ptxas would let products wait for each other
             else:
                 warpgroup.wait_group(0)
                 self.release(q_empty + stage)
-        self.finish(((acc_dk, dk_mma, dk), (acc_dv, dv_mma, dv)), buffers, block, scale, group, thread256)
+        self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
 
     @cute.jit
     def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:
@@ -536,24 +515,20 @@ class AttentionBackward(Backward):
         self.release(full)
 
     @cute.jit
-    def assist(
-        self, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Any, part: Int32
-    ) -> None:  # fmt: skip
+    def assist(self, shared: Any, values: Values, block: Block, rank: Any, part: Int32) -> None:
         """One warp: lets the copy engine add a warpgroup's part of dQ, step by step."""
-        c = self.c
-        steps = block.end - block.begin
-        chunks = self.m * c.head // 512 // GROUPS
+        c, chunks = self.c, self.m * self.c.head // 512 // GROUPS
         source, full, empty = (
-            cute.domain_offset((0, part * chunks), buffers["dq"]).iterator.toint(), barriers["dq_full"] + part,
-            barriers["dq_empty"] + part,
+            cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(), shared["dq_full"] + part,
+            shared["dq_empty"] + part,
         )  # fmt: skip
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
-        for step in cutlass.range(steps * group_heads, unroll=1):
-            place = self.place(block, step, steps, group_heads)
+        for step in cutlass.range(block.total, unroll=1):
+            place = self.place(block, step)
             target = cute.domain_offset((0, part * chunks), values.dq_sums[(None, None, *place)]).iterator.toint()
             cute.arch.mbarrier_wait(full, step % 2)
             if const_expr(c.deterministic):
-                turn = self.turn(mask, block, block.begin + step % steps)
+                turn = self.turn(mask, block, block.begin + step % block.steps)
                 self.wait_for_turn(values.turns[(None, *place)], part, turn)
                 cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
             with cute.arch.elect_one():
@@ -578,16 +553,8 @@ class AttentionBackward(Backward):
             cute.autovec_copy(source, cute.local_tile(found, (2,), (i,)))
         return found
 
-    def exponentiate(self, scores: cute.Tensor, log_sums: cute.Tensor, scale: Float32, thread: Int32) -> None:
-        """Turns scores into P."""
-        shifts = self.columns(log_sums, thread)
+    def each(self, values: cute.Tensor) -> Iterator[tuple[int, Float32]]:
+        """A thread's sums, each with the value of its query row, which is a column."""
         for slot in range(2):
             for place, i in enumerate(self.rows.order(self.m, slot)):
-                scores[i] = cute.math.exp2(scores[i] * scale - shifts[place], fastmath=True)
-
-    def differentiate(self, gradients: cute.Tensor, p: cute.Tensor, products: cute.Tensor, thread: Int32) -> None:
-        """Turns dP into dS."""
-        shifts = self.columns(products, thread)
-        for slot in range(2):
-            for place, i in enumerate(self.rows.order(self.m, slot)):
-                gradients[i] = p[i] * (gradients[i] - shifts[place])
+                yield i, values[place]

@@ -11,30 +11,40 @@ the keys. P and dS pass through shared memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.around import Values
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.pipeline.wgmma import MN, Product
 from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Block, Box
 
 
 class PairedBackward(Backward):
-    """The kernel of which two CTAs exchange dS."""
+    """The kernel of which two CTAs exchange dS.
 
-    cluster, stages, copies_values = 2, 1, False
+    Rows of S and dP are queries, columns a warpgroup's half of the keys; columns of dQ are a quarter of the head; rows
+    of dV^T = dO^T P and dK^T = Q^T dS are the head's elements, columns keys.
+    """
+
+    cluster, stages, matrices, copies_values, transposed = 2, 1, 2, False, True
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         super().__init__(configuration)
-        self.half_n, self.half_d = self.n // GROUPS, self.c.head // 2
-        self.dq_width, self.assistants = self.half_d // GROUPS, int(self.c.deterministic)
+        c = self.c
+        self.half_n, self.half_d = self.n // GROUPS, c.head // 2
+        self.dq_width, self.assistants = self.half_d // GROUPS, int(c.deterministic)
+        self.score, self.query = Product(self.dtype, self.half_n), Product(self.dtype, self.dq_width, a=MN, b=MN)
+        shares = [self.share(head)[0] for head in (c.head, c.head_v)]
+        self.dk, self.dv = (Product(self.dtype, keys, elements, a=MN) for elements, keys in shares)
 
     def boxes(self) -> dict[str, Box]:
         """With half of the head of the other CTA's K."""
@@ -52,132 +62,95 @@ class PairedBackward(Backward):
         found = {"peer_full": (1, 1), "peer_empty": (1, 4 * GROUPS)}
         return found | ({"turn": (1, 1), "added": (1, 4 * GROUPS)} if self.c.deterministic else {})
 
-    def result_part(self, buffer: cute.Tensor, group: Int32) -> tuple[cute.Tensor, bool, int]:
-        head = cute.size(buffer, mode=[1])
-        return cute.local_tile(turned(buffer), *self.share(head, group)), True, 2
-
-    def score_mma(self) -> cute.TiledMma:
-        """Q K^T and dO V^T: rows are queries, columns a warpgroup's half of the keys."""
-        return self.mma(self.half_n, OperandMajorMode.K, OperandMajorMode.K)
-
     def share(self, head: int, group: Any = 0) -> tuple[tuple[int, int], tuple[Any, Any]]:
         """A warpgroup's part of dV^T or dK^T: so many of the head's elements and keys, and which ones."""
         if head % (GROUPS * ROWS) == 0:
             return (head // GROUPS, self.n), (group, 0)
         return (head, self.half_n), (0, group)
 
-    def key_mma(self, head: int) -> cute.TiledMma:
-        """dV^T = dO^T P and dK^T = Q^T dS: rows are the head's elements, columns keys."""
-        return self.mma(self.share(head)[0][1], OperandMajorMode.MN, OperandMajorMode.K)
+    def result_part(self, buffer: cute.Tensor, group: Int32) -> cute.Tensor:
+        return cute.local_tile(turned(buffer), *self.share(cute.size(buffer, mode=[1]), group))
 
-    def key_operands(
-        self, mma: cute.TiledMma, rows: cute.Tensor, scores: cute.Tensor, group: Int32, thread: Int32
-    ) -> Any:  # fmt: skip
+    def key_operands(self, product: Product, rows: cute.Tensor, p: cute.Tensor, group: Int32, thread: Int32) -> Any:
         """Those of a warpgroup's part of dV^T or dK^T, from dO or Q, (m, head, stage), and P or dS."""
-        head, part = cute.size(rows, mode=[1]), mma.get_slice(thread)
-        (elements, keys), (i, j) = self.share(head, group)
+        (elements, keys), (i, j) = self.share(cute.size(rows, mode=[1]), group)
         a = cute.local_tile(turned(rows), (elements, self.m), (i, 0, None)[: cute.rank(rows)])
-        b = cute.local_tile(scores, (keys, self.m), (j, 0))
-        return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
-
-    def query_mma(self) -> cute.TiledMma:
-        """dQ = dS K: columns are a quarter of the head."""
-        return self.mma(self.dq_width, OperandMajorMode.MN, OperandMajorMode.MN)
+        return product.left(a, thread), product.right(cute.local_tile(p, (keys, self.m), (j, 0)), thread)
 
     @cute.jit
     def consume(
-        self, buffers: Any, barriers: Any, dk: cute.Tensor, dv: cute.Tensor, values: Values, block: Block,
-        group_heads: Int32, scale: Float32, rank: Int32, group: Int32, thread256: Int32,
+        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, rank: Int32,
+        group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
-        c = self.c
-        thread = thread256 - group * GROUP
-        score_mma, query_mma = self.score_mma(), self.query_mma()
-        dk_mma, dv_mma = self.key_mma(c.head), self.key_mma(c.head_v)
-        score, query = score_mma.get_slice(thread), query_mma.get_slice(thread)
-        tSrQ, tSrdO = (score_mma.make_fragment_A(score.partition_A(buffers[x])) for x in ("q", "do"))
+        """A warpgroup that multiplies."""
+        c, thread = self.c, thread256 - group * GROUP
+        tSrQ, tSrdO = (self.score.left(shared[x], thread) for x in ("q", "do"))
         halves = (("k", c.head), ("v", c.head_v))
-        sK, sV = (cute.local_tile(buffers[x], (self.half_n, head), (group, 0)) for x, head in halves)
-        tSrK, tSrV = (score_mma.make_fragment_B(score.partition_B(x)) for x in (sK, sV))
-        tKrQ, tKrS = self.key_operands(dk_mma, buffers["q"], buffers["ds"], group, thread)
-        tVrdO, tVrP = self.key_operands(dv_mma, buffers["do"], buffers["p"], group, thread)
+        sK, sV = (cute.local_tile(shared[x], (self.half_n, head), (group, 0)) for x, head in halves)
+        tSrK, tSrV = (self.score.right(x, thread) for x in (sK, sV))
+        tKrQ, tKrS = self.key_operands(self.dk, shared["q"], shared["ds"], group, thread)
+        tVrdO, tVrP = self.key_operands(self.dv, shared["do"], shared["p"], group, thread)
         mine = (self.dq_width, self.n)
         tQrK, tQrPeerK = (
-            query_mma.make_fragment_B(query.partition_B(cute.local_tile(turned(buffers[x]), mine, (part, 0))))
+            self.query.right(cute.local_tile(turned(shared[x]), mine, (part, 0)), thread)
             for x, part in (("k", rank * GROUPS + group), ("peer_k", group))
         )
-        tQrS, tQrPeerS = (query_mma.make_fragment_A(query.partition_A(turned(buffers[x]))) for x in ("ds", "peer_ds"))
-        scores, gradients = (
-            cute.make_rmem_tensor(score_mma.partition_shape_C((self.m, self.half_n)), Float32) for _ in range(2)
-        )
-        acc_dk, acc_dv = (
-            cute.make_rmem_tensor(mma.partition_shape_C(self.share(head)[0]), Float32)
-            for mma, head in ((dk_mma, c.head), (dv_mma, c.head_v))
-        )
-        acc_dq = cute.make_rmem_tensor(query_mma.partition_shape_C((self.m, self.dq_width)), Float32)
+        tQrS, tQrPeerS = (self.query.left(turned(shared[x]), thread) for x in ("ds", "peer_ds"))
+        scores, gradients = self.score.accumulator(), self.score.accumulator()
+        acc_dk, acc_dv, acc_dq = self.dk.accumulator(), self.dv.accumulator(), self.query.accumulator()
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
-        row_sums, row_products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        sP, sdS = (cute.local_tile(turned(buffers[x]), (self.m, self.half_n), (0, group)) for x in ("p", "ds"))
-        steps = block.end - block.begin
-        total = steps * group_heads
+        log_sums, products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        sP, sdS = (cute.local_tile(turned(shared[x]), (self.m, self.half_n), (0, group)) for x in ("p", "ds"))
         scale_log2, first_key = scale * LOG2_E, block.key + group * self.half_n
-        q_full, q_empty, peer_full, peer_empty = (barriers[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
-        added = barriers["added"] if const_expr(c.deterministic) else None
-        own, peer = buffers["ds"], buffers["peer_ds"]
+        q_full, q_empty, peer_full, peer_empty = (shared[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
         mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
-        if total > 0:
-            cute.arch.mbarrier_wait(barriers["kv_full"], 0)
+        if block.total > 0:
+            cute.arch.mbarrier_wait(shared["kv_full"], 0)
             cute.arch.mbarrier_wait(q_full, 0)
-            self.multiply(self.score_mma(), scores, tSrQ[None, None, None, 0], tSrK, False)
+            self.score.issue(scores, tSrQ[None, None, None, 0], tSrK, False)
             warpgroup.wait_group(0)
-            self.load_rows(values, row_sums, row_products, block, 0, steps, group_heads, thread)
-        for step in cutlass.range(total, unroll=1):
-            m_block = block.begin + step % steps
+            self.load_rows(values, log_sums, products, block, 0, thread)
+        for step in cutlass.range(block.total, unroll=1):
+            m_block = block.begin + step % block.steps
             stage, phase = step % STAGES, step % 2
-            cute.arch.mbarrier_wait(barriers["do_full"], phase)
-            self.multiply(self.score_mma(), gradients, tSrdO, tSrV, False)
-            self.hide(scores, mask, m_block * self.m, first_key, self.half_n)
-            for slot in cutlass.range_constexpr(2):
-                for i in self.rows.order(self.half_n, slot):
-                    scores[i] = cute.math.exp2(scores[i] * scale_log2 - row_sums[slot], fastmath=True)
-            self.put(score_mma, self.rounded(scores), sP, True, 2, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_wait(shared["do_full"], phase)
+            self.score.issue(gradients, tSrdO, tSrV, False)
+            self.hide(scores, mask, m_block * self.m, first_key)
+            self.exponentiate(scores, scale_log2, log_sums)
+            self.put(self.score, self.rounded(scores), sP, True, thread)
             self.all_multiplying()
-            self.multiply(self.key_mma(c.head_v), acc_dv, tVrdO, tVrP, True)
+            self.dv.issue(acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
-            for slot in cutlass.range_constexpr(2):
-                for i in self.rows.order(self.half_n, slot):
-                    gradients[i] = scores[i] * (gradients[i] - row_products[slot])
-            ahead = cutlass.min(step + 1, total - 1)
-            self.load_rows(values, row_sums, row_products, block, ahead, steps, group_heads, thread)
+            self.differentiate(gradients, scores, products)
+            self.load_rows(values, log_sums, products, block, cutlass.min(step + 1, block.total - 1), thread)
             cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the other CTA has what dS was before
-            self.put(score_mma, self.rounded(gradients), sdS, True, 2, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
+            self.put(self.score, self.rounded(gradients), sdS, True, thread)
             self.all_multiplying()
             if thread256 < 32:
-                self.send(own, peer, peer_full, rank)
-            self.multiply(self.query_mma(), acc_dq, tQrS, tQrK, False)
-            self.multiply(self.key_mma(c.head), acc_dk, tKrQ[None, None, None, stage], tKrS, True)
+                self.send(shared["ds"], shared["peer_ds"], peer_full, rank)
+            self.query.issue(acc_dq, tQrS, tQrK, False)
+            self.dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             warpgroup.wait_group(1)
-            self.release(barriers["do_empty"])
+            self.release(shared["do_empty"])
             cute.arch.mbarrier_wait(peer_full, phase)
-            self.multiply(self.query_mma(), acc_dq, tQrPeerS, tQrPeerK, True)
+            self.query.issue(acc_dq, tQrPeerS, tQrPeerK, True)
             following = (step + 1) % STAGES
             cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
-            self.multiply(self.score_mma(), scores, tSrQ[None, None, None, following], tSrK, False)
+            self.score.issue(scores, tSrQ[None, None, None, following], tSrK, False)
             warpgroup.wait_group(1)
             self.release(q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
             if const_expr(c.deterministic):
-                self.added(added)  # in the step before: the fence has little left to wait for
-                cute.arch.mbarrier_wait(barriers["turn"], phase)
-            sums = values.dq_sums[(None, None, *self.place(block, step, steps, group_heads))]
+                self.added(shared["added"])  # in the step before: the fence has little left to wait for
+                cute.arch.mbarrier_wait(shared["turn"], phase)
+            sums = values.dq_sums[(None, None, *self.place(block, step))]
             self.add(acc_dq, sums, rank * GROUPS + group, thread)
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
         if const_expr(c.deterministic):
-            self.added(added)
-        self.finish(((acc_dk, dk_mma, dk), (acc_dv, dv_mma, dv)), buffers, block, scale, group, thread256)
+            self.added(shared["added"])
+        self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
 
     def add(self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32) -> None:
         """Adds a part of dQ to a block's sums: four values of a thread at a time, threads next to each other.
@@ -193,22 +166,18 @@ class PairedBackward(Backward):
             )
 
     @cute.jit
-    def assist(
-        self, buffers: Any, barriers: Any, values: Values, block: Block, group_heads: Int32, rank: Int32, part: Int32
-    ) -> None:  # fmt: skip
+    def assist(self, shared: Any, values: Values, block: Block, rank: Int32, part: Int32) -> None:
         """One warp: says when it is the turn of this CTA's half of dQ, and then that of the step before is over."""
-        steps = block.end - block.begin
-        total, mask = steps * group_heads, replace(block.mask)
+        total, mask = block.total, replace(block.mask)
         for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):
             used, before = cutlass.min(step, total - 1), cutlass.max(step - 1, 0)  # the last turn is its own still
-            turn = self.turn(mask, block, block.begin + used % steps)
-            self.wait_for_turn(values.turns[(None, *self.place(block, used, steps, group_heads))], rank, turn)
+            turn = self.turn(mask, block, block.begin + used % block.steps)
+            self.wait_for_turn(values.turns[(None, *self.place(block, used))], rank, turn)
             cute.arch.sync_warp()
-            cute.arch.mbarrier_wait(barriers["added"], step % 2)
-            self.release(barriers["turn"])
+            cute.arch.mbarrier_wait(shared["added"], step % 2)
+            self.release(shared["turn"])
             with cute.arch.elect_one():
-                turns = values.turns[(None, *self.place(block, before, steps, group_heads))]
-                self.end_turn(turns, rank, cutlass.min(step, 1))
+                self.end_turn(values.turns[(None, *self.place(block, before))], rank, cutlass.min(step, 1))
             cute.arch.sync_warp()
 
     @cute.jit
@@ -235,12 +204,17 @@ class PairedBackward(Backward):
 
     @cute.jit
     def load_rows(
-        self, values: Values, row_sums: cute.Tensor, row_products: cute.Tensor, block: Block, step: Any, steps: Int32,
-        group_heads: Int32, thread: Int32,
+        self, values: Values, log_sums: cute.Tensor, products: cute.Tensor, block: Block, step: Any, thread: Int32
     ) -> None:  # fmt: skip
         """LSE and D of a thread's rows, long before they are needed."""
-        m_block, head, batch = self.place(block, step, steps, group_heads)
+        m_block, head, batch = self.place(block, step)
         for slot in cutlass.range_constexpr(2):
             row = m_block * self.m + self.rows.row(thread, slot)
-            row_sums[slot] = values.log_sums[row, head, batch]
-            row_products[slot] = values.products[row, head, batch]
+            log_sums[slot] = values.log_sums[row, head, batch]
+            products[slot] = values.products[row, head, batch]
+
+    def each(self, values: cute.Tensor) -> Iterator[tuple[int, Float32]]:
+        """A thread's sums, each with the value of its row."""
+        for slot in range(2):
+            for i in self.rows.order(self.half_n, slot):
+                yield i, values[slot]
