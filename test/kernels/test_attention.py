@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,7 +134,7 @@ def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -
     given = drawn(problem, configuration.head, configuration.head_v)
     for index in range(len(problem.lengths)):
         found = sequence(given, problem, index)
-        expected = reference(found, given["scale_softmax"], replace(problem, sink=False))
+        expected = reference(found, given["scale_softmax"], problem)
         found["o"].copy_(expected["o"])
         found["lse"].copy_(expected["lse"])
     heads, ends = given["q"].shape[1], len(problem.lengths)
@@ -196,16 +197,31 @@ def test_forward(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_grids_have_one_dimension(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "configuration", "kernels"),
+    [
+        ("sm_90a", ForwardConfiguration("bfloat16", 64, 64, (192, 128)), 1),
+        ("sm_100a", TWO_TILES, 1),
+        ("sm_90a", replace(BACKWARD, head=64, head_v=64, tile=(128, 128)), 3),
+        ("sm_90a", replace(PAIRED, head=128, head_v=128, tile=(64, 32)), 3),
+        ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), 3),
+    ],
+)
+def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than 65,535, to which the other dimensions are limited."""
-    configuration = ForwardConfiguration("bfloat16", 64, 64, (192, 128) if arch == "sm_90a" else (256, 128))
-    grids = []
-    monkeypatch.setattr(machine, "Machine", lambda program, launch, *_: grids.append(launch.grid) or 1 // 0)
-    given = drawn(Problem(((1, 1),) * 70_000), 64, 64) | {"multiprocessors": 1 << 20}
-    with pytest.raises(ZeroDivisionError):
-        run(arch, configuration, given)
-    assert grids == [(70_000, 1, 1)]
+    grids: set[tuple[int, ...]] = set()
+
+    def started(program: Any, launch: Any, *_: Any) -> SimpleNamespace:
+        grids.add((launch.kernel, *launch.grid))
+        return SimpleNamespace(run=lambda: None, started=[])
+
+    monkeypatch.setattr(machine, "Machine", started)
+    given = drawn(Problem(((1, 1),) * 70_000), configuration.head, configuration.head_v)
+    size = workspace_size(configuration.slots(), {"sq": 1, "hq": 1, "b": 70_000})
+    given |= {"multiprocessors": 1 << 20, "workspace": torch.empty(size, dtype=torch.uint8)}
+    run(arch, configuration, given)
+    assert len(grids) == kernels
+    assert all(x >= 70_000 and rest == [1, 1] for _, x, *rest in grids)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +268,7 @@ def test_grids_have_one_dimension(arch: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
     given = backward_arguments(configuration, problem)
     run(arch, problem.configured(configuration), given)
-    assert_right(given, replace(problem, sink=False), ("dq", "dk", "dv"))
+    assert_right(given, problem, ("dq", "dk", "dv"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration  # noqa: E402
+from cudnn_kernels.attention.gradients import GradientsConfiguration  # noqa: E402
 from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
 from kernels.test_attention import BLACKWELL, Problem  # noqa: E402
@@ -27,7 +28,10 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
     "backward, ahead": ("sm_90a", AHEAD, Problem(((80, 128),))),
     "pairs": ("sm_90a", PAIRS, Problem(((320, 64),))),
-}
+    "backward, Blackwell": (
+        "sm_100a", GradientsConfiguration("bfloat16", 64, 64), Problem(((64, 320), (320, 64)), packed=True),
+    ),
+}  # fmt: skip
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
 ENTRY = "_sm"
 """In the kernels' names, and in none of what comes before and after the backward pass."""
@@ -43,6 +47,10 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "forward, Blackwell": {
         WAIT: (2, "the first pieces that are fetched: nobody has filled their buffers"), "bar.warp.sync": (1, LANES),
         "bar.sync": (1, "all have met since they read O"),
+    },
+    "backward, Blackwell": {
+        WAIT: (4, "V's buffer is given back before K's, which is waited for; S and dP waited for what their sums read"),
+        "bar.warp.sync": (2, LANES), "bar.sync": (2, "all have met since they read the sums"),
     },
     "backward": STEP,
     "backward, ahead": STEP | {"wgmma.fence.sync.aligned": (4, FENCE)},

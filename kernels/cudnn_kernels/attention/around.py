@@ -34,6 +34,40 @@ def block_of_rows(block: Int32, rows: Any, size: int, offsets: Any) -> tuple[Int
     return mine * size, first, Int32(rows)
 
 
+@cute.jit
+def store_rows(buffer: cute.Tensor, out: cute.Tensor, rows: Int32, thread: Int32) -> None:
+    """Writes a buffer in shared memory, (s, d), where there are so many rows, by 256 threads."""
+    columns = cute.size(buffer, mode=[1]) // VECTOR
+    for i in cutlass.range_constexpr(-(-cute.size(buffer, mode=[0]) * columns // THREADS)):
+        vector = thread + i * THREADS
+        where = (vector // columns, vector % columns)
+        if where[0] < rows:
+            ready = cute.local_tile(buffer, (1, VECTOR), where)
+            cute.autovec_copy(ready, cute.local_tile(out, (1, VECTOR), where))
+
+
+@dataclass
+class Grid:
+    """CTAs for so many blocks of so many heads of each batch, in one dimension: the others are limited to 65,535."""
+
+    blocks: Any  # divisor
+    heads: Any  # divisor
+
+
+def grid_of(blocks: Any, heads: Any, batches: Any) -> tuple[Grid, list[Any]]:
+    """The grid, and its shape."""
+    divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (blocks, heads))
+    return Grid(*divisors), [Int32(blocks) * heads * batches, 1, 1]
+
+
+def place_in(grid: Grid) -> tuple[Int32, Int32, Int32]:
+    """This CTA's block, head and batch."""
+    cta, _, _ = cute.arch.block_idx()
+    index, block = divmod(cta, grid.blocks)
+    batch, head = divmod(index, grid.heads)
+    return block, head, batch
+
+
 @dataclass
 class Values:
     """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them.
@@ -102,18 +136,19 @@ class RowProducts:
             zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * self.c.head, blocks, *rows[1:])))
         if counts is not None:
             counts = cute.make_tensor(counts.iterator, values.products.layout)
-        self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, offsets).launch(
-            grid=[blocks, o.shape[2], o.shape[3]], block=[ROW_THREADS, 1, 1], stream=stream
+        grid, shape = grid_of(blocks, o.shape[2], o.shape[3])
+        self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, offsets, grid).launch(
+            grid=shape, block=[ROW_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        zeros: Any, counts: Any, offsets: Any,
+        zeros: Any, counts: Any, offsets: Any, grid: Grid,
     ) -> None:  # fmt: skip
         c, lanes = self.c, self.lanes
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
+        block, head, batch = place_in(grid)
         lane, size = thread % lanes, c.tile[0]
         mine, first, rows = block_of_rows(block * self.rows // size, o.shape[0], size, offsets)
         mine += block * self.rows % size
@@ -168,15 +203,14 @@ class QueryGradient:
 
     def launch(self, sums: cute.Tensor, dq: cute.Tensor, offsets: Any, scale: Float32, stream: Any) -> None:
         """Sums (512, rows * d / 512, blocks, h, b), dQ (s, d, h, b)."""
-        self.kernel(sums, dq, offsets, scale).launch(
-            grid=[sums.shape[2], dq.shape[2], dq.shape[3]], block=[THREADS, 1, 1], stream=stream
-        )
+        grid, shape = grid_of(sums.shape[2], dq.shape[2], dq.shape[3])
+        self.kernel(sums, dq, offsets, scale, grid).launch(grid=shape, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, dq: cute.Tensor, offsets: Any, scale: Float32) -> None:
+    def kernel(self, sums: cute.Tensor, dq: cute.Tensor, offsets: Any, scale: Float32, grid: Grid) -> None:
         c, size = self.c, self.c.tile[0]
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
+        block, head, batch = place_in(grid)
         row, first, rows = block_of_rows(block, dq.shape[0], size, offsets)
         smem = SmemAllocator()
         pitch = c.head + VECTOR  # rows 16 bytes apart from each other's banks
@@ -202,12 +236,7 @@ class QueryGradient:
                     else:
                         cute.autovec_copy(pair, cute.local_tile(sdQ, (1, 2), where))
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(size * columns // THREADS):
-                vector = thread + i * THREADS
-                if row + vector // columns < rows:
-                    where = (vector // columns, vector % columns)
-                    out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
-                    ready = cute.local_tile(sdQ, (1, VECTOR), where)
-                    cute.autovec_copy(ready, cute.local_tile(out, (1, VECTOR), where))
+            out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
+            store_rows(sdQ, out, rows - row, thread)
 
     name(kernel, "cudnn_attention_query_gradient")

@@ -29,10 +29,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
-from cudnn_kernels.attention.around import QueryGradient, Values, prepare
+from cudnn_kernels.attention.around import QueryGradient, Values, prepare, store_rows
+from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
 from cudnn_kernels.attention.forward import partition
-from cudnn_kernels.attention.mask import Mask, mask_of
-from cudnn_kernels.attention.sequences import Sequence, turned
+from cudnn_kernels.attention.mask import Mask
+from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -67,35 +68,6 @@ class Box:
     stages: int = 1
 
 
-@dataclass
-class Block:
-    """A CTA's keys, of a head that ``group_heads`` of Q share, and where their sequence lies.
-
-    Query blocks from ``begin`` to ``end`` see the cluster's keys. ``first_block`` is the sequence's first, among all.
-    """
-
-    key: Int32
-    head: Int32
-    group_heads: Int32
-    batch: Int32
-    first_query: Int32
-    first_key: Int32
-    first_block: Int32
-    begin: Int32
-    end: Int32
-    mask: Mask
-
-    @property
-    def steps(self) -> Int32:
-        """Of a head of Q."""
-        return self.end - self.begin
-
-    @property
-    def total(self) -> Int32:
-        """Steps of all heads."""
-        return self.steps * self.group_heads
-
-
 class Backward:
     """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys.
 
@@ -119,6 +91,12 @@ class Backward:
         self.m, self.n = c.tile
         self.rows = WgmmaRows(slots=2)
 
+    @property
+    def together(self) -> int:
+        """Heads of K whose first blocks start together: see ``TOGETHER``."""
+        longest_first = (self.c.right or self.c.compressed) and not self.c.deterministic
+        return TOGETHER // self.cluster if longest_first else 1
+
     def boxes(self) -> dict[str, Box]:
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
         c = self.c
@@ -132,29 +110,22 @@ class Backward:
         """The arguments that the configuration's signature lists."""
         c = self.c
         given = bind(c.slots(), arguments)
-        q, k, dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in ("q", "k", "dq", "dk", "dv"))
-        offsets = (given.get("cum_seqlen_q"), given.get("cum_seqlen_k"))
-        batches = offsets[0].shape[0] - 1 if const_expr(c.packed) else q.shape[3]
-        scale, stream, key_heads = given["scale_softmax"], given["stream"], cute.size(k, mode=[2])
+        # before the launch, after which the DSL may take for them what they are inside the kernel
+        offsets, scale, stream = given.get("cum_seqlen_q"), given["scale_softmax"], given["stream"]
+        dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in ("dq", "dk", "dv"))
         values = prepare(c, given)
-        clusters = sequences.blocks_of(k.shape[0], batches, self.cluster * self.n, c.packed)
-        heads = key_heads * q.shape[3]
-        longest_first = const_expr((c.right or c.compressed) and not c.deterministic)
-        sections = cute.ceil_div(heads, TOGETHER // self.cluster if longest_first else 1)
+        work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
-        self.kernel(
-            atoms, dk, dv, (values.log_sums, values.products, values.dq_sums, values.turns), offsets, q.shape[0],
-            q.shape[2] // key_heads, scale, given["right"], given["left"],
-        ).launch(
-            grid=[self.cluster * cute.ceil_div(heads, sections), clusters, sections],
-            block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
+        sums = values.dq_sums
+        self.kernel(atoms, dk, dv, (values.log_sums, values.products, sums, values.turns), work, scale).launch(
+            grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
+            stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
-        QueryGradient(c).launch(values.dq_sums, dq, offsets[0], scale, stream)
+        QueryGradient(c).launch(sums, dq, offsets, scale, stream)
 
     @cute.kernel
     def kernel(
-        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, offsets: Any, queries: Int32,
-        group_heads: Int32, scale: Float32, right: Int32, left: Int32,
+        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, work: Work, scale: Float32
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         thread, _, _ = cute.arch.thread_idx()
@@ -167,7 +138,10 @@ class Backward:
         counts = {f"{x}_{state}": (stages, count) for x, stages in (("q", STAGES), ("do", self.stages))
                   for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
         shared |= self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
-        values, block = Values(*values), self.block(offsets, queries, dk, group_heads, right, left, rank)
+        c, values, (index, _, _) = self.c, Values(*values), cute.arch.block_idx()
+        last_first, size = c.deterministic and c.right, self.cluster * self.n
+        block = block_of(c, work, index // self.cluster, size, self.m, False, last_first)
+        block.row += rank * self.n
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
@@ -214,36 +188,6 @@ class Backward:
         meet(Cluster(self.cluster, 1))
         return made
 
-    @cute.jit
-    def block(
-        self, offsets: Any, queries: Int32, dk: cute.Tensor, group_heads: Int32, right: Int32, left: Int32, rank: Any
-    ) -> Block:  # fmt: skip
-        """What this CTA's keys are. All CTAs of a cluster take the same query blocks."""
-        c, size = self.c, self.cluster * self.n
-        keys, heads = dk.shape[0], cute.size(dk, mode=[2])
-        place, cluster, section = cute.arch.block_idx()
-        together, clusters, _ = cute.arch.grid_dim()
-        if const_expr(c.deterministic and c.right):
-            cluster = clusters - 1 - cluster
-        head = (section * together + place) // self.cluster
-        exists = head < heads * dk.shape[3]
-        batch, head = head // heads, head % heads
-        s, first_block = Sequence(batch, queries, keys, Int32(0), Int32(0)), Int32(0)
-        if const_expr(c.packed):
-            batch, cluster = sequences.find_block(offsets[1], cluster, size)
-            s, first_block = sequences.packed(*offsets, batch), sequences.first_block(offsets[0], batch, self.m)
-            s.batch = Int32(0)
-        mask, first = mask_of(c, s.queries, s.keys, right, left), cluster * size
-        if not exists:
-            first = s.keys
-        seen_by = mask.turned()
-        begin = seen_by.begin(first) // self.m
-        end = cute.ceil_div(cutlass.max(seen_by.end(first + size - 1), Int32(0)), self.m)
-        if first >= s.keys:
-            end = begin
-        end, key = cutlass.max(begin, end), first + rank * self.n
-        return Block(key, head, group_heads, s.batch, s.first_query, s.first_key, first_block, begin, end, mask)
-
     def fetch(self, atom: Any, rows: cute.Tensor, box: Box, place: Any, target: cute.Tensor, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``, a row and a column."""
         tile = cute.local_tile(cute.domain_offset(place, rows), (box.rows, box.columns), (0, 0))
@@ -252,7 +196,7 @@ class Backward:
 
     def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
         """Where the tiles begin that stay for all steps: rows and columns, by the names of the buffers."""
-        return {"k": (block.key, 0), "v": (block.key, 0)}
+        return {"k": (block.row, 0), "v": (block.row, 0)}
 
     @cute.jit
     def fetch_keys(self, atoms: Any, shared: Any, block: Block, places: Any) -> None:
@@ -261,18 +205,18 @@ class Backward:
         if block.end > block.begin:
             self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
             for x, place in places.items():
-                rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_key, block.mask.keys)
+                rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_row, block.mask.queries)
                 self.fetch(atoms[x][0], rows, boxes[x], place, shared[x], full)
 
     @cute.jit
     def produce(self, atoms: Any, shared: Any, values: Values, block: Block, rank: Any) -> None:
         """One warp: fetches K and V, then Q and dO of every step."""
-        boxes, total = self.boxes(), block.total
+        boxes, total = self.boxes(), block.steps
         self.fetch_keys(atoms, shared, block, self.keys_fetched(block, rank))
         more = cutlass.min(total, 1) if const_expr(self.ahead) else 0  # the last Q is multiplied for nothing
         for step in cutlass.range(total + more, unroll=1):
             used = cutlass.min(step, total - 1)
-            (_, head, batch), index = self.place(block, used), block.begin + used % block.steps
+            head, index = place_of(block, used)
             first = (block.first_block + index) * self.m
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
@@ -281,11 +225,11 @@ class Backward:
                     full = shared[f"{x}_full"] + stage
                     cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
                     self.expect(full, self.m * boxes[x].columns, 4 * self.m if const_expr(self.copies_values) else 0)
-                    rows = sequences.copied_rows(atoms[x][1], head, batch, block.first_query, block.mask.queries)
+                    rows = sequences.copied_rows(atoms[x][1], head, block.batch, block.first_column, block.mask.keys)
                     target = shared[x] if const_expr(stages == 1) else shared[x][None, None, stage]
                     self.fetch(atoms[x][0], rows, boxes[x], (index * self.m, 0), target, full)
                     if const_expr(self.copies_values):
-                        source = cute.domain_offset((first, head, batch), getattr(values, of_rows)).iterator
+                        source = cute.domain_offset((first, head, block.batch), getattr(values, of_rows)).iterator
                         self.fetch_rows(source, shared[of_rows][None, stage].iterator, full)
 
     @cute.jit
@@ -346,13 +290,13 @@ class Backward:
 
     def place(self, block: Block, step: Int32) -> tuple[Any, ...]:
         """Where the values of a step's block are: block, head, batch."""
-        head = block.head * block.group_heads + step // block.steps
-        return block.first_block + block.begin + step % block.steps, head, block.batch
+        head, index = place_of(block, step)
+        return block.first_block + index, head, block.batch
 
     def turn(self, mask: Mask, block: Block, m_block: Int32) -> Int32:
         """How many clusters add to a block of queries before this one."""
         row, size = m_block * self.m, self.cluster * self.n
-        number = block.key // size
+        number = block.row // size
         if self.c.right:
             return (mask.end(row + self.m - 1) - 1) // size - number
         return number - mask.begin(row) // size
@@ -379,22 +323,10 @@ class Backward:
             part = self.result_part(shared[x], group)
             self.put(product, self.rounded(acc, factor), part, self.transposed, thread256 - group * GROUP)
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)
+        rows = cutlass.min(Int32(self.n), block.mask.queries - block.row)
         for x, (_, out) in results.items():
-            self.write(shared[x], out[None, None, block.head, block.batch], block, thread256)
-
-    @cute.jit
-    def write(self, buffer: cute.Tensor, out: cute.Tensor, block: Block, thread256: Int32) -> None:
-        """Writes the rows of dK or dV that exist, from shared memory."""
-        vector = 128 // self.dtype.width
-        columns = cute.size(buffer, mode=[1]) // vector
-        target = cute.domain_offset((block.first_key + block.key, 0), out)
-        rows = cutlass.min(Int32(self.n), block.mask.keys - block.key)
-        for i in cutlass.range_constexpr(-(-self.n * columns // (GROUPS * GROUP))):
-            index = thread256 + i * GROUPS * GROUP
-            row, column = index // columns, index % columns
-            if row < rows:
-                source = cute.local_tile(buffer, (1, vector), (row, column))
-                cute.autovec_copy(source, cute.local_tile(target, (1, vector), (row, column)))
+            target = cute.domain_offset((block.first_row + block.row, 0), out[None, None, block.head, block.batch])
+            store_rows(shared[x], target, rows, thread256)
 
 
 class AttentionBackward(Backward):
@@ -451,18 +383,18 @@ class AttentionBackward(Backward):
             acc_dq = cute.make_tensor(scores.iterator, acc_dq.layout)
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
-        mask, key = block.mask.turned(), block.key + group * ROWS
+        mask, key = replace(block.mask), block.row + group * ROWS
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
             shared[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
         )
-        if block.total > 0:
+        if block.steps > 0:
             cute.arch.mbarrier_wait(shared["kv_full"], 0)
             if const_expr(self.ahead):
                 cute.arch.mbarrier_wait(q_full, 0)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, 0], False)
                 warpgroup.wait_group(0)
-        for step in cutlass.range(block.total, unroll=1):
-            m_block = block.begin + step % block.steps
+        for step in cutlass.range(block.steps, unroll=1):
+            m_block = place_of(block, step)[1]
             stage, phase = step % STAGES, step // STAGES % 2
             if const_expr(not self.ahead):
                 cute.arch.mbarrier_wait(q_full + stage, phase)
@@ -522,13 +454,13 @@ class AttentionBackward(Backward):
             cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(), shared["dq_full"] + part,
             shared["dq_empty"] + part,
         )  # fmt: skip
-        mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
-        for step in cutlass.range(block.total, unroll=1):
+        mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
+        for step in cutlass.range(block.steps, unroll=1):
             place = self.place(block, step)
             target = cute.domain_offset((0, part * chunks), values.dq_sums[(None, None, *place)]).iterator.toint()
             cute.arch.mbarrier_wait(full, step % 2)
             if const_expr(c.deterministic):
-                turn = self.turn(mask, block, block.begin + step % block.steps)
+                turn = self.turn(mask, block, place_of(block, step)[1])
                 self.wait_for_turn(values.turns[(None, *place)], part, turn)
                 cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
             with cute.arch.elect_one():

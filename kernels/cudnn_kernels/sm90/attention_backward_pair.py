@@ -12,7 +12,6 @@ the keys. P and dS pass through shared memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -22,10 +21,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.around import Values
+from cudnn_kernels.attention.backward import Block, place_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.pipeline.wgmma import MN, Product
-from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Block, Box
+from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
 
 
 class PairedBackward(Backward):
@@ -51,7 +51,7 @@ class PairedBackward(Backward):
         return super().boxes() | {"peer_k": Box("k", self.n, self.half_d, self.dq_width)}
 
     def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
-        other = (block.key + (1 - 2 * rank) * self.n, rank * self.half_d)
+        other = (block.row + (1 - 2 * rank) * self.n, rank * self.half_d)
         return super().keys_fetched(block, rank) | {"peer_k": other}
 
     def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
@@ -102,17 +102,17 @@ class PairedBackward(Backward):
         acc_dv.fill(0.0)
         log_sums, products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         sP, sdS = (cute.local_tile(turned(shared[x]), (self.m, self.half_n), (0, group)) for x in ("p", "ds"))
-        scale_log2, first_key = scale * LOG2_E, block.key + group * self.half_n
+        scale_log2, first_key = scale * LOG2_E, block.row + group * self.half_n
         q_full, q_empty, peer_full, peer_empty = (shared[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
-        mask = replace(block.mask)  # of the loop's own: a branch in it rebinds the values of what it uses
-        if block.total > 0:
+        mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
+        if block.steps > 0:
             cute.arch.mbarrier_wait(shared["kv_full"], 0)
             cute.arch.mbarrier_wait(q_full, 0)
             self.score.issue(scores, tSrQ[None, None, None, 0], tSrK, False)
             warpgroup.wait_group(0)
             self.load_rows(values, log_sums, products, block, 0, thread)
-        for step in cutlass.range(block.total, unroll=1):
-            m_block = block.begin + step % block.steps
+        for step in cutlass.range(block.steps, unroll=1):
+            m_block = place_of(block, step)[1]
             stage, phase = step % STAGES, step % 2
             cute.arch.mbarrier_wait(shared["do_full"], phase)
             self.score.issue(gradients, tSrdO, tSrV, False)
@@ -123,7 +123,7 @@ class PairedBackward(Backward):
             self.dv.issue(acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
             self.differentiate(gradients, scores, products)
-            self.load_rows(values, log_sums, products, block, cutlass.min(step + 1, block.total - 1), thread)
+            self.load_rows(values, log_sums, products, block, cutlass.min(step + 1, block.steps - 1), thread)
             cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the other CTA has what dS was before
             self.put(self.score, self.rounded(gradients), sdS, True, thread)
             self.all_multiplying()
@@ -168,10 +168,10 @@ class PairedBackward(Backward):
     @cute.jit
     def assist(self, shared: Any, values: Values, block: Block, rank: Int32, part: Int32) -> None:
         """One warp: says when it is the turn of this CTA's half of dQ, and then that of the step before is over."""
-        total, mask = block.total, replace(block.mask)
+        total, mask = block.steps, block.mask.turned()
         for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):
             used, before = cutlass.min(step, total - 1), cutlass.max(step - 1, 0)  # the last turn is its own still
-            turn = self.turn(mask, block, block.begin + used % block.steps)
+            turn = self.turn(mask, block, place_of(block, used)[1])
             self.wait_for_turn(values.turns[(None, *self.place(block, used))], rank, turn)
             cute.arch.sync_warp()
             cute.arch.mbarrier_wait(shared["added"], step % 2)

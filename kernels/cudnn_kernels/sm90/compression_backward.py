@@ -67,15 +67,14 @@ class CompressionBackward(AttentionBackward):
         """The sum over each group of heads, in their order."""
         sums, out = (sequences.matrix(x, self.c.packed) for x in (sums, out))
         vectors = out.shape[0] * (out.shape[1] // VECTOR)
-        self.add_group(sums, out, offsets).launch(
-            grid=[cute.ceil_div(vectors, THREADS), out.shape[2], out.shape[3]], block=[THREADS, 1, 1], stream=stream
-        )
+        grid, shape = around.grid_of(cute.ceil_div(vectors, THREADS), out.shape[2], out.shape[3])
+        self.add_group(sums, out, offsets, grid).launch(grid=shape, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def add_group(self, sums: cute.Tensor, out: cute.Tensor, offsets: Any) -> None:
+    def add_group(self, sums: cute.Tensor, out: cute.Tensor, offsets: Any, grid: around.Grid) -> None:
         """One thread has eight elements of a key."""
         thread, _, _ = cute.arch.thread_idx()
-        block, head, batch = cute.arch.block_idx()
+        block, head, batch = around.place_in(grid)
         per_key = out.shape[1] // VECTOR
         index = block * THREADS + thread
         key, vector = index // per_key, index % per_key

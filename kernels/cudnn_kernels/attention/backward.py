@@ -1,0 +1,123 @@
+"""What attention's backward kernels have in common on all architectures: which rows a CTA has, and what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cudnn_kernels.attention import BackwardConfiguration, sequences
+from cudnn_kernels.attention.mask import Mask, mask_of
+from cudnn_kernels.attention.sequences import Sequence
+
+
+@dataclass
+class Work:
+    """A call's blocks of rows, of queries or keys, each for a CTA or a cluster: the first ones of ``together`` heads,
+    then their second ones, and so on, then those of the next heads.
+
+    Fields that are divisors have a form by which kernels divide fast.
+    """
+
+    queries: Int32
+    keys: Int32
+    together: Any  # divisor
+    blocks: Any  # divisor: of a head
+    heads: Any  # divisor: of a sequence
+    all_heads: Int32  # of all sequences
+    share: Int32  # heads of Q that share one of K
+    offsets_q: Any
+    offsets_k: Any
+    right: Int32
+    left: Int32
+
+
+@dataclass
+class Block:
+    """The rows of a CTA, which begin with ``row`` of a head of a sequence, and the columns that they see: blocks from
+    ``begin`` to before ``end`` of so many ``heads`` from ``first_head`` on. Where rows are keys, columns are queries.
+
+    ``first_block`` is that of the sequence's queries among all in the workspace. ``mask`` says which columns rows see.
+    """
+
+    row: Int32
+    head: Int32
+    first_head: Int32
+    heads: Int32
+    batch: Int32
+    first_row: Int32
+    first_column: Int32
+    first_block: Int32
+    begin: Int32
+    end: Int32
+    mask: Mask
+
+    @property
+    def steps(self) -> Int32:
+        """Blocks of all heads."""
+        return (self.end - self.begin) * self.heads
+
+
+def work_of(
+    c: BackwardConfiguration, given: Mapping[str, Any], size: int, of_queries: bool = False, together: int = 1
+) -> tuple[Work, Any]:
+    """The blocks of ``size`` rows of a call's arguments by name, and their number."""
+    q, k = (sequences.matrix(given[x], c.packed) for x in ("q", "k"))
+    rows, offsets = q if of_queries else k, given.get("cum_seqlen_q")
+    heads, key_heads = (cute.size(x, mode=[2]) for x in (rows, k))
+    batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
+    blocks, all_heads = sequences.blocks_of(rows.shape[0], batches, size, c.packed), Int32(heads * q.shape[3])
+    sections = cute.ceil_div(all_heads, together)
+    together = cute.ceil_div(all_heads, sections)
+    divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (together, blocks, heads))
+    work = Work(
+        Int32(q.shape[0]), Int32(k.shape[0]), *divisors, all_heads, Int32(q.shape[2] // key_heads), offsets,
+        given.get("cum_seqlen_k"), given["right"], given["left"],
+    )  # fmt: skip
+    return work, together * blocks * sections
+
+
+@cute.jit
+def block_of(
+    c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, of_queries: bool, last_first: bool
+) -> Block:  # fmt: skip
+    """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head."""
+    rest, place = divmod(index, work.together)
+    section, number = divmod(rest, work.blocks)
+    if const_expr(last_first):
+        number = work.blocks.divisor - 1 - number
+    head = section * work.together.divisor + place
+    exists = head < work.all_heads
+    batch, head = divmod(head, work.heads)
+    s, first_block = Sequence(batch, work.queries, work.keys, Int32(0), Int32(0)), Int32(0)
+    if const_expr(c.packed):
+        ends = work.offsets_q if const_expr(of_queries) else work.offsets_k
+        batch, number = sequences.find_block(ends, number, size)
+        s, first_block = (
+            sequences.packed(work.offsets_q, work.offsets_k, batch),
+            sequences.first_block(work.offsets_q, batch, c.tile[0]),
+        )
+        s.batch = Int32(0)
+    mask = mask_of(c, s.queries, s.keys, work.right, work.left)
+    first_row, first_column, first_head, heads = s.first_query, s.first_key, head // work.share, Int32(1)
+    if const_expr(not of_queries):
+        mask = mask.turned()
+        first_row, first_column, first_head, heads = s.first_key, s.first_query, head * work.share, work.share
+    row = number * size
+    if not exists:
+        row = mask.queries
+    begin, _, _, end = mask.blocks(row, cutlass.min(row + size, mask.queries) - 1, step)
+    if row >= mask.queries:
+        end = begin
+    end = cutlass.max(begin, end)
+    return Block(row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, end, mask)
+
+
+def place_of(block: Block, step: Int32) -> tuple[Int32, Int32]:
+    """A step's head of the columns, and its block of them."""
+    blocks = block.end - block.begin
+    return block.first_head + step // blocks, block.begin + step % blocks
