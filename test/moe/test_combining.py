@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.moe import combine, sort
+from cudnn.moe.combining import values_of_choices, values_of_rows
 from support.selection import in_turn, within
 
 PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -81,6 +82,19 @@ def test_combine(
     where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool
 ) -> None:
     assert_combined(where, problem(where, tokens, top_k, hidden, dtype, weighted, dropped))
+
+
+@pytest.mark.parametrize(("where", "tokens"), in_turn([(90,)], 1, PLACES))
+def test_numbers_of_choices_as_those_of_rows_and_back(where: str, tokens: int) -> None:
+    _, row_of_choice, weights = problem(where, tokens, 3, 8, torch.bfloat16, True, True)
+    with within(where):
+        of_rows, sums = values_of_rows(weights, row_of_choice, row_of_choice.numel())
+        back = values_of_choices(of_rows, row_of_choice)
+    kept = row_of_choice >= 0
+    rows = row_of_choice[kept].long()
+    assert torch.equal(of_rows[rows, 0, 0], weights[kept])
+    assert not sums[rows].any()
+    assert torch.equal(back, weights.where(kept, 0.0))
 
 
 @settings(max_examples=12)

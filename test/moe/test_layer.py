@@ -14,6 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import cudnn
@@ -152,13 +155,15 @@ class Passes(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, rows: Rows, choice: Any, *given: Any) -> torch.Tensor:
         up, down, up_bias, down_bias, activation = given
         experts = Experts([up], [down], up_bias, down_bias, activation, (1.0, 1.702, 7.0, -7.0), "interleaved")
-        y, hidden = passes.forward(x, weights, rows, experts, True)
+        kind = operands.products(x, experts)
+        y, hidden = passes.forward(kind, x, weights, rows, experts, True)
         ctx.kept = (x, hidden, choice, weights, rows, experts)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        by_x, by_weights, *rest = passes.backward(*gradients, *ctx.kept, [True] * 6, ([], []))
+        kind = operands.products(ctx.kept[0], ctx.kept[-1])
+        by_x, by_weights, *rest = passes.backward(kind, *gradients, *ctx.kept, [True] * 6, ([], []))
         return by_x, by_weights, None, None, *rest, None
 
 
@@ -166,21 +171,22 @@ class Passes(torch.autograd.Function):
 def test_gradcheck_of_the_reference(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes in float64, with an expert that has no token and a choice that was dropped."""
 
-    def execute(name: str, tensors: dict[str, Any], margin: int = 0, **options: Any) -> None:
+    def run(self: Any, place: Any, name: str, tensors: dict[str, Any], *options: Any, margin: int = 0) -> None:
+        named = {n: value for each in options for n, value in each.items()}
         given = {n: t.to(BF16) if t is not None and t.dtype is F64 else t for n, t in tensors.items()}
         api = registry.find(name)
-        numbers = {n: options.pop(n) for n in api.run_time if n in options}
-        made = api(**api.samples(given), **options)
+        numbers = {n: named.pop(n) for n in api.run_time if n in named}
+        made = api(**api.samples(given), **named)
         numbers = {n: numbers.get(n, getattr(made, n)) for n in api.scalars}
         fitted = made.fitted_all([tensors.get(n) for n in api.names])
         made.reference({**dict(zip(api.names, fitted, strict=True)), **numbers})
 
-    def combine(rows: torch.Tensor, of_choice: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def sums(rows: torch.Tensor, of_choice: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         found = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[of_choice.long()]
         return (found if weights is None else found * weights[..., None]).sum(1)
 
-    monkeypatch.setattr(passes, "execute", execute)
-    monkeypatch.setattr(passes, "combine", combine)
+    monkeypatch.setattr(operands.Products, "run", run)
+    monkeypatch.setattr(passes, "sum_rows", sums)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.manual_seed(0)
     c = case(5, 16, 32, activation=activation, bias=True)
@@ -320,6 +326,14 @@ def test_into_main_gradients(lists: bool) -> None:
     assert torch.equal(t["x"].grad, expected["x"])
 
 
+def test_gradients_where_all_choices_are_dropped() -> None:
+    c = case(bias=True)
+    c.indices.fill_(-1)
+    garbage = [torch.full((4, 64), torch.nan, dtype=BF16) for _ in range(99)]
+    del garbage  # new memory is full of NaN
+    check(c, results(c, ours, c.leaves()))
+
+
 def test_some_gradients() -> None:
     """What is not asked for is not computed, and does not change the rest."""
     c = case(bias=True)
@@ -351,7 +365,7 @@ def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatc
     """The copy of the tokens for that product, as large, takes their place."""
     rows: list[Any] = []
     alive: list[int] = []
-    of_weights, summed = passes._of_weights, passes.combine
+    of_weights, summed = passes._of_weights, passes.sum_rows
 
     def combine(made: torch.Tensor, *rest: Any) -> torch.Tensor:
         rows.append(weakref.ref(made))
@@ -361,7 +375,7 @@ def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatc
         alive.append(sum(row() is not None for row in rows))
         return of_weights(*given)
 
-    monkeypatch.setattr(passes, "combine", combine)
+    monkeypatch.setattr(passes, "sum_rows", combine)
     monkeypatch.setattr(passes, "_of_weights", product)
     c = case()
     ours(c, c.leaves()).backward(c.out)
@@ -537,9 +551,15 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     (of_router,) = torch.autograd.grad(layer.requires_grad_()(x.detach()), [layer.router.weight], weight)
     assert torch.equal(of_router, found[3])
     shapes: list[Any] = []
-    layer.router.register_forward_hook(lambda module, given, logits: shapes.append(logits.shape))
-    assert torch.equal(layer(x), y)
-    assert shapes == [(50, 4)]
+    seen: list[Any] = [
+        lambda: layer.router.register_forward_hook(lambda module, given, logits: shapes.append(logits.shape)),
+        lambda: layer.router.register_forward_pre_hook(lambda module, given: shapes.append(given[0].shape)),
+        lambda: register_module_forward_hook(lambda module, given, y: shapes.append(module is layer.router)),
+    ]
+    for hook, called in zip(seen, [(50, 4), (50, 64), True], strict=True):
+        with hook():
+            assert torch.equal(layer(x), y)
+        assert called in shapes
 
 
 def test_the_module_takes_halves_and_main_gradients() -> None:
@@ -573,13 +593,66 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
         layer.load_gate_up(gate)
 
 
+def test_addresses_last_as_long_as_the_weights() -> None:
+    """However many others there are: a CUDA graph that reads them cannot make them."""
+    weights = [torch.ones(2) for _ in range(1100)]
+    tables = [operands.pointers([w]) for w in weights]
+    assert [int(t) for t in tables] == [w.data_ptr() for w in weights]
+    assert operands.pointers([weights[0]]) is tables[0]
+    assert operands.pointers([weights[1].view(2)]) is tables[1]
+    gone = weakref.ref(tables.pop())
+    del weights[-1]
+    operands.pointers([torch.ones(3)])
+    assert gone() is None
+    assert operands.pointers([weights[0]]) is tables[0]
+
+
+def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:
+    """PyTorch may have that come from a pool of CUDA graphs, which counts what is alive there."""
+    made: list[torch.Tensor] = []
+
+    def memory(tensors: Any) -> set[int]:
+        return {x.untyped_storage().data_ptr() for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)}
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found, given = function(*args, **(kwargs or {})), memory([args, kwargs])
+            made.extend(x for x in tree_leaves(found) if not memory(x) <= given)
+            return found
+
+    weights = torch.randn(2, 128, 128).bfloat16()
+    with Seen():
+        kept = [*quantized_weights([weights], False), operands.pointers([weights]), operands.ones(77, weights.device)]
+        passing = quantized_weights([weights.clone()], True)
+    assert quantized_weights([weights], False)[0] is kept[0]
+    assert not memory(made) & memory(kept)
+    assert memory(passing) <= memory(made)
+
+
+@pytest.mark.gpu
+def test_copies_in_e4m3_under_cuda_graphs_of_the_compiler() -> None:
+    """``reduce-overhead``: what its first calls keep is not in its pool. Weights that change need a call without it."""
+    layer = MoE(256, 128, 8, 2, fp8=True, device="cuda")
+    x = torch.randn(300, 256, device="cuda").bfloat16()
+    compiled = torch.compile(layer, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = compiled(x).clone()
+            other = torch.randn(64, 2**20, device="cuda")  # takes memory that somebody gave back
+            assert torch.equal(y, layer(x))
+        del other
+
+
 def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are kept for some time only: the allocator is told of each stream but the one they were made on."""
+    """The allocator is told of each stream but the default one, which made them."""
     recorded: list[Any] = []
-    kept = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", record_stream=recorded.append)
-    monkeypatch.setattr(operands, "_pointers", lambda device, *addresses: (kept, 7))
+    kept = SimpleNamespace(record_stream=recorded.append)
+    memory = SimpleNamespace(expired=lambda: False)
+    first = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", data_ptr=lambda: 5)
+    monkeypatch.setattr(operands, "_TABLES", {("cuda:0", 5): SimpleNamespace(addresses=kept, memory=memory)})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(operands.launch, "raw_stream", lambda stream, index: current)
-    for current in (7, 8, 7):  # noqa: B007  read by the functions above
-        assert operands.pointers([torch.ones(2)]) is kept
+    for current in (0, 8, 0):  # noqa: B007  read by the functions above
+        assert operands.pointers([first]) is kept
     assert recorded == [8]

@@ -164,6 +164,26 @@ class CombineConfiguration(Pieces):
         return (*found, Stream())
 
 
+@dataclass(frozen=True)
+class ValuesConfiguration:
+    """Stores the number of each choice in its row, and 0 in the row's ``sums``; or ``back``, that of a choice's row, 0
+    where it has none.
+    """
+
+    top_k: int
+    back: bool = False
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        names = ("of_rows",) if self.back else ("of_rows", "sums")
+        return (
+            of_choices("row_of_choice", self.top_k),
+            of_choices("of_choices", self.top_k, "float32"),
+            *(Tensor(x, "float32", ("rows", 1, 1), (1, 1, 1), align=4) for x in names),
+            Stream(),
+        )
+
+
 BLOCK, NARROW = 128, "float8_e4m3fn"
 
 

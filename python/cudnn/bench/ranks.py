@@ -261,7 +261,7 @@ class Measurement:
     def _parts(self) -> tuple[float, float, float]:
         """Microseconds of dispatch, of what is between, and of combine."""
         from cudnn.moe import layer, parallel
-        from cudnn.moe.experts import Experts
+        from cudnn.moe.experts import Experts, products
 
         way, count = self.exchange.way, self.exchange.local_experts
         shapes = ((count, 2 * self.inner, self.hidden), (count, self.hidden, self.inner))
@@ -272,12 +272,12 @@ class Measurement:
             tokens, local, weights, sent = way.dispatch(*given)
             rows = parallel.sorted_rows(local, self.exchange, sent)
             self.rows = int(rows.offsets[-1])
-            made, _ = layer.forward(tokens, weights, rows, experts, False, summed=False)
+            made, _ = layer.forward(products(tokens, experts), tokens, weights, rows, experts, False, summed=False)
             dispatch = self._median(lambda: way.dispatch(*given))
 
             def compute() -> None:
                 each = parallel.sorted_rows(local, self.exchange, sent)
-                layer.forward(tokens, weights, each, experts, False, summed=False)
+                layer.forward(products(tokens, experts), tokens, weights, each, experts, False, summed=False)
 
             between = self._median(compute)
             return dispatch, between, self._median(lambda: way.give_back(made, rows.of_choice, weights, sent))

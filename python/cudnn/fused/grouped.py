@@ -582,6 +582,8 @@ class ExpertsGemm(FusedGemm):
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
             product[start:end, :, 0] = a[start:end, :, 0] @ weights[expert].T
         if not ends[-1]:
+            if tensors.get("dbias") is not None:
+                tensors["dbias"].zero_()  # a sum of nothing
             return
         groups = torch.repeat_interleave(torch.arange(len(ends), device=a.device), counts)
         product = woven(product) if self.weaves() else product

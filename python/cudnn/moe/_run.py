@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
 from cudnn import launch
+from cudnn.gemm.formats import name_of
 from cudnn_kernels.architecture import ARCHITECTURES
+
+T = TypeVar("T")
+DEFAULT_STREAM = 0
 
 
 def has_kernel(tensor: torch.Tensor, where: str) -> bool:
@@ -23,18 +29,48 @@ def has_kernel(tensor: torch.Tensor, where: str) -> bool:
     return False
 
 
-def run(source: str, configuration: Any, *arguments: Any) -> None:
-    """Runs a kernel, on PyTorch's current stream, with the arguments that its configuration lists before the stream."""
-    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    if device.type != "cuda":
-        launch.emulate(source, configuration, launch.emulated_architecture(), *arguments, 0)
-        return
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    _kernel(source, configuration, index)(*arguments, launch.raw_stream(None, index))
+class Kernel:
+    """A kernel for a configuration, loaded at its first call on each device."""
+
+    def __init__(self, source: str, configuration: Any) -> None:
+        self.source, self.configuration = source, configuration
+        self.loaded: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, first: torch.Tensor, *rest: Any) -> None:
+        """Runs on PyTorch's current stream, with the arguments that the configuration lists before the stream."""
+        index = first.get_device()
+        if index < 0:
+            launch.emulate(self.source, self.configuration, launch.emulated_architecture(), first, *rest, 0)
+            return
+        loaded = self.loaded.get(index) or self._load(index)
+        loaded(first, *rest, launch.raw_stream(None, index))
+
+    def _load(self, index: int) -> Callable[..., None]:
+        arch = launch.device_architecture(index)
+        launch.pick(dict.fromkeys(ARCHITECTURES, ""), arch, self.source)
+        self.loaded[index] = launch.kernel(self.source, self.configuration, arch)
+        return self.loaded[index]
 
 
 @functools.cache
-def _kernel(source: str, configuration: Any, index: int) -> Any:
-    arch = launch.device_architecture(index)
-    launch.pick(dict.fromkeys(ARCHITECTURES, ""), arch, source)
-    return launch.kernel(source, configuration, arch)
+def kernel(source: str, kind: Callable[..., Any], *fields: Any) -> Kernel:
+    """The kernel for a configuration of a kind with these fields, of which types may be PyTorch's."""
+    return Kernel(source, kind(*(name_of(x) if isinstance(x, torch.dtype) else x for x in fields)))
+
+
+def lasting(make: Callable[[], T]) -> T:
+    """What ``make`` makes, for later calls to find.
+
+    A thread of its own makes it, on its default stream: PyTorch may have the memory of a thread that calls operators
+    come from a pool of CUDA graphs, which knows of no later calls, as ``torch.compile(mode="reduce-overhead")`` does.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def run(source: str, configuration: Any, *arguments: Any) -> None:
+    """Runs a kernel, on PyTorch's current stream, with the arguments that its configuration lists before the stream."""
+    _of(source, configuration)(*arguments)
+
+
+_of = functools.cache(Kernel)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from cudnn.errors import refusal
-from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
-from cudnn.moe._run import has_kernel, run
+from cudnn.moe._run import has_kernel, kernel
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration
+from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration, ValuesConfiguration
 
 _COMBINE, _GRADIENT = "cudnn_kernels.moe.combining:Combine", "cudnn_kernels.moe.combining:CombineGradient"
+_VALUES = "cudnn_kernels.moe.values:Values"
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Maybe = torch.Tensor | None
 
@@ -66,6 +66,11 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
 def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """See :func:`combine`."""
     _check(rows, row_of_choice, weights)
+    return sum_rows(rows, row_of_choice, weights)
+
+
+def sum_rows(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
+    """:func:`combine` of tensors that were checked, without gradients."""
     if not has_kernel(rows, "combine"):
         return reference.combine(rows, row_of_choice, weights)
     tokens = row_of_choice.shape[0]
@@ -78,10 +83,9 @@ def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.
 
 
 def sum_into(out: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
-    """The kernel of :func:`combine`."""
-    given, top_k = () if weights is None else (weights,), row_of_choice.shape[1]
-    configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], top_k, weights is not None)
-    run(_COMBINE, configuration, rows, row_of_choice, *given, out)
+    """The kernel of :func:`sum_rows`."""
+    given, of = () if weights is None else (weights,), (rows.dtype, rows.shape[1], row_of_choice.shape[1])
+    kernel(_COMBINE, CombineConfiguration, *of, weights is not None)(rows, row_of_choice, *given, out)
 
 
 @moe_combine.register_fake
@@ -103,15 +107,42 @@ def moe_combine_bwd(
         if weights is None:
             spread(gradient, row_of_choice, d_rows)
         else:
-            configuration = CombineConfiguration(name_of(rows.dtype), rows.shape[1], row_of_choice.shape[1], True, True)
-            run(_GRADIENT, configuration, rows, row_of_choice, weights, gradient, d_rows, d_weights)
+            of = (rows.dtype, rows.shape[1], row_of_choice.shape[1], True, True)
+            made = kernel(_GRADIENT, CombineConfiguration, *of)
+            made(rows, row_of_choice, weights, gradient, d_rows, d_weights)
     return d_rows, d_weights
 
 
 def spread(tokens: torch.Tensor, row_of_choice: torch.Tensor, rows: torch.Tensor) -> None:
     """Copies each token to the rows of its choices, in a kernel that reads it once; other rows stay what they are."""
-    configuration = CombineConfiguration(name_of(tokens.dtype), tokens.shape[1], row_of_choice.shape[1], False, True)
-    run(_GRADIENT, configuration, row_of_choice, tokens, rows)
+    of = (tokens.dtype, tokens.shape[1], row_of_choice.shape[1], False, True)
+    kernel(_GRADIENT, CombineConfiguration, *of)(row_of_choice, tokens, rows)
+
+
+def values_of_rows(
+    of_choices: torch.Tensor, row_of_choice: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of choices (T, K), float32, as those of rows (R, 1, 1), and zeros for as many sums.
+
+    Neither is written in rows of nobody.
+    """
+    of_rows, sums = of_choices.new_empty(2, rows, 1, 1).unbind(0)
+    if has_kernel(of_choices, "combine"):
+        kernel(_VALUES, ValuesConfiguration, row_of_choice.shape[1])(row_of_choice, of_choices, of_rows, sums)
+    else:
+        kept = row_of_choice >= 0
+        of_rows[row_of_choice[kept].long(), 0, 0] = of_choices[kept]
+        sums.zero_()
+    return of_rows, sums
+
+
+def values_of_choices(of_rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
+    """Numbers of rows (R, 1, 1), float32, as those of choices (T, K), 0 where one was dropped."""
+    if not has_kernel(of_rows, "combine"):
+        return of_rows[row_of_choice.long(), 0, 0].where(row_of_choice >= 0, 0.0)
+    of_choices = of_rows.new_empty(row_of_choice.shape)
+    kernel(_VALUES, ValuesConfiguration, row_of_choice.shape[1], True)(row_of_choice, of_choices, of_rows)
+    return of_choices
 
 
 @moe_combine_bwd.register_fake

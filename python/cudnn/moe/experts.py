@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnn import launch, registry, settings
 from cudnn.lazy import torch
+from cudnn.moe._run import DEFAULT_STREAM, lasting
 from cudnn.moe.combining import spread
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ MANY = 1024  # and with fewer rows an expert, on average, for every product
 NUMBERS = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
     """The choices of the tokens, sorted by expert: where each expert's rows end, ``offsets`` (E,), the ``token`` (T K,)
     of each row, and the row ``of_choice`` (T, K), -1 for a choice that was dropped.
@@ -56,23 +58,8 @@ class Rows:
         many = self.count >= MANY * self.offsets.shape[0]
         return _arch(x) != "sm_90a" or (many and columns < COPIED)
 
-    def scattered(self, values: Tensor) -> Tensor:
-        """Values of choices, (T, K), as values of rows, and one more: where choices were dropped, in row -1."""
-        found = values.new_empty(self.count + 1)
-        found[self._places.flatten()] = values.flatten()
-        return found
 
-    def of_choices(self, values: Tensor) -> Tensor:
-        """Values of rows, and one more, as values of choices, (T, K)."""
-        return values[self._places]
-
-    @functools.cached_property
-    def _places(self) -> Tensor:
-        return self.of_choice.long()
-
-
-@dataclass(frozen=True)
-class Experts:
+class Experts(NamedTuple):
     """The weights ``up`` (E, N, H) and ``down`` (E, H, I): each a list of one tensor, or of one for each expert.
 
     N is I or, for a gated activation, 2 I: of every 64 rows, the first 32 are gates, or those of the first half, as
@@ -88,11 +75,6 @@ class Experts:
     glu_layout: str
     fp8: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """What an API of gated activations is told."""
-        return {"glu_layout": self.glu_layout, **dict(zip(NUMBERS, self.numbers, strict=True))}
-
 
 def is_list(weights: Sequence[Tensor]) -> bool:
     """Whether each expert has a tensor of its own."""
@@ -105,49 +87,73 @@ def shape_of(weights: Sequence[Tensor]) -> tuple[int, int, int]:
     return (len(weights) if is_list(weights) else weights[0].shape[0], rows, columns)
 
 
-def operand(weights: Sequence[Tensor], transposed: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and options of a grouped GEMM for weights (n, k) of each expert or, ``transposed``, (k, n)."""
+def matrix(x: Tensor) -> Tensor:
+    """A matrix (m, k) in the dimensions that kernels take, (m, k, 1)."""
+    return x.unsqueeze(0).permute(1, 2, 0)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A matrix (k, m) as (m, k, 1)."""
+    return x.unsqueeze(0).permute(2, 1, 0)
+
+
+def operand(weights: Sequence[Tensor], back: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and options of a grouped GEMM for weights (n, k) of each expert or, ``back``, (k, n)."""
     if not is_list(weights):
         (every,) = weights
-        return {"b": every.permute(2, 1, 0) if transposed else every.permute(1, 2, 0)}, {}
+        return {"b": every.permute(2, 1, 0) if back else every.permute(1, 2, 0)}, {}
     experts, rows, columns = shape_of(weights)
-    shape, major = ((columns, rows), "n") if transposed else ((rows, columns), "k")
+    shape, major = ((columns, rows), "n") if back else ((rows, columns), "k")
     options = {"num_experts": experts, "b_shape": shape, "b_dtype": weights[0].dtype, "b_major": major}
     return {"b_ptrs": pointers(weights)}, options
 
 
+@dataclass
+class _Table:
+    """Addresses of tensors, and the memory of the first of them."""
+
+    addresses: Tensor
+    memory: StorageWeakRef
+
+
+_TABLES: dict[Any, _Table] = {}
+
+
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
-    """The addresses of tensors, on their device: kept, since a CUDA graph cannot make them.
+    """The addresses of tensors, on their device: as long as the first one's memory is there, since a CUDA graph that
+    reads them cannot make them.
 
-    If another stream reads them than the one they were made on, PyTorch's allocator is told, so that their memory is
-    not used again too early once other addresses have taken their place.
+    PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
+    again too early.
     """
-    made, stream = _pointers(tensors[0].device, *(tensor.data_ptr() for tensor in tensors))
-    if made.is_cuda and launch.raw_stream(None, made.get_device()) != stream:
-        made.record_stream(torch.cuda.current_stream(made.device))
-    return made
+    first = tensors[0]
+    key = (first.device, *(tensor.data_ptr() for tensor in tensors))
+    found = _TABLES.get(key)
+    if found is None:
+        for other in [other for other, table in list(_TABLES.items()) if table.memory.expired()]:
+            del _TABLES[other]
+        made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
+        found = _TABLES[key] = _Table(made, StorageWeakRef(first.untyped_storage()))
+    elif found.memory.expired():  # other tensors lie there now
+        found.memory = StorageWeakRef(first.untyped_storage())
+    if first.is_cuda and launch.raw_stream(None, first.get_device()) != DEFAULT_STREAM:
+        found.addresses.record_stream(torch.cuda.current_stream(first.device))
+    return found.addresses
 
 
-@functools.lru_cache(maxsize=1024)
-def _pointers(device: Any, *addresses: int) -> tuple[Tensor, int]:
-    """The addresses in a tensor, and the stream that it was made on."""
-    made = torch.tensor(addresses, dtype=torch.int64, device=device)
-    return made, launch.raw_stream(None, made.get_device()) if made.is_cuda else 0
+_ONES: dict[Any, Tensor] = {}  # never freed: any stream may still read them
 
 
 def ones(count: int, device: Any) -> Tensor:
     """Ones in float32, kept where they are not made within a CUDA graph, which would make them each time."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.ones(count, device=device)
-    return _ones(count, device)
-
-
-@functools.cache  # never freed: any stream may still read it
-def _ones(count: int, device: Any) -> Tensor:
-    made = torch.ones(count, device=device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # once: calls on other streams read it, too
-    return made
+    found = _ONES.get((count, device))
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.ones(count, device=device)
+        found = _ONES[count, device] = lasting(lambda: torch.ones(count, device=device))
+        if device.type == "cuda":
+            torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
+    return found
 
 
 def _arch(x: Tensor) -> str | None:
@@ -155,33 +161,55 @@ def _arch(x: Tensor) -> str | None:
     return launch.device_architecture(x.get_device()) if x.is_cuda else launch.emulated_architecture()
 
 
-_OBJECTS: dict[Any, Any] = {}
+class Products:
+    """The grouped GEMMs of layers of one kind, each compiled at its first call: see :func:`products`."""
+
+    def __init__(self, e: Experts) -> None:
+        numbers = {"glu_layout": e.glu_layout, **dict(zip(NUMBERS, e.numbers, strict=True))}
+        self.up: dict[str, Any] = {}  # options of up's product, and of the gradient of what it made
+        self.by_hidden: dict[str, Any] = {"deterministic": True}
+        if e.activation in GATED:
+            self.up = {"act_func": e.activation, **numbers}
+            self.by_hidden = {"act_func": f"d{e.activation}", "_deterministic": True, **numbers}
+        self.known: dict[Any, tuple[Any, Sequence[str], tuple[Any, ...]]] = {}
+
+    def run(self, place: Any, name: str, tensors: dict[str, Any], *options: Mapping[str, Any], margin: int = 0) -> None:
+        """Runs a fused API by its name on tensors by theirs; it leaves ``margin`` clusters of the GPU to others.
+
+        At a ``place`` in the layer, everything but the tensors' addresses and numbers of rows is the same in all calls.
+        """
+        known = self.known.get(place)
+        if known is None:
+            known = self.known[place] = _made(name, tensors, {k: v for o in options for k, v in o.items()}, margin)
+        operation, names, scalars = known
+        # What ``execute`` does, whose many arguments by name take the host's time.
+        operation.run(tuple(map(tensors.get, names)), scalars, None, None)
 
 
-def execute(name: str, tensors: dict[str, Any], margin: int = 0, **options: Any) -> None:
-    """Runs a fused API by its name on tensors by theirs; it is compiled where no call of the kind has been. It leaves
-    ``margin`` clusters of the GPU to others.
-
-    Kinds differ in types, options, and the sizes and strides of weights or, for gradients of weights, in their size and
-    the number of tokens to an expert, as a power of two: other sizes have other tiles.
-    """
+def _made(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: int) -> Any:
+    """An API's object, the names of its tensors, and the scalars of each call, in the order that it takes."""
     api = registry.find(name)
     scalars = {option: options.pop(option) for option in api.run_time if option in options}
-    a, b = tensors["a"], tensors.get("b")
-    sizes: Any = None  # of weights behind addresses, in options
-    if b is not None and "offsets" in tensors:
-        sizes = (a.shape[0], b.shape[1], (b.shape[0] // tensors["offsets"].shape[0]).bit_length())
-    elif b is not None:
-        sizes = (b.shape, b.stride())
-    types = tuple([(n, t.dtype) for n, t in tensors.items() if t is not None])
-    environment = (settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get(), margin)
-    key = (name, a.device, sizes, types, tuple(options.items()), environment)
-    operation = _OBJECTS.get(key)
-    if operation is None:
-        operation = api(**api.samples(tensors), **options)
-        operation.margin += margin
-        operation.check_support()
-        operation.compile()
-        _OBJECTS[key] = operation
-    # What ``execute`` does, whose many arguments by name take the host's time.
-    operation.run(tuple(map(tensors.get, api.names)), tuple(map(scalars.get, api.scalars)), None, None)
+    operation = api(**api.samples(tensors), **options)
+    operation.margin += margin
+    operation.check_support()
+    operation.compile()
+    return operation, api.names, tuple(scalars.get(each, getattr(operation, each)) for each in api.scalars)
+
+
+_PRODUCTS: dict[Any, Products] = {}
+
+
+def environment() -> tuple[int, str]:
+    """The settings of grouped GEMMs."""
+    return settings.CLUSTER_OVERLAP_MARGIN.get(), settings.SEMANTICS.get()
+
+
+def products(x: Tensor, e: Experts) -> Products:
+    """Those of a layer: kinds differ in types, options, the sizes of weights, and the settings of grouped GEMMs."""
+    sizes = (len(e.up), e.up[0].shape, len(e.down), e.down[0].shape, e.up_bias is None, e.down_bias is None)
+    key = (x.device, x.dtype, sizes, e.activation, *e.numbers, e.glu_layout, e.fp8, environment())
+    found = _PRODUCTS.get(key)
+    if found is None:
+        found = _PRODUCTS[key] = Products(e)
+    return found

@@ -11,8 +11,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cudnn.lazy import torch
-from cudnn.moe.combining import combine, sum_into
-from cudnn.moe.experts import GATED, Experts, Rows, execute, is_list, ones, operand, pointers, shape_of
+from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
+from cudnn.moe.experts import (
+    GATED,
+    Experts,
+    Products,
+    Rows,
+    is_list,
+    matrix,
+    ones,
+    operand,
+    pointers,
+    shape_of,
+    transposed,
+)
 from cudnn.moe.quantizing import quantized, quantized_weights
 
 if TYPE_CHECKING:
@@ -45,69 +57,69 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, summed: bool = True
+    kind: Products, x: Tensor, weights: Tensor, rows: Rows, e: Experts, keeps: bool, summed: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The result (T, H) and, where it ``keeps`` it, the product of the up projection (T K, N), else no elements.
 
-    Not ``summed``, the result is that of each row, (T K, H), without weights.
+    ``kind``: what :func:`cudnn.moe.experts.products` finds for x and the experts. Not ``summed``, the result is that of
+    each row, (T K, H), without weights.
     """
-    (experts, wide, _), (_, columns, inner) = shape_of(e.up), shape_of(e.down)
+    (experts, wide, _), (_, columns, inner), count = shape_of(e.up), shape_of(e.down), rows.count
     gated = e.activation in GATED
-    hidden = x.new_empty(rows.count, wide) if keeps or not gated else None
-    activated = x.new_empty(rows.count, inner)
+    hidden = x.new_empty(count, wide) if keeps or not gated else None
+    activated, saved = matrix(x.new_empty(count, inner)), None if hidden is None else matrix(hidden)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
     up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
-    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": hidden, "d": activated}
+    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": activated}
     if e.fp8:
-        tensors |= _narrow_rows(*quantized(x, rows.of_choice, rows.count))
+        tensors |= _narrow_rows(*quantized(x, rows.of_choice, count))
     else:
-        tensors["a"], tensors["a_index"] = rows.read(x)
-    if gated:
-        execute("grouped_gemm_glu", tensors, **up[1], act_func=e.activation, **e.options)
-    else:
-        execute("grouped_gemm_srelu", {**tensors, "prob": weights.new_ones(rows.count)}, **up[1])
+        of_tokens, tensors["a_index"] = rows.read(x)
+        tensors["a"] = matrix(of_tokens)
+        del of_tokens
+    if not gated:
+        tensors["prob"] = weights.new_ones(count)
+    place = ("up", keeps, tensors.get("a_index") is None)
+    kind.run(place, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], kind.up)
     del tensors  # and the tokens' copies, whose memory the result of the next product takes
-    made = x.new_empty(rows.count, columns)
-    tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": made}
+    made = x.new_empty(count, columns)
+    tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": matrix(made)}
     if e.fp8:
-        tensors |= _narrow_rows(*quantized(activated))
-    execute("grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, **down[1])
-    y = combine(made, rows.of_choice, weights) if summed else made
+        tensors |= _narrow_rows(*quantized(activated[..., 0]))
+    kind.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
+    y = sum_rows(made, rows.of_choice, weights) if summed else made
     return y, hidden if keeps and hidden is not None else x.new_empty(0)
 
 
 def backward(
-    gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows, e: Experts,
-    needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], summed: bool = True,
+    kind: Products, gradient: Tensor, x: Tensor, hidden: Tensor, indices: Tensor, weights: Tensor, rows: Rows,
+    e: Experts, needed: Sequence[bool], sums: tuple[Sequence[Tensor], Sequence[Tensor]], summed: bool = True,
 ) -> Gradients:  # fmt: skip
     """The gradients that are ``needed``, in the order of :class:`Needs`.
 
     ``sums``: what those of up and down are added to instead, float32; empty: nothing. Not ``summed``, that of x
     is that of each row.
     """
-    experts, _, inner = shape_of(e.down)
+    (experts, _, inner), count = shape_of(e.down), rows.count
     needs = Needs(*needed)
-    given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
-    by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(rows.count, inner)
-    by_row = weights.new_zeros(rows.count + 1)  # the last one is that of choices that were dropped
-    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
-    down = operand(e.down, True)
+    by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(count, inner)
     of_rows, index = rows.read(gradient, 2 * inner)
-    tensors = {**given, **down[0], "a": of_rows, "a_index": index, "c": hidden, "prob": rows.scattered(weights)[:-1]}
-    tensors |= {"dprob": by_row[:-1], "d_row": by_hidden, "dbias": by_bias}
-    if e.activation in GATED:
-        tensors["activation"] = activated
-        options = {"act_func": f"d{e.activation}", "_deterministic": True, **e.options}
-        execute("grouped_gemm_dglu", tensors, **down[1], **options)
-    else:
-        execute("grouped_gemm_dsrelu", {**tensors, "d_srelu": activated}, **down[1], deterministic=True)
+    weight_of_row, by_row = values_of_rows(weights, rows.of_choice, count)
+    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
+    gated, activation = e.activation in GATED, matrix(activated)
+    tensors, options = operand(e.down, True)
+    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device), "a": matrix(of_rows)}
+    tensors |= {"a_index": index, "c": matrix(hidden), "prob": weight_of_row, "dprob": by_row}
+    tensors |= {"d_row": matrix(by_hidden), "dbias": by_bias, "activation" if gated else "d_srelu": activation}
+    place = ("hidden", needs.up_bias, index is None)
+    kind.run(place, "grouped_gemm_dglu" if gated else "grouped_gemm_dsrelu", tensors, options, kind.by_hidden)
     by_down = None
     if needs.down:
-        tensors = {"offsets": rows.offsets, "a": of_rows.T, "a_index": index, "b": activated}
-        by_down = _of_weights(tensors, e.down, sums[1])
-    del tensors, of_rows, index, activated
-    by_x, by_up = _of_x_and_up(x, by_hidden, rows, e.up, needs, sums[0], summed)
-    by_weights = rows.of_choices(by_row) if needs.weights else None
+        tensors = {"offsets": rows.offsets, "a": transposed(of_rows), "a_index": index, "b": transposed(activated)}
+        by_down = _of_weights(kind, "down", tensors, e.down, sums[1])
+    del tensors, of_rows, index, activated, activation
+    by_x, by_up = _of_x_and_up(kind, x, by_hidden, rows, e.up, needs, sums[0], summed)
+    by_weights = values_of_choices(by_row, rows.of_choice) if needs.weights else None
     by_down_bias = None
     if e.down_bias is not None:  # what it added to a row was weighted too
         kept, chosen = rows.of_choice >= 0, indices.long().clamp(0, experts - 1)
@@ -121,8 +133,9 @@ def backward(
 
 
 def _of_x_and_up(
-    x: Tensor, by_hidden: Tensor, rows: Rows, up: Sequence[Tensor], needs: Needs, sums: Sequence[Tensor], summed: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    kind: Products, x: Tensor, by_hidden: Tensor, rows: Rows, up: Sequence[Tensor], needs: Needs,
+    sums: Sequence[Tensor], summed: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of x and of up, from that of the up projection's product.
 
     A product for up that reads rows of x by number leaves bandwidth of the memory: the rows of x's gradient are summed
@@ -134,19 +147,20 @@ def _of_x_and_up(
         if not needs.up:
             return None
         of_x, index = rows.read(x, wide)
-        tensors = {"offsets": rows.offsets, "a": by_hidden.T, "b": of_x, "b_index": index}
-        return _of_weights(tensors, up, sums, margin)
+        tensors = {"offsets": rows.offsets, "a": transposed(by_hidden), "b": transposed(of_x), "b_index": index}
+        return _of_weights(kind, "up", tensors, up, sums, margin)
 
     if not needs.x:
         return None, of_up()
     made = x.new_empty(rows.count, columns)
     tensors, options = operand(up, True)
-    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device), "a": by_hidden, "d": made}
-    execute("grouped_gemm", tensors, **options)
+    tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
+    tensors |= {"a": matrix(by_hidden), "d": matrix(made)}
+    kind.run("x", "grouped_gemm", tensors, options)
     if not summed:
         return made, of_up()
     if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide)):
-        by_x = combine(made, rows.of_choice)
+        by_x = sum_rows(made, rows.of_choice)
         del made, tensors  # before rows of x are copied
         return by_x, of_up()
     by_x, main, second = torch.empty_like(x), torch.cuda.current_stream(x.device), _second_stream(x.device)
@@ -165,7 +179,7 @@ def _second_stream(device: Any) -> Any:
 
 def _narrow_rows(rows: Tensor, factors: Tensor) -> dict[str, Tensor]:
     """Tensors of a product with rows in e4m3."""
-    return {"a": rows, "sfa": factors.unsqueeze(2)}
+    return {"a": matrix(rows), "sfa": factors.unsqueeze(2)}
 
 
 def _narrow(weights: Sequence[Tensor], keeps: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -180,19 +194,21 @@ def _vectors(bias: Tensor | None) -> Tensor | None:
 
 
 def _of_weights(
-    tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor], margin: int = 0
+    kind: Products, name: str, tensors: dict[str, Any], like: Sequence[Tensor], sums: Sequence[Tensor], margin: int = 0
 ) -> Tensor | None:
     """The product of two operands over the rows of each expert, or None where it is added to ``sums``."""
+    found, options = None, {}
+    experts, m, n = shape_of(like)
     if not sums:
-        found = like[0].new_empty(shape_of(like))
-        execute("grouped_gemm_wgrad", {**tensors, "wgrad": found}, margin)
-        return found
-    options: dict[str, Any] = {}
-    if is_list(sums):
-        experts, m, n = shape_of(sums)
+        found = like[0].new_empty(experts, m, n)
+        tensors["wgrad"] = found.permute(1, 2, 0)
+    elif is_list(sums):
         tensors["wgrad_ptrs"] = pointers(sums)
         options = {"num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": sums[0].dtype}
     else:
         (tensors["wgrad"],) = sums
-    execute("grouped_gemm_wgrad", tensors, margin, accumulate_on_output=True, **options)
-    return None
+    rows, numbered = tensors["b"].shape[1], [x for x in ("a_index", "b_index") if tensors.get(x) is not None]
+    # Rows of an expert, on average, as a power of two: other sizes have other tiles.
+    place = (name, *numbered, "wgrad" in tensors, bool(sums), margin, (rows // experts).bit_length())
+    kind.run(place, "grouped_gemm_wgrad", tensors, options, {"accumulate_on_output": bool(sums)}, margin=margin)
+    return found

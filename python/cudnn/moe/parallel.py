@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from cudnn.errors import refusal
 from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, agree
-from cudnn.moe.experts import Experts, Rows, is_list, shape_of
+from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
 from cudnn.moe.routing import sort
 
 _WHERE = "moe_mlp"
@@ -124,7 +124,7 @@ class _OverRanks(torch.autograd.Function):
         rows = sorted_rows(local, exchange, sent)
         made, hidden = x.new_empty(0, x.shape[1]), x.new_empty(0)
         if rows.count:
-            made, hidden = layer.forward(tokens, weights, rows, e, kind.keeps, summed=False)
+            made, hidden = layer.forward(products(x, e), tokens, weights, rows, e, kind.keeps, summed=False)
         if kind.keeps:
             tokens = tokens.clone() if way.reuses else tokens
             ctx.save_for_backward(
@@ -146,9 +146,8 @@ class _OverRanks(torch.autograd.Function):
         needs_up, needs_down = any(by_matrices[: kind.lists]), any(by_matrices[kind.lists :])
         needed = (True, True, needs_up, needs_down, *ctx.needs_input_grad[5:7])
         if rows.count:
-            found = layer.backward(
-                gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums, summed=False
-            )  # fmt: skip
+            given = (gradient, tokens, hidden, local, weights, rows, e, needed, kind.sums)
+            found = layer.backward(products(tokens, e), *given, summed=False)
         else:
             found = _none(tokens, weights, e, needed, kind.sums)
         by_x, by_weights = way.give_back(found.x, of_choice, None, sent, found.weights)

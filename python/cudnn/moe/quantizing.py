@@ -10,9 +10,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cudnn import launch
-from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
-from cudnn.moe._run import has_kernel, run
+from cudnn.moe._run import DEFAULT_STREAM, has_kernel, kernel, lasting
 from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
@@ -30,8 +29,8 @@ def quantized(x: torch.Tensor, row_of_choice: torch.Tensor | None = None, rows: 
     factors = x.new_empty(rows, x.shape[1] // BLOCK, dtype=torch.float32)
     if has_kernel(x, "quantize"):
         top_k = 0 if row_of_choice is None else row_of_choice.shape[1]
-        configuration = QuantizeConfiguration(name_of(x.dtype), x.shape[1], top_k=top_k)
-        run(_QUANTIZE, configuration, x, *(() if row_of_choice is None else (row_of_choice,)), found, factors)
+        made = kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, x.shape[1], False, top_k)
+        made(x, *(() if row_of_choice is None else (row_of_choice,)), found, factors)
         return found, factors
     narrow, of_rows = reference.quantize(x, 1)
     if row_of_choice is None:
@@ -48,7 +47,7 @@ class _Kept:
     """Weights in e4m3, in memory that stays as long as these lie at their ``addresses``: CUDA graphs may read it.
 
     ``versions`` are those of the weights that they were made of, None where the weights may have changed since.
-    ``stream``, ``done``: where they were made, and an event there.
+    ``stream``, ``done``: where they were made, and an event there. The memory is the default stream's.
     """
 
     addresses: tuple[int, ...]
@@ -63,17 +62,23 @@ class _Kept:
         if x.is_cuda:
             self.stream, self.done = launch.raw_stream(None, x.get_device()), self.done or torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(x.device))
+            self._used()
         self.versions = versions
 
     def read(self, captures: bool) -> Pair:
         """They, for the current stream. A capture begins when the GPU has done what was queued."""
         x = self.pair[0]
-        if x.is_cuda and not captures and launch.raw_stream(None, x.get_device()) != self.stream:
-            current = torch.cuda.current_stream(x.device)
-            current.wait_event(self.done)
-            for each in self.pair:
-                each.record_stream(current)
+        if x.is_cuda and not captures:
+            if launch.raw_stream(None, x.get_device()) != self.stream:
+                torch.cuda.current_stream(x.device).wait_event(self.done)
+            self._used()
         return self.pair
+
+    def _used(self) -> None:
+        """Tells PyTorch's allocator of another stream that uses the memory."""
+        if launch.raw_stream(None, self.pair[0].get_device()) != DEFAULT_STREAM:
+            for each in self.pair:
+                each.record_stream(torch.cuda.current_stream(each.device))
 
 
 def _captures(x: torch.Tensor) -> bool:
@@ -100,9 +105,17 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
             kept.versions = None
     elif kept is not None and kept.versions is not None and kept.versions == versions:
         return kept.read(captures)
-    pair = _pair(weights) if kept is None or captures else kept.pair
+    keeps = not (trains or captures or versions is None)
+    if kept is not None and not captures:
+        pair = kept.pair
+    elif keeps:
+        pair = lasting(lambda: _pair(weights))
+        if first.is_cuda:  # what read this memory before
+            torch.cuda.current_stream(first.device).wait_stream(torch.cuda.default_stream(first.device))
+    else:
+        pair = _pair(weights)
     _quantize(weights, pair)
-    if not (trains or captures or versions is None):
+    if keeps:
         kept = kept or _Kept(addresses, pair)
         kept.made(None if first in _replayed else versions)
         _kept[first] = kept
@@ -124,7 +137,7 @@ def _quantize(weights: Sequence[torch.Tensor], pair: Pair) -> None:
         flat = x.detach().reshape(-1, k)
         given = flat, narrow.view(flat.shape), of_blocks.view(-1, k // BLOCK)
         if has_kernel(x, "quantize"):
-            run(_QUANTIZE, QuantizeConfiguration(name_of(x.dtype), k, blocks=True), *given)
+            kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, k, True)(*given)
         else:
             for target, source in zip(given[1:], reference.quantize(flat, BLOCK), strict=True):
                 target.copy_(source)

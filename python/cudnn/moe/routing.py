@@ -2,14 +2,14 @@
 
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from cudnn.errors import refusal
-from cudnn.gemm.formats import name_of
 from cudnn.moe import reference
-from cudnn.moe._run import has_kernel, run
+from cudnn.moe._run import Kernel, has_kernel, kernel
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
@@ -24,6 +24,7 @@ _ROUTE, _GRADIENT = "cudnn_kernels.moe.routing:Route", "cudnn_kernels.moe.routin
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_ROWS = 2**30
 Maybe = torch.Tensor | None
+Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Routing(NamedTuple):
@@ -194,32 +195,44 @@ def moe_route(
     n_group: int,
     topk_group: int,
     scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Five:
     """The fields of :class:`Routing`, weights first: PyTorch's ``opcheck`` adds up results in the type of the first."""
-    rule = Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group)
+    rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
+    return routed(logits, bias, rule, scaling_factor)
+
+
+def routed(logits: torch.Tensor, bias: Maybe, rule: Rule, scaling_factor: float) -> Five:
+    """What :func:`moe_route` returns, without gradients."""
     _check(logits, bias, rule)
     if not has_kernel(logits, "route"):
         indices = reference.choose(logits, bias, rule)
         weights = reference.weigh(logits, indices, rule, scaling_factor)
         return weights, indices, *reference.sort(indices, logits.shape[1])
     tokens, experts = logits.shape
-    indices = logits.new_empty(tokens, top_k, dtype=torch.int32)
+    indices = logits.new_empty(tokens, rule.top_k, dtype=torch.int32)
     weights = torch.empty_like(indices, dtype=torch.float32)
-    configuration = RouteConfiguration(experts, top_k, rule, name_of(logits.dtype), bias is not None)
     scored = (logits, *(() if bias is None else (bias,)), weights, scaling_factor)
-    return weights, indices, *_sorted(configuration, indices, scored)
+    made = kernel(_ROUTE, RouteConfiguration, experts, rule.top_k, rule, logits.dtype, bias is not None)
+    return weights, indices, *_sorted(made, indices, scored)
+
+
+@functools.cache
+def rule_of(*fields: Any) -> Rule:
+    """One object for each rule, which is found quickly."""
+    return Rule(*fields)
 
 
 def _sorted(
-    configuration: RouteConfiguration, indices: torch.Tensor, scored: tuple[Any, ...] = ()
+    made: Kernel, indices: torch.Tensor, scored: tuple[Any, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Offsets, token_of_row and row_of_choice from the kernels, which also write indices where they choose them."""
-    offsets, token_of_row, row_of_choice = results = _empty(indices, configuration.experts)
+    tokens, experts = indices.shape[0], made.configuration.experts
+    offsets, token_of_row, row_of_choice = results = _empty(indices, experts)
     if not indices.numel():
         offsets.zero_()
         return results
-    counts = indices.new_empty(configuration.blocks(len(indices)) + 1, configuration.experts)
-    run(_ROUTE, configuration, *scored, indices, offsets, token_of_row, row_of_choice, counts)
+    counts = indices.new_empty(made.configuration.blocks(tokens) + 1, experts)
+    made(*scored, indices, offsets, token_of_row, row_of_choice, counts)
     return results
 
 
@@ -234,7 +247,7 @@ def _(
     n_group: int,
     topk_group: int,
     scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Five:
     _check(logits, bias, Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group))
     indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
     return torch.empty_like(indices, dtype=torch.float32), indices, *_empty(indices, logits.shape[1])
@@ -256,13 +269,20 @@ def moe_route_bwd(
     scaling_factor: float,
 ) -> torch.Tensor:
     """The gradient of logits from that of the weights; in the type of logits."""
-    rule = Rule(indices.shape[1], score, pre_softmax, renormalize)
+    rule = rule_of(indices.shape[1], score, pre_softmax, renormalize)
+    return logits_gradient(gradient, logits, indices, rule, scaling_factor)
+
+
+def logits_gradient(
+    gradient: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_factor: float
+) -> torch.Tensor:
+    """What :func:`moe_route_bwd` returns; the groups of the rule do not matter."""
     if not has_kernel(logits, "route"):
         return reference.logits_gradient(gradient, logits, indices, rule, scaling_factor)
     d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if logits.numel():
-        configuration = RouteGradientConfiguration(logits.shape[1], rule, name_of(logits.dtype))
-        run(_GRADIENT, configuration, gradient, logits, indices, d_logits, scaling_factor)
+        made = kernel(_GRADIENT, RouteGradientConfiguration, logits.shape[1], rule, logits.dtype)
+        made(gradient, logits, indices, d_logits, scaling_factor)
     return d_logits
 
 
@@ -302,7 +322,7 @@ def moe_sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
     _check_indices(indices, experts)
     if not has_kernel(indices, "sort"):
         return reference.sort(indices, experts)
-    return _sorted(RouteConfiguration(experts, indices.shape[1]), indices)
+    return _sorted(kernel(_ROUTE, RouteConfiguration, experts, indices.shape[1]), indices)
 
 
 @moe_sort.register_fake

@@ -2,58 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.errors import refusal
-from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS
+from cudnn.moe import layer as passes
+from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
-from cudnn.moe.routing import Routing, route, sort
-from cudnn.ops._moe_mlp import moe_mlp
+from cudnn.moe.routing import Routing, logits_gradient, route, routed, rule_of, sort
+from cudnn.ops._moe_mlp import checked, moe_mlp
+from cudnn.ops._registration import is_seen
 
 
-class _Logits(torch.autograd.Function):
-    """The router's product, and its tokens for the experts: their gradients meet here, where a product adds its own."""
+class _Kept(NamedTuple):
+    """What the backward pass needs."""
+
+    tokens: Tensor
+    logits: Tensor
+    hidden: Tensor
+    indices: Tensor
+    weights: Tensor
+    offsets: Tensor
+    token_of_row: Tensor
+    row_of_choice: Tensor
+
+
+class _Layer(torch.autograd.Function):
+    """The layer as one node of autograd, which takes the host less time than one for each operator would.
+
+    The two parts of the tokens' gradient meet here: the router's product adds its own to the experts'.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(tokens, weight)
-        passed = tokens.view_as(tokens)
-        if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(passed)
-        return torch.nn.functional.linear(tokens, weight), passed
+    def forward(
+        ctx: Any, layer: MoE, tokens: Tensor, shared: Tensor | None, router: Tensor, *parameters: Tensor | None
+    ) -> Tensor:
+        y, kept, ctx.kind = layer._computed(tokens, shared, router, parameters, True)
+        ctx.layer, ctx.sums = layer, layer._sums()
+        ctx.save_for_backward(*kept, router, *parameters)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (by_logits, by_tokens), (tokens, weight) = gradients, ctx.saved_tensors
-        by_weight = by_logits.T @ tokens if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, by_weight
-        return by_tokens.addmm_(by_logits, weight), by_weight  # nobody else has this gradient
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved, layer, sums = ctx.saved_tensors, ctx.layer, ctx.sums
+        kept, (router, *parameters) = _Kept(*saved[:8]), saved[8:]
+        _, of_tokens, of_shared, of_router, *rest = ctx.needs_input_grad
+        for part in sums:
+            torch.autograd.graph.increment_version(part)
+        e, rows = layer._experts(parameters), Rows(kept.offsets, kept.token_of_row, kept.row_of_choice)
+        needed = (of_tokens, of_tokens or of_shared or of_router, *rest)
+        given = (kept.tokens, kept.hidden, kept.indices, kept.weights, rows, e, needed, sums)
+        found = passes.backward(ctx.kind, gradients[0].contiguous(), *given)
+        by_tokens, by_shared, by_router = found.x, None, None
+        if found.weights is not None:
+            by_chosen = found.weights
+            if of_shared:
+                by_chosen, by_shared = (x.contiguous() for x in by_chosen.split([layer.top_k, layer.shared_experts], 1))
+            elif layer.shared_experts:
+                by_chosen = by_chosen[:, : layer.top_k].contiguous()
+            by_logits = layer._by_logits(by_chosen, kept)
+            by_router = by_logits.T @ kept.tokens if of_router else None
+            if by_tokens is not None:
+                by_tokens.addmm_(by_logits, router)  # nobody else has this gradient
+        return None, by_tokens, by_shared, by_router, *found[2:]
 
 
 class _Router(torch.nn.Linear):
-    """A linear layer that also ``passes`` its tokens on, with the gradients of both in one."""
+    """A linear layer that says what it takes."""
 
-    def forward(self, tokens: Tensor, passes: bool = False) -> Any:
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.check(tokens)
+        return super().forward(tokens)
+
+    def check(self, tokens: Tensor) -> None:
+        """Raises for tokens of another type or size."""
         cast, weight = torch.is_autocast_enabled(tokens.device.type), self.weight
         if (tokens.dtype is not weight.dtype and not cast) or tokens.shape[-1] != weight.shape[1]:
             got, allowed = f"{tokens.dtype} [..., {tokens.shape[-1]}]", f"{weight.dtype} [..., {weight.shape[1]}]"
             raise ValueError(refusal("MoE", "x", got, allowed, "use x.to(layer.up.dtype), or torch.autocast"))
-        if not passes:
-            return super().forward(tokens)
-        if cast or torch.compiler.is_compiling():
-            return super().forward(tokens), tokens
-        return _Logits.apply(tokens, weight)
 
     @property
     def has_hooks(self) -> bool:
-        """Whether someone looks at its results or their gradients, and expects the logits alone."""
-        return bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+        """Whether someone looks at its calls or their gradients."""
+        hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
+        return any(hooks) or _has_any_global_hook()
 
 
 class MoE(torch.nn.Module):
@@ -115,10 +153,8 @@ class MoE(torch.nn.Module):
             )
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
-        self._route: dict[str, Any] = {
-            "score": score, "pre_softmax": pre_softmax, "renormalize": renormalize, "n_group": n_group,
-            "topk_group": topk_group, "scaling_factor": scaling_factor,
-        }  # fmt: skip
+        self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
+        self._scaling_factor = scaling_factor
         numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
         self._numbers = dict(zip(NUMBERS, numbers, strict=True))
         made = {"device": device, "dtype": dtype}
@@ -162,35 +198,88 @@ class MoE(torch.nn.Module):
         """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
         tokens = x.reshape(-1, x.shape[-1])
         logits = self.router(tokens)
-        return logits, route(logits, self.top_k, bias=self.correction, **self._route)
+        names = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
+        rule: dict[str, Any] = dict(zip(names, self._rule, strict=True))
+        return logits, route(logits, self.top_k, bias=self.correction, scaling_factor=self._scaling_factor, **rule)
 
-    def _with_shared(self, tokens: Tensor, routing: Routing) -> Routing:
+    def _shared(self, tokens: Tensor) -> Tensor:
+        """The shared experts' weights (T, shared_experts)."""
+        weight = tokens.new_ones(len(tokens), self.shared_experts, dtype=torch.float32)
+        return weight if self.shared_gate is None else weight * self.shared_gate(tokens).float().sigmoid()
+
+    def _with_shared(self, indices: Tensor) -> Tensor:
         """The shared experts as further choices of every token."""
-        shape = (len(tokens), self.shared_experts)
-        shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=tokens.device).expand(shape)
-        weight = tokens.new_ones(shape, dtype=torch.float32)
-        if self.shared_gate is not None:
-            weight = weight * self.shared_gate(tokens).float().sigmoid()
-        indices = torch.cat([routing.indices, shared], 1)
-        return Routing(indices, torch.cat([routing.weights, weight], 1), *sort(indices, len(self.up)))
+        shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=indices.device)
+        return torch.cat([indices, shared.expand(len(indices), -1)], 1)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
         if not self._agreed:
             self._agree(x)
-        if routing is None and type(self.router) is _Router and not self.router.has_hooks:
-            logits, tokens = self.router(x.reshape(-1, x.shape[-1]), passes=True)
-            routing, x = route(logits, self.top_k, bias=self.correction, **self._route), tokens.view(x.shape)
-        elif routing is None:
-            _, routing = self.route(x)
+        tokens = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        parameters = (self.up, self.down, self.up_bias, self.down_bias)
+        if routing is None and self._is_unseen(tokens, parameters):
+            self.router.check(tokens)
+            shared, weight = self._shared(tokens) if self.shared_experts else None, self.router.weight
+            given = (tokens, shared, weight, *parameters)
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+                y = _Layer.apply(self, *given)
+            else:
+                y, *_ = self._computed(tokens, shared, weight, parameters, False)
+            return y if x.ndim == 2 else y.view(x.shape)
+        if routing is None:
+            _, routing = self.route(tokens)
         if self.shared_experts:
-            routing = self._with_shared(x.reshape(-1, x.shape[-1]), routing)
-        both: tuple[Any, Any] = (self.up, self.down)
-        sums = (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
+            indices = self._with_shared(routing.indices)
+            weights = torch.cat([routing.weights, self._shared(tokens)], 1)
+            routing = Routing(indices, weights, *sort(indices, len(self.up)))
         return moe_mlp(
-            x, routing, self.up, self.down, self.up_bias, self.down_bias, activation=self.activation,
-            glu_layout=self.glu_layout, fp8=self.fp8, main_grads=sums, **self._numbers, **self._ranks,
+            x, routing, *parameters, activation=self.activation, glu_layout=self.glu_layout, fp8=self.fp8,
+            main_grads=self._main_grads(), **self._numbers, **self._ranks,
         )  # fmt: skip
+
+    def _is_unseen(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+        """Whether nobody has to see the operators that a call consists of."""
+        router = self.router
+        if self._ranks["group"] is not None or type(router) is not _Router or router.has_hooks or not len(tokens):
+            return False
+        return not is_seen([t for t in (tokens, router.weight, *parameters) if t is not None], True)
+
+    def _computed(
+        self, tokens: Tensor, shared: Tensor | None, router: Tensor, parameters: Sequence[Any], keeps: bool
+    ) -> tuple[Tensor, _Kept, Products]:
+        """The result, what the backward pass needs, and the products."""
+        logits, tokens = torch.nn.functional.linear(tokens, router), tokens.contiguous()
+        weights, indices, *sorted_ = routed(
+            logits, self.correction, rule_of(self.top_k, *self._rule), self._scaling_factor
+        )
+        if shared is not None:
+            indices, weights = self._with_shared(indices), torch.cat([weights, shared], 1)
+            sorted_ = sort(indices, len(self.up))
+        e, rows = self._experts(parameters), Rows(*sorted_)
+        kind = checked(tokens, weights, indices, e, self._sums())
+        y, hidden = passes.forward(kind, tokens, weights, rows, e, keeps)
+        return y, _Kept(tokens, logits, hidden, indices, weights, *sorted_), kind
+
+    def _by_logits(self, by_weights: Tensor, kept: _Kept) -> Tensor:
+        """The gradient of the logits, from that of the chosen experts' weights."""
+        indices = kept.indices if not self.shared_experts else kept.indices[:, : self.top_k].contiguous()
+        rule = rule_of(self.top_k, *self._rule[:3])
+        return logits_gradient(by_weights, kept.logits, indices, rule, self._scaling_factor)
+
+    def _experts(self, parameters: Sequence[Any]) -> Experts:
+        up, down, up_bias, down_bias = parameters
+        options = (self.activation, tuple(self._numbers.values()), self.glu_layout, self.fp8)
+        return Experts([up], [down], up_bias, down_bias, *options)
+
+    def _main_grads(self) -> tuple[Tensor, Tensor] | None:
+        both: tuple[Any, Any] = (self.up, self.down)
+        return (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
+
+    def _sums(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the gradients of up and down are added to, if they are."""
+        both = self._main_grads()
+        return ([], []) if both is None else ([both[0]], [both[1]])
 
     def _agree(self, x: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from cudnn.errors import refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer
-from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Rows, is_list, shape_of
+from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Products, Rows, environment, is_list, products, shape_of
 from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
 from cudnn.moe.routing import Routing, sort
 from cudnn.ops._registration import custom_op, in_type
@@ -103,7 +102,7 @@ def _on_ranks(
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         cast = functools.partial(in_type, dtype=torch.get_autocast_dtype(kind))
-        e = replace(e, **{name: cast(getattr(e, name)) for name in ("up", "down", "up_bias", "down_bias")})
+        e = e._replace(**{name: cast(getattr(e, name)) for name in ("up", "down", "up_bias", "down_bias")})
         with torch.autocast(kind, enabled=False):
             return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
     _check(x, indices, weights, e, sums)
@@ -176,14 +175,47 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
     if len(types) > 1 or x.dtype not in _TYPES:
         raise ValueError(refusal(_WHERE, "types", types, f"one of {', '.join(map(str, _TYPES))} for all but weights"))
-    devices = {str(tensor.device) for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
+    devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
     if len(devices) > 1:
-        raise ValueError(refusal(_WHERE, "devices", devices, "one device", "move them to one"))
+        raise ValueError(refusal(_WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one"))
     for name, given, like in (("up", sums[0], e.up), ("down", sums[1], e.down)):
         wrong = [w for w in given if w.dtype is not torch.float32 or not w.is_contiguous()]
         if wrong or (given and (shape_of(given) != shape_of(like))):
             got = f"{given[0].dtype} {shape_of(given)}"
             raise ValueError(refusal(_WHERE, f"main_grads of {name}", got, f"contiguous float32 {shape_of(like)}"))
+
+
+_KINDS: dict[Any, Products] = {}
+
+
+def checked(
+    x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, e: Experts, sums: Sequence[Sequence[torch.Tensor]]
+) -> Products:
+    """The products of a layer whose arguments are right. Those like earlier ones are not looked at again, except lists.
+
+    Raises:
+        ValueError: as :func:`moe_mlp`.
+    """
+    every = (e.up, e.down, *sums)
+    firsts = [(t.shape, t.dtype, t.device, t.is_contiguous()) for part in every for t in part[:1]]
+    biases = [None if t is None else (t.shape, t.dtype, t.device) for t in (e.up_bias, e.down_bias)]
+    lengths = tuple(map(len, every))
+    routed = (
+        indices.shape == weights.shape,
+        indices.ndim,
+        indices.dtype,
+        indices.device,
+        weights.dtype,
+        weights.device,
+    )
+    tokens = (x.shape[0] == indices.shape[0], x.shape[1:], x.dtype, x.device)
+    options = (e.activation, *e.numbers, e.glu_layout, e.fp8)
+    key = (*firsts, *biases, lengths, routed, tokens, options, environment())
+    found = _KINDS.get(key)
+    if found is None or max(lengths) > 1:
+        _check(x, indices, weights, e, sums)
+        found = _KINDS[key] = products(x, e)
+    return found
 
 
 @custom_op("moe_mlp_fwd_primitive", autocast=("x", "up", "down", "up_bias", "down_bias"))
@@ -208,12 +240,12 @@ def moe_mlp_fwd_primitive(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y of :func:`moe_mlp`, and what the backward pass needs where it ``keeps`` it, else no elements."""
     experts = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8)
-    _check(x, indices, weights, experts, (up_sums, down_sums))
+    kind = checked(x, weights, indices, experts, (up_sums, down_sums))
     if not token_of_row.numel():
         y, kept = _empty(x, token_of_row, experts, keeps)
         return y.zero_(), kept
     rows = Rows(offsets, token_of_row, row_of_choice)
-    return layer.forward(x.contiguous(), weights.contiguous(), rows, experts, keeps)
+    return layer.forward(kind, x.contiguous(), weights.contiguous(), rows, experts, keeps)
 
 
 def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +296,8 @@ def moe_mlp_bwd_primitive(
         return tuple(gradient.zero_() for gradient in made)  # pyright: ignore[reportReturnType]
     rows, sums = Rows(offsets, token_of_row, row_of_choice), (up_sums, down_sums)
     gradient, x, weights = gradient.contiguous(), x.contiguous(), weights.contiguous()
-    found = layer.backward(gradient, x, hidden, indices, weights, rows, experts, needed, sums)
+    kind = products(x, experts)
+    found = layer.backward(kind, gradient, x, hidden, indices, weights, rows, experts, needed, sums)
     return tuple(x.new_empty(0) if each is None else each for each in found)  # pyright: ignore[reportReturnType]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -72,7 +72,7 @@ class _Operator(CustomOpDef):
         self._function = _differentiable(self._init_fn, self._places, backward, setup_context)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or kwargs or len(args) != self._count or _intercepted(self._has_autocast):
+        if torch.compiler.is_compiling() or kwargs or len(args) != self._count:
             return self._opoverload(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         for place in self._places:
@@ -81,28 +81,28 @@ class _Operator(CustomOpDef):
                 tensors += given
             elif given is not None:
                 tensors.append(given)
-        differentiable = False
-        for tensor in tensors:
-            if type(tensor) not in _PLAIN or not torch._C._has_storage(tensor) or tensor.is_meta or tensor.is_neg():
-                return self._opoverload(*args)
-            differentiable = differentiable or tensor.requires_grad
-        if differentiable and torch.is_grad_enabled():
+        if is_seen(tensors, self._has_autocast):
+            return self._opoverload(*args)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._function.apply(args, *tensors) if self._function else self._opoverload(*args)
         for place in self._mutated:
             torch.autograd.graph.increment_version(args[place])
         return self._init_fn(*args)
 
 
-def _intercepted(has_autocast: bool) -> bool:
-    """Whether something in PyTorch has to see the calls of operators."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
+def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
+    """Whether something in PyTorch has to see a call with these tensors: of an operator, where this is asked."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or _profiler_enabled()
         or torch._C._is_tracing()
         or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
-    )
+    ):
+        return True
+    return any(type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_meta or x.is_neg() for x in tensors)
 
 
 def _differentiable(
