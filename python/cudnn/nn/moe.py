@@ -91,7 +91,7 @@ class _Router(torch.nn.Linear):
     def has_hooks(self) -> bool:
         """Whether someone looks at its calls or their gradients."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(hooks) or _has_any_global_hook()
+        return any(hooks) or bool(_has_any_global_hook())
 
 
 class MoE(torch.nn.Module):
