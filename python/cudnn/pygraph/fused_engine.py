@@ -104,7 +104,7 @@ def refuse(node: Any, reason: str = "") -> None:
 def chosen(
     nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
 ) -> FusedConfig | None:  # fmt: skip
-    """The engine's configuration: for a graph that asks for it or, if ``offered``, where it was measured faster.
+    """The engine's configuration: for a graph that asks for it or, if ``offered``, a forward pass measured faster.
 
     Raises:
         cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.
@@ -112,7 +112,9 @@ def chosen(
     node: Any = nodes[0]
     asked = next((each for each in nodes if getattr(each, "implementation", None) is FUSED), None)
     alone = len(nodes) == 1 and node.tag in _PORTS
-    if asked is None and not (offered and alone and node.implementation is AUTO and _has_pytorch()):
+    # The backward pass was not yet seen on a GPU as a plan: it is for graphs that ask for it.
+    by_default = offered and alone and node.tag == "SDPA" and node.implementation is AUTO
+    if asked is None and not (by_default and _has_pytorch()):
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
     if asked is not None:
@@ -144,15 +146,13 @@ def _has_pytorch() -> bool:
 
 
 def _measured_faster(node: Any, arch: str) -> str:
-    """Why these kernels compute a node that does not ask for them; empty where they do not."""
+    """Why these kernels compute a node of the forward pass that does not ask for them; empty where they do not."""
     if not arch or obstacle(node) or node.left_bound is not None:
         return ""
     from cudnn.sdpa import choice
 
     q, k, v = (node.inputs[port].dim for port in "QKV")
-    causal, gradients = node.right_bound == 0, node.tag == "SDPA_BWD"
-    deterministic = gradients and node.use_deterministic_algorithm
-    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), causal, gradients, deterministic)
+    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), node.right_bound == 0, False)
     return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
 
 

@@ -19,8 +19,6 @@ FASTER = {
     )
 }
 """Where docs/performance.md has these kernels faster than cuDNN's: d, dv, whether causal, whether with gradients."""
-DETERMINISTIC = {"sm_90a": frozenset({(256, 256)})}
-"""Where that holds of gradients that are the same in every call, too: d, dv."""
 _LARGE = 4096 * 32, 4096
 """Rows of all heads, and keys: what the measurements had at least."""
 
@@ -51,13 +49,11 @@ def obstacle(
 
 
 def is_faster(
-    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool,
-    deterministic: bool = False,
+    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool
 ) -> bool:  # fmt: skip
     """Whether docs/performance.md has the kernels faster than cuDNN, on a chip and with so many rows of all heads."""
     large = rows >= _LARGE[0] and keys >= _LARGE[1]
-    slow = deterministic and heads not in DETERMINISTIC.get(arch, ())
-    return large and not slow and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
+    return large and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
 
 
 def options(is_causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
