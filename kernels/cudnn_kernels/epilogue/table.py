@@ -1,4 +1,4 @@
-"""Which class runs which declaration: that of its name."""
+"""Which class runs which declaration: the one of the same name."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Where a tile is found by arithmetic, every role computes it. Where it takes a search, one warp of the CTA finds it,
 ahead of the others, and puts it in a small ring in shared memory that all other roles read.
 
-Clusters take every n-th tile, of n clusters, as few as take no more turns than all would.
+Each of n clusters takes every n-th tile. n is the least number of clusters that need no more turns than all that fit.
 """
 
 from __future__ import annotations
