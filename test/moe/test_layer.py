@@ -296,6 +296,18 @@ def test_weights_in_e4m3_follow_the_weights(monkeypatch: pytest.MonkeyPatch) -> 
         assert quantized_weights([fixed], False) is not quantized_weights([fixed], False)
 
 
+def test_every_pass_says_that_its_stream_uses_the_copies_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that trains writes those that an earlier pass keeps, in the default stream's memory."""
+    used: list[Any] = []
+    monkeypatch.setattr(quantizing._Kept, "used", lambda self: used.append(self.pair[0].data_ptr()))
+    weights = torch.randn(2, 128, 128).bfloat16()
+    kept, _ = quantized_weights([weights], False)
+    before = len(used)
+    written, _ = quantized_weights([weights], True)
+    assert written is kept
+    assert used[before:] == [kept.data_ptr()]
+
+
 @pytest.mark.gpu
 def test_weights_in_e4m3_on_other_streams() -> None:
     """Those that one stream makes, late, are waited for by another one."""
@@ -560,6 +572,10 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
         with hook():
             assert torch.equal(layer(x), y)
         assert called in shapes
+    forward, calls = layer.router.forward, list[Any]()
+    layer.router.forward = lambda tokens: calls.append(tokens.shape) or forward(tokens)  # as accelerate does
+    assert torch.equal(layer(x), y)
+    assert calls == [(50, 64)]
 
 
 def test_the_module_takes_halves_and_main_gradients() -> None:
@@ -605,6 +621,19 @@ def test_addresses_last_as_long_as_the_weights() -> None:
     operands.pointers([torch.ones(3)])
     assert gone() is None
     assert operands.pointers([weights[0]]) is tables[0]
+
+
+def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two devices: each has a thread of autograd."""
+
+    def expired() -> bool:
+        tables.pop("gone", None)  # by the other thread
+        return True
+
+    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired))}
+    monkeypatch.setattr(operands, "_TABLES", tables)
+    weight = torch.ones(2)
+    assert int(operands.pointers([weight])) == weight.data_ptr()
 
 
 def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:

@@ -131,7 +131,7 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
     found = _TABLES.get(key)
     if found is None:
         for other in [other for other, table in list(_TABLES.items()) if table.memory.expired()]:
-            del _TABLES[other]
+            _TABLES.pop(other, None)  # another thread may have been faster
         made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
         found = _TABLES[key] = _Table(made, StorageWeakRef(first.untyped_storage()))
     elif found.memory.expired():  # other tensors lie there now

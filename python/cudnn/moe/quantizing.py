@@ -62,7 +62,6 @@ class _Kept:
         if x.is_cuda:
             self.stream, self.done = launch.raw_stream(None, x.get_device()), self.done or torch.cuda.Event()
             self.done.record(torch.cuda.current_stream(x.device))
-            self._used()
         self.versions = versions
 
     def read(self, captures: bool) -> Pair:
@@ -71,12 +70,13 @@ class _Kept:
         if x.is_cuda and not captures:
             if launch.raw_stream(None, x.get_device()) != self.stream:
                 torch.cuda.current_stream(x.device).wait_event(self.done)
-            self._used()
+            self.used()
         return self.pair
 
-    def _used(self) -> None:
+    def used(self) -> None:
         """Tells PyTorch's allocator of another stream that uses the memory."""
-        if launch.raw_stream(None, self.pair[0].get_device()) != DEFAULT_STREAM:
+        x = self.pair[0]
+        if x.is_cuda and launch.raw_stream(None, x.get_device()) != DEFAULT_STREAM:
             for each in self.pair:
                 each.record_stream(torch.cuda.current_stream(each.device))
 
@@ -108,6 +108,7 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     keeps = not (trains or captures or versions is None)
     if kept is not None and not captures:
         pair = kept.pair
+        kept.used()
     elif keeps:
         pair = lasting(lambda: _pair(weights))
         if first.is_cuda:  # what read this memory before
@@ -117,6 +118,7 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
     _quantize(weights, pair)
     if keeps:
         kept = kept or _Kept(addresses, pair)
+        kept.used()
         kept.made(None if first in _replayed else versions)
         _kept[first] = kept
     return pair

@@ -89,9 +89,9 @@ class _Router(torch.nn.Linear):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether someone looks at its calls or their gradients."""
+        """Whether someone looks at its calls or their gradients, or has put a ``forward`` of their own in its place."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(hooks) or bool(_has_any_global_hook())
+        return any(hooks) or "forward" in vars(self) or bool(_has_any_global_hook())
 
 
 class MoE(torch.nn.Module):
