@@ -68,9 +68,9 @@ def test_reference_agrees_with_pytorch(name: str, kind: torch.dtype) -> None:
         value, bound = expected[port].value[keep], expected[port].bound[keep]
         wanted = Approx(value, bound + 2**-20 * value.abs())
         assert compare(result[keep], wanted) == "", port
-        doubt = float(wanted.bound.mean() / value.abs().mean())
+        doubt, size = float(wanted.bound.sum()), float(value.abs().sum())
         # Rounding to fp8 moves numbers by 3e-2 on average; the largest one may be one of those in doubt.
-        assert not doubt > (5e-2 if port.startswith("Amax") else 1e-2), f"{port}: {doubt}"
+        assert doubt <= (5e-2 if port.startswith("Amax") else 1e-2) * size, f"{port}: {doubt} of {size}"
 
 
 @pytest.mark.usefixtures("_newest")

@@ -104,6 +104,7 @@ TAIL = "the producers' tails wait, buffer by buffer, for what the accumulator's 
 FREE = "the pair's freeing of tensor memory waits for the other CTA, as the cluster's barrier does"
 END = "the cluster's last barrier waits for what the producers' tails and the freeing of tensor memory wait for"
 TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
+SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "plain": {WAIT: (3, TAIL)},
@@ -113,7 +114,8 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "pair": {WAIT: (4, f"{TAIL}; {FREE}"), "fence.mbarrier_init.release.cluster": (1, TWICE), **CLUSTER},
     "block-scaled": {WAIT: (4, TAIL)},
     "k of experts": {WAIT: (5, TAIL)},
-    "weights behind pointers": {WAIT: (5, TAIL), **CLUSTER},
+    "rows of experts": {"bar.warp.sync": (1, SHUFFLES)},
+    "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
 LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 EQUIVALENT["rows by number"] = {"bar.warp.sync": (4, LANES)}

@@ -578,6 +578,17 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     assert calls == [(50, 64)]
 
 
+def test_a_subclass_routes_its_own_way() -> None:
+    class Mine(MoE):
+        def route(self, x: torch.Tensor) -> Any:
+            routed.append(x.shape)
+            return super().route(x)
+
+    routed, layer = list[Any](), Mine(64, 32, 4, 2)
+    layer(torch.randn(2, 25, 64).bfloat16())
+    assert routed == [(50, 64)]
+
+
 def test_the_module_takes_halves_and_main_gradients() -> None:
     layer = MoE(64, 32, 4, 2, into_main_grad=True, correction_bias=True)
     gate, up = torch.randn(4, 32, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -234,7 +235,7 @@ class Streams:
         second = Stream("second", self.done)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.entered)
-        monkeypatch.setattr(_streams, "_second", lambda device: second)
+        monkeypatch.setattr(_streams, "_second", lambda device, first: second)
         monkeypatch.setattr(_nsa_attention, "forked", lambda device: _streams.forked(torch.device("cuda", 0)))
         for name in ("_window_results", "_window_forward", "nsa_compression", "nsa_top_k", "nsa_selection",
                      "_window_backward", "nsa_selection_bwd", "nsa_compression_bwd"):  # fmt: skip
@@ -256,10 +257,26 @@ class Streams:
 
 class Stream:
     def __init__(self, name: str, done: list[tuple[str, str]]) -> None:
-        self.name, self.done = name, done
+        self.name, self.done, self.cuda_stream = name, done, 0
 
     def wait_stream(self, other: Any) -> None:
         self.done.append((self.name, f"waits for {other.name}"))
+
+
+def test_each_stream_has_a_second_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, current = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("second", []))
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(_streams, "_second", functools.cache(_streams._second.__wrapped__))
+    seconds = []
+    for handle in (1, 2, 1):
+        current.append(Stream("first", []))
+        current[-1].cuda_stream = handle
+        with _streams.forked(device) as beside, beside as second:
+            seconds.append(second)
+    assert seconds[0] is seconds[2]
+    assert seconds[0] is not seconds[1]
 
 
 def test_the_window_runs_beside_the_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:

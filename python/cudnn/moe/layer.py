@@ -6,7 +6,6 @@ is taken where the activation's is, from the intermediate width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +25,7 @@ from cudnn.moe.experts import (
     transposed,
 )
 from cudnn.moe.quantizing import quantized, quantized_weights
+from cudnn.ops._streams import forked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,18 +163,12 @@ def _of_x_and_up(
         by_x = sum_rows(made, rows.of_choice)
         del made, tensors  # before rows of x are copied
         return by_x, of_up()
-    by_x, main, second = torch.empty_like(x), torch.cuda.current_stream(x.device), _second_stream(x.device)
-    second.wait_stream(main)
-    by_up = of_up(MARGIN)
-    with torch.cuda.stream(second):
-        sum_into(by_x, made, rows.of_choice, None)
-    main.wait_stream(second)
+    by_x = torch.empty_like(x)
+    with forked(x.device) as beside:
+        by_up = of_up(MARGIN)
+        with beside:
+            sum_into(by_x, made, rows.of_choice, None)
     return by_x, by_up
-
-
-@functools.cache
-def _second_stream(device: Any) -> Any:
-    return torch.cuda.Stream(device)
 
 
 def _narrow_rows(rows: Tensor, factors: Tensor) -> dict[str, Tensor]:

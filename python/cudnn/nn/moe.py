@@ -240,8 +240,10 @@ class MoE(torch.nn.Module):
 
     def _is_unseen(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
         """Whether nobody has to see the operators that a call consists of."""
-        router = self.router
-        if self._ranks["group"] is not None or type(router) is not _Router or router.has_hooks or not len(tokens):
+        router, own_choice = self.router, type(self).route is not MoE.route
+        if own_choice or self._ranks["group"] is not None or not len(tokens):
+            return False
+        if type(router) is not _Router or router.has_hooks:
             return False
         return not is_seen([t for t in (tokens, router.weight, *parameters) if t is not None], True)
 

@@ -21,7 +21,8 @@ def forked(device: torch.device) -> Iterator[AbstractContextManager[object]]:
     if device.type != "cuda":
         yield nullcontext()
         return
-    first, second = torch.cuda.current_stream(device), _second(device)
+    first = torch.cuda.current_stream(device)
+    second = _second(device, first.cuda_stream)
     second.wait_stream(first)
     try:
         yield torch.cuda.stream(second)
@@ -30,6 +31,6 @@ def forked(device: torch.device) -> Iterator[AbstractContextManager[object]]:
 
 
 @functools.cache
-def _second(device: torch.device) -> torch.cuda.Stream:
-    """A device's second stream: that of all calls."""
+def _second(device: torch.device, first: int) -> torch.cuda.Stream:
+    """The second stream of a stream: a thread that captures one must not take in what another one launches."""
     return torch.cuda.Stream(device)
