@@ -34,9 +34,12 @@ def test_kernels_import_neither_torch_nor_cudnn() -> None:
 
 
 def test_import_is_quick() -> None:
-    """``import cudnn`` adds under 0.2 s to ``import torch``; best of six, as full cores cost processor time too."""
-    code = "import time, torch; t = time.process_time(); import cudnn; print(time.process_time() - t)"
-    assert any(float(_python(code)) < 0.2 for _ in range(6))
+    """``import cudnn`` adds under 0.2 s to ``import torch``, best of six, or a sixth of its time: full cores cost
+    processor time, too, to both."""
+    clock = "time.process_time()"
+    code = f"import time; a = {clock}; import torch; b = {clock}; import cudnn; print(b - a, {clock} - b)"
+    times = (map(float, _python(code).split()) for _ in range(6))
+    assert any(ours < max(0.2, of_torch / 6) for of_torch, ours in times)
 
 
 @pytest.mark.parametrize("command", [["--version"], ["--help"], ["cache", "list"]])
