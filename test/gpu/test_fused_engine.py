@@ -17,6 +17,11 @@ pytestmark = pytest.mark.gpu
 FUSED = cudnn.attention_implementation.FUSED
 CAUSAL = {"use_causal_mask": True}
 PROBLEM = Problem(h_q=4, h_k=2, h_v=2, s_q=300, s_kv=300, d_qk=128, d_v=128, scale=0.09, options=CAUSAL)
+PROBLEMS = [
+    PROBLEM,
+    dataclasses.replace(PROBLEM, d_qk=256, d_v=256, scale=0.06, options={}),
+    dataclasses.replace(PROBLEM, d_qk=192, d_v=128, s_kv=500, options={"use_causal_mask_bottom_right": True}),
+]
 
 
 def described(problem: Problem, data: dict[str, torch.Tensor], dtype: torch.dtype, **options: Any) -> Any:
@@ -28,15 +33,7 @@ def described(problem: Problem, data: dict[str, torch.Tensor], dtype: torch.dtyp
 
 @pytest.mark.parametrize("stats", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "problem",
-    [
-        PROBLEM,
-        dataclasses.replace(PROBLEM, d_qk=256, d_v=256, scale=0.06, options={}),
-        dataclasses.replace(PROBLEM, d_qk=192, d_v=128, s_kv=500, options={"use_causal_mask_bottom_right": True}),
-        dataclasses.replace(PROBLEM, s_q=2, s_kv=700, options={}),
-    ],
-)
+@pytest.mark.parametrize("problem", [*PROBLEMS, dataclasses.replace(PROBLEM, s_q=2, s_kv=700, options={})])
 def test_results(problem: Problem, dtype: torch.dtype, stats: bool) -> None:
     data = problem.tensors(dtype, "cuda")
     made = described(problem, data, dtype, implementation=FUSED, stats=stats)
@@ -56,15 +53,7 @@ def with_results(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, t
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "problem",
-    [
-        PROBLEM,
-        dataclasses.replace(PROBLEM, d_qk=256, d_v=256, scale=0.06, options={}),
-        dataclasses.replace(PROBLEM, d_qk=192, d_v=128, s_kv=500, options={"use_causal_mask_bottom_right": True}),
-        dataclasses.replace(PROBLEM, d_qk=96, d_v=96),
-    ],
-)
+@pytest.mark.parametrize("problem", [*PROBLEMS, dataclasses.replace(PROBLEM, d_qk=96, d_v=96)])
 def test_gradients(problem: Problem, dtype: torch.dtype, deterministic: bool) -> None:
     data = with_results(problem, problem.tensors(dtype, "cuda"))
     made = described(problem, data, dtype, implementation=FUSED, use_deterministic_algorithm=deterministic)
