@@ -1,12 +1,12 @@
-"""The random graphs from the command line.
-
-``PYTHONPATH=test:python:kernels python test/gpu/fuzz_run.py matmul --seed 17`` runs one case;
-``... fuzz_run.py --processes 12 --report fuzz.jsonl`` runs all families in full.
-"""
+"""One of the random graphs: ``PYTHONPATH=test:python:kernels python test/gpu/fuzz_run.py FAMILY SEED``."""
 
 import sys
 
-from support.fuzz.sweep import main
+from support.fuzz import FAMILIES
+from support.fuzz.harness import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    family, seed = sys.argv[1:]
+    outcome = run(FAMILIES[family].draw(int(seed)), "cuda", "cudnn")
+    print(outcome.case.json(), outcome.status, outcome.plan, outcome.message, sep="\n")
+    sys.exit(outcome.status == "failed")

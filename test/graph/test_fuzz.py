@@ -20,7 +20,6 @@ from support.fuzz.attention_formula import Problem
 from support.fuzz.chain import Program
 from support.fuzz.harness import plannable, run
 from support.fuzz.matmul import MatmulCase
-from support.fuzz.sweep import Worker, main, summary, sweep
 
 _SMALL = 60_000  # elements
 
@@ -166,48 +165,3 @@ def test_bounds_cover_a_gradient_of_scores_that_is_rounded_times_the_scale() -> 
 
     assert compare(stored(1), allowed) == ""
     assert "elements wrong" in compare(stored(8), allowed)
-
-
-def test_sweep_sums_up(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    report = tmp_path / "report.jsonl"
-    assert main(["matmul", "--seed", "5", "--device", "cpu", "--report", str(report)]) == 0
-    (line,) = [json.loads(text) for text in report.read_text().splitlines()]
-    assert (line["cases"], line["passed"], line["ok"]) == (1, 1, True)
-    assert '"family":"matmul","seed":5' in capsys.readouterr().out
-
-
-def test_sweep_in_processes() -> None:
-    records = [*sweep([("matmul", seed) for seed in range(3)], "cpu", 1)]
-    assert [record["seed"] for record in records] == [0, 1, 2]
-    assert {record["status"] for record in records} == {"passed"}
-
-
-def test_a_process_that_dies_and_one_that_hangs_are_noticed() -> None:
-    dead, slow = Worker("cpu"), Worker("cpu")
-    for worker in (dead, slow):
-        assert worker.give(("matmul", 5))
-    dead.process.kill()
-    dead.process.join()
-    slow.since -= 1000
-    records = [worker.result() for worker in (dead, slow)]
-    slow.process.join()
-    assert [(record["status"], record["message"]) for record in records if record] == [
-        ("crashed", "the process died (exit code -9)"),
-        ("crashed", "no result after 120 s"),
-    ]
-    assert slow.process.exitcode == -9
-
-
-def test_sweep_counts_too_many_refusals_and_shows_the_smallest_failure() -> None:
-    def record(seed: int, status: str, message: str) -> dict[str, Any]:
-        case = FAMILIES["matmul"].draw(seed)
-        return {"family": "matmul", "seed": seed, "status": status, "reason": message, "message": message,
-                "plan": "", "seconds": 0.1, "size": case.size}  # fmt: skip
-
-    refusals = summary([record(0, "passed", ""), record(1, "refused", "no engine")])
-    assert [line["ok"] for line in refusals if line["kind"] == "family"] == [False]
-    failures = summary([record(seed, "failed", "C: wrong") for seed in range(3)])
-    assert {"kind": "failed", "family": "matmul", "count": 3, "reason": "C: wrong", "seeds": [0, 1, 2]} in failures
-    sizes = [line["size"] for line in failures if line["kind"] == "case"]
-    assert sizes == sorted(sizes)
-    assert len(sizes) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ class Outcome:
     status: str
     message: str = ""
     plan: str = ""
-    seconds: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -36,12 +34,6 @@ class Outcome:
         said = re.search(r"CUDNN_STATUS_[A-Z_]+[:;] .*?(?=;|$)", self.message)
         line = f"no engine: {said[0]}" if said else (self.message.splitlines() or [""])[0]
         return re.sub(r"'[^']*'|-?\d[\d.e+-]*", "#", line)[:160]
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "family": self.case.family, "seed": self.case.seed, "status": self.status, "reason": self.reason,
-            "message": self.message, "plan": self.plan, "seconds": round(self.seconds, 3), "size": self.case.size,
-        }  # fmt: skip
 
 
 class Memory:
@@ -96,7 +88,6 @@ def plannable(case: Case, device: Any, build: bool = False) -> str:
 
 def run(case: Case, device: str, backend: str) -> Outcome:
     """Runs a case on ``device`` (``cuda`` or ``cpu``) by ``backend`` (``cudnn`` or ``reference``) and checks it."""
-    start = time.perf_counter()
     outcome = Outcome(case, "failed")
     try:
         outcome.message, outcome.plan = _check(case, torch.device(device), backend)
@@ -105,7 +96,6 @@ def run(case: Case, device: str, backend: str) -> Outcome:
         outcome.status, outcome.message = "refused", str(error)
     except Exception as error:
         outcome.message = f"{type(error).__name__}: {error}"
-    outcome.seconds = time.perf_counter() - start
     return outcome
 
 
