@@ -17,6 +17,7 @@ from cudnn.backend.handle import (
     resolve,
     set_stream,
 )
+from support.threads import together
 
 no_gpu = pytest.mark.skipif(gpu_available(), reason="about machines without a GPU")
 
@@ -93,22 +94,14 @@ def test_default_handles_are_per_thread_and_reused() -> None:
     others: list[Handle] = []
     barrier = threading.Barrier(4)
 
-    def work() -> None:
+    def work(_: int) -> None:
         others.append(default_handle(0))
         barrier.wait(10)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(work, 4)
     assert len({mine, *others}) == 5
-
-    later: list[Handle] = []
-    thread = threading.Thread(target=lambda: later.append(default_handle(0)))
-    thread.start()
-    thread.join()
-    assert later[0] in others  # the handle of a thread that has ended
+    together(lambda _: others.append(default_handle(0)), 1)
+    assert others.pop() in others  # the handle of a thread that has ended
 
 
 def test_a_destroyed_default_handle_is_replaced() -> None:
@@ -119,20 +112,10 @@ def test_a_destroyed_default_handle_is_replaced() -> None:
 
 
 def test_handles_from_many_threads() -> None:
-    failures: list[BaseException] = []
+    def work(_: int) -> None:
+        for _ in range(200 if not gpu_available() else 3):
+            handle = create_handle()
+            assert resolve(int(handle)) is handle
+            destroy_handle(handle)
 
-    def work() -> None:
-        try:
-            for _ in range(200 if not gpu_available() else 3):
-                handle = create_handle()
-                assert resolve(int(handle)) is handle
-                destroy_handle(handle)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(work, 8)

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import json
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cudnn.backend.plan import ExecutionPlan, Pack, PlanList
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, knob_type, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
 from support import descriptors
+from support.threads import together
 
 pytestmark = pytest.mark.usefixtures("libcudnn")
 TAG = re.compile(r"eng\d+(_k\d+=\d+)*")
@@ -213,22 +213,12 @@ def test_indices(h200: DeviceProperties) -> None:
 
 
 def test_threads_build_their_own_graphs(h200: DeviceProperties) -> None:
-    failures: list[BaseException] = []
+    def work(number: int) -> None:
+        plans = planned(descriptors.matmul(m=64 * (number + 1)), h200, heur_mode.B)
+        plans.build()
+        assert plans.candidate.to_json()
 
-    def work(m: int) -> None:
-        try:
-            plans = planned(descriptors.matmul(m=m), h200, heur_mode.B)
-            plans.build()
-            assert plans.candidate.to_json()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(64 * (i + 1),)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(work, 4)
 
 
 @pytest.fixture
@@ -447,16 +437,17 @@ def test_packs_without_the_deprecated_entry_point(
 
 def test_packs_refuse_what_cannot_run(plan: ExecutionPlan, described_handle: Handle) -> None:
     with pytest.raises(ValueError, match=r"pointers: got 2; allowed: 3, one for each of the uids \(1, 2, 3\)"):
-        plan.execute(described_handle, [1 << 40, 2 << 40])
+        plan.pack((1 << 40, 2 << 40, 0, described_handle.ptr))
     if not handles.gpu_available():
         handle = create_handle()
+        key = (1 << 40, 2 << 40, 3 << 40, 0, handle.ptr)
         with pytest.raises(ValueError, match="handle: got one that selects the reference executor"):
-            plan.execute(handle, [1 << 40, 2 << 40, 3 << 40])
+            plan.pack(key)
         with pytest.raises(ValueError, match="handle: got one that selects the reference executor"):
             ExecutionPlan.from_json(handle, plan.to_json())
         destroy_handle(handle)
         with pytest.raises(ValueError, match="no live handle"):
-            plan.execute(handle, [1 << 40, 2 << 40, 3 << 40])
+            plan.pack(key)
 
 
 def test_a_failed_pack_is_not_kept(plan: ExecutionPlan, described_handle: Handle) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from cudnn.api_base import (
     unpad,
     warn_experimental_api_once,
 )
+from support.threads import together
 
 
 @st.composite
@@ -160,11 +160,7 @@ def test_our_own_apis_are_silent(caplog: pytest.LogCaptureFixture, capsys: pytes
 def test_the_warning_comes_once_per_name(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("SomeApi")
     _reset_experimental_api_warning_registry()
-    threads = [threading.Thread(target=warn_experimental_api_once, args=(logger, "SomeApi")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(lambda _: warn_experimental_api_once(logger, "SomeApi"), 8)
     warn_experimental_api_once(logger, "Other")
     assert caplog.messages == ["SomeApi is an experimental API", "Other is an experimental API"]
     _reset_experimental_api_warning_registry()

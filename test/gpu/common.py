@@ -1,4 +1,4 @@
-"""What the GPU tests share: the bound on errors, and graphs that cuDNN runs."""
+"""What the GPU tests share: the bound on errors, graphs that cuDNN runs, one of them with its data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 import cudnn
 from cudnn.experimental.ops import _graphs, sdpa
-from support.graphs import FLOAT
+from support.graphs import FLOAT, HALF
 
 IO_TYPES = [torch.float16, torch.bfloat16, torch.float32]
 _ROUNDING = {
@@ -66,3 +66,36 @@ def gpu_graph(io: object, intermediate: object = FLOAT, compute: object = FLOAT)
     return cudnn.pygraph(
         io_data_type=io, intermediate_data_type=intermediate, compute_data_type=compute, backend="cudnn"
     )
+
+
+BATCH, M, K, N = 2, 128, 64, 96
+FP16: Any = {"dtype": torch.float16, "device": "cuda"}
+
+
+def product(**options: Any) -> cudnn.pygraph:
+    """A (uid 1) B (2) = C (3), not planned yet."""
+    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **options)
+    a = graph.tensor([BATCH, M, K], [M * K, K, 1], uid=1, name="a")
+    b = graph.tensor([BATCH, K, N], [K * N, N, 1], uid=2, name="b")
+    graph.matmul(a, b, name="mm").set_output(True).set_uid(3)
+    return graph
+
+
+def data(m: int = M) -> dict[int, torch.Tensor]:
+    """Fresh operands of ``product``, and a result full of NaN."""
+    operands = {1: torch.randn(BATCH, m, K, **FP16), 2: torch.randn(BATCH, K, N, **FP16)}
+    return {**operands, 3: torch.full((BATCH, m, N), float("nan"), **FP16)}
+
+
+def compare(pack: dict[int, torch.Tensor]) -> None:
+    """On the current stream."""
+    torch.testing.assert_close(pack[3].float(), pack[1].float() @ pack[2].float(), atol=3e-2, rtol=3e-3)
+
+
+def check(pack: dict[int, torch.Tensor]) -> None:
+    torch.cuda.synchronize()
+    compare(pack)
+
+
+def workspace(graph: cudnn.pygraph) -> torch.Tensor:
+    return torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")

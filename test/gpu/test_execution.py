@@ -54,20 +54,6 @@ def linear(**options: Any) -> Linear:
     return Linear(graph, a, b, bias, y)
 
 
-def test_it_is_cudnn_that_runs() -> None:
-    assert linear().graph.get_plan_name().startswith("eng")
-
-
-def test_repeated_calls_with_the_same_tensors() -> None:
-    it = linear()
-    data, workspace = it.data(), it.workspace()
-    for _ in range(5):
-        data[it.a].normal_()
-        data[it.y].fill_(float("nan"))
-        it.graph.execute(data, workspace)
-        it.check(data)
-
-
 def test_new_tensors_at_every_call() -> None:
     """More sets of buffers than a plan keeps packs for, all alive at once, then each once more."""
     it = linear()
@@ -111,10 +97,13 @@ def test_keys_and_data_of_every_kind() -> None:
     it.check(data)
 
 
-def test_capture_and_replay_with_changed_data() -> None:
+@pytest.mark.parametrize("warm", [True, False])
+def test_capture_and_replay_with_changed_data(warm: bool) -> None:
+    """Also of a first call: preparing it does nothing that a capture forbids."""
     it = linear()
     data, workspace = it.data(), it.workspace()
-    it.graph.execute(data, workspace)
+    if warm:
+        it.graph.execute(data, workspace)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -126,19 +115,6 @@ def test_capture_and_replay_with_changed_data() -> None:
         captured.replay()
         torch.cuda.synchronize()
         it.check(data)
-
-
-def test_capture_of_a_first_call() -> None:
-    """No call came before: preparing the call does nothing that a capture forbids."""
-    it = linear()
-    data, workspace = it.data(), it.workspace()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        it.graph.execute(data, workspace)
-    data[it.y].fill_(float("nan"))
-    captured.replay()
-    torch.cuda.synchronize()
-    it.check(data)
 
 
 def test_without_a_handle_the_current_stream_runs_it() -> None:
@@ -196,17 +172,6 @@ def test_workspace_is_not_overrun() -> None:
     assert ran > 0
 
 
-def test_outputs_are_not_overrun() -> None:
-    it = linear()
-    data = it.data()
-    memory = torch.full((3, 4, 128, 64), 9.0, dtype=torch.float16, device="cuda")
-    data[it.y] = memory[1].fill_(float("nan"))
-    it.graph.execute(data, it.workspace())
-    it.check(data)
-    assert bool((memory[0] == 9).all())
-    assert bool((memory[2] == 9).all())
-
-
 # Scalars.
 def scaled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor, cudnn.tensor]:
     graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
@@ -218,7 +183,7 @@ def scaled() -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor, cudnn.tensor]:
 
 
 def test_a_scalar_that_changes_between_calls() -> None:
-    """In place, at the same address, and as a new tensor."""
+    """In place, at the same address, and as a new array."""
     graph, x, factor, y = scaled()
     assert factor.get_is_pass_by_value()
     data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
@@ -228,18 +193,9 @@ def test_a_scalar_that_changes_between_calls() -> None:
         scalar.fill_(value)
         graph.execute({x: data, factor: scalar, y: out.fill_(float("nan"))}, workspace)
         torch.testing.assert_close(out, data * value, atol=1e-2, rtol=1e-3)
-    for value in (4.0, -1.0):
-        graph.execute({x: data, factor: torch.full((1, 1, 1), value), y: out.fill_(float("nan"))}, workspace)
-        torch.testing.assert_close(out, data * value, atol=1e-2, rtol=1e-3)
-
-
-def test_a_scalar_of_numpy() -> None:
-    graph, x, factor, y = scaled()
-    data = torch.randn(1, 64, 128, dtype=torch.float16, device="cuda")
-    out = torch.empty_like(data)
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-    graph.execute({x: data, factor: np.full((1, 1, 1), 3.0, dtype=np.float32), y: out}, workspace)
-    torch.testing.assert_close(out, data * 3, atol=1e-2, rtol=1e-3)
+    for fresh in (torch.full((1, 1, 1), 4.0), np.full((1, 1, 1), -1.0, dtype=np.float32)):
+        graph.execute({x: data, factor: fresh, y: out.fill_(float("nan"))}, workspace)
+        torch.testing.assert_close(out, data * fresh.item(), atol=1e-2, rtol=1e-3)
 
 
 def test_a_scalar_on_the_device_is_refused() -> None:
@@ -325,31 +281,23 @@ def test_a_graph_whose_handle_was_destroyed() -> None:
 
 # Kept graphs.
 def test_serialise_restore_execute() -> None:
+    """In each form, also of what was restored, without the graph that it was at first."""
     it = linear()
     serialized = it.graph.serialize()
     assert json.loads(serialized)["plan"]
-    handle = cudnn.create_handle()
-    for arguments in ((serialized,), (list(serialized),), (handle, serialized)):
-        restored = cudnn.pygraph()
-        restored.deserialize(*arguments)
+    about = it.graph.get_plan_name(), it.graph.get_behavior_notes()
+    it.graph._forget_program()
+    for arguments in ((serialized,), (list(serialized),), (cudnn.create_handle(), serialized)):
+        first, restored = cudnn.pygraph(), cudnn.pygraph()
+        first.deserialize(*arguments)
+        restored.deserialize(first.serialize())
+        assert (restored.get_plan_name(), restored.get_behavior_notes()) == about
         data = it.data()
         pack = {tensor.get_uid(): value for tensor, value in data.items()}
-        workspace = torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda")
-        for _ in range(2):
+        for graph in (first, restored, restored):
             data[it.y].fill_(float("nan"))
-            restored.execute(pack, workspace)
+            graph.execute(pack, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda"))
             it.check(data)
-
-
-def test_a_restored_graph_does_not_need_the_first_one() -> None:
-    it = linear()
-    restored = cudnn.pygraph()
-    restored.deserialize(it.graph.serialize())
-    data = it.data()
-    pack = {tensor.get_uid(): value for tensor, value in data.items()}
-    it.graph._forget_program()
-    restored.execute(pack, torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda"))
-    it.check(data)
 
 
 def test_what_the_reference_executor_serialised_is_built_here() -> None:
@@ -370,36 +318,6 @@ def test_the_reference_executor_on_gpu_tensors() -> None:
     data = it.data()
     it.graph.execute(data, it.workspace())
     it.check(data)
-
-
-def test_the_reference_executor_takes_no_addresses() -> None:
-    """Of a GPU neither: what lies there cannot be checked."""
-    it = linear(backend="reference")
-    data = it.data()
-    with pytest.raises(TypeError, match=r"output tensor .* \(uid 4\): got an address; allowed: "):
-        it.graph.execute({**data, it.y: data[it.y].data_ptr()})
-    assert data[it.y].isnan().all()
-
-
-def test_cpu_tensors_run_on_the_reference_executor() -> None:
-    graph = cudnn.pygraph(io_data_type=FLOAT, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
-    x, out = torch.randn(8, 8), torch.empty(8, 8)
-    tx = graph.tensor_like(x)
-    y = graph.relu(tx).set_output(True)
-    graph.build(MODES)
-    assert graph.get_plan_name() == "reference"
-    graph.execute({tx: x, y: out})
-    torch.testing.assert_close(out, torch.relu(x))
-
-
-def test_the_two_executors_agree() -> None:
-    on_gpu, reference = linear(), linear(backend="reference")
-    data = on_gpu.data()
-    on_gpu.graph.execute(data, on_gpu.workspace())
-    pack = {tensor.get_uid(): value for tensor, value in data.items()}
-    other = torch.empty_like(data[on_gpu.y])
-    reference.graph.execute({**pack, 4: other})
-    torch.testing.assert_close(other, data[on_gpu.y], atol=2e-2, rtol=2e-3)
 
 
 def test_nothing_is_allocated() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from cudnn_kernels.schedule import Dense
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.threads import together
 
 pytestmark = pytest.mark.gpu
 NAMES = [family.name for family in FAMILIES]
@@ -217,25 +217,16 @@ def test_streams(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_streams_at_once(name: str) -> None:
     gemm = compiled(problem(name, 256, 256, 512, dtype=E4M3, scale=E8M0))
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for m in (128, 384, 1024) * 5:
-                    of = problem(name, m, 256, 512, dtype=E4M3, scale=E8M0)
-                    gemm.execute(**of.arguments())
-                    torch.cuda.current_stream().synchronize()
-                    check(of, slack=2e-5)
-        except BaseException as error:
-            errors.append(error)
+    def work(_: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for m in (128, 384, 1024) * 5:
+                of = problem(name, m, 256, 512, dtype=E4M3, scale=E8M0)
+                gemm.execute(**of.arguments())
+                torch.cuda.current_stream().synchronize()
+                check(of, slack=2e-5)
 
-    workers = [threading.Thread(target=work) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors
+    together(work)
 
 
 @pytest.mark.parametrize("name", NAMES)

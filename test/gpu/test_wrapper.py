@@ -99,26 +99,3 @@ def test_restored() -> None:
     data = arrays()
     restored = cudnn.Graph.deserialize(product(inputs=["shift::bias", "mm::B", "mm::A"]).serialize())
     check(restored(*reversed(data)), *data)
-
-
-def test_scalars_of_the_block() -> None:
-    x = torch.randn(1, 64, 128, **HALF)
-    with cudnn.Graph() as graph:
-        graph.mul(x, torch.full((1, 1, 1), 3.0), name="times")
-    torch.testing.assert_close(graph(x), 3 * x, atol=1e-2, rtol=1e-3)
-    torch.testing.assert_close(graph(x, torch.full((1, 1, 1), 5.0)), 5 * x, atol=1e-2, rtol=1e-3)
-
-
-def test_cpu_arrays_run_on_the_reference_executor() -> None:
-    x = torch.randn(4, 4)
-    with cudnn.Graph() as graph:
-        graph.relu(x)
-    assert graph.get_plan_name() == "reference"
-    torch.testing.assert_close(graph(x), torch.relu(x))
-
-
-def test_data_on_another_device() -> None:
-    graph, (a, b, d) = product(), arrays()
-    with pytest.raises(ValueError, match=r"tensor 'mm::B' \(uid \d+\): got a tensor on cpu; allowed: cuda:0"):
-        graph(a, b.cpu(), d)
-    check(graph(a, b, d), a, b, d)

@@ -188,19 +188,6 @@ class ExecutionPlan:
         self._uid_count = len(uids)
         self._encode = Struct(f"{len(uids) + 2}Q").pack
 
-    def execute(self, handle: Handle, pointers: Sequence[int], workspace: int = 0) -> None:
-        """Queues the plan on the handle's stream.
-
-        Args:
-            pointers: Address of each tensor's data, in the order of ``uids``.
-            workspace: Address of ``workspace_size`` bytes of device memory.
-        """
-        key = (*pointers, workspace, handle.ptr)
-        pack = self.packs.get(key) or self.pack(key)
-        status = self._library.execute_unchecked(handle.argument, self.argument, pack.argument)
-        if status:
-            raise self.failure(status)
-
     def failure(self, status: int) -> CudnnError:
         """The exception for a failed execution."""
         return self._library.error(status, f"executing the plan {self.config.tag}")
