@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import cudnn
+from cudnn.backend import library
 from cudnn.experimental.ops import _graphs, sdpa
-from support.graphs import FLOAT, HALF
+from cudnn.pygraph import known_faults
+from support.graphs import FLOAT, HALF, buffer, configurations
 
 IO_TYPES = [torch.float16, torch.bfloat16, torch.float32]
 _ROUNDING = {
@@ -66,6 +68,30 @@ def gpu_graph(io: object, intermediate: object = FLOAT, compute: object = FLOAT)
     return cudnn.pygraph(
         io_data_type=io, intermediate_data_type=intermediate, compute_data_type=compute, backend="cudnn"
     )
+
+
+def every_plan(
+    graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *outputs: cudnn.tensor
+) -> dict[str, list[torch.Tensor]]:
+    """What each plan that can be built writes, by its name."""
+    found: dict[str, list[torch.Tensor]] = {}
+    try:
+        count = configurations(graph)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        if library.version() > known_faults.SEEN_IN:
+            raise
+        pytest.skip(str(error))
+    for index in range(count):
+        try:
+            graph.build_plan_at_index(index)
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+            continue
+        results = {tensor: buffer(tensor, "cuda") for tensor in outputs}
+        workspace = torch.empty(max(graph.get_workspace_size_plan_at_index(index), 1), dtype=torch.uint8, device="cuda")
+        graph.execute_plan_at_index({**data, **results}, workspace, index)
+        found[graph.get_plan_name_at_index(index)] = list(results.values())
+    assert found
+    return found
 
 
 BATCH, M, K, N = 2, 128, 64, 96

@@ -8,8 +8,8 @@ import torch
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.known_faults import SEEN_IN
-from gpu.common import IO_TYPES, assert_accurate, gpu_graph
-from support.graphs import MODES, like, run
+from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
+from support.graphs import like, run
 
 pytestmark = pytest.mark.gpu
 MODE = cudnn.moe_grouped_matmul_mode
@@ -86,23 +86,8 @@ def test_every_plan() -> None:
     graph = gpu_graph(kind)
     tensors = [like(graph, value) for value in values]
     y = graph.moe_grouped_matmul(*tensors).set_output(True)
-    graph.validate()
-    graph.build_operation_graph()
-    graph.create_execution_plans(MODES)
-    graph.check_support()
-    ran = 0
-    for index in range(graph.get_execution_plan_count()):
-        try:
-            graph.build_plan_at_index(index)
-        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
-            continue
-        ran += 1
-        result = torch.full([1, ROWS, N], float("nan"), dtype=kind, device="cuda")
-        size = graph.get_workspace_size_plan_at_index(index)
-        workspace = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
-        graph.execute_plan_at_index({**dict(zip(tensors, values, strict=True)), y: result}, workspace, index)
+    for (result,) in every_plan(graph, dict(zip(tensors, values, strict=True)), y).values():
         assert_accurate(result, lambda dtype: product(values[0][0].to(dtype), values[1].to(dtype), first), kind)
-    assert ran
 
 
 def test_gradient_of_the_weight() -> None:

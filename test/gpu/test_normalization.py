@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -11,20 +12,25 @@ from torch.nn import functional
 
 import cudnn
 from gpu.common import gpu_graph
-from support.graphs import FLOAT, HALF, run
+from support.graphs import FLOAT, HALF, evaluate, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
 SEED = torch.seed()  # inputs are fresh in every run; failures print it
 EPSILON = 1e-3
-TYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
 PHASES = pytest.mark.parametrize("phase", [INFERENCE, TRAINING])
 
 
+def packed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers off zero, row after row."""
+    return (torch.randn(shape, device=DEVICE) + 0.25).to(dtype)
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Random numbers off zero; four-dimensional ones channels-last, the layout that cuDNN's engines are written for."""
-    data = (torch.randn(shape, device=DEVICE) + 0.25).to(dtype)
+    """Four-dimensional ones channels-last, the layout that cuDNN's engines are written for."""
+    data = packed(*shape, dtype=dtype)
     return data.contiguous(memory_format=torch.channels_last) if data.dim() == 4 else data
 
 
@@ -90,171 +96,103 @@ def inverse_deviation(axes: Sequence[int]) -> Callable[[torch.Tensor], torch.Ten
     return lambda x: (x.var(axes, unbiased=False, keepdim=True) + EPSILON).rsqrt()
 
 
-ROWS = pytest.mark.parametrize(
-    ("x_shape", "scale_shape"),
-    [((768, 1024, 1, 1), (1, 1024, 1, 1)), ((4, 192, 1024), (1, 1, 1024)), ((96, 4, 16, 32), (1, 4, 16, 32))],
-    ids=["rows", "tokens", "samples"],
-)
+def check_gradients(
+    results: list[torch.Tensor], forward: Callable[..., torch.Tensor], dy: torch.Tensor, *inputs: torch.Tensor, row: int
+) -> None:
+    """Of X, for which ``row`` elements are summed up, and of the parameters, for which all are that share one."""
+    for which, result in enumerate(results):
+        terms = row if which == 0 else inputs[0].numel() // inputs[1].numel()
+        accurate(result, gradient(forward, which), dy, *inputs, terms=terms)
 
 
-def rows(x_shape: tuple[int, ...], scale_shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """X, dY, scale and bias, all packed row after row."""
-    shapes = ((x_shape, dtype), (x_shape, dtype), (scale_shape, torch.float32), (scale_shape, torch.float32))
-    return tuple((torch.randn(shape, device=DEVICE) + 0.25).to(kind) for shape, kind in shapes)
-
-
-def row_axes(scale: torch.Tensor) -> list[int]:
+def varying(scale: torch.Tensor) -> list[int]:
     return [axis for axis, extent in enumerate(scale.shape) if extent != 1]
 
 
-@TYPES
+ROWS = {
+    "rows": ((768, 1024, 1, 1), (1, 1024, 1, 1)),
+    "tokens": ((4, 192, 1024), (1, 1, 1024)),
+    "samples": ((96, 4, 16, 32), (1, 4, 16, 32)),
+}
+Case = tuple[str, Callable[..., torch.Tensor], tuple[int, ...], tuple[int, ...]]
+NORMS: dict[str, Case] = {
+    **{name: ("layernorm", layer, *shapes) for name, shapes in ROWS.items()},
+    "images": ("instancenorm", instance, (8, 64, 24, 24), (1, 64, 1, 1)),
+    "shifts of samples": ("adalayernorm", ada_layer, (4, 96, 512), (4, 1, 512)),
+}
+
+
 @PHASES
-@ROWS
-def test_layernorm(dtype: torch.dtype, phase: Any, x_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> None:
-    x_data, dy_data, scale_data, bias_data = rows(x_shape, scale_shape, dtype)
-    graph = gpu_graph(dtype)
-    x, scale, bias = map(graph.tensor_like, (x_data, scale_data, bias_data))
-    wanted = outputs(graph.layernorm(phase, x, scale, bias, EPSILON))
-    found, *statistics = run(graph, {x: x_data, scale: scale_data, bias: bias_data}, *wanted)
-    accurate(found, layer, x_data, scale_data, bias_data)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in NORMS for dtype in TYPES[: 1 if name.startswith("shifts") else 3]]
+)
+def test_norms_and_gradients(name: str, dtype: torch.dtype, phase: Any) -> None:
+    operation, formula, x_shape, scale_shape = NORMS[name]
+    draw = randn if name == "images" else packed
+    x, dy = draw(*x_shape, dtype=dtype), draw(*x_shape, dtype=dtype)
+    scale, bias = draw(*scale_shape), draw(*scale_shape)
+    _, (found, *statistics) = evaluate(operation, phase, x, scale, bias, EPSILON, graph=gpu_graph(dtype))
+    accurate(found, formula, x, scale, bias)
+    assert len(statistics) == (0 if phase is INFERENCE else 2)
     if phase is INFERENCE:
         return
-    mean, inv = statistics
-    terms = scale_data.numel()
-    accurate(mean, lambda x: x.mean(row_axes(scale_data), keepdim=True), x_data, terms=terms)
-    accurate(inv, inverse_deviation(row_axes(scale_data)), x_data, terms=terms)
-
-    graph = gpu_graph(dtype)
-    inputs = (dy_data, x_data, scale_data, mean, inv)
-    tensors = [graph.tensor_like(t) for t in inputs]
-    wanted = outputs(graph.layernorm_backward(*tensors))
-    results = run(graph, dict(zip(tensors, inputs, strict=True)), *wanted)
-    for which, result in enumerate(results):
-        summed = terms if which == 0 else x_data.numel() // terms
-        accurate(result, gradient(layer, which), dy_data, x_data, scale_data, bias_data, terms=summed)
+    axes = {"instancenorm": [2, 3], "adalayernorm": [2]}.get(operation, varying(scale))
+    row = prod(x_shape[axis] for axis in axes)
+    accurate(statistics[0], lambda x: x.mean(axes, keepdim=True), x, terms=row)
+    accurate(statistics[1], inverse_deviation(axes), x, terms=row)
+    _, results = evaluate(f"{operation}_backward", dy, x, scale, *statistics, graph=gpu_graph(dtype))
+    check_gradients(results, formula, dy, x, scale, bias, row=row)
 
 
-@TYPES
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-@ROWS
-def test_rmsnorm(dtype: torch.dtype, has_bias: bool, x_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> None:
-    x_data, dy_data, scale_data, bias_data = rows(x_shape, scale_shape, dtype)
-    parameters = (scale_data, bias_data) if has_bias else (scale_data,)
-    graph = gpu_graph(dtype)
-    tensors = [graph.tensor_like(t) for t in (x_data, *parameters)]
-    epsilon_data = torch.full([1] * len(x_shape), EPSILON)
-    epsilon = graph.tensor_like(epsilon_data)
-    wanted = outputs(graph.rmsnorm(TRAINING, *tensors, epsilon=epsilon))
-    inputs = {**dict(zip(tensors, (x_data, *parameters), strict=True)), epsilon: epsilon_data}
-    found, inv = run(graph, inputs, *wanted)
-    accurate(found, rms, x_data, *parameters)
-    terms = scale_data.numel()
-    root = row_axes(scale_data)
-    accurate(inv, lambda x: ((x * x).mean(root, keepdim=True) + EPSILON).rsqrt(), x_data, terms=terms)
-
-    graph = gpu_graph(dtype)
-    saved = (dy_data, x_data, scale_data, inv)
-    tensors = [graph.tensor_like(t) for t in saved]
-    wanted = outputs(graph.rmsnorm_backward(*tensors, has_dbias=has_bias))
-    results = run(graph, dict(zip(tensors, saved, strict=True)), *wanted)
+@pytest.mark.parametrize("name", ROWS)
+def test_rmsnorm(name: str, has_bias: bool, dtype: torch.dtype) -> None:
+    x_shape, scale_shape = ROWS[name]
+    x, dy, scale, bias = (
+        packed(*x_shape, dtype=dtype),
+        packed(*x_shape, dtype=dtype),
+        *(packed(*scale_shape) for _ in "ab"),
+    )
+    parameters, axes, row = (scale, bias)[: 1 + has_bias], varying(scale), scale.numel()
+    given = bias if has_bias else None
+    _, (found, inv) = evaluate("rmsnorm", TRAINING, x, scale, given, EPSILON, graph=gpu_graph(dtype))
+    accurate(found, rms, x, *parameters)
+    accurate(inv, lambda x: ((x * x).mean(axes, keepdim=True) + EPSILON).rsqrt(), x, terms=row)
+    _, results = evaluate("rmsnorm_backward", dy, x, scale, inv, has_bias, graph=gpu_graph(dtype))
     assert len(results) == 2 + has_bias
-    for which, result in enumerate(results):
-        summed = terms if which == 0 else x_data.numel() // terms
-        accurate(result, gradient(rms, which), dy_data, x_data, *parameters, terms=summed)
+    check_gradients(results, rms, dy, x, *parameters, row=row)
 
 
 def test_rmsnorm_in_the_short_form_with_a_vector() -> None:
-    x_data, gamma = torch.randn(2, 64, 512, device=DEVICE, dtype=torch.bfloat16), torch.randn(512, device=DEVICE)
-    graph = gpu_graph(torch.bfloat16)
-    x, scale = graph.tensor_like(x_data), graph.tensor_like(gamma)
-    y, absent = graph.rmsnorm(x, scale, epsilon=EPSILON)
-    assert absent is None
-    (found,) = run(graph, {x: x_data, scale: gamma}, *outputs([y]))
-    accurate(found, rms, x_data, gamma)
+    x, gamma = packed(2, 64, 512, dtype=torch.bfloat16), packed(512)
+    _, (found,) = evaluate("rmsnorm", x, gamma, epsilon=EPSILON, graph=gpu_graph(torch.bfloat16))
+    accurate(found, rms, x, gamma)
 
 
 def test_layernorm_with_zero_centred_gamma() -> None:
-    x_data, _, gamma, beta = rows((256, 512, 1, 1), (1, 512, 1, 1), torch.float16)
-    graph = gpu_graph(HALF)
-    x, scale, bias = map(graph.tensor_like, (x_data, gamma, beta))
-    y = graph.layernorm(x, scale, bias, EPSILON, zero_centered_gamma=True)[0]
-    (found,) = run(graph, {x: x_data, scale: gamma, bias: beta}, *outputs([y]))
-    accurate(found, lambda x, scale, bias: layer(x, 1 + scale, bias), x_data, gamma, beta)
-
-
-@pytest.mark.parametrize("phase", [INFERENCE, TRAINING])
-def test_adalayernorm(phase: Any) -> None:
-    x_data, dy_data = (torch.randn(4, 96, 512, device=DEVICE, dtype=torch.float16) for _ in range(2))
-    scale_data, bias_data = (torch.randn(4, 1, 512, device=DEVICE) for _ in range(2))
-    graph = gpu_graph(HALF)
-    x, scale, bias = map(graph.tensor_like, (x_data, scale_data, bias_data))
-    wanted = outputs(graph.adalayernorm(phase, x, scale, bias, EPSILON))
-    found, *statistics = run(graph, {x: x_data, scale: scale_data, bias: bias_data}, *wanted)
-    accurate(found, ada_layer, x_data, scale_data, bias_data)
-    if phase is INFERENCE:
-        return
-    graph = gpu_graph(HALF)
-    inputs = (dy_data, x_data, scale_data, *statistics)
-    tensors = [graph.tensor_like(t) for t in inputs]
-    results = run(graph, dict(zip(tensors, inputs, strict=True)), *outputs(graph.adalayernorm_backward(*tensors)))
-    for which, result in enumerate(results):
-        summed = 96 if which else 512
-        accurate(result, gradient(ada_layer, which), dy_data, x_data, scale_data, bias_data, terms=summed)
-
-
-@TYPES
-@PHASES
-def test_instancenorm(dtype: torch.dtype, phase: Any) -> None:
-    x_data, dy_data = randn(8, 64, 24, 24, dtype=dtype), randn(8, 64, 24, 24, dtype=dtype)
-    scale_data, bias_data = randn(1, 64, 1, 1), randn(1, 64, 1, 1)
-    graph = gpu_graph(dtype)
-    x, scale, bias = map(graph.tensor_like, (x_data, scale_data, bias_data))
-    wanted = outputs(graph.instancenorm(phase, x, scale, bias, EPSILON))
-    found, *statistics = run(graph, {x: x_data, scale: scale_data, bias: bias_data}, *wanted)
-    accurate(found, instance, x_data, scale_data, bias_data)
-    if phase is INFERENCE:
-        return
-    mean, inv = statistics
-    accurate(mean, lambda x: x.mean((2, 3)), x_data, terms=24 * 24)
-    accurate(inv, inverse_deviation((2, 3)), x_data, terms=24 * 24)
-
-    graph = gpu_graph(dtype)
-    inputs = (dy_data, x_data, scale_data, mean, inv)
-    tensors = [graph.tensor_like(t) for t in inputs]
-    wanted = outputs(graph.instancenorm_backward(*tensors))
-    results = run(graph, dict(zip(tensors, inputs, strict=True)), *wanted)
-    for which, result in enumerate(results):
-        summed = 24 * 24 * (8 if which else 1)
-        accurate(result, gradient(instance, which), dy_data, x_data, scale_data, bias_data, terms=summed)
+    x, gamma, beta = packed(256, 512, 1, 1, dtype=torch.float16), packed(1, 512, 1, 1), packed(1, 512, 1, 1)
+    _, (found,) = evaluate("layernorm", x, gamma, beta, EPSILON, zero_centered_gamma=True, graph=gpu_graph(HALF))
+    accurate(found, lambda x, scale, bias: layer(x, 1 + scale, bias), x, gamma, beta)
 
 
 IMAGE, CHANNELS, PIXELS = (16, 64, 28, 28), (1, 64, 1, 1), 16 * 28 * 28
 
 
-@TYPES
+@pytest.mark.parametrize("dtype", TYPES)
 def test_batchnorm(dtype: torch.dtype) -> None:
-    x_data, dy_data = randn(*IMAGE, dtype=dtype), randn(*IMAGE, dtype=dtype)
-    scale_data, bias_data, old_mean = (randn(*CHANNELS) for _ in range(3))
-    old_var = randn(*CHANNELS).exp()
-    graph = gpu_graph(dtype)
-    arrays = (x_data, scale_data, bias_data, old_mean, old_var)
-    tensors = [graph.tensor_like(t) for t in arrays]
-    wanted = outputs(graph.batchnorm(*tensors, EPSILON, 0.25))
-    found, mean, inv, new_mean, new_var = run(graph, dict(zip(tensors, arrays, strict=True)), *wanted)
-    accurate(found, batch, x_data, scale_data, bias_data)
-    over = (0, 2, 3)
-    accurate(mean, lambda x: x.mean(over), x_data, terms=PIXELS)
-    accurate(inv, inverse_deviation(over), x_data, terms=PIXELS)
-    accurate(new_mean, lambda x, old: 0.75 * old.flatten() + 0.25 * x.mean(over), x_data, old_mean, terms=PIXELS)
-    accurate(new_var, lambda x, old: 0.75 * old.flatten() + 0.25 * x.var(over), x_data, old_var, terms=PIXELS)
-
-    graph = gpu_graph(dtype)
-    inputs = (dy_data, x_data, scale_data, mean, inv)
-    tensors = [graph.tensor_like(t) for t in inputs]
-    wanted = outputs(graph.batchnorm_backward(*tensors))
-    results = run(graph, dict(zip(tensors, inputs, strict=True)), *wanted)
-    for which, result in enumerate(results):
-        accurate(result, gradient(batch, which), dy_data, x_data, scale_data, bias_data, terms=PIXELS)
+    x, dy = randn(*IMAGE, dtype=dtype), randn(*IMAGE, dtype=dtype)
+    scale, bias, old_mean = (randn(*CHANNELS) for _ in range(3))
+    old_var, over = randn(*CHANNELS).exp(), (0, 2, 3)
+    _, results = evaluate("batchnorm", x, scale, bias, old_mean, old_var, EPSILON, 0.25, graph=gpu_graph(dtype))
+    found, mean, inv, new_mean, new_var = results
+    accurate(found, batch, x, scale, bias)
+    accurate(mean, lambda x: x.mean(over), x, terms=PIXELS)
+    accurate(inv, inverse_deviation(over), x, terms=PIXELS)
+    accurate(new_mean, lambda x, old: 0.75 * old.flatten() + 0.25 * x.mean(over), x, old_mean, terms=PIXELS)
+    accurate(new_var, lambda x, old: 0.75 * old.flatten() + 0.25 * x.var(over), x, old_var, terms=PIXELS)
+    _, results = evaluate("batchnorm_backward", dy, x, scale, mean, inv, graph=gpu_graph(dtype))
+    check_gradients(results, batch, dy, x, scale, bias, row=PIXELS)
 
 
 def test_batchnorm_updates_running_statistics_in_place() -> None:
@@ -302,8 +240,7 @@ def test_relu_mask_goes_from_the_forward_to_the_backward_graph() -> None:
     masked = graph.mul(tensors[0], m).set_data_type(HALF)
     wanted = outputs(graph.batchnorm_backward(masked, *tensors[1:]))
     results = run(graph, {**dict(zip(tensors, arrays, strict=True)), m: bits[:packed]}, *wanted)
-    for which, result in enumerate(results):
-        accurate(result, gradient(batch, which), dy_data * positive, x_data, scale_data, bias_data, terms=PIXELS)
+    check_gradients(results, batch, dy_data * positive, x_data, scale_data, bias_data, row=PIXELS)
 
 
 def test_batchnorm_inference_and_relu_backward_before_batchnorm_backward() -> None:
@@ -321,5 +258,4 @@ def test_batchnorm_inference_and_relu_backward_before_batchnorm_backward() -> No
     through = graph.relu_backward(dy, y).set_data_type(HALF)
     wanted = outputs(graph.batchnorm_backward(through, x, scale, mean, inv))
     results = run(graph, dict(zip(tensors, arrays, strict=True)), *wanted)
-    for which, result in enumerate(results):
-        accurate(result, gradient(batch, which), dy_data * (y_exact > 0), x_data, scale_data, bias_data, terms=PIXELS)
+    check_gradients(results, batch, dy_data * (y_exact > 0), x_data, scale_data, bias_data, row=PIXELS)

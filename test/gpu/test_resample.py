@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import cudnn
-from cudnn.backend import library
-from cudnn.pygraph import known_faults
-from gpu.common import IO_TYPES, assert_accurate, gpu_graph
-from support.graphs import buffer, configurations, like
+from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
+from support.graphs import like
 
 pytestmark = pytest.mark.gpu
 MODE, PAD = cudnn.resample_mode, cudnn.padding_mode
@@ -57,30 +54,6 @@ def options(kind: str, spatial: int) -> dict[str, Any]:
         "pre_padding": [1] * spatial,
         "post_padding": [1] * spatial,
     }
-
-
-def every_plan(
-    graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *outputs: cudnn.tensor
-) -> dict[str, list[torch.Tensor]]:
-    """What each plan that can be built writes, by its name."""
-    found: dict[str, list[torch.Tensor]] = {}
-    try:
-        count = configurations(graph)
-    except cudnn.cudnnGraphNotSupportedError as error:
-        if library.version() > known_faults.SEEN_IN:
-            raise
-        pytest.skip(str(error))
-    for index in range(count):
-        try:
-            graph.build_plan_at_index(index)
-        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
-            continue
-        results = {tensor: buffer(tensor, "cuda") for tensor in outputs}
-        workspace = torch.empty(max(graph.get_workspace_size_plan_at_index(index), 1), dtype=torch.uint8, device="cuda")
-        graph.execute_plan_at_index({**data, **results}, workspace, index)
-        found[graph.get_plan_name_at_index(index)] = list(results.values())
-    assert found
-    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,17 +14,6 @@ from support.graphs import FLOAT, HALF, like, run
 pytestmark = pytest.mark.gpu
 
 
-def test_product_of_slices() -> None:
-    a, b = torch.randn(4, 96, 128, device="cuda").half(), torch.randn(4, 128, 128, device="cuda").half()
-    graph = gpu_graph(io=HALF, intermediate=HALF)
-    first, second = like(graph, a), like(graph, b)
-    left = graph.slice(graph.slice(first, [slice(1, 3)]), [slice(None), slice(0, 64), slice(64, None)])
-    right = graph.slice(second, [slice(2, 4), slice(32, 96), slice(None, None, 1)])
-    c = graph.matmul(left, right).set_output(True)
-    (result,) = run(graph, {first: a, second: b}, c)  # the slices are not passed
-    assert_accurate(result, lambda dtype: a[1:3, :64, 64:].to(dtype) @ b[2:4, 32:96].to(dtype), torch.float16)
-
-
 @pytest.mark.parametrize("start", [1, 2, 3, 4, 8])
 def test_slices_off_the_alignment(start: int) -> None:
     x = torch.randn(4, 64, 128, device="cuda").half()

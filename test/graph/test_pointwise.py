@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.lowering import Lowering
+from support.fuzz.chain import OPS
 from support.graphs import (
     FLOAT,
     HALF,
@@ -30,96 +31,38 @@ from support.graphs import (
 )
 
 BOOLEAN = cudnn.data_type.BOOLEAN
-UNARY: dict[str, tuple[Callable[[Any], Any], float]] = {  # formula, lowest value drawn
-    "sqrt": (lambda x: x**0.5, 0.1),
-    "rsqrt": (lambda x: x**-0.5, 0.1),
-    "reciprocal": (lambda x: torch.reciprocal(x), 0.1),
-    "erf": (torch.special.erf, -2),
-    "identity": (lambda x: x, -2),
-    "exp": (torch.exp, -2),
-    "log": (torch.log, 0.1),
-    "neg": (torch.neg, -2),
-    "abs": (torch.abs, -2),
-    "ceil": (torch.ceil, -2),
-    "floor": (torch.floor, -2),
-    "sin": (torch.sin, -2),
-    "cos": (torch.cos, -2),
-    "tan": (lambda x: torch.sin(x) / torch.cos(x), -1.4),
-    "tanh": (lambda x: 2 * torch.sigmoid(2 * x) - 1, -2),
-    "elu": (lambda x: torch.where(x > 0, x, torch.expm1(x)), -2),
-    "gelu": (lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), -2),
-    "gelu_approx_tanh": (lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))), -2),
-    "sigmoid": (lambda x: 1 / (1 + torch.exp(-x)), -2),
-    "softplus": (lambda x: torch.log1p(torch.exp(x)), -2),
-    "relu": (F.relu, -2),
-    "swish": (F.silu, -2),
-    "silu": (F.silu, -2),
-}
-BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "add_square": lambda a, b: a + torch.square(b),
-    "bias": torch.add,
-    "scale": torch.mul,
-    "max": torch.max,
-    "min": torch.min,
-    "mod": lambda a, b: a - b * torch.trunc(a / b),
-    "pow": lambda a, b: torch.exp(b * torch.log(a)),
-}
-COMPARISONS = {"cmp_eq": "eq", "cmp_neq": "ne", "cmp_gt": "gt", "cmp_ge": "ge", "cmp_lt": "lt", "cmp_le": "le"}
-BACKWARD: dict[str, Callable[[Any], Any]] = {
-    name: UNARY[name][0] for name in ("tanh", "sigmoid", "elu", "gelu", "gelu_approx_tanh", "softplus", "relu", "swish")
-}
+
+
+@pytest.mark.parametrize("name", OPS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_values(name: str, data: st.DataObject) -> None:
+    """Of operations on tensors that broadcast from the right to one of them, in any layout."""
+    op, dims = OPS[name], data.draw(shapes())
+    count, arguments = len(op.domains), []
+    full = data.draw(st.integers(0, count - 1)) if op.method not in ("bias", "scale") else 0
+    for place, (low, high) in enumerate(op.domains):
+        narrow = [data.draw(st.sampled_from([1, extent])) for extent in dims][
+            data.draw(st.integers(0, len(dims) - 1)) :
+        ]
+        arguments.append(data.draw(strided(dims if place == full else narrow, max(low, -2.0), min(high, 1.9))))
+    arguments = op.suited(*arguments)
+    graph = reference_graph()
+    tensors = [like(graph, x) for x in arguments]
+    y = op.add(graph, *tensors).set_output(True)
+    if op.result == "bool" and data.draw(st.booleans()):
+        y.set_data_type(BOOLEAN)
+    (result,) = run(graph, dict(zip(tensors, arguments, strict=True)), y)
+    expected = op.function(*(x.double() for x in arguments)).to(result.dtype)
+    torch.testing.assert_close(result, expected.expand(dims), rtol=1e-5, atol=1e-5, check_stride=False)
+    if count == 1:
+        assert result.stride() == arguments[0].stride()
 
 
 def one_node(method: str, *data: torch.Tensor, kind: object = None, **attributes: Any) -> torch.Tensor:
     """Runs one operation on float32 data through the reference executor."""
     _, (result,) = evaluate(method, *data, first=kind, **attributes)
     return result
-
-
-@pytest.mark.parametrize("method", UNARY)
-@settings(max_examples=5, deadline=None)
-@given(data=st.data())
-def test_unary(method: str, data: st.DataObject) -> None:
-    formula, low = UNARY[method]
-    x = data.draw(shapes().flatmap(lambda dims: strided(dims, low=low, high=1.4)))
-    y = one_node(method, x)
-    torch.testing.assert_close(y, formula(x.double()).float(), rtol=1e-5, atol=1e-6, check_stride=False)
-    assert y.stride() == x.stride()
-
-
-@pytest.mark.parametrize("method", BINARY)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_binary_broadcasts_from_the_right(method: str, data: st.DataObject) -> None:
-    dims = data.draw(shapes())
-    narrow = [data.draw(st.sampled_from([1, extent])) for extent in dims][data.draw(st.integers(0, len(dims) - 1)) :]
-    low = 0.5 if method in ("pow", "div", "mod") else -2
-    a, b = data.draw(strided(dims, low=low)), data.draw(strided(narrow, low=low))
-    torch.testing.assert_close(one_node(method, a, b), BINARY[method](a, b), rtol=1e-5, atol=1e-5, check_stride=False)
-    if method in ("add", "mul", "max", "min"):
-        torch.testing.assert_close(one_node(method, b, a), BINARY[method](a, b), check_stride=False)
-
-
-@pytest.mark.parametrize("method", COMPARISONS)
-def test_comparisons(method: str) -> None:
-    a, b = torch.randint(-2, 3, (3, 4, 5)).float(), torch.randint(-2, 3, (1, 4, 5)).float()
-    expected = getattr(torch, COMPARISONS[method])(a, b)
-    assert torch.equal(one_node(method, a, b, kind=BOOLEAN), expected)
-    assert torch.equal(
-        one_node(method, a, b), expected.float()
-    )  # the output's type is the graph's, not BOOLEAN by itself
-
-
-def test_logic() -> None:
-    a, b = torch.rand(4, 6) > 0.5, torch.rand(4, 6) > 0.5
-    assert torch.equal(one_node("logical_and", a, b, kind=BOOLEAN), a & b)
-    assert torch.equal(one_node("logical_and", a, b, kind=BOOLEAN, compute_data_type=BOOLEAN), a & b)
-    assert torch.equal(one_node("logical_or", a, b, kind=BOOLEAN), a | b)
-    assert torch.equal(one_node("logical_not", a, kind=BOOLEAN), ~a)
 
 
 @settings(max_examples=20, deadline=None)
@@ -143,36 +86,6 @@ def test_relu_with_slope_and_clips(
     torch.testing.assert_close(one_node("relu_backward", dy, x, **options), expected, check_stride=False)
 
 
-def test_leaky_relu() -> None:
-    x, dy = torch.randn(4, 5, requires_grad=True), torch.randn(4, 5)
-    y = F.leaky_relu(x, 0.2)
-    y.backward(dy)
-    torch.testing.assert_close(one_node("leaky_relu", x.detach(), negative_slope=0.2), y.detach())
-    torch.testing.assert_close(one_node("leaky_relu_backward", dy, x.detach(), negative_slope=0.2), x.grad)
-
-
-@pytest.mark.parametrize("beta", [None, 1, 0.5, 2.0])
-def test_swish_beta(beta: float | None) -> None:
-    x, dy = torch.randn(4, 5, requires_grad=True), torch.randn(4, 5)
-    y = x * torch.sigmoid((1.0 if beta is None else beta) * x)
-    y.backward(dy)
-    torch.testing.assert_close(one_node("swish", x.detach(), swish_beta=beta), y.detach())
-    torch.testing.assert_close(one_node("swish_backward", dy, x.detach(), swish_beta=beta), x.grad)
-
-
-@pytest.mark.parametrize("method", BACKWARD)
-@settings(max_examples=5, deadline=None)
-@given(data=st.data())
-def test_backward_against_autograd(method: str, data: st.DataObject) -> None:
-    dims = data.draw(shapes())
-    x, dy = data.draw(strided(dims)), data.draw(strided(dims))
-    leaf = x.double().requires_grad_()
-    BACKWARD[method](leaf).backward(dy.double())
-    assert leaf.grad is not None
-    result = one_node(f"{method}_backward", dy, x)
-    torch.testing.assert_close(result, leaf.grad.float(), rtol=1e-5, atol=1e-5, check_stride=False)
-
-
 @settings(max_examples=10, deadline=None)
 @given(x=shapes().flatmap(strided), data=st.data())
 def test_gen_index(x: torch.Tensor, data: st.DataObject) -> None:
@@ -180,16 +93,6 @@ def test_gen_index(x: torch.Tensor, data: st.DataObject) -> None:
     y = one_node("gen_index", x, axis=axis, kind=cudnn.data_type.INT32)
     for index in range(x.shape[axis]):
         assert (y.select(axis, index) == index).all()
-
-
-@settings(max_examples=10, deadline=None)
-@given(data=st.data(), dims=shapes())
-def test_binary_select(data: st.DataObject, dims: list[int]) -> None:
-    a, b = data.draw(strided(dims)), data.draw(strided([1, *dims[1:]]))
-    mask = data.draw(strided(dims)) > 0
-    expected = torch.where(mask, a, b.expand(dims))
-    torch.testing.assert_close(one_node("binary_select", a, b, mask), expected, check_stride=False)
-    torch.testing.assert_close(one_node("binary_select", a, b, mask.int()), expected, check_stride=False)
 
 
 def test_virtual_tensors_round_to_their_own_type() -> None:
@@ -305,36 +208,23 @@ def test_attributes_survive_serialisation() -> None:
     check_restored(graph, {1: x}, {2: expected})
 
 
-@pytest.mark.parametrize("method", [*UNARY, *BINARY, *COMPARISONS, *(f"{name}_backward" for name in BACKWARD)])
-def test_cudnn_has_engines(method: str, device_properties: Any) -> None:
+@pytest.mark.parametrize("name", [*OPS, "gen_index", "broadcast"])
+def test_cudnn_has_engines(name: str, device_properties: Any) -> None:
     graph = planned_graph(device_properties)
-    operands = 1 if method in UNARY else 2
-    out = getattr(graph, method)(*[graph.tensor([2, 64, 128], [8192, 128, 1]) for _ in range(operands)])
+    logic = name.startswith("logical")
+    x, y = (graph.tensor([2, 64, 128], [8192, 128, 1], BOOLEAN if logic else HALF) for _ in range(2))
+    if name == "gen_index":
+        out = graph.add(graph.gen_index(x, axis=1), y)
+    elif name == "broadcast":
+        out = graph.add(x, graph.tensor([1, 64, 1], [64, 1, 1]))
+    elif name == "binary_select":
+        out = graph.binary_select(x, y, graph.cmp_gt(x, y).set_data_type(BOOLEAN))
+    else:
+        out = OPS[name].add(graph, *(x, y)[: len(OPS[name].domains)])
+        if OPS[name].result == "bool":
+            out.set_data_type(BOOLEAN)
     out.set_output(True)
-    if method in COMPARISONS:
-        out.set_data_type(BOOLEAN)
     assert configurations(graph) > 0
-
-
-def test_cudnn_has_engines_for_the_rest(device_properties: Any) -> None:
-    def tensor(graph: cudnn.pygraph, kind: object = HALF) -> cudnn.tensor:
-        return graph.tensor([2, 64, 128], [8192, 128, 1], kind)
-
-    for build in (
-        # Logic wants BOOLEAN as its compute type.
-        lambda g: g.logical_and(tensor(g, BOOLEAN), tensor(g, BOOLEAN), BOOLEAN).set_data_type(BOOLEAN),
-        lambda g: g.logical_or(tensor(g, BOOLEAN), tensor(g, BOOLEAN), BOOLEAN).set_data_type(BOOLEAN),
-        lambda g: g.logical_not(tensor(g, BOOLEAN), BOOLEAN).set_data_type(BOOLEAN),
-        lambda g: g.binary_select(tensor(g), tensor(g), g.cmp_gt(tensor(g), tensor(g)).set_data_type(BOOLEAN)),
-        lambda g: g.add(g.gen_index(tensor(g), axis=1), tensor(g)),
-        lambda g: g.relu(tensor(g), negative_slope=0.1, lower_clip=-0.5, upper_clip=6),
-        lambda g: g.leaky_relu(tensor(g), 0.1),
-        lambda g: g.swish_backward(tensor(g), tensor(g), swish_beta=0.5),
-        lambda g: g.add(tensor(g), g.tensor([1, 64, 1], [64, 1, 1], HALF)),
-    ):
-        graph = planned_graph(device_properties)
-        build(graph).set_output(True)
-        assert configurations(graph) > 0
 
 
 def test_cudnn_builds_a_plan(device_properties: Any) -> None:

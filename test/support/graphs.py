@@ -67,9 +67,9 @@ def run(graph: cudnn.pygraph, data: Mapping[cudnn.tensor, torch.Tensor], *output
 
 def evaluate(
     operation: str, *arguments: Any, types: Sequence[object] = (), first: object = None, outputs: object = FLOAT,
-    dim: Sequence[int] | None = None, **keywords: Any,
+    dim: Sequence[int] | None = None, graph: cudnn.pygraph | None = None, **keywords: Any,
 ) -> tuple[list[cudnn.tensor], list[torch.Tensor]]:  # fmt: skip
-    """One operation on the reference executor: its outputs' tensors, and their data.
+    """One operation in a graph, of the reference executor unless one is given: its outputs' tensors, and their data.
 
     Args:
         arguments, keywords: Arrays among them, and in lists, are described and handed over.
@@ -77,7 +77,7 @@ def evaluate(
         first, outputs: The type of the first output, None for the graph's, and of the others.
         dim: The shape of the first output, where it is not inferred.
     """
-    graph, data = reference_graph(*types), dict[cudnn.tensor, torch.Tensor]()
+    graph, data = graph or reference_graph(*types), dict[cudnn.tensor, torch.Tensor]()
 
     def described(value: Any) -> Any:
         if isinstance(value, list):

@@ -31,10 +31,22 @@ class Op:
     method: str
     function: Callable[..., torch.Tensor]
     domains: tuple[tuple[float, float], ...] = (ANY,)
-    options: dict[str, float] = field(default_factory=dict[str, float])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
     approximate: bool = False
     result: str = "float"
     weight: float = 1.0
+
+    def add(self, graph: cudnn.pygraph, *arguments: cudnn.tensor) -> cudnn.tensor:
+        """Logic wants BOOLEAN as its compute type."""
+        compute = {"compute_data_type": cudnn.data_type.BOOLEAN} if self.method.startswith("logical") else {}
+        return getattr(graph, self.method)(*arguments, **self.options, **compute)
+
+    def suited(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        """Random arguments as the operation takes them: masks are boolean, and what is compared is often equal."""
+        if self.method.startswith("cmp"):
+            return [x.round_() for x in arguments]
+        masks = range(2, 3) if self.method == "binary_select" else range(3 * self.method.startswith("logical"))
+        return [x > 0 if place in masks else x for place, x in enumerate(arguments)]
 
     def approx(self, *arguments: Approx) -> Approx:
         if self.result == "bool":
@@ -70,6 +82,10 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _slow_swish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(0.5 * x)
+
+
 _POSITIVE, _SMALL, _UPTO = (0.05, 1e9), (-1.3, 1.3), (-1e9, 6.1)
 _TWO = (ANY, ANY)
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -87,7 +103,7 @@ _OPS = [
     Op("relu", _relu(upper=1.5), options={"upper_clip": 1.5}),
     Op("relu", _relu(slope=0.1), options={"negative_slope": 0.1}),
     Op("leaky_relu", _relu(slope=0.2), options={"negative_slope": 0.2}),
-    Op("swish", lambda x: x * torch.sigmoid(0.5 * x), options={"swish_beta": 0.5}, approximate=True),
+    Op("swish", _slow_swish, options={"swish_beta": 0.5}, approximate=True),
     *(Op(name, function, approximate=True, weight=2) for name, function in _ACTIVATIONS.items()),
     Op("exp", torch.exp, (_UPTO,), approximate=True),
     Op("log", torch.log, (_POSITIVE,), approximate=True),
@@ -120,6 +136,12 @@ _OPS = [
         Op(f"{name}_backward", _derivative(function), _TWO, approximate=True)
         for name, function in _ACTIVATIONS.items()
     ),
+    Op("relu_backward", _derivative(_relu(lower=-0.5)), _TWO, {"lower_clip": -0.5}, weight=0),
+    Op("relu_backward", _derivative(_relu(upper=1.5)), _TWO, {"upper_clip": 1.5}, weight=0),
+    Op("silu", F.silu, approximate=True, weight=0),
+    Op("swish_backward", _derivative(_slow_swish), _TWO, {"swish_beta": 0.5}, approximate=True, weight=0),
+    Op("cmp_eq", lambda a, b: (a == b).double(), _TWO, result="bool", weight=0),
+    Op("cmp_neq", lambda a, b: (a != b).double(), _TWO, result="bool", weight=0),
     Op("cmp_gt", lambda a, b: (a > b).double(), _TWO, result="bool"),
     Op("cmp_ge", lambda a, b: (a >= b).double(), _TWO, result="bool"),
     Op("cmp_lt", lambda a, b: (a < b).double(), _TWO, result="bool"),
@@ -158,8 +180,7 @@ class Program:
         for step in self.instructions:
             op = OPS[step.op]
             arguments = [results[int(a[1:])] if a[0] == "x" else tensors[a] for a in step.arguments]
-            compute = {"compute_data_type": cudnn.data_type.BOOLEAN} if op.method.startswith("logical") else {}
-            made = getattr(graph, op.method)(*arguments, **op.options, **compute)
+            made = op.add(graph, *arguments)
             if step.dtype is not None:
                 made.set_data_type(getattr(torch, step.dtype))
             results.append(made)
