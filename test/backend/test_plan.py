@@ -65,13 +65,6 @@ def test_heuristic_modes(h200: DeviceProperties) -> None:
     assert tags[heur_mode.CUDNN_FIND] == tags[heur_mode.A] + tags[heur_mode.B] + tags[heur_mode.FALLBACK]
 
 
-def test_modes_append(h200: DeviceProperties) -> None:
-    plans = planned(descriptors.matmul(), h200)
-    first = len(plans)
-    plans.add([heur_mode.FALLBACK])
-    assert len(plans) > first
-
-
 def test_sm_count_is_passed_on(h200: DeviceProperties) -> None:
     assert heuristics(descriptors.matmul(), heur_mode.A, h200, sm_count=132).configs
     plans = PlanList(descriptors.matmul(), device_properties=h200, sm_count=66)
@@ -112,15 +105,6 @@ def test_knobs(h200: DeviceProperties) -> None:
         graph.engine_config(engine, {knob_type.KERNEL_CFG: kernel.max_value + 1000}, h200)
     with pytest.raises(RuntimeError, match=r"engine_id: got 999; allowed: 0 to \d+ for this graph"):
         graph.engine_config(999, {}, h200)
-
-
-def test_deselected_engines_are_not_built(h200: DeviceProperties) -> None:
-    plans = planned(descriptors.matmul(), h200)
-    first = plans.configs[0].tag
-    plans.deselect_engines([first])
-    plans.build()
-    assert plans.candidate.config is not None
-    assert plans.candidate.config.tag != first
 
 
 def test_a_bar_after_the_build_drops_the_candidate(h200: DeviceProperties) -> None:

@@ -20,7 +20,6 @@ from support.graphs import (
     FLOAT,
     HALF,
     check_refused,
-    check_restored,
     configurations,
     evaluate,
     like,
@@ -199,18 +198,6 @@ def test_refusals(build: Callable[..., Any], error: type[Exception], words: list
         error,
         ["conv_", *words],
     )
-
-
-def test_options_survive_serialisation() -> None:
-    x, w = torch.randn(2, 4, 6, 6), torch.randn(4, 2, 3, 3)
-    graph = reference_graph()
-    image, weight = like(graph, x).set_uid(1), like(graph, w).set_uid(2)
-    y = graph.conv_fprop(
-        image, weight, pre_padding=[1, 2], post_padding=[0, 1], stride=[2, 1], dilation=[1, 2],
-        convolution_mode=convolution_mode.CONVOLUTION,
-    ).set_output(True).set_uid(3)  # fmt: skip
-    (expected,) = run(graph, {image: x, weight: w}, y)
-    check_restored(graph, {1: x, 2: w}, {3: expected})
 
 
 def nhwc(graph: cudnn.pygraph, *dims: int, kind: object = HALF) -> cudnn.tensor:

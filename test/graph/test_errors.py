@@ -34,11 +34,6 @@ def test_classes() -> None:
 
 
 # While the graph is described.
-def test_an_array_in_place_of_a_graph_tensor() -> None:
-    with pytest.raises(TypeError, match=r"mm \(matmul\): input A: got Tensor; allowed: a cudnn.tensor.*tensor_like"):
-        reference_graph().matmul(torch.zeros(1, 2, 3), torch.zeros(1, 3, 2), name="mm")
-
-
 @pytest.mark.parametrize(
     ("describe", "port"),
     [

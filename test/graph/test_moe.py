@@ -18,7 +18,6 @@ from support.graphs import (
     FLOAT,
     HALF,
     check_refused,
-    check_restored,
     configurations,
     like,
     planned_graph,
@@ -106,19 +105,6 @@ def test_the_wrapper_takes_arrays() -> None:
         graph.moe_grouped_matmul(x, w, first).set_output(True)
     rows = [x[0, row] @ w[expert] for row, expert in enumerate(routing.experts)]
     torch.testing.assert_close(graph(x, w, first)[0], torch.stack(rows))
-
-
-def test_serialisation() -> None:
-    routing = Routing(5, 3, 2, 0)
-    values = [
-        torch.randn(1, 10, 6), weights(3, 6, 4), routing.column(routing.first).view(-1, 1, 1),
-        routing.column(routing.tokens), routing.column(routing.ks),
-    ]  # fmt: skip
-    graph = reference_graph()
-    tensors = [like(graph, value).set_uid(uid) for uid, value in enumerate(values)]
-    y = graph.moe_grouped_matmul(*tensors, mode=MODE.SCATTER, top_k=2).set_output(True).set_uid(9)
-    (expected,) = run(graph, dict(zip(tensors, values, strict=True)), y)
-    check_restored(graph, dict(enumerate(values)), {9: expected})
 
 
 def test_offsets_that_do_not_rise_are_refused() -> None:

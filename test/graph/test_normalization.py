@@ -19,7 +19,6 @@ from support.graphs import (
     FLOAT,
     HALF,
     MODES,
-    check_restored,
     configurations,
     evaluate,
     planned_graph,
@@ -565,27 +564,6 @@ def test_batchnorm_inference_alone_is_left_to_fusions_by_cudnn(h200: Any) -> Non
     outputs([graph.batchnorm_inference(*real(graph, IMAGE, 1, HALF), *real(graph, CHANNELS, 4))])
     with pytest.raises(cudnn.cudnnGraphNotSupportedError):
         configurations(graph)
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_description_round_trip(name: str) -> None:
-    graph = reference_graph(HALF)
-    GRAPHS[name](graph)
-    graph.build(MODES)
-    restored = cudnn.pygraph()
-    restored.deserialize(repr(graph))
-    assert repr(restored) == repr(graph)
-
-
-def test_restored_graph_computes_the_same() -> None:
-    data, weight = torch.randn(4, 8), torch.randn(1, 8)
-    graph = reference_graph()
-    x, scale = graph.tensor_like(data).set_uid(1), graph.tensor_like(weight).set_uid(2)
-    y, inv = outputs(graph.rmsnorm(TRAINING, x, scale, epsilon=0.25))
-    y.set_uid(3)
-    inv.set_uid(4)
-    first = run(graph, {x: data, scale: weight}, y, inv)
-    check_restored(graph, {1: data, 2: weight}, dict(zip((3, 4), first, strict=True)))
 
 
 @pytest.mark.parametrize("packed", [False, True])

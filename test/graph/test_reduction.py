@@ -16,10 +16,8 @@ from support.graphs import (
     FLOAT,
     HALF,
     check_refused,
-    check_restored,
     configurations,
     evaluate,
-    like,
     planned_graph,
     reference_graph,
     run,
@@ -128,16 +126,6 @@ def test_genstats(x: torch.Tensor) -> None:
         assert list(result.shape) == [1, channels, *[1] * (x.dim() - 2)]
         for channel in range(channels):
             torch.testing.assert_close(result[0, channel].squeeze(), values[:, channel].sum(), rtol=1e-4, atol=1e-5)
-
-
-def test_serialisation() -> None:
-    x = torch.randn(4, 6)
-    graph = reference_graph()
-    tensor = like(graph, x).set_uid(1)
-    y = graph.reduction(tensor, MODE.AMAX).set_output(True).set_dim([4, 1]).set_uid(2)
-    (result,) = run(graph, {tensor: x}, y)
-    check_restored(graph, {1: x}, {2: result})
-    assert torch.equal(result, x.abs().amax(1, keepdim=True))
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,10 @@ from support.graphs import (
     FLOAT,
     HALF,
     check_refused,
-    check_restored,
     configurations,
     evaluate,
-    like,
     planned_graph,
     reference_graph,
-    run,
     strided,
 )
 
@@ -166,16 +163,6 @@ def test_inference() -> None:
     assert [tensor.get_data_type() for tensor in (wide[1], whole[1])] == [INT8, INT32]
     assert whole[0].get_dim() == [1, 2, 1, 1]
     assert dx.get_stride() == given.get_stride() == [216, 1, 27, 3]
-
-
-def test_serialisation() -> None:
-    case = Case(torch.randn(2, 3, 6, 7), [3, 2], [2, 1], [1, 0], [0, 1])
-    graph = reference_graph()
-    x = like(graph, case.x).set_uid(1)
-    y = graph.resample(x, **case.options("AVGPOOL_EXCLUDE_PADDING", "ZERO_PAD")).set_output(True).set_uid(2)
-    (built,) = run(graph, {x: case.x}, y)
-    check_restored(graph, {1: case.x}, {2: built})
-    torch.testing.assert_close(built, case.pooled(case.x, "AVGPOOL_EXCLUDE_PADDING", "ZERO_PAD"))
 
 
 def pooled_back(g: cudnn.pygraph, x: cudnn.tensor, **options: Any) -> cudnn.tensor:

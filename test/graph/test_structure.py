@@ -17,7 +17,6 @@ from support.graphs import (
     FLOAT,
     HALF,
     check_refused,
-    check_restored,
     configurations,
     evaluate,
     like,
@@ -145,17 +144,6 @@ def test_concatenate_takes_the_stride_order_of_the_first() -> None:
     y = graph.concatenate(inputs=[a, b], axis=1, in_place_index=None, name="join").set_output(True)
     graph.validate()
     assert (y.get_name(), y.get_dim(), y.get_stride()) == ("join::Y", [2, 12, 4, 4], [192, 1, 48, 12])
-
-
-def test_serialisation() -> None:
-    x = torch.randn(4, 6)
-    graph = reference_graph()
-    tensor = like(graph, x).set_uid(1)
-    part = graph.slice(tensor, [slice(1, 4, 2), slice(None, -1)])
-    y = graph.concatenate([graph.transpose(part, [1, 0]), graph.transpose(part, [1, 0])], 1).set_output(True).set_uid(9)
-    (expected,) = run(graph, {tensor: x}, y)
-    check_restored(graph, {1: x}, {9: expected})
-    assert torch.equal(expected, torch.cat([x[1:4:2, :-1].T] * 2, 1))
 
 
 @pytest.mark.parametrize(

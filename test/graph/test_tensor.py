@@ -53,12 +53,6 @@ def test_defaults(graph: cudnn.pygraph) -> None:
     assert not tensor.get_has_compile_time_constant()
 
 
-def test_a_tensor_of_its_own() -> None:
-    tensor = cudnn.tensor()
-    assert tensor.get_dim() == []
-    assert tensor.get_stride() == []
-
-
 def test_setters_chain_and_getters_return_copies() -> None:
     tensor = cudnn.tensor()
     offsets = cudnn.tensor()
@@ -155,10 +149,6 @@ def test_what_is_no_array(graph: cudnn.pygraph) -> None:
         graph.tensor_like([1, 2])
 
 
-def test_like_an_array_that_requires_gradients(graph: cudnn.pygraph) -> None:
-    assert graph.tensor_like(torch.zeros(2, 3, requires_grad=True)).get_dim() == [2, 3]
-
-
 def test_scalars_on_the_cpu_are_passed_by_value(graph: cudnn.pygraph) -> None:
     for scalar in (torch.tensor(2.0), torch.zeros(1, 1, 1, 1), np.zeros((1, 1), dtype="float32")):
         tensor = graph.tensor_like(scalar)
@@ -206,19 +196,6 @@ def test_scalar_constants(graph: cudnn.pygraph, value: float, kind: str) -> None
     assert not tensor.get_has_compile_time_constant()
     fixed = graph.tensor_scalar(value, cudnn.scalar_type.COMPILE_TIME_CONST)
     assert fixed.get_has_compile_time_constant()
-
-
-def test_scalar_constants_take_part(graph: cudnn.pygraph) -> None:
-    x = torch.randn(2, 3)
-    graph = cudnn.pygraph(
-        io_data_type=torch.float32, intermediate_data_type=torch.float32, compute_data_type=torch.float32
-    )
-    tx = graph.tensor_like(x)
-    y = graph.add(graph.mul(tx, graph.tensor_scalar(3.0)), graph.tensor_scalar(2)).set_output(True)
-    graph.build([cudnn.heur_mode.A])
-    out = torch.empty(2, 3)
-    graph.execute({tx: x, y: out})
-    torch.testing.assert_close(out, 3 * x + 2)
 
 
 @pytest.mark.parametrize(
