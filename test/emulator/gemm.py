@@ -10,7 +10,15 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 import ptx_emulator
+from support import gemms
+from support.gemm_families import case, check, execute, slack
 
+BLOCK_SCALED = {
+    "mxfp8": {"dtype": gemms.E4M3, "scale": gemms.E8M0, "vector": 32},
+    "mxfp8 e5m2": {"dtype": gemms.E5M2, "scale": gemms.E8M0, "vector": 32},
+    "mxfp4": {"dtype": gemms.FP4, "scale": gemms.E8M0, "vector": 32},
+    "nvfp4": {"dtype": gemms.FP4, "scale": gemms.E4M3, "vector": 16},
+}
 FP8 = {torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2}
 _compiled: dict[str, Any] = {}  # the same kernel for all tests of a process
 
@@ -47,3 +55,10 @@ def run(
     expected = (a.double() @ b.double().T).to(out)
     assert torch.equal(c, expected)
     return report
+
+
+def block_scaled(kind: str) -> None:
+    """A GEMM of the library on Blackwell, compared with the product of its decoded operands."""
+    problem = case("gemm_amax", 128, 128, 256, **BLOCK_SCALED[kind])
+    execute(problem, "sm_100a")
+    check(problem, slack=slack(problem))

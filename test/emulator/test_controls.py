@@ -11,7 +11,6 @@ import torch
 from emulator import gemm
 from emulator.kernels.blackwell_gemm import BlackwellGemm
 from emulator.kernels.hopper_gemm import HopperGemm
-from emulator.test_blockscaled import test_blockscaled as blockscaled
 from ptx_emulator import EmulatorError, matrix, mma, tcgen05, tensormap, tma
 from ptx_emulator.sync import Sync
 
@@ -22,10 +21,6 @@ def hopper(cluster: int = 1) -> None:
 
 def blackwell() -> None:
     gemm.run(BlackwellGemm((256, 64), True), "sm_100a", (256, 64, 128), torch.bfloat16, torch.float32)
-
-
-def scaled(kind: str = "mxfp8") -> None:
-    blockscaled(kind)
 
 
 def unswizzled(address: Any, mode: int) -> Any:
@@ -70,8 +65,8 @@ CONTROLS = [
     ("descriptors without swizzle", blackwell),
     ("no swizzle at all", hopper),
     ("TMEM lane flipped", blackwell),
-    ("scale factor id ignored", scaled),
-    ("E4M3 scales wrong", lambda: scaled("nvfp4")),
+    ("scale factor id ignored", lambda: gemm.block_scaled("mxfp8")),
+    ("E4M3 scales wrong", lambda: gemm.block_scaled("nvfp4")),
     ("stmatrix transposed", hopper),
     ("multicast ignored", lambda: hopper(2)),
     ("TMA completes no bytes", hopper),

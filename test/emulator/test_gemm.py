@@ -67,6 +67,11 @@ def test_blackwell_major_modes(tile: Any, pair: bool, dtype: torch.dtype, majors
     gemm.run(BlackwellGemm(tile, pair, majors), "sm_100a", (256, 128, 128), dtype, out, majors, races=True)
 
 
+@pytest.mark.parametrize("kind", brief(list(gemm.BLOCK_SCALED), 0, 3))
+def test_block_scales(kind: str) -> None:
+    gemm.block_scaled(kind)
+
+
 @pytest.mark.parametrize("mnk", [(100, 200, 168), (8, 16, 8), (130, 264, 72)], ids=str)
 def test_ragged_sizes_are_filled_with_zeros_and_clipped(mnk: Any) -> None:
     gemm.run(HopperGemm(), "sm_90a", mnk, bf16, bf16, races=True, scheduler="lazy")

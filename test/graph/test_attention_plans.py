@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -53,35 +54,19 @@ def test_cudnn_has_engines_forward(name: str, implementation: Any, stats: bool, 
         build(graph, CASES[name], implementation=implementation, stats=stats)
 
 
-def refusal(problem: Problem) -> str:
-    """Why the backward pass of a case is refused on every device, if it is."""
-    return "ignores the inverse of its scale" if problem.own_mask and library.version() <= 91900 else ""
-
-
 @pytest.mark.deviceless_919
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.usefixtures("libcudnn")
+@pytest.mark.parametrize(("device", "deterministic"), [("h200", False), ("h200", True), ("b200", False)])
 @pytest.mark.parametrize("name", BACKWARD_CASES)
-def test_cudnn_has_engines_backward(name: str, deterministic: bool, h200: Any) -> None:
-    problem, options = CASES[name], {"is_backward": True, "use_deterministic_algorithm": deterministic}
-    if reason := refusal(problem):
-        with pytest.raises(NOT_SUPPORTED, match=reason):
-            build(planned_graph(h200), problem, **options)
-    else:
-        build(planned_graph(h200), problem, **options)
-
-
-@pytest.mark.deviceless_919
-@pytest.mark.parametrize("name", BACKWARD_CASES)
-def test_cudnn_has_engines_backward_on_blackwell(name: str, b200: Any) -> None:
-    problem = CASES[name]
-    reason = refusal(problem)
-    if problem.dropout and problem.bias:
+def test_cudnn_has_engines_backward(
+    name: str, device: str, deterministic: bool, request: pytest.FixtureRequest
+) -> None:
+    problem, graph = CASES[name], planned_graph(request.getfixturevalue(device))
+    reason = "ignores the inverse of its scale" if problem.own_mask and library.version() <= 91900 else ""
+    if device == "b200" and problem.dropout and problem.bias:
         reason = "no engine configuration"
-    if reason:
-        with pytest.raises(NOT_SUPPORTED, match=reason):
-            build(planned_graph(b200), problem, is_backward=True)
-    else:
-        build(planned_graph(b200), problem, is_backward=True)
+    with pytest.raises(NOT_SUPPORTED, match=reason) if reason else contextlib.nullcontext():
+        build(graph, problem, is_backward=True, use_deterministic_algorithm=deterministic)
 
 
 @pytest.mark.deviceless_919
@@ -126,27 +111,23 @@ def test_block_mask_on_blackwell_only(page: int, device_properties: Any) -> None
 
 
 @pytest.mark.deviceless_919
+@pytest.mark.usefixtures("libcudnn")
 @pytest.mark.parametrize(
-    ("name", "which"),
+    ("device", "name", "which"),
     [
-        ("plain", "AUTO"), ("causal", "AUTO"), ("causal", "backward"), ("ragged, causal", "COMPOSITE"),
-        ("paged, packed tables", "AUTO"), ("dropout, padding, bias", "backward"), ("softcap", "AUTO"),
-        ("softcap", "backward"), ("sink, padding", "backward"), ("padding, sliding window bottom right", "backward"),
+        ("h200", "plain", "AUTO"), ("h200", "causal", "AUTO"), ("h200", "causal", "backward"),
+        ("h200", "ragged, causal", "COMPOSITE"), ("h200", "paged, packed tables", "AUTO"),
+        ("h200", "dropout, padding, bias", "backward"), ("h200", "softcap", "AUTO"), ("h200", "softcap", "backward"),
+        ("h200", "sink, padding", "backward"), ("h200", "padding, sliding window bottom right", "backward"),
+        ("b200", "causal", "AUTO"), ("b200", "plain", "COMPOSITE"), ("b200", "causal", "backward"),
     ],
 )  # fmt: skip
-def test_cudnn_builds_a_plan(name: str, which: str, h200: Any) -> None:
-    plan(build_as(planned_graph(h200), name, which))
-
-
-@pytest.mark.parametrize(("name", "which"), [("causal", "AUTO"), ("plain", "COMPOSITE"), ("causal", "backward")])
-def test_cudnn_builds_a_plan_for_blackwell(name: str, which: str, b200: Any) -> None:
-    plan(build_as(planned_graph(b200), name, which))
-
-
-def build_as(graph: cudnn.pygraph, name: str, which: str) -> cudnn.pygraph:
+def test_cudnn_builds_a_plan(device: str, name: str, which: str, request: pytest.FixtureRequest) -> None:
+    graph = planned_graph(request.getfixturevalue(device))
     if which == "backward":
-        return build(graph, CASES[name], is_backward=True)
-    return build(graph, CASES[name], implementation=cudnn.attention_implementation[which])
+        plan(build(graph, CASES[name], is_backward=True))
+    else:
+        plan(build(graph, CASES[name], implementation=cudnn.attention_implementation[which]))
 
 
 def plan(graph: cudnn.pygraph) -> None:

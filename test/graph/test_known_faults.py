@@ -25,44 +25,77 @@ def tensor(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
     return graph.tensor(dims, strides)
 
 
-@pytest.mark.parametrize("dims", [(1, 1, 128), (1, 96, 1), (4, 1, 1), (96, 1), (128,)])
-def test_operands_spread_over_the_batch_are_refused(dims: tuple[int, ...]) -> None:
+Build = Callable[[cudnn.pygraph], cudnn.tensor]
+
+
+def described(build: Build) -> list[Any]:
+    """The validated nodes of a graph."""
     graph = reference_graph(HALF)
-    graph.relu(graph.add(tensor(graph, 4, 96, 128), tensor(graph, *dims), name="sum")).set_output(True)
+    build(graph).set_output(True)
     graph.validate()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"sum \(add\): input IN_1 .* spread over"):
-        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
-    known_faults.refuse(graph.nodes, NEWER)
+    return graph.nodes
 
 
-@pytest.mark.parametrize("dims", [(4, 96, 128), (4, 96, 1), (1, 96, 128), (96, 128), (1, 1, 1), (1,)])
-def test_operands_that_come_out_right_are_not(dims: tuple[int, ...]) -> None:
-    graph = reference_graph(HALF)
-    graph.add(tensor(graph, 4, 96, 128), tensor(graph, *dims)).set_output(True)
-    graph.validate()
-    known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+def added(*dims: int, to: tuple[int, ...] = (4, 96, 128)) -> Build:
+    return lambda graph: graph.relu(graph.add(tensor(graph, *to), tensor(graph, *dims), name="sum"))
 
 
-def test_rotary_embeddings_are_not() -> None:
-    graph = reference_graph(HALF)
+def concatenated(graph: cudnn.pygraph) -> cudnn.tensor:
+    image, weight, kept = tensor(graph, 4, 64, 16, 16), tensor(graph, 64, 64, 1, 1), tensor(graph, 4, 64, 16, 16)
+    return graph.concatenate([kept, graph.conv_fprop(image, weight, [0, 0]).set_data_type(HALF)], 1, name="cat")
+
+
+def gathered(graph: cudnn.pygraph) -> cudnn.tensor:
+    first, index = (graph.tensor(dims, [1, 1, 1], cudnn.data_type.INT32) for dims in ([4, 1, 1], [1, 64, 1]))
+    mode = cudnn.moe_grouped_matmul_mode.GATHER
+    weight = graph.tensor([4, 32, 16], [512, 1, 32])
+    return graph.moe_grouped_matmul(tensor(graph, 1, 64, 32), weight, first, index, mode=mode, name="experts")
+
+
+def negative_scales(graph: cudnn.pygraph) -> cudnn.tensor:
+    scaled = graph.block_scale_dequantize(tensor(graph, 1, 64, 64), tensor(graph, 1, 64, 2), [1, 32], True, name="d")
+    return graph.matmul(scaled, tensor(graph, 1, 64, 32))
+
+
+def rotary(graph: cudnn.pygraph) -> cudnn.tensor:
     x1, x2 = (graph.tensor([256, 4096, 16], [4096 * 32, 32, 1]) for _ in range(2))
     cos, sin = tensor(graph, 1, 4096, 16), tensor(graph, 1, 4096, 16)
     graph.sub(graph.mul(x1, cos), graph.mul(x2, sin)).set_output(True).set_stride(x1.get_stride())
-    graph.add(graph.mul(x2, cos), graph.mul(x1, sin)).set_output(True).set_stride(x1.get_stride())
-    graph.validate()
-    known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+    return graph.add(graph.mul(x2, cos), graph.mul(x1, sin)).set_stride(x1.get_stride())
 
 
-def test_a_bias_after_a_matmul_and_a_batch_of_one_are_not() -> None:
-    graph = reference_graph(HALF)
-    c = graph.matmul(tensor(graph, 4, 96, 64), tensor(graph, 4, 64, 128))
-    graph.bias(c, tensor(graph, 1, 1, 128)).set_output(True)
-    graph.validate()
-    known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
-    graph = reference_graph(HALF)
-    graph.add(tensor(graph, 1, 96, 128), tensor(graph, 1, 1, 128)).set_output(True)
-    graph.validate()
-    known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
+def biased(graph: cudnn.pygraph) -> cudnn.tensor:
+    return graph.bias(graph.matmul(tensor(graph, 4, 96, 64), tensor(graph, 4, 64, 128)), tensor(graph, 1, 1, 128))
+
+
+SPREAD = [(1, 1, 128), (1, 96, 1), (4, 1, 1), (96, 1), (128,)]
+NOT_SPREAD = [(4, 96, 128), (4, 96, 1), (1, 96, 128), (96, 128), (1, 1, 1), (1,)]
+REFUSED: dict[str, tuple[Build, str]] = {
+    **{f"a sum with {dims}": (added(*dims), r"sum \(add\): input IN_1 .* spread over") for dims in SPREAD},
+    "joined to a convolution": (concatenated, r"cat .*a convolution in the same graph"),
+    "gathered tokens": (gathered, r"experts .*mode: got GATHER with cuDNN 9\.19"),
+    "negative block scales": (negative_scales, r"d .*is_negative_scale: got True with cuDNN"),
+}
+TAKEN: dict[str, Build] = {
+    **{f"a sum with {dims}": added(*dims) for dims in NOT_SPREAD},
+    "a batch of one": added(1, 1, 128, to=(1, 96, 128)),
+    "rotary embeddings": rotary,
+    "a bias after a product": biased,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_up_to_the_version_that_was_seen(name: str) -> None:
+    build, message = REFUSED[name]
+    nodes = described(build)
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=message):
+        known_faults.refuse(nodes, known_faults.SEEN_IN)
+    known_faults.refuse(nodes, NEWER)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_came_out_right_is_not(name: str) -> None:
+    known_faults.refuse(described(TAKEN[name]), known_faults.SEEN_IN)
 
 
 @pytest.mark.parametrize("connected", [False, True])
@@ -75,39 +108,6 @@ def test_a_convolution_beside_a_matmul_is_refused_at_every_version(connected: bo
     graph.validate()
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"mm \(matmul\): a convolution in the same graph"):
         known_faults.refuse(graph.nodes, NEWER)
-
-
-def test_concatenation_with_a_convolution_is_refused() -> None:
-    graph = reference_graph(HALF, HALF)
-    image, weight, kept = tensor(graph, 4, 64, 16, 16), tensor(graph, 64, 64, 1, 1), tensor(graph, 4, 64, 16, 16)
-    graph.concatenate([kept, graph.conv_fprop(image, weight, [0, 0])], 1, name="cat").set_output(True)
-    graph.validate()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"cat .*a convolution in the same graph"):
-        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
-    known_faults.refuse(graph.nodes, NEWER)
-
-
-def test_gathered_tokens_are_refused() -> None:
-    graph = reference_graph(HALF)
-    first, index = (graph.tensor(dims, [1, 1, 1], cudnn.data_type.INT32) for dims in ([4, 1, 1], [1, 64, 1]))
-    mode = cudnn.moe_grouped_matmul_mode.GATHER
-    weight = graph.tensor([4, 32, 16], [512, 1, 32])
-    y = graph.moe_grouped_matmul(tensor(graph, 1, 64, 32), weight, first, index, mode=mode, name="experts")
-    y.set_output(True)
-    graph.validate()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"experts .*mode: got GATHER with cuDNN 9\.19"):
-        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
-    known_faults.refuse(graph.nodes, NEWER)
-
-
-def test_negative_block_scales_are_refused() -> None:
-    graph = reference_graph(HALF)
-    scaled = graph.block_scale_dequantize(tensor(graph, 1, 64, 64), tensor(graph, 1, 64, 2), [1, 32], True, name="d")
-    graph.matmul(scaled, tensor(graph, 1, 64, 32)).set_output(True)
-    graph.validate()
-    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"d .*is_negative_scale: got True with cuDNN"):
-        known_faults.refuse(graph.nodes, known_faults.SEEN_IN)
-    known_faults.refuse(graph.nodes, NEWER)
 
 
 @pytest.mark.deviceless_919
@@ -188,7 +188,7 @@ def channels_last(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
 
 
 # Graph, types, engine.
-WRONG: dict[str, tuple[Callable[[cudnn.pygraph], cudnn.tensor], object, str]] = {
+WRONG: dict[str, tuple[Build, object, str]] = {
     "strided data gradient, four operations": (lambda graph: data_gradient(graph, 2, 4), HALF, "eng1"),
     "28 channels out": (lambda graph: graph.relu(response(graph, 28)), BFLOAT16, "eng7_k24=27"),
     "filter gradient, one dimension": (lambda graph: filter_gradient(graph, (3, 3)), FLOAT, "eng20"),
@@ -217,7 +217,7 @@ def test_convolutions_keep_off_engines_that_go_wrong(name: str, h200: Any) -> No
     assert graph.get_plan_name() not in [names[index] for index in barred]
 
 
-RIGHT: dict[str, Callable[[cudnn.pygraph], cudnn.tensor]] = {
+RIGHT: dict[str, Build] = {
     "strided data gradient, three operations": lambda graph: data_gradient(graph, 2, 3),
     "data gradient, four operations": lambda graph: data_gradient(graph, 1, 4),
     "32 channels out": lambda graph: graph.relu(response(graph, 32)),
@@ -227,10 +227,7 @@ RIGHT: dict[str, Callable[[cudnn.pygraph], cudnn.tensor]] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_convolutions_that_came_out_right_keep_all_engines(name: str) -> None:
-    graph = reference_graph(HALF)
-    RIGHT[name](graph).set_output(True)
-    graph.validate()
-    assert not [*known_faults.faulty_engines(graph.nodes, known_faults.SEEN_IN)]
+    assert not [*known_faults.faulty_engines(described(RIGHT[name]), known_faults.SEEN_IN)]
 
 
 def test_an_engine_is_not_mistaken_for_another() -> None:

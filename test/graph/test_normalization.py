@@ -423,55 +423,24 @@ TOKENS: Nhwc = ([4, 24, 128], [24 * 128, 128, 1])
 LAST: Nhwc = ([1, 1, 128], [128, 128, 1])
 PER_BATCH: Nhwc = ([4, 1, 128], [128, 128, 1])
 TOKEN_STATISTICS: Nhwc = ([4, 24, 1], [24, 1, 1])
+PEERS: Nhwc = ([2, 4 * 64, 1, 1], [256, 1, 256, 256])
 
 
 def real(graph: cudnn.pygraph, shape: Nhwc, count: int = 1, kind: cudnn.data_type = FLOAT) -> list[Any]:
     return [graph.tensor(*shape, kind) for _ in range(count)]
 
 
-def layernorm(
-    g: cudnn.pygraph, phase: cudnn.norm_forward_phase, x: Nhwc = ROWS, scale: Nhwc = HIDDEN, **keywords: Any
-) -> None:
-    outputs(g.layernorm(phase, *real(g, x, 1, HALF), *real(g, scale, 2), 1e-5, **keywords))
+def norm(method: str, x: Nhwc, *parameters: Nhwc, phase: Any = None, peers: int = 0, **keywords: Any) -> Any:
+    """Describes an operation: its phase, DY of a gradient, X, then parameters and statistics in FLOAT."""
 
+    def add(g: cudnn.pygraph) -> None:
+        backward = method.endswith("_backward")
+        given = [*([] if phase is None else [phase]), *real(g, x, 1 + backward, HALF)]
+        given += [tensor for shape in parameters for tensor in real(g, shape)]
+        exchange = {"peer_stats": real(g, PEERS, peers)} if peers else {}
+        outputs(getattr(g, method)(*given, **({} if backward else {"epsilon": 1e-5}), **keywords, **exchange))
 
-def layernorm_backward(g: cudnn.pygraph, x: Nhwc, scale: Nhwc, statistics: Nhwc) -> None:
-    outputs(g.layernorm_backward(*real(g, x, 2, HALF), *real(g, scale), *real(g, statistics, 2)))
-
-
-def rmsnorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase, x: Nhwc, scale: Nhwc, has_bias: bool = False) -> None:
-    bias = real(g, scale)[0] if has_bias else None
-    outputs(g.rmsnorm(phase, *real(g, x, 1, HALF), *real(g, scale), bias, 1e-5))
-
-
-def rmsnorm_backward(g: cudnn.pygraph, has_dbias: bool) -> None:
-    outputs(g.rmsnorm_backward(*real(g, ROWS, 2, HALF), *real(g, HIDDEN), *real(g, ROW_STATISTICS), has_dbias))
-
-
-def instancenorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase) -> None:
-    outputs(g.instancenorm(phase, *real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 2), 1e-5))
-
-
-def instancenorm_backward(g: cudnn.pygraph) -> None:
-    outputs(g.instancenorm_backward(*real(g, IMAGE, 2, HALF), *real(g, CHANNELS), *real(g, PER_SAMPLE, 2)))
-
-
-def adalayernorm(g: cudnn.pygraph, phase: cudnn.norm_forward_phase) -> None:
-    outputs(g.adalayernorm(phase, *real(g, TOKENS, 1, HALF), *real(g, PER_BATCH, 2), 1e-5))
-
-
-def adalayernorm_backward(g: cudnn.pygraph) -> None:
-    outputs(g.adalayernorm_backward(*real(g, TOKENS, 2, HALF), *real(g, PER_BATCH), *real(g, TOKEN_STATISTICS, 2)))
-
-
-def batchnorm(g: cudnn.pygraph, running: bool = True, peers: int = 0) -> None:
-    arguments = [*real(g, CHANNELS, 2), 1e-5, 0.1] if running else []
-    exchange = real(g, ([2, 4 * 64, 1, 1], [256, 1, 256, 256]), peers)
-    outputs(g.batchnorm(*real(g, IMAGE, 1, HALF), *real(g, CHANNELS, 2), *arguments, peer_stats=exchange))
-
-
-def batchnorm_backward(g: cudnn.pygraph) -> None:
-    outputs(g.batchnorm_backward(*real(g, IMAGE, 2, HALF), *real(g, CHANNELS, 3)))
+    return add
 
 
 def batchnorm_relu_mask(g: cudnn.pygraph) -> None:
@@ -502,27 +471,27 @@ def mask_batchnorm_backward(g: cudnn.pygraph) -> None:
 
 
 GRAPHS: dict[str, Callable[[cudnn.pygraph], None]] = {
-    "layernorm inference": lambda g: layernorm(g, INFERENCE),
-    "layernorm training": lambda g: layernorm(g, TRAINING),
-    "layernorm of tokens": lambda g: layernorm(g, TRAINING, TOKENS, LAST),
-    "layernorm zero-centred": lambda g: layernorm(g, TRAINING, zero_centered_gamma=True),
-    "layernorm_backward": lambda g: layernorm_backward(g, ROWS, HIDDEN, ROW_STATISTICS),
-    "layernorm_backward of tokens": lambda g: layernorm_backward(g, TOKENS, LAST, TOKEN_STATISTICS),
-    "rmsnorm inference": lambda g: rmsnorm(g, INFERENCE, ROWS, HIDDEN),
-    "rmsnorm training with bias": lambda g: rmsnorm(g, TRAINING, ROWS, HIDDEN, has_bias=True),
-    "rmsnorm of tokens, gamma a vector": lambda g: rmsnorm(g, TRAINING, TOKENS, ([128], [1])),
-    "rmsnorm_backward": lambda g: rmsnorm_backward(g, has_dbias=False),
-    "rmsnorm_backward with bias": lambda g: rmsnorm_backward(g, has_dbias=True),
-    "instancenorm inference": lambda g: instancenorm(g, INFERENCE),
-    "instancenorm training": lambda g: instancenorm(g, TRAINING),
-    "instancenorm_backward": instancenorm_backward,
-    "adalayernorm inference": lambda g: adalayernorm(g, INFERENCE),
-    "adalayernorm training": lambda g: adalayernorm(g, TRAINING),
-    "adalayernorm_backward": adalayernorm_backward,
-    "batchnorm": batchnorm,
-    "batchnorm without running statistics": lambda g: batchnorm(g, running=False),
-    "batchnorm with peers": lambda g: batchnorm(g, peers=2),
-    "batchnorm_backward": batchnorm_backward,
+    "layernorm inference": norm("layernorm", ROWS, HIDDEN, HIDDEN, phase=INFERENCE),
+    "layernorm training": norm("layernorm", ROWS, HIDDEN, HIDDEN, phase=TRAINING),
+    "layernorm of tokens": norm("layernorm", TOKENS, LAST, LAST, phase=TRAINING),
+    "layernorm zero-centred": norm("layernorm", ROWS, HIDDEN, HIDDEN, phase=TRAINING, zero_centered_gamma=True),
+    "layernorm_backward": norm("layernorm_backward", ROWS, HIDDEN, ROW_STATISTICS, ROW_STATISTICS),
+    "layernorm_backward of tokens": norm("layernorm_backward", TOKENS, LAST, TOKEN_STATISTICS, TOKEN_STATISTICS),
+    "rmsnorm inference": norm("rmsnorm", ROWS, HIDDEN, phase=INFERENCE),
+    "rmsnorm training with bias": norm("rmsnorm", ROWS, HIDDEN, HIDDEN, phase=TRAINING),
+    "rmsnorm of tokens, gamma a vector": norm("rmsnorm", TOKENS, ([128], [1]), phase=TRAINING),
+    "rmsnorm_backward": norm("rmsnorm_backward", ROWS, HIDDEN, ROW_STATISTICS, has_dbias=False),
+    "rmsnorm_backward with bias": norm("rmsnorm_backward", ROWS, HIDDEN, ROW_STATISTICS, has_dbias=True),
+    "instancenorm inference": norm("instancenorm", IMAGE, CHANNELS, CHANNELS, phase=INFERENCE),
+    "instancenorm training": norm("instancenorm", IMAGE, CHANNELS, CHANNELS, phase=TRAINING),
+    "instancenorm_backward": norm("instancenorm_backward", IMAGE, CHANNELS, PER_SAMPLE, PER_SAMPLE),
+    "adalayernorm inference": norm("adalayernorm", TOKENS, PER_BATCH, PER_BATCH, phase=INFERENCE),
+    "adalayernorm training": norm("adalayernorm", TOKENS, PER_BATCH, PER_BATCH, phase=TRAINING),
+    "adalayernorm_backward": norm("adalayernorm_backward", TOKENS, PER_BATCH, TOKEN_STATISTICS, TOKEN_STATISTICS),
+    "batchnorm": norm("batchnorm", IMAGE, *[CHANNELS] * 4, momentum=0.1),
+    "batchnorm without running statistics": norm("batchnorm", IMAGE, CHANNELS, CHANNELS),
+    "batchnorm with peers": norm("batchnorm", IMAGE, *[CHANNELS] * 4, momentum=0.1, peers=2),
+    "batchnorm_backward": norm("batchnorm_backward", IMAGE, *[CHANNELS] * 3),
     "batchnorm + relu + mask": batchnorm_relu_mask,
     "batchnorm + add + relu": batchnorm_add_relu,
     "batchnorm_inference + relu_backward + batchnorm_backward": batchnorm_inference_relu_batchnorm_backward,

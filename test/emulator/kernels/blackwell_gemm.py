@@ -1,7 +1,4 @@
-"""A small SM100 GEMM for the emulator's tests: TMA, tcgen05.mma with one or two CTAs, block scales, tcgen05.ld.
-
-C = A B^T with K-major operands; with scales, A and B are multiplied by factors of `vector` elements along K.
-"""
+"""A small SM100 GEMM for the emulator's tests: TMA, tcgen05.mma with one or two CTAs, tcgen05.ld. C = A B^T."""
 
 from __future__ import annotations
 
