@@ -206,10 +206,12 @@ def test_caches_of_keys(arch: str, cache: Cache, options: dict[str, Any]) -> Non
     alone = [attended(q[i : i + 1], *(x[None] for x in pair)) for i, pair in enumerate(keys)]
     expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
     for emulated in ("", arch):
-        with within(emulated):
+        with within(emulated) as report:
             o, lse = attended(q, k, v, seqlen_k=lengths, page_table=table)
         torch.testing.assert_close(lse, expected[1], atol=2e-6, rtol=1e-6)
         assert (o.double() - expected[0]).norm() <= 2 * torch.finfo(o.dtype).eps * expected[0].double().norm()
+    names = [launch.kernel.partition("_cutlass")[0] for launch in report.launches]
+    assert names == ["cudnn_attention_decode", "cudnn_attention_combine"]
 
 
 @pytest.mark.parametrize(("rows", "arch", "splits"), [(16, "sm_90a", 26), (17, "sm_90a", 0), (16, "sm_100a", 22)])

@@ -8,22 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels import compiler, fakes  # noqa: E402
-from cudnn_kernels.attention import BackwardConfiguration, ForwardConfiguration  # noqa: E402
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration  # noqa: E402
 from cudnn_kernels.attention.gradients import GradientsConfiguration  # noqa: E402
+from cudnn_kernels.signature import workspace_size  # noqa: E402
 from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402
-from kernels.test_attention import BLACKWELL, Problem  # noqa: E402
+from kernels.test_attention import BLACKWELL, TWO_TILES, Problem  # noqa: E402
 
+SMALL = ForwardConfiguration("bfloat16", 64, 64, (128, 32))
+DECODE = DecodeConfiguration("bfloat16", 64, 64, (64, 32))
 STEPS = BackwardConfiguration("bfloat16", 64, 64, (64, 128))
 AHEAD = BackwardConfiguration("bfloat16", 128, 128, (16, 128))
 PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release; not deterministic ones, whose CTAs ask
     # again and again whether it is their turn: a missing arrival would never end
+    "forward": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0)),  # a CTA takes both heads' tiles
+    "decode": ("sm_90a", DECODE, Problem(((32, 208),), heads=(2, 1), right=0)),
+    "decode, Blackwell": ("sm_100a", replace(DECODE, tile=(128, 128)), Problem(((3, 1152),), heads=(2, 1), right=0)),
+    "forward, Blackwell, two tiles": (
+        "sm_100a", replace(TWO_TILES, head=128, head_v=128), Problem(((130, 768),), right=0),
+    ),
     "forward, Blackwell": ("sm_100a", replace(BLACKWELL, head=64, head_v=64), Problem(((130, 1152),), right=0)),
     "backward": ("sm_90a", STEPS, Problem(((320, 128),))),
     "backward, ahead": ("sm_90a", AHEAD, Problem(((80, 128),))),
@@ -33,9 +43,10 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     ),
 }  # fmt: skip
 ATTEMPTS = [("lowest-pc", 0), *((scheduler, seed) for seed in range(2) for scheduler in ("random", "lazy"))]
-ENTRY = "_sm"
-"""In the kernels' names, and in none of what comes before and after the backward pass."""
 WAIT, COMMIT = "wait_loop.mbarrier.try_wait.parity.shared.b64", "wgmma.commit_group.sync.aligned"
+TURNS = "warpgroups take turns to be faster; what they share has barriers of its own"
+FIRST = "the first pieces that are fetched: nobody has filled their buffers"
+HANDED = "the detector takes what a lane hands on as all of its warp's"
 LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
 FENCE = "no register of these products was written since the fence of the ones before"
 STEP = {
@@ -44,9 +55,19 @@ STEP = {
     "wgmma.fence.sync.aligned": (3, FENCE),
 }  # fmt: skip
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
+    "forward": {"bar.sync": (2, TURNS)},
+    "decode": {
+        "mbarrier.init.shared.b64": (1, "a CTA has one tile: nobody waits until Q was read"),
+        "mbarrier.arrive.shared.b64": (1, "the last V, after which nobody fills its buffer"),
+        "bar.warp.sync": (1, HANDED),
+    },
+    "decode, Blackwell": {WAIT: (2, FIRST), "bar.warp.sync": (1, HANDED)},
+    "forward, Blackwell, two tiles": {
+        WAIT: (5, "the first piece; P V, before the next S; three times the second tile, for what the first has"),
+        "bar.warp.sync": (1, HANDED),
+    },
     "forward, Blackwell": {
-        WAIT: (2, "the first pieces that are fetched: nobody has filled their buffers"), "bar.warp.sync": (1, LANES),
-        "bar.sync": (1, "all have met since they read O"),
+        WAIT: (2, FIRST), "bar.warp.sync": (1, LANES), "bar.sync": (1, "all have met since they read O"),
     },
     "backward, Blackwell": {
         WAIT: (4, "V's buffer is given back before K's, which is waited for; S and dP waited for what their sums read"),
@@ -61,11 +82,21 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
 }  # fmt: skip
 
 
+def entry(name: str) -> str:
+    """In the kernels' names, and in none of what comes before and after the backward pass."""
+    return "" if isinstance(CASES[name][1], ForwardConfiguration) else "_sm"
+
+
 def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, int], bool]:
     c, forward = problem.configured(configuration), isinstance(configuration, ForwardConfiguration)
     given = (
         attention.drawn(problem, c.head, c.head_v) if forward else attention.backward_arguments(configuration, problem)
     )
+    given["multiprocessors"] = 1
+    if isinstance(c, DecodeConfiguration):
+        sizes = {"sq": given["q"].shape[2], "hq": given["q"].shape[1], "b": len(problem.lengths), "splits": 1}
+        workspace = torch.full((workspace_size(c.slots(), sizes),), 255, dtype=torch.uint8)
+        given |= {"splits": 1, "workspace": workspace}
     written = {name: given[name].clone() for name in (("o", "lse") if forward else ("dq", "dk", "dv", "workspace"))}
     with ptx_emulator.emulate(arch):
         compiled = compiler.compile_for(arch, attention.kernel(arch, c), *fakes.arguments(c))
@@ -89,7 +120,7 @@ def launcher(arch: str, configuration: Any, problem: Problem) -> Callable[[str, 
 @pytest.mark.timeout(3600)
 def test_each_synchronisation_is_missed(name: str) -> None:
     """Barriers, fences, arrivals, commits and waits, dropped one at a time."""
-    results = mutants(launcher(*CASES[name]), ATTEMPTS, entry=ENTRY)
+    results = mutants(launcher(*CASES[name]), ATTEMPTS, entry=entry(name))
     assert len(results) > 20
     assert not unexplained(results, EQUIVALENT.get(name, {}))
 
@@ -98,7 +129,7 @@ def test_each_synchronisation_is_missed(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_waits_for_registers_are_missed(name: str) -> None:
     """wgmma.commit_group and wait_group, tcgen05.wait::ld: dropped one at a time, under one schedule."""
-    results = mutants(launcher(*CASES[name]), [("lowest-pc", 0)], holds_registers, ENTRY)
+    results = mutants(launcher(*CASES[name]), [("lowest-pc", 0)], holds_registers, entry(name))
     assert len(results) >= (3 if CASES[name][0] == "sm_90a" else 1)
     outcomes = Counter(mutant.outcome for mutant in results)
     assert outcomes["RaceError"] == len(results) - EQUIVALENT.get(name, {}).get(COMMIT, (0, ""))[0]

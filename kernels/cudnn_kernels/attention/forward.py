@@ -19,6 +19,7 @@ from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
 
 Q, K, V, O = range(4)  # noqa: E741
@@ -82,13 +83,12 @@ class Call:
 class Forward:
     """A kernel for one :class:`ForwardConfiguration`.
 
-    A subclass has the ``kernel``, its ``threads``, how a buffer lies in shared memory (``layout``), which rows and
+    A subclass has what its ``threads`` do (``body``), how a buffer lies in shared memory (``layout``), which rows and
     columns of S a thread holds, ``rows`` of Q and O that are copied together, and whether a CTA ``stays`` for several
     tiles. ``boxes``: rows and elements of Q, K, V and O that one copy moves.
     """
 
     score_rows: RowLayout
-    kernel: Any
     threads: int
     rows: int
     stays: bool = False
@@ -117,6 +117,17 @@ class Forward:
         self.kernel(self.call(given, copies, lse, given.get("sink"), work)).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=given["stream"], min_blocks_per_mp=1
         )
+
+    @cute.kernel
+    def kernel(self, call: Call) -> None:
+        """O and LSE."""
+        self.body(call)
+
+    name(kernel, "cudnn_attention_forward")
+
+    def body(self, call: Call) -> None:
+        """What the threads do."""
+        raise NotImplementedError
 
     def copy(self, which: int, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
         """How the copy engine moves a box of a tensor: an atom, and the tensor of its coordinates."""

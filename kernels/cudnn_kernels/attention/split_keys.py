@@ -106,6 +106,13 @@ class SplitKeys(Forward):
             grid=[blocks, 1, 1], block=[GROUP, 1, 1], stream=given["stream"]
         )
 
+    @cute.kernel
+    def kernel(self, call: Call) -> None:
+        """O and LSE of a CTA's keys."""
+        self.body(call)
+
+    name(kernel, "cudnn_attention_decode")
+
     @cute.jit
     def tile(self, work: Caches, turn: Any = None) -> tuple[Int32, Int32]:
         """A CTA's tile, and its head of K among all."""

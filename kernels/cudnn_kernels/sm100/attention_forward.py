@@ -32,7 +32,6 @@ from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
-from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import ring_stages
@@ -100,8 +99,8 @@ class AttentionForward(Forward):
         """Pieces that fit beside Q."""
         return ring_stages(self.bytes(self.tile_m, self.c.head), self.bytes(KEYS, self.piece))
 
-    @cute.kernel
-    def kernel(self, call: Call) -> None:
+    @cute.jit
+    def body(self, call: Call) -> None:
         """The roles of the warps."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
@@ -151,8 +150,6 @@ class AttentionForward(Forward):
             if warp == 0:
                 cute.arch.relinquish_tmem_alloc_permit()
                 cute.arch.dealloc_tmem(pointer, COLUMNS)
-
-    name(kernel, "cudnn_attention_forward_sm100")
 
     @cute.jit
     def load(self, call: Call, room: Room, p: Problem, begin: Int32, end: Int32) -> None:

@@ -21,7 +21,6 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
 from cudnn_kernels.attention.sequences import turned
-from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
@@ -90,8 +89,8 @@ class AttentionForward(WarpgroupProducts, Forward):
         operands = self.bytes(self.tile_m, c.head) + c.stages * self.bytes(self.tile_n, c.head + c.head_v)
         return operands + self.bytes(self.tile_m, c.head_v) <= SHARED_MEMORY - BARRIERS
 
-    @cute.kernel
-    def kernel(self, call: Call) -> None:
+    @cute.jit
+    def body(self, call: Call) -> None:
         """The roles of the warpgroups."""
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -107,8 +106,6 @@ class AttentionForward(WarpgroupProducts, Forward):
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(call, room, group - 1, thread - GROUP * group)
-
-    name(kernel, "cudnn_attention_forward_sm90")
 
     @cute.jit
     def room(self) -> Room:
