@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -306,6 +307,32 @@ def test_every_pass_says_that_its_stream_uses_the_copies_in_e4m3(monkeypatch: py
     written, _ = quantized_weights([weights], True)
     assert written is kept
     assert used[before:] == [kept.data_ptr()]
+
+
+def test_copies_in_e4m3_are_made_anew_after_all_streams_have_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that trains waits for evaluation on other streams, once, not for its own."""
+    waits: list[tuple[int, int]] = []
+
+    def stream(name: int) -> Any:
+        wait = lambda other: waits.append((name, other.name))  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait, wait_event=lambda event: None)
+
+    def current(name: int) -> None:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(name))
+        monkeypatch.setattr(quantizing.launch, "raw_stream", lambda given, index: name)
+
+    memory: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 0, device="cuda:0", record_stream=lambda x: None)
+    kept = quantizing._Kept((), (memory, memory), done=SimpleNamespace(record=lambda x: None))
+    current(1)
+    kept.made((0,))
+    for name in (2, 3, 2):
+        current(name)
+        kept.read(False)
+    kept.written()
+    assert waits == [(2, 1), (2, 3)]
+    current(4)
+    kept.written()
+    assert waits[2:] == [(4, 2)]
 
 
 @pytest.mark.gpu
@@ -634,6 +661,21 @@ def test_addresses_last_as_long_as_the_weights() -> None:
     assert operands.pointers([weights[0]]) is tables[0]
 
 
+def test_addresses_of_a_storage_that_moves_are_few() -> None:
+    """One that is resized to 0 and back, as FSDP does, lies elsewhere each time; others of that storage stay."""
+    weight, others, seen = torch.ones(4), [], set()
+    storage = weight.untyped_storage()
+    for _ in range(20):
+        table, half = operands.pointers([weight]), operands.pointers([weight[2:]])
+        assert (int(table), int(half)) == (weight.data_ptr(), weight[2:].data_ptr())
+        seen.add(int(table))
+        storage.resize_(0)
+        others.append(torch.ones(4))  # takes that memory
+        storage.resize_(16)
+    kept = [key for key, each in operands._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
+    assert len(kept) == 2 * operands.MOVES < len(seen)
+
+
 def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of two devices: each has a thread of autograd."""
 
@@ -641,7 +683,7 @@ def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.Monkey
         tables.pop("gone", None)  # by the other thread
         return True
 
-    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired))}
+    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), place=0)}
     monkeypatch.setattr(operands, "_TABLES", tables)
     weight = torch.ones(2)
     assert int(operands.pointers([weight])) == weight.data_ptr()

@@ -29,6 +29,11 @@ def has_kernel(tensor: torch.Tensor, where: str) -> bool:
     return False
 
 
+def architecture(tensor: torch.Tensor) -> str | None:
+    """The architecture whose kernels run on a tensor's device; None for the reference."""
+    return launch.device_architecture(tensor.get_device()) if tensor.is_cuda else launch.emulated_architecture()
+
+
 class Kernel:
     """A kernel for a configuration, loaded at its first call on each device."""
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cudnn import launch, registry, settings
 from cudnn.lazy import torch
-from cudnn.moe._run import DEFAULT_STREAM, lasting
+from cudnn.moe._run import DEFAULT_STREAM, architecture, lasting
 from cudnn.moe.combining import spread
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Rows:
     def by_number(self, x: Tensor, columns: int = 0) -> bool:
         """Whether :meth:`read` gives a matrix as it is."""
         many = self.count >= MANY * self.offsets.shape[0]
-        return _arch(x) != "sm_90a" or (many and columns < COPIED)
+        return architecture(x) != "sm_90a" or (many and columns < COPIED)
 
 
 class Experts(NamedTuple):
@@ -110,18 +110,20 @@ def operand(weights: Sequence[Tensor], back: bool = False) -> tuple[dict[str, Te
 
 @dataclass
 class _Table:
-    """Addresses of tensors, and the memory of the first of them."""
+    """Addresses of tensors, the memory of the first of them, and where it begins there."""
 
     addresses: Tensor
     memory: StorageWeakRef
+    place: int
 
 
 _TABLES: dict[Any, _Table] = {}
+MOVES = 4  # tables of a memory that comes to lie elsewhere, as one that is resized to 0 and back
 
 
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
     """The addresses of tensors, on their device: as long as the first one's memory is there, since a CUDA graph that
-    reads them cannot make them.
+    reads them cannot make them. Where a storage gets other memory, they are kept for its last four places.
 
     PyTorch's allocator is told of other streams than the default one that read them, so that their memory is not used
     again too early.
@@ -130,10 +132,13 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
     key = (first.device, *(tensor.data_ptr() for tensor in tensors))
     found = _TABLES.get(key)
     if found is None:
-        for other in [other for other, table in list(_TABLES.items()) if table.memory.expired()]:
-            _TABLES.pop(other, None)  # another thread may have been faster
         made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
-        found = _TABLES[key] = _Table(made, StorageWeakRef(first.untyped_storage()))
+        found = _Table(made, StorageWeakRef(first.untyped_storage()), first.storage_offset())
+        every, like = list(_TABLES.items()), (found.memory.cdata, found.place, len(key))
+        moved = [other for other, old in every if (old.memory.cdata, old.place, len(other)) == like]
+        for other in [*(other for other, old in every if old.memory.expired()), *moved[: 1 - MOVES]]:
+            _TABLES.pop(other, None)  # another thread may have been faster
+        _TABLES[key] = found
     elif found.memory.expired():  # other tensors lie there now
         found.memory = StorageWeakRef(first.untyped_storage())
     if first.is_cuda and launch.raw_stream(None, first.get_device()) != DEFAULT_STREAM:
@@ -154,11 +159,6 @@ def ones(count: int, device: Any) -> Tensor:
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()  # once: calls on any stream read them
     return found
-
-
-def _arch(x: Tensor) -> str | None:
-    """The architecture whose kernels run on a tensor's device; None for the reference."""
-    return launch.device_architecture(x.get_device()) if x.is_cuda else launch.emulated_architecture()
 
 
 class Products:

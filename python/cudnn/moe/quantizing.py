@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class _Kept:
     """Weights in e4m3, in memory that stays as long as these lie at their ``addresses``: CUDA graphs may read it.
 
     ``versions`` are those of the weights that they were made of, None where the weights may have changed since.
-    ``stream``, ``done``: where they were made, and an event there. The memory is the default stream's.
+    ``stream``, ``done``: where they were made, and an event there. The memory is the default stream's. ``readers`` are
+    the streams that have read them since.
     """
 
     addresses: tuple[int, ...]
@@ -55,22 +56,42 @@ class _Kept:
     versions: tuple[int, ...] | None = None
     stream: int = 0
     done: Any = None
+    readers: dict[int, Any] = field(default_factory=dict)
 
     def made(self, versions: tuple[int, ...] | None) -> None:
         """Notes that they were made on the current stream."""
         x = self.pair[0]
         if x.is_cuda:
-            self.stream, self.done = launch.raw_stream(None, x.get_device()), self.done or torch.cuda.Event()
-            self.done.record(torch.cuda.current_stream(x.device))
+            self.stream, self.done = self.noted(), self.done or torch.cuda.Event()
+            self.done.record(self.readers[self.stream])
         self.versions = versions
+
+    def noted(self) -> int:
+        """The current stream, which reads them next."""
+        x = self.pair[0]
+        stream = launch.raw_stream(None, x.get_device())
+        if stream not in self.readers:
+            self.readers[stream] = torch.cuda.current_stream(x.device)
+        return stream
 
     def read(self, captures: bool) -> Pair:
         """They, for the current stream. A capture begins when the GPU has done what was queued."""
-        x = self.pair[0]
-        if x.is_cuda and not captures:
-            if launch.raw_stream(None, x.get_device()) != self.stream:
-                torch.cuda.current_stream(x.device).wait_event(self.done)
+        if self.pair[0].is_cuda and not captures:
+            stream = self.noted()
+            if stream != self.stream:
+                self.readers[stream].wait_event(self.done)
             self.used()
+        return self.pair
+
+    def written(self) -> Pair:
+        """They, to be made anew on the current stream, which waits for the others that have read them."""
+        if self.pair[0].is_cuda:
+            before, self.readers = self.readers, {}
+            stream = self.noted()
+            for other, reader in before.items():
+                if other != stream:
+                    self.readers[stream].wait_stream(reader)
+        self.used()
         return self.pair
 
     def used(self) -> None:
@@ -107,8 +128,7 @@ def quantized_weights(weights: Sequence[torch.Tensor], trains: bool) -> Pair:
         return kept.read(captures)
     keeps = not (trains or captures or versions is None)
     if kept is not None and not captures:
-        pair = kept.pair
-        kept.used()
+        pair = kept.written()
     elif keeps:
         pair = lasting(lambda: _pair(weights))
         if first.is_cuda:  # what read this memory before
