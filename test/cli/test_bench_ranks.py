@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
-from typer.testing import CliRunner
 
 from cudnn.bench import ranks
-from cudnn.cli import app
 from cudnn.cli.ranks import table
 from cudnn.moe import exchange
+from support.cli import invoke
 from support.ranks import run_processes
 
 LINE = ranks.Line(
@@ -115,22 +114,8 @@ def test_a_run_of_processes_on_the_cpu(count: int, tmp_path: Path, monkeypatch: 
     assert len((tmp_path / "ranks.csv").read_text().splitlines()) == 1 + len(cases)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gemm_swiglu", "--ranks", "2"], "allowed: 2 to 16, with moe, --quick"),
-        (["moe", "--ranks", "1"], "allowed: 2 to 16, with moe, --quick"),
-        (["moe", "--ranks", "2", "--all"], "allowed: 2 to 16, with moe, --quick"),
-    ],
-)
-def test_what_is_refused(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
-
-
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs")
 def test_too_few_gpus() -> None:
-    result = CliRunner().invoke(app, ["bench", "moe", "--ranks", "2"])
+    result = invoke("bench", "moe", "--ranks", "2")
     assert result.exit_code == 1
     assert "got --ranks 2; this machine has" in result.output

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from cudnn.cli import app, programs
+from cudnn.cli import programs
 from cudnn.cli.emulate import instruction_class
 from cudnn.rmsnorm_rht_amax import reference
+from support.cli import invoke, words
 from support.selection import brief
 
 PAGE = (Path(__file__).parents[2] / "docs" / "laptop.md").read_text()
@@ -22,12 +23,7 @@ STORE, LOAD = "    tile[thread] = a[thread]", "    b[thread] = tile[(thread + 1)
 
 
 def emulate(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["emulate", *map(str, arguments)])
-
-
-def words(result: Result) -> str:
-    """What was printed, its line breaks and boxes away."""
-    return " ".join(result.output.replace("│", " ").split())
+    return invoke("emulate", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +131,6 @@ def test_a_defect_of_a_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
     problem = programs.Problem(lambda: {}["o"], lambda _: [])
     monkeypatch.setattr(programs, "find", lambda name: programs.Program("", (), (), lambda shape, device: problem))
     assert isinstance(emulate("rmsnorm_rht_amax").exception, KeyError)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nothing"], f"TARGET: got 'nothing'; allowed: {programs.PROGRAMS[0]}, "),
-        (["missing.py"], "TARGET: got 'missing.py'; allowed: a file that exists."),
-        (["rmsnorm_rht_amax", "--arch", "sm_80"], "--arch: got 'sm_80'; allowed: sm_90a, sm_100a."),
-        (["rmsnorm_rht_amax", "--scheduler", "fair"], "got 'fair'; allowed: lowest-pc, random, lazy."),
-        (["rmsnorm_rht_amax", "--shape", "16"], "got '16'; allowed: m x n such as 512x512."),
-        (["rmsnorm_rht_amax", "--shape", "0x512"], "got '0x512'; allowed: m x n"),
-        (["rmsnorm_rht_amax", "more"], "ARGUMENTS: got 'more'; allowed: only with a script."),
-        (["--shape", "16x512", __file__], "--shape: got '16x512'; allowed: only with a fused API."),
-    ],
-)
-def test_what_it_cannot_do_is_refused(arguments: list[str], said: str) -> None:
-    result = emulate(*arguments)
-    assert result.exit_code == 2
-    assert said in words(result)
 
 
 def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from cudnn.backend import handle
 from cudnn.cli import app
 from cudnn.cli.explain import EXAMPLES
 from support import driver
+from support.cli import invoke, words
 from support.graphs import FLOAT, reference_graph
 
 PROGRAM = """
@@ -48,12 +49,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def explain(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
-
-
-def words(result: Result) -> str:
-    """What was printed, its line breaks and boxes away."""
-    return " ".join(result.output.replace("│", " ").split())
+    return invoke("explain", *arguments)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -134,22 +130,6 @@ def test_files(tmp_path: Path) -> None:
         assert "act (relu)" in result.output
     path.write_bytes(b"no graph")
     assert "got no graph" in words(explain(path))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "allowed: a file or --example, one of the two"),
-        (["program.py", "--example", "conv"], "one of the two"),
-        (["--example", "rope"], "got 'rope'; allowed: attention, conv, matmul, rmsnorm"),
-        (["--example", "conv", "--format", "png"], "got 'png'; allowed: text, mermaid, svg"),
-        (["absent.py"], "got 'absent.py'; allowed: a file that exists"),
-    ],
-)
-def test_wrong_arguments(arguments: list[str], said: str) -> None:
-    result = explain(*arguments)
-    assert result.exit_code == 2
-    assert said in words(result)
 
 
 def test_names_that_are_not_there(program: Path) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import cudnn
 from cudnn import launch, registry
-from cudnn.cli import app, progress, selftest
+from cudnn.cli import progress, selftest
 from cudnn.cli.programs import gemm_operands, grouped
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from ptx_emulator import calibration
+from support.cli import invoke, words
 from support.selection import brief
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -24,11 +25,7 @@ GROUPED = sorted(name for name in registry.packages() if "grouped" in name)
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["selftest", *arguments])
-
-
-def words(result: Result) -> str:
-    return " ".join(result.output.split())
+    return invoke("selftest", *arguments)
 
 
 @pytest.fixture
@@ -161,7 +158,7 @@ def test_what_it_cannot_do_is_refused(arguments: list[str], said: str, monkeypat
     monkeypatch.setattr(launch, "device_architecture", lambda index: "sm_90a")
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in words(result).replace("│ ", "").replace(" │", "")
+    assert said in words(result)
 
 
 @pytest.mark.gpu

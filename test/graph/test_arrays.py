@@ -18,17 +18,13 @@ from cudnn.backend.plan import Pack
 from cudnn.pygraph import fast_call
 from cudnn.pygraph.arrays import check_array
 from cudnn.pygraph.tensor import Tensor
-from support.graphs import FLOAT, HALF, MODES, like, reference_graph, shapes
+from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph, shapes
 
 types = cudnn.data_type
 
 
 def tensor(dim: list[int], stride: list[int], kind: Any = HALF) -> Tensor:
     return Tensor(dim, stride, kind)
-
-
-def packed(*dims: int) -> list[int]:
-    return list(torch.empty(dims, device="meta").stride())
 
 
 def array(dtype: torch.dtype, *dims: int) -> torch.Tensor:

@@ -10,18 +10,11 @@ import torch
 import cudnn
 from support.dense_attention import attend, band
 from support.gemms import in_atoms, memory_of
-from support.graphs import BFLOAT16, FLOAT, configurations, planned_graph, reference_graph
+from support.graphs import BFLOAT16, FLOAT, configurations, packed, planned_graph, reference_graph
 
 E4M3, E8M0 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FP8_E8M0
 TILED = cudnn.tensor_reordering.F8_128x4
 B, H, S, D = 2, 4, 128, 128
-
-
-def packed(dims: list[int]) -> list[int]:
-    strides = [1]
-    for extent in reversed(dims[1:]):
-        strides.insert(0, strides[0] * extent)
-    return strides
 
 
 def describe(graph: cudnn.pygraph, heads: int = 2, scale: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -37,7 +30,7 @@ def describe(graph: cudnn.pygraph, heads: int = 2, scale: dict[str, Any] | None 
         if name == "descale_k":
             layout |= scale or {}
             dims = layout.pop("dim", dims)
-        tensors[name] = graph.tensor(dim=dims, stride=packed(dims), **layout)
+        tensors[name] = graph.tensor(dim=dims, stride=packed(*dims), **layout)
     results: list[Any] = graph.sdpa_mxfp8(
         **tensors, attn_scale=0.09, generate_stats=True, use_causal_mask=True, name="attention", **options
     )

@@ -17,7 +17,7 @@ from cudnn.backend.plan import Origin
 from cudnn.explain.twins import twin_of
 from cudnn.pygraph import graph as graph_module
 from cudnn.pygraph import program
-from support.graphs import FLOAT, HALF, MODES, planned_graph, reference_graph
+from support.graphs import FLOAT, HALF, MODES, packed, planned_graph, reference_graph
 
 COMPOSITE = cudnn.attention_implementation.COMPOSITE
 SINCE_9_21 = pytest.mark.skipif(
@@ -32,11 +32,6 @@ def overridable(device: Any) -> cudnn.pygraph:
         io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, device_property=device,
         is_override_shape_enabled=True,
     )  # fmt: skip
-
-
-def packed(*dims: int) -> list[int]:
-    """Row-major strides."""
-    return [int(torch.tensor(dims[axis + 1 :]).prod()) for axis in range(len(dims))]
 
 
 def attention(graph: cudnn.pygraph) -> list[cudnn.tensor]:

@@ -19,14 +19,14 @@ from cudnn.backend.plan import ExecutionPlan
 from cudnn.errors import CudnnError, CudnnLibraryError
 from cudnn.explain import Explanation
 from cudnn.explain.layouts import layout
-from support.graphs import FLOAT, HALF, MODES, configurations, planned_graph, reference_graph
+from support.graphs import FLOAT, HALF, MODES, configurations, packed, planned_graph, reference_graph
 
 A, FALLBACK = cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def tensor(graph: Any, name: str, *dim: int, **rest: Any) -> Any:
-    return graph.tensor(list(dim), list(torch.empty(dim).stride()), name=name, **rest)
+    return graph.tensor(list(dim), packed(*dim), name=name, **rest)
 
 
 def product(graph: Any, activation: str = "gelu") -> Any:

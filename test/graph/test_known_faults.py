@@ -12,17 +12,14 @@ import pytest
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph import known_faults
-from support.graphs import BFLOAT16, FLOAT, HALF, configurations, planned_graph, reference_graph
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, packed, planned_graph, reference_graph
 
 CUBLASLT = cudnn.behavior_note.CUBLASLT_DEPENDENCY
 NEWER = known_faults.SEEN_IN + 100
 
 
 def tensor(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
-    strides = [1]
-    for extent in reversed(dims[1:]):
-        strides.insert(0, strides[0] * extent)
-    return graph.tensor(dims, strides)
+    return graph.tensor(dims, packed(*dims))
 
 
 Build = Callable[[cudnn.pygraph], cudnn.tensor]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from support.graphs import (
     MODES,
     configurations,
     evaluate,
+    packed,
     planned_graph,
     reference_graph,
     run,
@@ -329,7 +329,7 @@ class Wrong:
 
 
 def _tensor(graph: cudnn.pygraph, *dim: int) -> Any:
-    return graph.tensor(list(dim), [prod(dim[axis + 1 :]) for axis in range(len(dim))])
+    return graph.tensor(list(dim), packed(*dim))
 
 
 WRONG = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,7 +13,7 @@ import cudnn
 from cudnn.datatypes import _cudnn_to_torch_data_type
 from support.dense_attention import attend, band, slopes
 from support.fuzz.harness import Memory
-from support.graphs import FLOAT, HALF, MODES, like, reference_graph
+from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph
 
 INT32, BOOLEAN = cudnn.data_type.INT32, cudnn.data_type.BOOLEAN
 CAP, FAR = 3.0, -1e30
@@ -362,8 +361,7 @@ class Described:
     # Outputs.
     def output(self, name: str, dim: Sequence[int], dtype: Any) -> cudnn.tensor:
         """An output that the caller makes."""
-        strides = [math.prod(dim[axis + 1 :]) for axis in range(len(dim))]
-        self.outputs[name] = self.graph.tensor(list(dim), strides, dtype, name=name)
+        self.outputs[name] = self.graph.tensor(list(dim), packed(*dim), dtype, name=name)
         return self.outputs[name]
 
     def give(self, name: str, tensor: cudnn.tensor, dim: Sequence[int], lengths: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -39,6 +40,11 @@ def configurations(graph: cudnn.pygraph) -> int:
     graph.create_execution_plans(MODES)
     graph.check_support()
     return graph.get_execution_plan_count()
+
+
+def packed(*dims: int) -> list[int]:
+    """Strides of a shape, row after row."""
+    return [prod(dims[axis + 1 :]) for axis in range(len(dims))]
 
 
 def like(graph: cudnn.pygraph, data: torch.Tensor, name: str = "") -> cudnn.tensor:
