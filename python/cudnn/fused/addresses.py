@@ -24,8 +24,10 @@ def check(where: str, name: str, addresses: Any, count: int | None, device: Any)
 
     Raises:
         TypeError: no tensor.
-        ValueError: another type, shape, stride or device.
+        ValueError: None, or another type, shape, stride or device.
     """
+    if addresses is None:
+        raise ValueError(refusal(where, name, "None", "an array of addresses, int64, one for each expert"))
     check_tensor(where, name, addresses)
     found, expected = addresses.numel(), f"expected {count}, one for each expert"
     for wrong, what, got, allowed in (

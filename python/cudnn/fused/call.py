@@ -185,15 +185,17 @@ def _written_out(api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> Call
 def _unrelated(api: FusedAPI) -> list[str]:
     """Tensors whose shapes tell whether those that the kernel cannot relate are right; the first one, if all are."""
     found = [spec for spec in api.tensors if api.given(spec.name) and not _is_related(api, spec.layout)]
+    ruled = [name for name in api.ruled_by() if api.given(name)]
     if not found:
-        return [api.leading(api.descs)]
+        return list(dict.fromkeys([api.leading(api.descs), *ruled]))
     before = api.sized_by if len(api.sized_by) == 1 else api.sized_by[1:]
     scaled = {size for spec in found if isinstance(x := spec.layout, BlockScales) for size in (x.rows, x.columns)}
     if scaled:  # a factor stands for many sizes: a matrix that has all of them tells, if there is one
         matrices = ((spec.name, spec.layout) for spec in api.tensors if isinstance(spec.layout, Matrix))
         whole = ([name] for name, x in matrices if api.given(name) and scaled <= {x.rows, x.columns})
         before = next(whole, api.sized_by)
-    return [name for name in dict.fromkeys([*before, *(spec.name for spec in found)]) if api.given(name)]
+    names = [*before, *(spec.name for spec in found), *ruled]
+    return [name for name in dict.fromkeys(names) if api.given(name) and name not in api.unused()]
 
 
 def _is_related(api: FusedAPI, layout: Any) -> bool:

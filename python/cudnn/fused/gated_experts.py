@@ -101,6 +101,7 @@ class GatedExperts(Activated):
     returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
     pairs = 2
     tile_n = (128, 256)
+    columns_in = 64, "64, pairs of 32"
 
     act_func = "swiglu"
 
@@ -126,8 +127,6 @@ class GatedExperts(Activated):
         self.check_activation(self.activations)
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if sizes["n"] % 64:
-            raise self.error("columns of the product", sizes["n"], "multiples of 64, pairs of 32")
         if self.halves and (self.given("b_ptrs") or self.major("b") != "k"):
             got = "weights behind addresses" if self.given("b_ptrs") else f"major {self.major('b')}"
             cure = "interleave the weights once, by cudnn.interleave_glu_weights"
@@ -150,6 +149,7 @@ class GatedExpertsBackward(Activated):
     result = ("d_row", "sfd_row")
     buffers = ("dprob_tensor",)
     roles = 2
+    columns_in = 32, "32"
 
     act_func = "dswiglu"
     epilogue_op: str | None = None
@@ -202,8 +202,6 @@ class GatedExpertsBackward(Activated):
             raise self.error("round_dgrad_to_input_dtype", got, f"{' or '.join(NARROW)}, without scale factors")
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if sizes["n"] % 32:
-            raise self.error("columns of the product", sizes["n"], "multiples of 32")
         if self.kind("sfa") in SCALES and self.kind("a") in FLOAT8 and self.kind("d_row") not in FLOAT8:
             raise self.error("d_row tensor dtype", self.kind("d_row"), f"{' or '.join(FLOAT8)}, for {self.kind('a')}")
 

@@ -70,6 +70,7 @@ class FusedGemm(FusedAPI):
     schedule: Any  # of the kernels: dense, or grouped
     sized_by = multiplied = ("a", "b")
     multiples = ("columns",)
+    columns_in: tuple[int, str] = (1, "")  # how many columns of the product belong together, as an error says it
     packs = True
     vectors: ClassVar[Sequence[int]] = (16, 32)  # elements that may share a scale factor
     usual_types = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -172,6 +173,14 @@ class FusedGemm(FusedAPI):
         self._check_quantized()
         self._check_tiles()
         self.check_own_rules(sizes)
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        step, words = self.columns_in
+        if sizes["n"] % step:
+            raise self.error("columns of the product", sizes["n"], f"multiples of {words}")
+
+    def ruled_by(self) -> tuple[str, ...]:
+        return ("b",) if self.columns_in[0] > 1 else ()
 
     def check_accumulator(self) -> None:
         """Raises unless products can be accumulated in ``acc_dtype``, which is not float32."""

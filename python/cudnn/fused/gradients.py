@@ -185,9 +185,15 @@ class ExpertGradients(ExpertsGemm):
             got = f"{self.wgrad_shape} and {self.wgrad_dtype}"
             raise self.error("wgrad_shape and wgrad_dtype", got, "both, with num_experts")
 
-    def check_groups(self, sizes: Sizes) -> None:
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
         if self.wgrad_shape is not None and tuple(self.wgrad_shape) != (sizes["m"], sizes["n"]):
             raise self.error("wgrad_shape", self.wgrad_shape, f"({sizes['m']}, {sizes['n']}), of a and b")
+
+    def ruled_by(self) -> tuple[str, ...]:
+        return ("a", "b") if self.given("wgrad_ptrs") else ()
+
+    def check_groups(self, sizes: Sizes) -> None:
         if self.given("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:
             raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))
         if self.given("global_scale_a") != self.given("global_scale_b"):

@@ -23,6 +23,7 @@ from cudnn.fused.layouts import (
     Columns,
     Contiguous,
     Each,
+    FirstOf,
     Layout,
     Matrix,
     OneMatrix,
@@ -54,7 +55,7 @@ A_INDEX = TensorSpec(
 )  # fmt: skip
 
 COUNTER = TensorSpec(
-    "scheduler_counter", Contiguous(1, alignment=4), ("int32",), optional=True, about="a hint of other kernels"
+    "scheduler_counter", FirstOf(1, alignment=4), ("int32",), optional=True, about="a hint of other kernels"
 )
 
 
@@ -159,8 +160,9 @@ def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: i
     return scales.view(batch, rows, groups, 32, 4, 4)
 
 
-def is_raw(a: Any, sfa: Any, vector: int) -> bool:
-    """Whether bytes (m, k, 1) stand for one element of four bits each, whose scale factors there are.
+def is_raw(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
+    """Whether bytes (m, k, 1) stand for one element of four bits each, whose scale factors there are; ``otherwise``
+    where there are as many factors for two elements to a byte.
 
     Their elements lie where the strides say, two to a byte: in the first half of the memory.
     """
@@ -168,13 +170,14 @@ def is_raw(a: Any, sfa: Any, vector: int) -> bool:
         return False
     groups = sfa.shape[2] if tuple(sfa.shape[3:]) == (32, 4, 4) else sfa.shape[4]
     packed, raw = (ceil_div(ceil_div(k, vector), 4) for k in (2 * a.shape[1], a.shape[1]))
-    return groups == raw != packed
+    return groups == raw and (raw != packed or otherwise)
 
 
 def pairs_of(x: Any) -> Any:
-    """The pairs of elements that bytes (rows, k, l) stand for, one each."""
+    """The pairs of elements that bytes (rows, k, l) stand for, one each; of a type that is not taken for such again."""
     rows, k, batch = x.shape
-    return x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
+    pairs = x.as_strided((rows, k // 2, batch), (k // 2, 1, rows * k // 2), x.storage_offset())
+    return pairs.view(torch.float4_e2m1fn_x2)
 
 
 class ExpertsGemm(FusedGemm):
@@ -208,6 +211,7 @@ class ExpertsGemm(FusedGemm):
     group_rows: ClassVar[int] = 1  # those of each expert are multiples of it, without scale factors too
     roundings: ClassVar[int] = 1  # of a result, by its definition: one before a result is stored counts
     inner: ClassVar[int] = 1  # the dimension of matrices that is contiguous in examples
+    single_bytes: ClassVar[bool] = False  # bytes are one element each, not two, where scale factors go with both
 
     m_aligned: int = ALIGNED
     discrete_col_sfd: bool = False
@@ -278,6 +282,9 @@ class ExpertsGemm(FusedGemm):
 
     def quantizes(self) -> bool:
         return all(map(self.given, ("sfd_row", "sfd_col", "norm_const")))
+
+    def unused(self) -> tuple[str, ...]:
+        return () if self.quantizes() else ("d_col", "sfd_row", "sfd_col", "norm_const")
 
     @classmethod
     def in_blocks(cls, given: Mapping[str, Any]) -> bool:
@@ -396,7 +403,7 @@ class ExpertsGemm(FusedGemm):
         """Raises for experts that end before they begin, beyond all tokens, or not at multiples of ``step``, the last
         one of ``last``. Waits for a GPU.
         """
-        ends, tokens = offsets.tolist(), sizes[self.tokens]
+        ends, tokens = offsets.flatten().tolist(), sizes[self.tokens]
         decrease = any(end < before for before, end in zip([0, *ends], [*ends, tokens], strict=True))
         if decrease or ends[-1] % last or any(end % step for end in ends if end < ends[-1]):
             multiples = f", multiples of {step}" if step > 1 else ""
@@ -464,7 +471,8 @@ class ExpertsGemm(FusedGemm):
         """Flat scale factors in the order of their memory, and bytes that count as one element each as pairs."""
         a, sfa, sfb = tensors["a"], tensors.get("sfa"), tensors.get("sfb")
         flat = [getattr(x, "ndim", 6) not in (3, 6) for x in (sfa, sfb)]
-        raw = sfa is not None and a.dtype == torch.uint8 and is_raw(a, sfa, options["sf_vec_size"])
+        single = cls.single_bytes and tensors.get("b") is not None
+        raw = sfa is not None and a.dtype == torch.uint8 and is_raw(a, sfa, options["sf_vec_size"], single)
         if not raw and True not in flat:
             return tensors
         found = dict(tensors)
@@ -521,6 +529,17 @@ class ExpertsGemm(FusedGemm):
         if self.kind("b") == FLOAT4 and self.b_major == "n":
             raise self.error("b_major", "'n'", "'k', for packed elements")
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        if self.use_single_group_runtime_offsets and (sizes["experts"] != 1 or not self.scaled):
+            got = f"{sizes['experts']} experts, {'with' if self.scaled else 'without'} scale factors"
+            raise self.error("use_single_group_runtime_offsets", got, "one expert, with scale factors")
+        if self.b_shape is not None and self.b_shape[1] != sizes["k"]:
+            raise self.error("b_shape", self.b_shape, f"(n, {sizes['k']}), as a")
+
+    def ruled_by(self) -> tuple[str, ...]:
+        return (*super().ruled_by(), *(("a",) if self.given("b_ptrs") else ()))
+
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         self.check_groups(sizes)
@@ -532,8 +551,6 @@ class ExpertsGemm(FusedGemm):
             extent, step = sizes[self.b_major], ALIGNMENT * 8 // BITS[self.kind("b")]
             if extent % step:
                 raise self.error(f"{self.b_major} of b", extent, f"multiples of {step}, 16 bytes")
-            if self.descs["a"].shape[1] != self.b_shape[1]:  # pyright: ignore
-                raise self.error("b_shape", self.b_shape, f"(n, {self.descs['a'].shape[1]}), as a")  # pyright: ignore
         rows, pairs = self.mma_tiler_mn[0], 2 if self.mma_tiler_mn[0] == 256 else 1
         if self.cluster_shape_mn[0] // pairs * rows not in (128, 256):
             raise self.error("cluster_shape_mn", self.cluster_shape_mn, "128 or 256 rows of a cluster")
@@ -545,9 +562,6 @@ class ExpertsGemm(FusedGemm):
         for name in (spec.name for spec in self.tensors if spec.written and isinstance(spec.layout, OneMatrix)):
             if self.given(name) and self.major(name) != "n":
                 raise self.error(f"{name} tensor major", self.major(name), "n: experts end at any row")
-        if self.use_single_group_runtime_offsets and (sizes["experts"] != 1 or not self.scaled):
-            got = f"{sizes['experts']} experts, {'with' if self.scaled else 'without'} scale factors"
-            raise self.error("use_single_group_runtime_offsets", got, "one expert, with scale factors")
 
     def _check_quantized(self) -> None:
         """Scale factors by rows and by columns come together, with what they need."""

@@ -145,6 +145,17 @@ class FusedAPI(APIBase):
     def check_rules(self, sizes: Sizes) -> None:
         """Raises for what this API does not take, of samples whose shapes, strides and types are right."""
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raises for sizes that this API does not take, of the samples or of a call's tensors."""
+
+    def ruled_by(self) -> tuple[str, ...]:
+        """Tensors that tell sizes of :meth:`check_sizes` which no shape does that a kernel cannot relate."""
+        return ()
+
+    def unused(self) -> tuple[str, ...]:
+        """Tensors that samples may have, but that are neither read nor written: a call may leave them out."""
+        return ()
+
     @abstractmethod
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         """How it runs on an architecture."""
@@ -332,6 +343,7 @@ class FusedAPI(APIBase):
         self._check_layouts(self.descs, sizes)
         for spec in self.tensors:
             self._check_type(spec)
+        self.check_sizes(sizes)
         self.check_rules(sizes)
         devices = {str(desc.device) for desc in self.descs.values() if desc is not None}
         if len(devices) > 1:
@@ -501,6 +513,7 @@ class FusedAPI(APIBase):
         sizes = self._sizes_of_call(found)
         for spec in self.tensors:
             self._check_shape(found.get(spec.name), spec.layout.shape(sizes))
+        self.check_sizes(sizes)
         self._check_memory(tensors)
 
     def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
@@ -526,14 +539,16 @@ class FusedAPI(APIBase):
     def check_as_many(self, tensors: Mapping[str, Any]) -> None:
         """Raises where a tensor of a call is given without a sample, or not given with one."""
         for name, sample in self.descs.items():
-            if (tensors[name] is None) != (sample is None):
+            if (tensors[name] is None) != (sample is None) and (sample is None or name not in self.unused()):
                 got, allowed = ("None", "a tensor") if sample is not None else ("a tensor", "None")
                 raise self.error(f"{name} tensor", got, f"{allowed}, as the sample")
 
     def _check_like_samples(self, tensors: Mapping[str, Any]) -> None:
         self.check_as_many(tensors)
         found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
-        self._check_layouts(found, self._sizes_of_call(found))
+        sizes = self._sizes_of_call(found)
+        self._check_layouts(found, sizes)
+        self.check_sizes(sizes)
         device = tensors[self.names[0]].device
         for name, sample in self.descs.items():
             desc = found[name]

@@ -294,6 +294,17 @@ class Contiguous(Layout):
         return f"({', '.join(map(str, self.dims))}{',' * (len(self.dims) == 1)})"
 
 
+class FirstOf(Contiguous):
+    """One value; of several the first."""
+
+    def fits(self, tensor: Any) -> bool:
+        return tensor.ndim == 1 and tensor.shape[0] == 1
+
+    def fitted(self, tensor: Any) -> Any:
+        tensor = super().fitted(tensor)
+        return tensor.as_strided((1,), (1,)) if tensor.ndim == 1 and tensor.shape[0] > 1 else tensor
+
+
 class Each(Contiguous):
     """One value for each of this size, at any stride."""
 

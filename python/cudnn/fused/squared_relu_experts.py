@@ -35,6 +35,7 @@ class SquaredReluExpertsBackward(ExpertsGemm):
     returns = ("d_row", "d_col", "d_srelu", "dprob", "dbias", "amax", "sfd_row", "sfd_col", "sfd_col_d_srelu")
     result = ("d_row", "sfd_row")
     buffers = ("dprob_tensor",)
+    single_bytes = True
 
     deterministic: bool
     tanh_clamp_scale: float | None

@@ -46,6 +46,11 @@ class TransformedExperts(ExpertsGemm):
     glu_alpha: float | None
     glu_limit: float | None
 
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        super().__init__(given)
+        step = 32 if self.act_func == "srelu" else 64
+        self.columns_in = step, str(step)
+
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:
         sizes = super().sizes_of(shapes, options)
@@ -134,20 +139,25 @@ class TransformedExperts(ExpertsGemm):
             if value is not None and not (math.isfinite(value) and (value > 0 or name == "glu_alpha")):
                 raise self.error(name, value, "None, or a finite number; limits are positive")
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        narrow = self._narrow()
+        if narrow and (self.act_func == "srelu" or sizes["columns"] % 128):
+            got = f"{sizes['columns']} columns of {self.act_func}"
+            raise self.error(f"{narrow[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu")
+
+    def _narrow(self) -> list[str]:
+        """The results of four bits."""
+        return [name for name in ("d", "rht_rowwise", "rht_colwise") if self.kind(name) == FLOAT4]
+
     def check_own_rules(self, sizes: Sizes) -> None:
         if not self.given("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
         if self.dtype("a") == torch.uint8:
             raise self.error("a tensor dtype", torch.uint8, f"{FLOAT4} for bytes", f"pass a.view(torch.{FLOAT4})")
         self.check_transforms(self.given("rht_rowwise"), self.kind("rht_colwise") or None)
-        step = 64 if self.act_func != "srelu" else 32
-        if sizes["n"] % step:
-            raise self.error("columns of the product", sizes["n"], f"multiples of {step}")
-        narrow = [name for name in ("d", "rht_rowwise", "rht_colwise") if self.kind(name) == FLOAT4]
+        narrow = self._narrow()
         for name, scales in (("d", "sfd"), ("rht_rowwise", "sfrht_rowwise"), ("rht_colwise", "sfrht_colwise")):
             if self.given(scales) != (name in narrow):
                 got = "a tensor" if self.given(scales) else "None"
                 raise self.error(f"{scales} tensor", got, f"a tensor with {name} of four bits, else None")
-        if narrow and (self.act_func == "srelu" or sizes["columns"] % 128):
-            got = f"{sizes['columns']} columns of {self.act_func}"
-            raise self.error(f"{narrow[0]} tensor of four bits", got, "multiples of 128 columns of swiglu or geglu")

@@ -57,6 +57,7 @@ class GemmDswiglu(GluLayout):
     result = ("d_ab12", "sfd")
     largest_cluster = 4
     default_cluster = (2, 1)
+    columns_in = 32, "32, the blocks of ab12"
 
     def __init__(
         self, sample_a: Tensor, sample_b: Tensor, sample_ab12: Tensor, sample_d_ab12: Tensor,
@@ -114,8 +115,6 @@ class GemmDswiglu(GluLayout):
         return found
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if sizes["n"] % 32:
-            raise self.error("columns of the product", sizes["n"], "multiples of 32, the blocks of ab12")
         for name in ("d_ab12", "c"):
             if self.given(name) and self.major(name) != self.major("ab12"):
                 raise self._refuse(f"{name} tensor major", self.major(name), f"{self.major('ab12')}, that of ab12")

@@ -70,6 +70,7 @@ class GemmRope(DenseGemm):
     ) -> None:  # fmt: skip
         super().__init__(locals())
         self.rotary_size = head_size if rotary_size is None else rotary_size
+        self.columns_in = head_size, f"head_size, {head_size}"
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, a_tensor: Tensor, b_tensor: Tensor, cos_tensor: Tensor, sin_tensor: Tensor, c_tensor: Tensor,
@@ -110,8 +111,6 @@ class GemmRope(DenseGemm):
 
     def check_own_rules(self, sizes: Sizes) -> None:
         n, head = sizes["n"], self.head_size
-        if n % head:
-            raise self.error("columns of the product", n, f"multiples of head_size, {head}")
         begin, end = self.rotated_begin, n if self.rotated_end is None else self.rotated_end
         if not 0 <= begin <= end <= n or begin % head or end % head:
             raise self.error("rotated_begin and rotated_end", (begin, end), f"multiples of {head}, in order, up to {n}")

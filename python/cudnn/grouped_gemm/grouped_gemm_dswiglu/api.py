@@ -29,6 +29,7 @@ class GroupedGemmDswiglu(GatedExpertsBackward):
     returns = ("d_row", "d_col", "dprob", "amax", "sfd_row", "sfd_col")
     buffers = ("dprob_tensor_buf", "amax_tensor_buf")
     scalars = ()
+    tile_n = (128, 256)
 
     def __init__(
         self, sample_a: Tensor, sample_b: Tensor, sample_c: Tensor, sample_d_row: Tensor,

@@ -66,6 +66,7 @@ class GroupedGemmGluHadamard(GatedExperts):
     scalars = SITU
     activations = tuple(ACTIVATIONS)
     group_rows, tile_m = HADAMARD_SIZE, (256,)
+    single_bytes = True
     hints = (*ExpertsGemm.hints, "use_tmem_post_rht_amax")
 
     use_tmem_post_rht_amax: bool
@@ -93,6 +94,8 @@ class GroupedGemmGluHadamard(GatedExperts):
             if given[f"sample_{name}"] is None:
                 given[f"sample_{name}"] = sample_a.new_empty(sample_padded_offsets.numel(), 1, dtype=torch.float32)
         super().__init__(given)
+        step = HADAMARD_SIZE if act_func == "srelu" else 64
+        self.columns_in = step, str(step)
         self._other_matrix = sample_hadamard is not None and is_other(sample_hadamard)
 
     @classmethod
@@ -147,9 +150,6 @@ class GroupedGemmGluHadamard(GatedExperts):
     def check_own_rules(self, sizes: Sizes) -> None:
         if not self.given("prob"):
             raise self.error("prob_tensor is required", "None", "a tensor (m, 1, 1)")
-        step = HADAMARD_SIZE if self.act_func == "srelu" else 64
-        if sizes["n"] % step:
-            raise self.error("columns of the product", sizes["n"], f"multiples of {step}")
         if self.semantics == "1.23" and self.given("post_rht_amax"):
             raise self.error("post_rht_amax tensor", "a tensor", "None, with the semantics 1.23")
         if self._other_matrix and (self.use_tmem_post_rht_amax or self.semantics == "1.23"):

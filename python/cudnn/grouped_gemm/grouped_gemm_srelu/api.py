@@ -36,6 +36,7 @@ class GroupedGemmSrelu(ExpertsGemm):
     title = "Grouped GEMM + squared ReLU"
     tensors = indexed((*operands(), output("c", "n"), *quantized("d", "n"), PROB, BIAS))
     returns = ("c", "d", "d_col", "amax", "sfd_row", "sfd_col")
+    single_bytes = True
     tanh_clamp_scale: float | None
 
     def __init__(

@@ -1,0 +1,162 @@
+"""Rules of fused GEMMs that a call can break although its object's samples did not, and what a call may leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from cudnn import registry
+from cudnn.fused.call import _unrelated
+from support import grouped
+from support.gemm_families import case
+from support.gemms import BF16, F32
+
+I32 = torch.int32
+BACKWARD = {"c": BF16, "beta": F32, "prob": F32, "dprob": F32}
+
+# A wrapper's object serves all m, n and k.
+
+SIZES = [
+    ("grouped_gemm_glu", {}, {"n": 96}, "columns of the product: got 96; allowed: multiples of 64"),
+    ("grouped_gemm_dglu", BACKWARD, {"n": 48}, "columns of the product: got 48; allowed: multiples of 32"),
+    ("grouped_gemm_glu_hadamard", {"prob": F32}, {"n": 160}, "columns of the product: got 160; allowed: multiples of"),
+    ("grouped_gemm_glu_hadamard_quant", {"prob": F32}, {"n": 96}, "columns of the product: got 96; allowed: multiples"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "inputs", "other", "words"), SIZES)
+def test_sizes_of_a_later_call(name: str, inputs: Any, other: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at again: on the device too, where a shape that the kernel cannot relate is another."""
+    monkeypatch.setattr(registry.find(name), "objects", {})
+    kind = "nvfp4" if name.endswith("quant") else "bf16"
+    grouped.run(grouped.problem(name, kind, (256, 512), inputs=inputs), "reference")
+    (made,) = registry.find(name).objects.values()
+    assert {"b", "d", "d_row"} & set(_unrelated(made))
+    p = grouped.problem(name, kind, (256, 512), inputs=inputs, **other)
+    with pytest.raises(ValueError, match=words):
+        grouped.run(p, "reference")
+    assert list(registry.find(name).objects.values()) == [made]
+
+
+def test_sizes_of_a_later_call_of_dense_gemms() -> None:
+    for name, n in (("gemm_swiglu", 96), ("gemm_dswiglu", 48)):
+        made, other = (case(name, 32, columns, 32) for columns in (64, n))
+        operation = made.family.cls(**made.samples())
+        operation.compile()
+        operation.execute(**made.arguments())
+        assert _unrelated(operation)[0] == "b"
+        with pytest.raises(ValueError, match=f"columns of the product: got {n}; allowed: multiples of"):
+            operation.execute(**other.arguments())
+    a, b, table, c = torch.randn(32, 64), torch.randn(256, 64), torch.randn(32, 64), torch.empty(32, 256)
+    rope = cudnn.GemmRope(a[..., None], b[..., None], table, table, c[..., None])
+    rope.compile()
+    assert _unrelated(rope) == ["a", "b"]
+    with pytest.raises(ValueError, match="columns of the product: got 192; allowed: multiples of head_size, 128"):
+        rope.execute(a[..., None], b[:192, :, None], table, table, torch.empty(32, 192, 1))
+
+
+def test_sizes_behind_addresses_are_those_of_the_constructor() -> None:
+    """Matrices at addresses have no shape of their own."""
+    p = grouped.problem("grouped_gemm_glu", "bf16", (64, 208))
+    grouped.addressed(p)
+    samples = {"sample_a": p.given["a"], "sample_c": None, "sample_d": torch.empty(208, 64, 1).bfloat16()}
+    samples |= {"sample_padded_offsets": p.given["padded_offsets"], "sample_alpha": p.given["alpha"]}
+    weights = {"num_experts": 2, "b_shape": (128, 128), "b_dtype": BF16}
+    made = cudnn.GroupedGemmGlu(**samples, sample_sfa=None, sample_d_col=None, **weights)
+    made.compile()
+    assert "a" in _unrelated(made)
+    d = torch.empty(208, 64, 1).bfloat16()
+    given = (p.given["padded_offsets"], p.given["alpha"], None, None, None, p.given["b_ptrs"])
+    made.execute(p.given["a"], None, d, None, *given)
+    with pytest.raises(ValueError, match=r"b_shape: got \(128, 128\); allowed: \(n, 64\), as a"):
+        made.execute(p.given["a"][:, :64].contiguous(), None, d, None, *given)
+    a, b, ends = torch.zeros(64, 16).bfloat16(), torch.zeros(64, 32).bfloat16(), torch.tensor([64], dtype=I32)
+    wgrad = cudnn.GroupedGemmWgrad(a.T, b, None, None, ends, num_experts=1, wgrad_shape=(16, 32), wgrad_dtype=BF16)
+    wgrad.compile()
+    assert set(_unrelated(wgrad)) >= {"a", "b"}
+    with pytest.raises(ValueError, match=r"wgrad_shape: got \(16, 32\); allowed: \(16, 64\), of a and b"):
+        wgrad.execute(a.T, b.repeat(1, 2), None, None, ends, wgrad_ptrs=torch.zeros(1, dtype=torch.int64))
+
+
+# What a call may leave out, or give in another form.
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm_quant", "grouped_gemm_glu"])
+def test_a_tensor_that_is_not_written_may_be_left_out(name: str) -> None:
+    """``d_col``, where nothing is quantised; existing programs have one in the samples, but not in every call."""
+    p = grouped.problem(name, "mxfp4", (256, 512))
+    grouped.run(p, "reference")
+    names = ("a", "b", "sfa", "sfb", "padded_offsets", "alpha")
+    samples = {key: p.given[key] for key in names} | {"d": torch.empty_like(p.results["d_tensor"])}
+    if name == "grouped_gemm_glu":
+        samples["c"] = torch.empty_like(p.results["c_tensor"])
+    api = registry.find(name)
+    made: Any = api(**api.samples(samples | {"d_col": torch.empty_like(samples["d"])}), sf_vec_size=32)  # pyright: ignore
+    made.compile()
+    assert "d_col" not in _unrelated(made)
+    made.execute(**{api.parameters[key]: x for key, x in samples.items()})
+    assert torch.equal(samples["d"], p.results["d_tensor"])
+    d_col = torch.empty_like(samples["d"])
+    made.execute(**{api.parameters[key]: x for key, x in samples.items()}, d_col_tensor=d_col)
+    with pytest.raises(ValueError, match="b tensor: got None; allowed: a tensor, as the sample"):
+        made.execute(**{api.parameters[key]: x for key, x in samples.items() if key != "b"})
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm_quant", "grouped_gemm_glu"])
+def test_a_counter_of_several_numbers(name: str) -> None:
+    """The scheduler's, of which kernels of the other frontend use the first."""
+    p = grouped.problem(name, "mxfp4", (256, 512), use_dynamic_sched=True)
+    p.given["scheduler_counter"] = torch.zeros(4, dtype=I32)
+    grouped.run(p, "reference")
+    grouped.check(p)
+    p.given["scheduler_counter"] = torch.zeros(0, dtype=I32)
+    with pytest.raises(ValueError, match="scheduler_counter tensor shape mismatch"):
+        grouped.run(p, "reference")
+
+
+def test_ends_of_experts_in_two_dimensions() -> None:
+    p = grouped.problem("grouped_gemm", ends=(64, 64, 208))
+    p.given["padded_offsets"] = p.given["padded_offsets"][:, None]
+    grouped.run(p, "reference")
+    grouped.check(p)
+
+
+def test_addresses_of_scale_factors_are_needed() -> None:
+    p = grouped.problem("grouped_gemm_quant", "mxfp4", (256, 512))
+    grouped.addressed(p)
+    p.given["sfb_ptrs"] = None
+    with pytest.raises(ValueError, match="sfb_ptrs: got None; allowed: an array of addresses, int64, one for each exp"):
+        grouped.run(p, "reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [("grouped_gemm_srelu", 64), ("grouped_gemm_dsrelu", 64), ("grouped_gemm_glu_hadamard", 64),
+                    ("grouped_gemm_glu", 64), ("grouped_gemm_quant", 32)],
+)  # fmt: skip
+def test_bytes_that_may_be_one_element_or_two(name: str, k: int) -> None:
+    """Where as many scale factors go with both: one for squared ReLU and the Hadamard transform, as in the other
+    frontend, two elsewhere.
+    """
+    inputs = {"prob": F32} | ({"c": BF16} if name == "grouped_gemm_dsrelu" else {})
+    p = grouped.problem(name, "mxfp4", (256, 512), k=k, inputs=inputs)
+    for key in ("a", "b"):
+        packed = p.given[key].view(torch.uint8)
+        rows, half, experts = packed.shape
+        if name in ("grouped_gemm_glu", "grouped_gemm_quant"):
+            p.given[key] = packed
+            continue
+        memory = torch.zeros(experts, rows, 2 * half, dtype=torch.uint8)
+        memory.view(-1)[: packed.numel()] = packed.permute(2, 0, 1).reshape(-1)
+        p.given[key] = memory.permute(1, 2, 0)
+    grouped.run(p, "reference")
+    grouped.check(p)
+
+
+def test_tiles_of_128_columns_in_the_older_backward_pass() -> None:
+    p = grouped.problem("grouped_gemm_dswiglu", "mxfp4", (256, 512), inputs=BACKWARD, mma_tiler_mn=(256, 128))
+    p.given.pop("dprob")
+    grouped.run(p, "reference")
+    grouped.check(p)
