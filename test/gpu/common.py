@@ -94,6 +94,19 @@ def every_plan(
     return found
 
 
+def assert_allocates_nothing_and_waits_for_nothing(call: Callable[[], object]) -> None:
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda._sleep(200_000_000)  # about 0.1 s
+    done = torch.cuda.Event()
+    for _ in range(10):
+        call()
+    done.record()
+    assert not done.query()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
 BATCH, M, K, N = 2, 128, 64, 96
 FP16: Any = {"dtype": torch.float16, "device": "cuda"}
 

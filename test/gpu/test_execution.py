@@ -11,6 +11,7 @@ import torch
 
 import cudnn
 from cudnn.backend.plan import ExecutionPlan
+from gpu.common import assert_allocates_nothing_and_waits_for_nothing
 from support.graphs import FLOAT, HALF, MODES
 
 pytestmark = pytest.mark.gpu
@@ -323,12 +324,7 @@ def test_the_reference_executor_on_gpu_tensors() -> None:
 def test_nothing_is_allocated() -> None:
     it = linear()
     data, workspace = it.data(), it.workspace()
-    it.graph.execute(data, workspace)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for _ in range(10):
-        it.graph.execute(data, workspace)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_allocates_nothing_and_waits_for_nothing(lambda: it.graph.execute(data, workspace))
 
 
 def test_a_tensor_that_no_operation_uses_is_an_extra_entry() -> None:

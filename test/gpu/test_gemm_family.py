@@ -12,6 +12,7 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import StoreTile
 from cudnn_kernels.problem import Operand
 from cudnn_kernels.schedule import Dense
+from gpu.common import assert_allocates_nothing_and_waits_for_nothing
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, Case, case, check, options, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -178,16 +179,7 @@ def test_execute_with_a_workspace_allocates_nothing_and_waits_for_nothing(name: 
         **of.arguments(),
         "workspace_tensor": torch.empty(gemm.workspace_size(), dtype=torch.uint8, device="cuda"),
     }
-    gemm.execute(**arguments)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
-    done = torch.cuda.Event()
-    for _ in range(10):
-        gemm.execute(**arguments)
-    done.record()
-    assert not done.query()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_allocates_nothing_and_waits_for_nothing(lambda: gemm.execute(**arguments))
 
 
 @pytest.mark.parametrize("name", NAMES)

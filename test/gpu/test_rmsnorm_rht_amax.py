@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, api, best_num_threads, rmsnorm_rht_amax_wrapper
+from gpu.common import assert_allocates_nothing_and_waits_for_nothing
 from support.rmsnorm import assert_right
 
 pytestmark = pytest.mark.gpu
@@ -134,16 +135,7 @@ def test_graph_replay_with_changed_data() -> None:
 def test_execute_allocates_nothing_and_waits_for_nothing() -> None:
     tensors = problem(1024, 4096)
     norm = compiled(tensors)
-    norm.execute(**tensors)
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
-    done = torch.cuda.Event()
-    for _ in range(10):
-        norm.execute(**tensors)
-    done.record()
-    assert not done.query()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_allocates_nothing_and_waits_for_nothing(lambda: norm.execute(**tensors))
 
 
 def test_the_wrapper_and_the_operator() -> None:

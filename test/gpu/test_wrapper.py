@@ -93,9 +93,3 @@ def test_workspace_alloc_false() -> None:
     result = graph(x, workspace=torch.empty(size, dtype=torch.uint8, device="cuda"))
     wanted = torch.nn.functional.scaled_dot_product_attention(x, x, x, scale=1.0)
     torch.testing.assert_close(result, wanted, atol=1e-2, rtol=1e-2)
-
-
-def test_restored() -> None:
-    data = arrays()
-    restored = cudnn.Graph.deserialize(product(inputs=["shift::bias", "mm::B", "mm::A"]).serialize())
-    check(restored(*reversed(data)), *data)

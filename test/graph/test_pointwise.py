@@ -94,18 +94,6 @@ def test_gen_index(x: torch.Tensor, data: st.DataObject) -> None:
         assert (y.select(axis, index) == index).all()
 
 
-def test_virtual_tensors_round_to_their_own_type() -> None:
-    a, b = torch.randn(64, 64), torch.randn(64, 64)
-    results: dict[Any, torch.Tensor] = {}
-    for kind in (HALF, FLOAT):
-        graph = reference_graph(intermediate=kind)
-        first, second = like(graph, a), like(graph, b)
-        out = graph.mul(graph.add(first, second), second).set_output(True)
-        (results[kind],) = run(graph, {first: a, second: b}, out)
-    assert torch.equal(results[HALF], (a + b).half().float() * b)
-    assert torch.equal(results[FLOAT], (a + b) * b)
-
-
 def test_strides_come_from_the_last_input_of_the_shape() -> None:
     graph = reference_graph()
     row, column = graph.tensor([4, 8], [8, 1]), graph.tensor([4, 8], [1, 4])

@@ -412,7 +412,6 @@ def describe(
     data: dict[str, torch.Tensor],
     scale: torch.Tensor | None = None,
     stats: bool = True,
-    d_bias: bool = True,
     **options: Any,
 ) -> Described:
     """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number."""
@@ -455,7 +454,7 @@ def describe(
         if backward:
             arguments["score_mod_bprop"] = modifier.backward
     if backward:
-        if problem.bias and d_bias:
+        if problem.bias:
             arguments["dBias"] = made.output("dBias", data["bias"].shape, data["bias"].dtype)
         if problem.sink:
             arguments["dSink_token"] = made.output("dSink", data["sink"].shape, FLOAT)
