@@ -133,7 +133,7 @@ def pointers(tensors: Sequence[Tensor]) -> Tensor:
     found = _TABLES.get(key)
     if found is None:
         made = lasting(lambda: torch.tensor(key[1:], dtype=torch.int64, device=key[0]))
-        found = _Table(made, StorageWeakRef(first.untyped_storage()), first.storage_offset())
+        found = _Table(made, StorageWeakRef(first.untyped_storage()), int(first.storage_offset()))
         every, like = list(_TABLES.items()), (found.memory.cdata, found.place, len(key))
         moved = [other for other, old in every if (old.memory.cdata, old.place, len(other)) == like]
         for other in [*(other for other, old in every if old.memory.expired()), *moved[: 1 - MOVES]]:
