@@ -343,6 +343,12 @@ def test_block_scaled_operands_hold_what_the_plain_ones_do(
     assert (made.plain.float() - x).abs().max() < (0.25 if dtype == "mxfp8" else 0.75)
 
 
+def timed(problem: Problem, yardsticks: tuple[str, ...]) -> list[Row]:
+    """Every call takes a millisecond."""
+    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
+    return bench.measure(dataclasses.replace(problem, clock=clock), yardsticks)
+
+
 def test_swiglu_takes_up_first() -> None:
     z = torch.zeros(1, 128)
     z[0, 5], z[0, 32 + 5] = 3.0, 2.0  # up, gate
@@ -369,12 +375,7 @@ def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeyp
     monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
     benchmark = bench.find(name)
     options = bench.Options(dtype, ((256, 256, 128),), without_optional=bool(benchmark.optional))
-    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
-    rows = [
-        row
-        for problem in benchmark.problems(options)
-        for row in bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
-    ]
+    rows = [row for problem in benchmark.problems(options) for row in timed(problem, benchmark.yardsticks)]
     refused = {row.name for row in rows if row.refused}
     allowed = {"our GEMM alone", "Triton, fused", "Triton, fused, no ab12", "torch._scaled_mm, blocks"}
     assert refused <= allowed, [row.refused for row in rows]
@@ -389,12 +390,11 @@ def test_candidates_of_grouped_gemms_agree_on_cpu_tensors(name: str, monkeypatch
     benchmark = bench.find(name)
     step = registry.find(name).group_rows
     shape = (128, 192, 100, 3) if registry.find(name).tokens == "k" else (100 // step * step or 3 * step, 128, 128, 3)
-    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
     rows = [
         row
         for routing in grouped.ROUTINGS
         for problem in benchmark.problems(bench.Options("bf16", (shape,), routing=routing))[:1]
-        for row in bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+        for row in timed(problem, benchmark.yardsticks)
     ]
     assert {row.name for row in rows if row.refused} <= {"Triton"}, [row.refused for row in rows]
     assert len({row.name for row in rows}) >= 3
@@ -414,12 +414,11 @@ def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pyte
     monkeypatch.setattr(bench, "_peak", lambda call: 5e9)
     benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
     assert moe.products(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
-    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
     here = [moe.PEER, *([moe.TRANSFORMERS] if moe_peers.has_transformers() else []), moe.LOOP, moe.OURS, moe.SONICMOE]
     yardsticks = (*benchmark.yardsticks, benchmark.outside)
     shown = report.Report("", "bf16", "", "", yardsticks)
     for problem in benchmark.problems(bench.Options("bf16", (shape,), sonicmoe=sonicmoe_folder(tmp_path))):
-        rows = bench.measure(dataclasses.replace(problem, clock=clock), yardsticks)
+        rows = timed(problem, yardsticks)
         assert {row.name: row.refused for row in rows} == dict.fromkeys(here, ""), problem.label
         assert {row.memory for row in rows[:-1]} == {5e9}
         which = problem.label.split(" ", 1)[1]
@@ -560,8 +559,7 @@ def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(lazy.torch, "compile", lambda function: function)
     benchmark = bench.find("rmsnorm_rht_amax")
     problem = benchmark.problems(bench.Options("bf16", ((64, 512),)))[0]
-    clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
-    rows = bench.measure(dataclasses.replace(problem, clock=clock), benchmark.yardsticks)
+    rows = timed(problem, benchmark.yardsticks)
     assert [row.refused for row in rows] == [""] * 4
     assert all(row.ratios == ((1.0, 1.0, 1.0),) for row in rows)
     assert rows[0].rate == "0.00 TB/s"

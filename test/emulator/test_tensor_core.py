@@ -181,36 +181,22 @@ COPIES = {  # rows, 32-bit words of a row, and the row that lane i gets (None: n
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
 @pytest.mark.parametrize("form", COPIES)
-def test_copies_to_tensor_memory(form: str) -> None:
-    """Lanes that the copy leaves alone keep what was there."""
+def test_copies_to_tensor_memory(form: str, ctas: int) -> None:
+    """Lanes that the copy leaves alone keep what was there. One thread of a pair copies for both blocks, each from its
+    own shared memory; the commit tells both.
+    """
     rows, words, source = COPIES[form]
-    data = np.random.default_rng(3).integers(0, 1 << 32, (max(rows, 8), words), dtype=np.uint32)
-    image = core_matrices(data.view(np.uint8))
-    image += bytes(-len(image) % 2048)
-    out = np.zeros((128, words), np.uint32)
-    blank = f"""{"".join(f"mov.b32 %r{30 + i}, 7;" for i in range(words))}
-      tcgen05.st.sync.aligned.32x32b.x{words}.b32 [%r11], {{{registers(30, words)}}}; tcgen05.wait::st.sync.aligned;"""
-    code = f"""{SETUP} {blank} {fill(len(image))} {descriptor(0, 128, 32 * words).replace("%d", "12")}
-      @%p1 tcgen05.cp.cta_group::1.{form} [%r10], %rd12; {WAIT} {show(words)} {FREE}"""
-    launch(code, np.frombuffer(image, np.uint8).copy(), out)
-    expected = [data[source(i)].tolist() if source(i) is not None else [7] * words for i in range(128)]
-    assert out.tolist() == expected
-
-
-@pytest.mark.parametrize("form", COPIES)
-def test_copies_to_the_tensor_memory_of_both_blocks(form: str) -> None:
-    """One thread of the pair copies for both, each from its own shared memory; the commit tells both."""
-    rows, words, source = COPIES[form]
-    data = np.random.default_rng(5).integers(0, 1 << 32, (2, max(rows, 8), words), dtype=np.uint32)
+    data = np.random.default_rng(3).integers(0, 1 << 32, (ctas, max(rows, 8), words), dtype=np.uint32)
     images = [core_matrices(mine.view(np.uint8)) for mine in data]
     images = [image + bytes(-len(image) % 2048) for image in images]
-    out = np.zeros((2, 128, words), np.uint32)
+    out = np.zeros((ctas, 128, words), np.uint32)
     blank = f"""{"".join(f"mov.b32 %r{30 + i}, 7;" for i in range(words))}
       tcgen05.st.sync.aligned.32x32b.x{words}.b32 [%r11], {{{registers(30, words)}}}; tcgen05.wait::st.sync.aligned;"""
     code = f"""{SETUP} {blank} {fill(len(images[0]))} {descriptor(0, 128, 32 * words).replace("%d", "12")}
-      @%p5 tcgen05.cp.cta_group::2.{form} [%r10], %rd12; {WAIT} {show(words)} {MEET} {FREE}"""
-    launch(code, np.frombuffer(b"".join(images), np.uint8).copy(), out, 2)
+      @%p5 tcgen05.cp.cta_group::{{g}}.{form} [%r10], %rd12; {WAIT} {show(words)} {MEET} {FREE}"""
+    launch(code, np.frombuffer(b"".join(images), np.uint8).copy(), out, ctas)
     for mine, found in zip(data, out, strict=True):
         expected = [mine[source(i)].tolist() if source(i) is not None else [7] * words for i in range(128)]
         assert found.tolist() == expected

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import cudnn
 from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
-from support.graphs import like, run
+from support.graphs import evaluate, like
 
 pytestmark = pytest.mark.gpu
 INT32 = cudnn.data_type.INT32
@@ -38,20 +38,12 @@ def test_forward_and_gradients(spatial: int, kind: torch.dtype) -> None:
         leaves = [item.to(dtype).requires_grad_() for item in (x, w)]
         return torch.autograd.grad(convolve(*leaves, **options), leaves, dy.to(dtype))[which]
 
-    graph = gpu_graph(io=kind)
-    image, weight = like(graph, x), like(graph, w)
-    y = graph.conv_fprop(image, weight, **options).set_output(True)
-    assert_accurate(run(graph, {image: x, weight: w}, y)[0], forward, kind)
-
-    graph = gpu_graph(io=kind)
-    loss, weight = like(graph, dy), like(graph, w)
-    dx = graph.conv_dgrad(loss, weight, **options).set_output(True).set_dim(x.shape)
-    assert_accurate(run(graph, {loss: dy, weight: w}, dx)[0], lambda dtype: gradient(0, dtype), kind)
-
-    graph = gpu_graph(io=kind)
-    image, loss = like(graph, x), like(graph, dy)
-    dw = graph.conv_wgrad(image, loss, **options).set_output(True).set_dim(w.shape)
-    assert_accurate(run(graph, {image: x, loss: dy}, dw)[0], lambda dtype: gradient(1, dtype), kind)
+    _, (y,) = evaluate("conv_fprop", x, w, **options, graph=gpu_graph(kind))
+    assert_accurate(y, forward, kind)
+    _, (dx,) = evaluate("conv_dgrad", dy, w, **options, dim=x.shape, graph=gpu_graph(kind))
+    assert_accurate(dx, lambda dtype: gradient(0, dtype), kind)
+    _, (dw,) = evaluate("conv_wgrad", x, dy, **options, dim=w.shape, graph=gpu_graph(kind))
+    assert_accurate(dw, lambda dtype: gradient(1, dtype), kind)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,13 @@ def test_results(problem: Problem, dtype: torch.dtype, stats: bool) -> None:
     data = problem.tensors(dtype, "cuda")
     made = described(problem, data, dtype, implementation=FUSED, stats=stats)
     assert made.graph.get_plan_name().startswith("fused_sdpa_fwd_d")
-    found, exact, rough = made.run(), attention(problem, data, torch.float64), attention(problem, data, dtype)
+    check(made.run(), problem, data, dtype)
+
+
+def check(found: dict[str, torch.Tensor], problem: Problem, data: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    exact, rough = attention(problem, data, torch.float64), attention(problem, data, dtype)
     for name, result in found.items():
-        error, allowed = (result.double() - exact[name].double()).abs().max(), (rough[name] - exact[name]).abs().max()
+        error, allowed = (result.double() - exact[name]).abs().max(), (rough[name].double() - exact[name]).abs().max()
         assert error <= 2 * allowed + 1e-3 * exact[name].abs().max(), name
 
 
@@ -58,10 +62,8 @@ def test_gradients(problem: Problem, dtype: torch.dtype, deterministic: bool) ->
     data = with_results(problem, problem.tensors(dtype, "cuda"))
     made = described(problem, data, dtype, implementation=FUSED, use_deterministic_algorithm=deterministic)
     assert made.graph.get_plan_name().startswith("fused_sdpa_bwd_d")
-    found, exact, rough = made.run(), attention(problem, data, torch.float64), attention(problem, data, dtype)
-    for name, result in found.items():
-        error, allowed = (result.double() - exact[name]).abs().max(), (rough[name].double() - exact[name]).abs().max()
-        assert error <= 2 * allowed + 1e-3 * exact[name].abs().max(), name
+    found = made.run()
+    check(found, problem, data, dtype)
     if deterministic:
         again = made.run()
         assert all(torch.equal(again[name], result) for name, result in found.items())

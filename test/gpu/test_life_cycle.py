@@ -374,3 +374,16 @@ def test_the_wrapper_tunes_at_its_first_call(monkeypatch: pytest.MonkeyPatch, tm
         pack[3] = graph(pack[1], pack[2])
         check(pack)
     assert len([*(tmp_path / "plans").iterdir()]) == 1
+
+
+def test_a_restored_plan_is_explained_as_it_was() -> None:
+    graph, restored = product(), cudnn.pygraph()
+    graph.build(MODES)
+    plan = graph.explain().plan
+    assert plan is not None
+    assert (plan.tag, plan.workspace) == (graph.get_plan_name(), graph.get_workspace_size())
+    restored.deserialize(graph.serialize())
+    again = restored.explain()
+    assert again.state == "built"
+    assert again.plan is not None
+    assert (again.plan.kernels, again.plan.workspace) == (plan.kernels, plan.workspace)

@@ -9,7 +9,7 @@ import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.known_faults import SEEN_IN
 from gpu.common import IO_TYPES, assert_accurate, every_plan, gpu_graph
-from support.graphs import like, run
+from support.graphs import evaluate, like, run
 
 pytestmark = pytest.mark.gpu
 MODE = cudnn.moe_grouped_matmul_mode
@@ -35,10 +35,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor, first: list[int]) -> torch
 def test_rows_by_expert(name: str, kind: torch.dtype) -> None:
     first = OFFSETS[name]
     values = operands(kind, first)
-    graph = gpu_graph(kind)
-    tensors = [like(graph, value) for value in values]
-    y = graph.moe_grouped_matmul(*tensors).set_output(True)
-    (result,) = run(graph, dict(zip(tensors, values, strict=True)), y)
+    _, (result,) = evaluate("moe_grouped_matmul", *values, graph=gpu_graph(kind))
     assert_accurate(result, lambda dtype: product(values[0][0].to(dtype), values[1].to(dtype), first), kind)
 
 
@@ -65,11 +62,8 @@ def test_scattered_rows() -> None:
     values = operands(kind, first)
     place = torch.randperm(ROWS, device="cuda").int().view(1, ROWS, 1)
     values += [place // 2, place % 2]
-    graph = gpu_graph(kind)
-    tensors = [like(graph, value) for value in values]
-    y = graph.moe_grouped_matmul(*tensors, mode=MODE.SCATTER, top_k=2).set_output(True)
     try:
-        (result,) = run(graph, dict(zip(tensors, values, strict=True)), y)
+        _, (result,) = evaluate("moe_grouped_matmul", *values, mode=MODE.SCATTER, top_k=2, graph=gpu_graph(kind))
     except cudnn.cudnnGraphNotSupportedError as error:
         pytest.skip(str(error)[:200])
 
@@ -94,11 +88,8 @@ def test_gradient_of_the_weight() -> None:
     first, kind = OFFSETS["uneven"], torch.bfloat16
     token, _, offsets = operands(kind, first)
     dy = torch.randn(1, ROWS, N, device="cuda").to(kind)
-    graph = gpu_graph(kind)
-    tensors = [like(graph, value) for value in (dy, token, offsets)]
-    dw = graph.moe_grouped_matmul_bwd(*tensors).set_output(True)
     try:
-        (result,) = run(graph, dict(zip(tensors, (dy, token, offsets), strict=True)), dw)
+        _, (result,) = evaluate("moe_grouped_matmul_bwd", dy, token, offsets, graph=gpu_graph(kind))
     except cudnn.cudnnGraphNotSupportedError as error:
         pytest.skip(str(error)[:200])
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import cudnn
 from gpu.common import assert_accurate, gpu_graph
-from support.graphs import FLOAT, like, run
+from support.graphs import FLOAT, evaluate, like, run
 
 pytestmark = pytest.mark.gpu
 FORMULAS: dict[str, Callable[[torch.Tensor, list[int]], torch.Tensor]] = {
@@ -53,10 +53,8 @@ def test_products_after_matmul(mode: str) -> None:
 @pytest.mark.parametrize("mode", FORMULAS)
 def test_channels_last_alone(mode: str) -> None:
     x = torch.randn(4, 16, 16, 64, device="cuda").half().movedim(-1, 1)
-    graph = gpu_graph(io=torch.float16)
-    tensor = like(graph, x)
-    y = graph.reduction(tensor, cudnn.reduction_mode[mode]).set_output(True).set_data_type(FLOAT).set_dim([1, 64, 1, 1])
-    (result,) = run(graph, {tensor: x}, y)
+    options = {"first": FLOAT, "dim": [1, 64, 1, 1], "graph": gpu_graph(torch.float16)}
+    _, (result,) = evaluate("reduction", x, cudnn.reduction_mode[mode], **options)
     assert_accurate(result, lambda dtype: FORMULAS[mode](x.to(dtype), [0, 2, 3]), torch.float16)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -64,18 +62,6 @@ def test_threads_with_a_cuda_graph_each(monkeypatch: pytest.MonkeyPatch) -> None
                 compare(pack)
 
     together(work, 4)
-
-
-def test_default_handles_are_of_the_thread() -> None:
-    found: dict[int, int] = {}
-    both = threading.Barrier(2)
-
-    def work(number: int) -> None:
-        found[number] = int(cudnn.wrapper.get_default_handle())
-        both.wait(60)  # a thread that ends leaves its handle to the next one
-
-    together(work)
-    assert found[0] != found[1]
 
 
 def test_wrapper_with_a_workspace_per_call() -> None:

@@ -354,15 +354,17 @@ def test_addresses_that_come_again_launch_a_cuda_graph(again: Any) -> None:
     assert (plan.launched, len(plan.graphs)) == (6, 3)
 
 
-def test_a_captured_stream_gets_the_kernels_themselves(again: Any) -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_capture_or_another_stream_gets_the_kernels_themselves(again: Any, captured: bool) -> None:
     run, plan, own = again()
     data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
     for _ in range(5):
         run(data)
-    own.capturing.value = 1
+    home = own.queue
+    own.capturing.value, own.queue = (1, home) if captured else (0, object())
     run(data)
     assert (plan.launched, len(plan.graphs)) == (5, 1)
-    own.capturing.value = 0
+    own.capturing.value, own.queue = 0, home
     run(data)
     assert (plan.launched, len(plan.graphs)) == (5, 2)
 
@@ -396,20 +398,6 @@ def test_the_default_stream_of_another_device_does_not_get_the_cuda_graph(
         for _ in range(5 if not plan.launched else 1):
             run(data)
         assert (plan.launched, len(plan.graphs)) == (launched, graphs)
-
-
-def test_another_stream_does_not_get_the_cuda_graph(again: Any) -> None:
-    run, plan, own = again()
-    data = {1: torch.zeros(4, 8), 2: torch.ones(1)}
-    home, other = own.queue, object()
-    for _ in range(5):
-        run(data)
-    own.queue = other
-    run(data)
-    assert (plan.launched, len(plan.graphs)) == (5, 1)
-    own.queue = home
-    run(data)
-    assert (plan.launched, len(plan.graphs)) == (5, 2)
 
 
 def test_a_cuda_graph_that_the_driver_refuses_is_given_up(again: Any) -> None:

@@ -206,29 +206,28 @@ def test_another_shape_is_another_choice(h200: Any) -> None:
     assert module._Choice(one, "a GPU")._path != module._Choice(other, "a GPU")._path
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"plan": "eng1"}'])
-def test_a_damaged_choice_is_made_anew(
-    content: bytes, h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path))
+@pytest.fixture
+def choice(h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a product, in a folder of its own."""
+    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "kernels"))
     graph = planned_graph(h200)
     product(graph)
-    choice = module._Choice(graph, "a GPU")
+    return module._Choice(graph, "a GPU")
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"plan": "eng1"}'])
+def test_a_damaged_choice_is_made_anew(
+    content: bytes, choice: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     choice.write("eng1")
-    (path,) = (tmp_path / "plans").iterdir()
+    (path,) = (tmp_path / "kernels" / "plans").iterdir()
     assert json.loads(path.read_text())["plan"] == "eng1"
     path.write_bytes(content)
     assert choice.read() is None
     assert "cannot be read and will be rewritten" in caplog.text
 
 
-def test_the_command_that_clears_the_cache_clears_choices(
-    h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "kernels"))
-    graph = planned_graph(h200)
-    product(graph)
-    choice = module._Choice(graph, "a GPU")
+def test_the_command_that_clears_the_cache_clears_choices(choice: Any, tmp_path: Path) -> None:
     choice.write("eng1")
     assert choice.read() == "eng1"
     assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700  # kernels are not kept where others may write
@@ -236,14 +235,9 @@ def test_the_command_that_clears_the_cache_clears_choices(
     assert choice.read() is None
 
 
-def test_a_folder_that_cannot_be_written_to(
-    h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CUDNN_KERNEL_CACHE", str(tmp_path / "file"))
-    graph = planned_graph(h200)
-    product(graph)
-    module._Choice(graph, "a GPU").write("eng1")
+def test_a_folder_that_cannot_be_written_to(choice: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernels").touch()
+    choice.write("eng1")
     assert "the choice could not be saved" in caplog.text
 
 

@@ -80,10 +80,7 @@ def channels_last(dims: list[int]) -> tuple[int, ...]:
 @settings(max_examples=40, deadline=None)
 @given(problem=problems())
 def test_forward(problem: Problem) -> None:
-    graph = reference_graph()
-    x, w = like(graph, problem.x), like(graph, problem.w)
-    y = graph.conv_fprop(x, w, **problem.options).set_output(True)
-    (result,) = run(graph, {x: problem.x, w: problem.w}, y)
+    _, (result,) = evaluate("conv_fprop", problem.x, problem.w, **problem.options)
     expected = problem.forward(problem.x, problem.w)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_stride=False)
     assert result.stride() == channels_last(list(expected.shape))
@@ -97,12 +94,9 @@ def test_gradients(problem: Problem) -> None:
     dy = torch.randn_like(y)
     y.backward(dy)
 
-    graph = reference_graph()
-    loss, filter, image = like(graph, dy), like(graph, problem.w), like(graph, problem.x)
-    dx = graph.conv_dgrad(loss, filter, **problem.options).set_output(True).set_dim(problem.x.shape)
-    dw = graph.conv_wgrad(image, loss, **problem.options).set_output(True).set_dim(problem.w.shape)
-    results = run(graph, {loss: dy, filter: problem.w, image: problem.x}, dx, dw)
-    for result, expected in zip(results, (x.grad, w.grad), strict=True):
+    _, (dx,) = evaluate("conv_dgrad", dy, problem.w, dim=problem.x.shape, **problem.options)
+    _, (dw,) = evaluate("conv_wgrad", problem.x, dy, dim=problem.w.shape, **problem.options)
+    for result, expected in ((dx, x.grad), (dw, w.grad)):
         assert expected is not None
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4, check_stride=False)
         assert result.stride() == channels_last(list(expected.shape))

@@ -17,6 +17,7 @@ from support.graphs import (
     HALF,
     check_refused,
     configurations,
+    evaluate,
     like,
     planned_graph,
     reference_graph,
@@ -33,10 +34,7 @@ extents = st.integers(1, 6)
 def test_against_a_sum_of_products(data: st.DataObject, batch: list[int], m: int, n: int, k: int) -> None:
     batches = [[data.draw(st.sampled_from([1, extent])) for extent in batch] for _ in "ab"]
     a, b = data.draw(strided([*batches[0], m, k])), data.draw(strided([*batches[1], k, n]))
-    graph = reference_graph()
-    first, second = like(graph, a), like(graph, b)
-    c = graph.matmul(first, second).set_output(True)
-    (result,) = run(graph, {first: a, second: b}, c)
+    _, (result,) = evaluate("matmul", a, b)
     expected = (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     assert result.is_contiguous()
@@ -46,18 +44,13 @@ def test_against_a_sum_of_products(data: st.DataObject, batch: list[int], m: int
 @given(data=st.data())
 def test_a_matrix_beside_a_batch(data: st.DataObject) -> None:
     a, b = data.draw(strided([3, 4, 5])), data.draw(strided([5, 2]))
-    graph = reference_graph()
-    first, second = like(graph, a), like(graph, b)
-    c = graph.matmul(first, second).set_output(True)
-    torch.testing.assert_close(run(graph, {first: a, second: b}, c)[0], a @ b)
+    _, (result,) = evaluate("matmul", a, b)
+    torch.testing.assert_close(result, a @ b)
 
 
 def test_grouped_batches() -> None:
     a, b = torch.randn(2, 6, 4, 8), torch.randn(2, 2, 8, 3)
-    graph = reference_graph()
-    first, second = like(graph, a), like(graph, b)
-    c = graph.matmul(first, second).set_output(True)
-    (result,) = run(graph, {first: a, second: b}, c)
+    _, (result,) = evaluate("matmul", a, b)
     for head in range(6):
         torch.testing.assert_close(result[:, head], a[:, head] @ b[:, head // 3])
 
@@ -74,17 +67,12 @@ def test_output_strides_are_the_users() -> None:
 
 def test_types() -> None:
     a, b = torch.randn(1, 64, 256).half(), torch.randn(1, 256, 64).half()
-    graph = reference_graph(io=HALF)
-    first, second = like(graph, a), like(graph, b)
-    c = graph.matmul(first, second).set_output(True)
-    (result,) = run(graph, {first: a, second: b}, c)
+    _, (result,) = evaluate("matmul", a, b, types=(HALF,))
     assert torch.equal(result, (a.float() @ b.float()).half())  # float32 sums, rounded once
 
     a8, b8 = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ([1, 8, 512], [1, 512, 4]))
-    graph = reference_graph(io=INT32, intermediate=INT32, compute=INT32)
-    first, second = like(graph, a8), like(graph, b8)
-    c = graph.matmul(first, second).set_output(True)
-    assert torch.equal(run(graph, {first: a8, second: b8}, c)[0].long(), a8.long() @ b8.long())
+    _, (result,) = evaluate("matmul", a8, b8, types=(INT32, INT32, INT32))
+    assert torch.equal(result.long(), a8.long() @ b8.long())
 
 
 def test_names() -> None:

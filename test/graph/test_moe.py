@@ -19,7 +19,7 @@ from support.graphs import (
     HALF,
     check_refused,
     configurations,
-    like,
+    evaluate,
     planned_graph,
     reference_graph,
     run,
@@ -68,16 +68,13 @@ def test_forward(tokens: int, experts: int, data: st.DataObject, seed: int, mode
         for column in range(4):
             expected[0, target, column] = (x[0, source] * w[expert, :, column]).sum()
 
-    graph = reference_graph()
     values = {"token": x, "weight": w, "first_token_offset": routing.column(routing.first).view(-1, 1, 1)}
     options: dict[str, Any] = {"mode": mode}
     if mode is not MODE.NONE:
         values["token_index"] = routing.column(routing.tokens)
     if mode is MODE.SCATTER:
         values["token_ks"], options["top_k"] = routing.column(routing.ks), top_k
-    tensors = {name: like(graph, value) for name, value in values.items()}
-    y = graph.moe_grouped_matmul(**tensors, **options).set_output(True)
-    (result,) = run(graph, {tensors[name]: value for name, value in values.items()}, y)
+    _, (result,) = evaluate("moe_grouped_matmul", **values, **options)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     assert result.stride() == (rows * 4, 4, 1)
 
@@ -89,11 +86,7 @@ def test_backward_is_the_gradient(tokens: int, experts: int, seed: int) -> None:
     x, dy, w = torch.randn(1, tokens, 6), torch.randn(1, tokens, 4), weights(experts, 6, 4).requires_grad_()
     rows = [x[0, row] @ w[expert] for row, expert in enumerate(routing.experts)]
     (expected,) = torch.autograd.grad(torch.stack(rows), w, dy[0])
-    graph = reference_graph()
-    values = (dy, x, routing.column(routing.first).view(-1, 1, 1))
-    tensors = [like(graph, value) for value in values]
-    dw = graph.moe_grouped_matmul_bwd(*tensors).set_output(True)
-    (result,) = run(graph, dict(zip(tensors, values, strict=True)), dw)
+    _, (result,) = evaluate("moe_grouped_matmul_bwd", dy, x, routing.column(routing.first).view(-1, 1, 1))
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5, check_stride=False)
     assert result.stride() == (24, 1, 6)
 

@@ -533,24 +533,3 @@ def test_batchnorm_inference_alone_is_left_to_fusions_by_cudnn(h200: Any) -> Non
     outputs([graph.batchnorm_inference(*real(graph, IMAGE, 1, HALF), *real(graph, CHANNELS, 4))])
     with pytest.raises(cudnn.cudnnGraphNotSupportedError):
         configurations(graph)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_mask_of_a_fused_relu_as_bytes_and_as_bits(packed: bool) -> None:
-    data, vector = torch.randn(2, 16, 3, 3), torch.rand(1, 16, 1, 1) + 0.5
-    zero = torch.zeros(1, 1, 1, 1)
-    graph = reference_graph()
-    x, s, z = graph.tensor_like(data), graph.tensor_like(vector), graph.tensor_like(zero)
-    y = graph.relu(graph.batchnorm(x, s, s)[0])
-    mask = graph.cmp_gt(y, z)
-    mask.set_output(True).set_data_type(BOOLEAN)
-    y.set_output(True)
-    graph.build(MODES)
-    found = torch.full(data.shape, float("nan"))
-    bits = torch.full((2, 2 if packed else 16, 3, 3), 255, dtype=torch.uint8)
-    graph.execute({x: data, s: vector, z: zero, y: found, mask: bits})
-    expected = functional.batch_norm(data, None, None, vector.flatten(), vector.flatten(), training=True).relu()
-    close(found, expected)
-    if packed:  # eight channels a byte, the lowest one in the lowest bit
-        bits = torch.stack([(bits[:, c // 8] >> (c % 8)) & 1 for c in range(16)], dim=1)
-    assert torch.equal(bits.bool(), found > 0)

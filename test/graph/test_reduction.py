@@ -83,19 +83,6 @@ def grouped(graph: cudnn.pygraph, mode: str = "ADD") -> cudnn.tensor:
     return graph.reduction(x, MODE[mode], group_offset=offsets).set_output(True).set_data_type(FLOAT)
 
 
-@pytest.mark.deviceless_919
-def test_cudnn_takes_the_description_of_groups(h200: Any, libcudnn: Any) -> None:
-    """The descriptor is checked when the operation graph is built; 9.28 has no engine for the reduction alone."""
-    graph = planned_graph(h200)
-    grouped(graph)
-    graph.validate()
-    if libcudnn.version < 92400:
-        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"needs cuDNN 9\.24"):
-            graph.build_operation_graph()
-    else:
-        graph.build_operation_graph()
-
-
 def test_integers_are_exact() -> None:
     x = torch.randint(-1000, 1000, (4, 300), dtype=torch.int32)
     _, (y,) = evaluate("reduction", x, MODE.ADD, types=(INT32, INT32, INT32), dim=[4, 1])

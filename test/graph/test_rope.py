@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cudnn
 from support.graphs import (
     FLOAT,
     HALF,
@@ -90,22 +89,6 @@ def test_other_layouts_of_angles() -> None:
 )  # fmt: skip
 def test_refusals(build: Callable[..., Any], words: list[str]) -> None:
     check_refused(lambda graph: build(graph, graph.tensor([2, 3, 5, 8], [120, 40, 8, 1])), ValueError, ["rope", *words])
-
-
-@pytest.mark.deviceless_919
-@pytest.mark.parametrize(("method", "since"), [("rope", 92400), ("rope_backward", 92500)])
-def test_cudnn_takes_the_description(method: str, since: int, h200: Any, libcudnn: Any) -> None:
-    """The descriptor is checked when the operation graph is built; engines have it inside attention only."""
-    graph = planned_graph(h200)
-    x = graph.tensor([2, 4, 128, 64], [32768, 8192, 64, 1])
-    freqs = graph.tensor([128, 1, 1, 64], [64, 64, 64, 1], FLOAT)
-    getattr(graph, method)(x, freqs, rope_dim=48).set_output(True)
-    graph.validate()
-    if libcudnn.version < since:
-        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"needs cuDNN 9\.2[45]"):
-            graph.build_operation_graph()
-    else:
-        graph.build_operation_graph()
 
 
 def test_cudnn_fuses_it_into_attention(device_properties: Any, libcudnn: Any) -> None:

@@ -257,17 +257,6 @@ def test_alignment_follows_the_offset(h200: Any) -> None:
     assert [part.get_alignment() for part in parts] == [16, 2, 4, 8, 16]
 
 
-def test_slices_of_results_need_cudnn_922(h200: Any, libcudnn: Any) -> None:
-    graph = planned_graph(h200, intermediate=HALF)
-    part = graph.slice(graph.relu(matrix(graph)), [slice(0, 2), slice(None), slice(0, 32)])
-    graph.matmul(part, graph.tensor([2, 32, 64], [2048, 64, 1])).set_output(True)
-    if libcudnn.version < 92200:
-        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"9\.22"):
-            configurations(graph)
-    else:
-        assert configurations(graph) > 0
-
-
 def test_cudnn_concatenates_after_a_convolution(device_properties: Any) -> None:
     for in_place in (None, 0):
         graph = planned_graph(device_properties, intermediate=HALF)
@@ -275,25 +264,6 @@ def test_cudnn_concatenates_after_a_convolution(device_properties: Any) -> None:
         y = graph.conv_fprop(x, graph.tensor([64, 64, 1, 1], [64, 1, 64, 64]), [0, 0])
         graph.concatenate([old, y], 1, in_place).set_output(True)
         assert configurations(graph) > 0
-
-
-@pytest.mark.parametrize("method", ["transpose", "view", "logical"])
-def test_cudnn_takes_the_description(method: str, h200: Any, libcudnn: Any) -> None:
-    """No engine of 9.28 runs these by themselves; attention has the view inside its patterns."""
-    graph = planned_graph(h200, intermediate=HALF)
-    x = graph.relu(matrix(graph))
-    if method == "transpose":
-        graph.transpose(x, [0, 2, 1]).set_output(True)
-    else:
-        graph.reshape(x, reshape_mode=LOGICAL if method == "logical" else VIEW_ONLY).set_output(True).set_dim(
-            [4, 128, 32]
-        ).set_stride([4096, 32, 1])
-    graph.validate()
-    if libcudnn.version < 92200 and method != "view":
-        with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"9\.22"):
-            graph.build_operation_graph()
-    else:
-        graph.build_operation_graph()
 
 
 def test_moving_elements_needs_no_compute_type() -> None:
