@@ -18,7 +18,8 @@ from cudnn.backend.plan import Pack
 from cudnn.pygraph import fast_call
 from cudnn.pygraph.arrays import check_array
 from cudnn.pygraph.tensor import Tensor
-from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph, shapes
+from support.drawing import shapes
+from support.graphs import FLOAT, HALF, MODES, like, packed, reference_graph
 
 types = cudnn.data_type
 

@@ -15,18 +15,8 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.enums import convolution_mode
-from support.graphs import (
-    BFLOAT16,
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    like,
-    planned_graph,
-    reference_graph,
-    run,
-)
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, evaluate, like, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 INT8, INT32 = cudnn.data_type.INT8, cudnn.data_type.INT32
 

@@ -11,19 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from support.graphs import (
-    BFLOAT16,
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    like,
-    planned_graph,
-    reference_graph,
-    run,
-    strided,
-)
+from support.drawing import strided
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, evaluate, like, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 INT8, INT32, FP8 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3
 extents = st.integers(1, 6)

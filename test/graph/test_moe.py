@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.known_faults import SEEN_IN
-from support.graphs import (
-    BFLOAT16,
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    planned_graph,
-    reference_graph,
-    run,
-)
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, evaluate, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 MODE = cudnn.moe_grouped_matmul_mode
 INT8, INT32, E4M3 = cudnn.data_type.INT8, cudnn.data_type.INT32, cudnn.data_type.FP8_E4M3

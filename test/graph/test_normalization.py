@@ -14,18 +14,8 @@ from torch.nn import functional
 
 import cudnn
 from cudnn.pygraph.lowering import Lowering
-from support.graphs import (
-    FLOAT,
-    HALF,
-    MODES,
-    configurations,
-    evaluate,
-    packed,
-    planned_graph,
-    reference_graph,
-    run,
-    strided,
-)
+from support.drawing import strided
+from support.graphs import FLOAT, HALF, MODES, configurations, evaluate, packed, planned_graph, reference_graph, run
 from support.selection import brief
 
 BOOLEAN = cudnn.data_type.BOOLEAN

@@ -14,20 +14,10 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.lowering import Lowering
+from support.drawing import shapes, strided
 from support.fuzz.chain import OPS
-from support.graphs import (
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    like,
-    planned_graph,
-    reference_graph,
-    run,
-    shapes,
-    strided,
-)
+from support.graphs import FLOAT, HALF, configurations, evaluate, like, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 BOOLEAN = cudnn.data_type.BOOLEAN
 

@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from support.graphs import (
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    planned_graph,
-    reference_graph,
-    run,
-    shapes,
-    strided,
-)
+from support.drawing import shapes, strided
+from support.graphs import FLOAT, HALF, configurations, evaluate, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 MODE = cudnn.reduction_mode
 INT32 = cudnn.data_type.INT32

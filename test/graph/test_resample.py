@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.backend import library
 from cudnn.pygraph import known_faults
-from support.graphs import (
-    BFLOAT16,
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    planned_graph,
-    reference_graph,
-    strided,
-)
+from support.drawing import strided
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, evaluate, planned_graph, reference_graph
+from support.refusals import check_refused
 
 MODE, PAD = cudnn.resample_mode, cudnn.padding_mode
 INT8, INT32 = cudnn.data_type.INT8, cudnn.data_type.INT32

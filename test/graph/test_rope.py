@@ -10,16 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.graphs import (
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    like,
-    planned_graph,
-    reference_graph,
-    run,
-)
+from support.graphs import FLOAT, HALF, configurations, like, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 
 def angles(positions: int, dim: int, generator: torch.Generator) -> torch.Tensor:

@@ -12,20 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from support.graphs import (
-    BFLOAT16,
-    FLOAT,
-    HALF,
-    check_refused,
-    configurations,
-    evaluate,
-    like,
-    planned_graph,
-    reference_graph,
-    run,
-    shapes,
-    strided,
-)
+from support.drawing import shapes, strided
+from support.graphs import BFLOAT16, FLOAT, HALF, configurations, evaluate, like, planned_graph, reference_graph, run
+from support.refusals import check_refused
 
 LOGICAL, VIEW_ONLY = cudnn.reshape_mode.LOGICAL, cudnn.reshape_mode.VIEW_ONLY
 INT64 = cudnn.data_type.INT64

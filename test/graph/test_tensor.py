@@ -15,7 +15,7 @@ from hypothesis import given
 
 import cudnn
 from cudnn.datatypes import _cudnn_to_torch_data_type, _torch_to_cudnn_data_type, dlpack_to_data_type
-from support.graphs import shapes, strided
+from support.drawing import shapes, strided
 
 TORCH_TYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8,

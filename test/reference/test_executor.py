@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.reference.memory import pack_bits, unpack_bits, view
-from support.graphs import FLOAT, MODES, like, reference_graph, run, shapes, strided
+from support.drawing import shapes, strided
+from support.graphs import FLOAT, MODES, like, reference_graph, run
 
 
 def doubled(x: torch.Tensor, strides: list[int] | None = None) -> tuple[cudnn.pygraph, cudnn.tensor, cudnn.tensor]:

@@ -1,14 +1,12 @@
-"""Graphs for tests: random strided data, a run on either executor, plans of cuDNN for a device that is not there."""
+"""Graphs for tests: a run on either executor, plans of cuDNN for a device that is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import strategies as st
 
 import cudnn
 from cudnn.datatypes import _cudnn_to_torch_data_type
@@ -103,45 +101,3 @@ def evaluate(
     if dim is not None:
         found[0].set_dim(dim)
     return found, run(graph, data, *found)
-
-
-def check_refused(build: Callable[[cudnn.pygraph], Any], error: type[Exception], words: Sequence[str]) -> None:
-    """That what ``build`` describes is refused, at the call or when it is validated, in these words."""
-    graph = reference_graph()
-    with pytest.raises(error) as caught:  # noqa: PT012
-        build(graph).set_output(True)
-        graph.validate()
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
-def check_restored(
-    graph: cudnn.pygraph, data: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor]
-) -> None:
-    """That a graph computes the same, bit for bit, after it was serialised and restored. Keys are uids."""
-    restored = cudnn.pygraph(backend="reference")
-    restored.deserialize(graph.serialize())
-    found = {uid: torch.empty_like(tensor) for uid, tensor in expected.items()}
-    for tensor in found.values():
-        tensor.untyped_storage().fill_(0xFF)
-    restored.execute({**data, **found})
-    assert [uid for uid, tensor in expected.items() if not torch.equal(found[uid], tensor)] == []
-
-
-def shapes(rank: int | None = None, largest: int = 5) -> st.SearchStrategy[list[int]]:
-    """Small shapes."""
-    ranks = st.integers(2, 4) if rank is None else st.just(rank)
-    return ranks.flatmap(lambda rank: st.lists(st.integers(1, largest), min_size=rank, max_size=rank))
-
-
-@st.composite
-def strided(draw: st.DrawFn, dims: Sequence[int], low: float = -2.0, high: float = 2.0) -> torch.Tensor:
-    """Random float32 data with its dimensions in any order of memory, with or without gaps."""
-    order = draw(st.permutations(range(len(dims))))
-    gap = draw(st.sampled_from([0, 0, 1, 3]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    strides, step = [1] * len(dims), 1
-    for axis in order:
-        strides[axis] = step
-        step = step * dims[axis] + gap
-    data = torch.empty_strided(dims, strides)
-    return data.copy_(torch.rand(dims, generator=generator) * (high - low) + low)
