@@ -27,6 +27,7 @@ _PARTS: Mapping[str, tuple[str, str]] = {
     "gemm_proj_rope_mxfp8_from_mxfp8": ("cudnn.gemm_proj_rope_mxfp8", "GemmProjRopeMxfp8Mxfp8InSm100"),
     "nsa_compression": ("cudnn.native_sparse_attention", "CompressionAttention"),
     "nsa_compression_backward": ("cudnn.native_sparse_attention", "CompressionAttentionBackward"),
+    "nsa_compression_top_k": ("cudnn.native_sparse_attention", "CompressionTopK"),
     "nsa_selection": ("cudnn.native_sparse_attention", "SelectionAttention"),
     "nsa_selection_backward": ("cudnn.native_sparse_attention", "SelectionAttentionBackward"),
     "nsa_top_k": ("cudnn.native_sparse_attention", "TopKReduction"),

@@ -221,6 +221,44 @@ def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], mess
         NSA.topk_reduction_wrapper(**{**call, **change})
 
 
+def one_pass_call(rows: int = 150, keys: int = 18) -> dict[str, Any]:
+    """Two packed sequences of one length, with four heads of Q and two of K."""
+    q, k, v = (torch.randn(2 * n, heads, 64).half() for n, heads in ((rows, 4), (keys, 2), (keys, 2)))
+    ends = {f"cum_seqlen_{x}_tensor": torch.arange(3).int() * n for x, n in (("q", rows), ("k", keys))}
+    options = {"k_value": 3, "selection_block_size": 16, "compress_stride": 8}
+    return {"q_tensor": q, "k_tensor": k, "v_tensor": v, **ends, **options}
+
+
+@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+def test_compression_and_top_k_in_one_are_both(arch: str) -> None:
+    call = one_pass_call()
+    with within(arch):
+        o, lse, indices = NSA.compression_top_k_wrapper(**call)
+    options = {x: call.pop(x) for x in ("k_value", "selection_block_size", "compress_stride")}
+    expected, expected_lse = NSA.compression_attention_wrapper(**call, enable_lse=True)
+    del call["v_tensor"]
+    _, lists = NSA.topk_reduction_wrapper(**call, lse_tensor=expected_lse, whole_lists=True, **options)
+    torch.testing.assert_close(o, expected, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, expected_lse[..., 0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(indices, lists)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k_value": 65}, ValueError, "k_value"),
+        ({"compress_stride": 6}, ValueError, "selection_block_size and compress_stride"),
+        ({"max_s_k": 129}, NotImplementedError, "compressed keys of a sequence: got 129; allowed: at most 128"),
+        ({"q_tensor": torch.zeros(300, 130, 64).half()}, NotImplementedError, "heads of q"),
+        ({f"{name}_tensor": torch.zeros(1, 2, 40, 64).half() for name in "qkv"}, ValueError, "q tensor"),
+        ({"cum_seqlen_k_tensor": None}, ValueError, "cum_seqlen_q alone"),
+    ],
+)
+def test_what_compression_with_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NSA.compression_top_k_wrapper(**{**one_pass_call(), **change})
+
+
 def test_top_k_before_compile() -> None:
     call = top_k_call()
     scores = torch.empty(2, 150, 2, 3).transpose(1, 2)
@@ -287,7 +325,7 @@ def flat(x: torch.Tensor) -> torch.Tensor:
             (100, 24, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (400, 200, 32, False, "sm_100a"),
             (300, 280, 64, True, "sm_100a"),
         ],
-        0, 1, 2,
+        0, 1,
     ),
 )  # fmt: skip
 def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:

@@ -15,12 +15,14 @@ from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
+    CompressionTopKConfiguration,
+    GatedSelectionConfiguration,
     SelectionBackwardConfiguration,
     SelectionConfiguration,
     TopKConfiguration,
 )
 from cudnn_kernels.signature import workspace_size
-from support.dense_attention import Attended, attend_selected, times_seen
+from support.dense_attention import Attended, attend, attend_selected, times_seen
 from support.selection import brief
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
@@ -115,6 +117,35 @@ def test_selection(c: SelectionConfiguration, choice: Choice, arch: str) -> None
     assert_selected(given, c)
 
 
+@pytest.mark.parametrize(
+    ("c", "choice"),
+    brief(
+        [
+            (GatedSelectionConfiguration("float16", 8, 2, 64, 64, 16, gates="float32"), Choice((2, 0, 20), 7)),
+            (GatedSelectionConfiguration("bfloat16", 24, 2, 64, 64, 32, causal=True), Choice((60, 7), 4)),
+            (GatedSelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, stages=3), Choice((100,), 4)),
+        ]
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
+def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, arch: str) -> None:
+    """The sum of branches that were rounded."""
+    given = selection_inputs(c, choice)
+    plain = SelectionConfiguration(c.dtype, c.heads, c.key_heads, c.head, c.head_v, c.block, c.causal, c.tile, c.stages)
+    run(plain, given, arch)
+    selected = given["o"].double()
+    given |= {x: torch.randn_like(given["o"]) for x in ("compressed", "near")}
+    given |= {"gates": torch.rand(*selected.shape[:2], 3).to(getattr(torch, c.gates))}
+    given["o"] = torch.full_like(given["o"], 7)
+    run(c, given, arch)
+    rows = int(given["cum_seqlen_q"][-1])
+    assert (given["o"][rows:] == 7).all()
+    branches = (given["compressed"].double(), selected, given["near"].double())
+    expected = sum(x * g[..., None] for x, g in zip(branches, given["gates"].double().unbind(-1), strict=True))[:rows]
+    eps = torch.finfo(given["o"].dtype).eps
+    torch.testing.assert_close(given["o"][:rows].double(), expected, rtol=eps, atol=1e-6)
+
+
 @dataclass(frozen=True)
 class Ranking:
     """``lengths`` are (queries, compressed keys) of each sequence."""
@@ -147,12 +178,15 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def assert_ranked(given: dict[str, Any], c: TopKConfiguration, ranking: Ranking) -> None:
-    """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise."""
+def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking) -> None:
+    """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise.
+
+    Where there are no scores, the blocks' own have to be the best.
+    """
     share, found_any = c.block // c.stride, 0
     for index, (queries, keys) in enumerate(ranking.lengths):
         parts = {}
-        for name in ("q", "k", "lse", "topk_scores", "topk_indices"):
+        for name in {"q", "k", "lse", "topk_scores", "topk_indices"} & given.keys():
             ends = given["cum_seqlen_k" if name == "k" else "cum_seqlen_q"].tolist()
             x = given[name]
             parts[name] = x[ends[index] : ends[index + 1]].transpose(0, 1) if c.packed else x[index]
@@ -167,15 +201,16 @@ def assert_ranked(given: dict[str, Any], c: TopKConfiguration, ranking: Ranking)
                 best = sorted(scores.values(), reverse=True)[: c.count]
                 missing = c.count - len(best)
                 expected = torch.tensor(best + [-math.inf] * missing)
-                found, listed = parts["topk_scores"][head, row], parts["topk_indices"][head, row].tolist()
+                listed = parts["topk_indices"][head, row].tolist()
                 always, chosen = listed[: c.before], listed[c.before :]
+                own = torch.tensor([scores[b] for b in chosen[: len(best)]] + [-math.inf] * missing)
+                found = parts["topk_scores"][head, row] if "topk_scores" in parts else own
                 newest = range(max((row + 1) // c.block - 2, 1), row // c.block + 1)
                 assert always == ([0, *newest, *[-1] * (3 - len(newest))] if c.whole else [])
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
-                own = torch.tensor([scores[b] for b in chosen[: len(best)]])
-                torch.testing.assert_close(found[: len(best)], own, rtol=1e-4, atol=0)
+                torch.testing.assert_close(found, own, rtol=1e-4, atol=0)
                 equal = [b for b in blocks if b % 2 and b < keys // share]
                 listed = [b for b in chosen if b in equal]
                 assert listed == equal[: len(listed)]
@@ -209,6 +244,69 @@ def test_top_k(c: TopKConfiguration, ranking: Ranking, arch: str) -> None:
     given = top_k_inputs(c, ranking)
     run(c, given, arch)
     assert_ranked(given, c, ranking)
+
+
+SPARE = 3  # rows, and keys, that belong to no sequence
+
+
+def one_pass_inputs(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[str, Any]:
+    """Those of top-k, values, and results of NaN and 77."""
+    given = top_k_inputs(replace(RANK, **{x: getattr(c, x) for x in vars(RANK).keys() & vars(c).keys()}), ranking)
+    given["v"] = torch.randn(len(given["k"]), c.key_heads, c.head_v).to(given["k"].dtype)
+    for name in "qkv":
+        given[name] = torch.nn.functional.pad(given[name], (0, 0, 0, 0, 0, SPARE), value=math.nan)
+    rows = len(given["q"])
+    del given["topk_scores"]
+    return given | {
+        "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=given["q"].dtype), "multiprocessors": 5,
+        "lse": torch.full((rows, c.heads), math.nan),
+        "topk_indices": torch.full((rows, c.key_heads, c.before + c.count), 77, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def assert_one_pass(given: dict[str, Any], c: CompressionTopKConfiguration, ranking: Ranking) -> None:
+    """O and LSE of compression attention, and the lists that they lead to. Spare rows are left alone."""
+    rows = len(given["q"]) - SPARE
+    assert given["o"][rows:].isnan().all()
+    assert given["lse"][rows:].isnan().all()
+    assert (given["topk_indices"][rows:] == 77).all()
+    ends = (pairwise(given[f"cum_seqlen_{x}"].tolist()) for x in "qk")
+    for (first, last), (first_key, last_key) in zip(*ends, strict=True):
+        q, o = (given[x][first:last].double().transpose(0, 1) for x in "qo")
+        k, v = (given[x][first_key:last_key].double().transpose(0, 1) for x in "kv")
+        ratio = max((last - first) // max(last_key - first_key, 1), 1)
+        seen = torch.arange(last_key - first_key) < (torch.arange(last - first)[:, None] + 1) // ratio
+        expected = attend(q, k, v, seen, scale=given["scale_softmax"])
+        torch.testing.assert_close(given["lse"][first:last].double().T, expected.lse, rtol=1e-5, atol=1e-5)
+        error = (o - expected.o).norm(dim=2)
+        assert bool((error <= 2 * torch.finfo(given["q"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
+    assert_ranked(given, c, ranking)
+
+
+SMALL = CompressionTopKConfiguration("float16", 32, 2, 64, 64, 3, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("c", "ranking"),
+    brief(
+        [
+            (replace(SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2), Ranking(((40, 20), (0, 0)))),
+            (SMALL, Ranking(((10, 1), (0, 0), (150, 17), (30, 0)))),
+            (replace(SMALL, head=128, head_v=128, dtype="bfloat16", block=4, stride=4), Ranking(((400, 100),))),
+            (replace(SMALL, heads=12, block=4, stride=2, count=60), Ranking(((120, 60), (200, 100)))),
+            (replace(SMALL, heads=2, block=12, stride=4), Ranking(((500, 125),))),
+            (replace(SMALL, heads=40, count=40, block=2, stride=1), Ranking(((10, 9), (120, 118)))),
+            (replace(SMALL, heads=64, key_heads=1, block=4, stride=2), Ranking(((60, 29),))),
+            (replace(SMALL, tile=(192, 64), block=8), Ranking(((300, 37),))),
+        ],
+        0,
+    ),
+)
+@pytest.mark.parametrize("arch", brief(["sm_90a", "sm_100a"], 0))
+def test_compression_and_top_k_in_one(c: CompressionTopKConfiguration, ranking: Ranking, arch: str) -> None:
+    given = one_pass_inputs(c, ranking)
+    run(c, given, arch)
+    assert_one_pass(given, c, ranking)
 
 
 def selection_gradients(given: dict[str, Any], c: SelectionBackwardConfiguration) -> dict[str, torch.Tensor]:

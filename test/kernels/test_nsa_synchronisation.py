@@ -1,8 +1,12 @@
-"""Synchronisations of native sparse attention, dropped one at a time: so far of the kernel that turns lists around."""
+"""Synchronisations of native sparse attention, dropped one at a time, and seen missing."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,34 +15,116 @@ ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows  # noqa: E402
 from cudnn_kernels import compiler, fakes  # noqa: E402
-from cudnn_kernels.attention.inverse import Inverse  # noqa: E402
-from cudnn_kernels.attention.sparse import InverseConfiguration, SelectionConfiguration  # noqa: E402
+from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
+from cudnn_kernels.attention.sparse import (  # noqa: E402
+    CompressionTopKConfiguration,
+    InverseConfiguration,
+    SelectionConfiguration,
+    TopKConfiguration,
+)
 from emulator.mutation import mutants, unexplained  # noqa: E402
-from kernels.test_nsa import Choice, selection_inputs  # noqa: E402
+from kernels import test_nsa as nsa  # noqa: E402
+from kernels.test_nsa import Choice, Ranking  # noqa: E402
+from support.selection import brief  # noqa: E402
 
-EQUIVALENT = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; PTX does not call that an order")}
+ATTEMPTS = [("lowest-pc", 0), ("random", 0), ("lazy", 0)]
+LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"
+LISTS = {"bar.warp.sync": (1, "lanes meet at match.sync before they read again; PTX does not call that an order")}
 
 
-def test_each_synchronisation_is_missed() -> None:
-    """Of the second pass, which puts rows in order; the first one is done in PyTorch."""
-    torch.manual_seed(0)
-    c = InverseConfiguration(16, True, True, rows=8)
-    given = selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), Choice((2, 0, 24), 7))
-    lists = given["block_indices"], given["block_counts"], given["cum_seqlen_q"]
-    rows, table = choosing_rows(*lists, c.block, c.causal)
-    begins, warps = table[:, 0].tolist(), -(-len(lists[0]) // c.rows)
+def sorted_rows(c: InverseConfiguration, choice: Choice) -> dict[str, Any]:
+    """Arguments of the second pass of turning lists around, after the first, in PyTorch, and what it has to find."""
+    given = nsa.selection_inputs(SelectionConfiguration("float16", 1, 1, 64, 64, c.block), choice)
+    indices, counts, ends = given["block_indices"], given["block_counts"], given["cum_seqlen_q"]
+    rows, table = choosing_rows(indices, counts, ends, c.block, c.causal)
+    begins, warps = table[:, 0].tolist(), -(-len(indices) // c.rows)
     places = torch.empty(len(begins) - 1, warps, dtype=torch.int32)
     for block, (first, last) in enumerate(pairwise(begins)):
         places[block] = first + (rows[first:last][:, None] < torch.arange(warps) * c.rows).sum(0)
+    return {
+        "block_indices": indices, "block_counts": counts, "cum_seqlen": ends, "places": places, "stream": 0,
+        "choosing": torch.full_like(rows, -7), "expected": rows[: begins[-1]],
+    }  # fmt: skip
+
+
+def assert_sorted(given: dict[str, Any], *_: Any) -> None:
+    assert torch.equal(given["choosing"][: len(given["expected"])], given["expected"])
+
+
+def one_cta(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[str, Any]:
+    """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
+    return nsa.one_pass_inputs(c, ranking) | {"multiprocessors": 1}
+
+
+ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
+    # what makes a kernel's arguments, and what judges its results
+    CompressionTopKConfiguration: (one_cta, nsa.assert_one_pass),
+    SelectionConfiguration: (nsa.selection_inputs, nsa.assert_selected),
+    TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
+    InverseConfiguration: (sorted_rows, assert_sorted),
+}
+TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
+ONE_PASS = replace(nsa.SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2)
+SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a path of their own
+CASES: dict[str, tuple[Any, Any]] = {
+    # tiles are small, so that buffers are filled again, and lists short, so that a warpgroup passes over blocks that
+    # another one's rows chose, and some rows have none
+    "lists": (InverseConfiguration(16, True, True, rows=8), Choice((2, 0, 24), 7)),
+    "selection": (
+        SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 40), 3)
+    ),
+    "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
+    "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
+    "compression with top-k": (ONE_PASS, SEVERAL),
+    "compression with top-k, teams of warps": (replace(ONE_PASS, heads=32), SEVERAL),
+}  # fmt: skip
+QUERIES = "Q may be overwritten once all four warps have read theirs, and the emulator ends a product for all at once"
+IN_ONE = {
+    "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
+    "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
+}
+OF_TOP_K = {
+    "bar.warp.sync": (1, LANES),
+    "fence.mbarrier_init.release.cluster": (1, "the fence between proxies, before all meet, orders these writes too"),
+}
+NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction, and why
+    "lists": LISTS,
+    "selection": {"bar.warp.sync": (6, LANES)},
+    "top-k": OF_TOP_K,
+    "top-k, teams of warps": OF_TOP_K,
+    "compression with top-k": IN_ONE,
+    "compression with top-k, teams of warps": IN_ONE,
+}
+
+
+def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
+    inputs, check = ARGUMENTS[type(c)]
+    torch.manual_seed(0)
+    fresh = inputs(c, problem)
+    source = "cudnn_kernels.attention.inverse:Inverse"
+    if not isinstance(c, InverseConfiguration):
+        source = ARCHITECTURES["sm_90a"].source(c)
+    module, kernel = source.split(":")
     with ptx_emulator.emulate("sm_90a"):
-        compiled = compiler.compile_for("sm_90a", Inverse(c), *fakes.arguments(c))
+        made = getattr(importlib.import_module(module), kernel)(c)
+        compiled = compiler.compile_for("sm_90a", made, *fakes.arguments(c))
 
     def run(scheduler: str, seed: int) -> bool:
-        found = torch.full_like(rows, -7)
+        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in fresh.items()}
         with ptx_emulator.emulate("sm_90a", races=True, scheduler=scheduler, seed=seed):
-            compiled(*lists, places.clone(), found, 0)
-        return torch.equal(found[: begins[-1]], rows[: begins[-1]])
+            compiled(*(given[slot.name] for slot in c.slots()))
+        try:
+            check(given, c, problem)
+        except AssertionError:
+            return False
+        return True
 
-    results = mutants(run, [("lowest-pc", 0), ("random", 0), ("lazy", 0)])
-    assert len(results) == 2
-    assert not unexplained(results, EQUIVALENT)
+    return run
+
+
+@pytest.mark.parametrize("name", brief(list(CASES), 0))
+@pytest.mark.timeout(1200)
+def test_each_synchronisation_is_missed(name: str) -> None:
+    results = mutants(launcher(*CASES[name]), ATTEMPTS)
+    assert len(results) >= 2
+    assert not unexplained(results, NOT_NOTICED.get(name, {}))

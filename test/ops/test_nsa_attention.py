@@ -84,6 +84,41 @@ def test_half_precision(arch: str) -> None:
     torch.testing.assert_close(found.double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
 
 
+def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for compression and top-k where a sequence's compressed keys are one tile of it, and no gates of their own
+    where nothing is differentiated.
+    """
+    names = ("nsa_compression", "nsa_top_k", "nsa_compression_top_k", "nsa_selection", "nsa_gates")
+    done: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (done.append(name), function(*given))[1]
+
+    for name in names:
+        monkeypatch.setattr(_nsa_attention, name, noted(name, getattr(_nsa_attention, name)))
+
+    def run(call: dict[str, Any], **options: Any) -> list[str]:
+        done.clear()
+        nsa_attention(**call, **{**OPTIONS, "block_size": 16, **options})
+        return done[:]
+
+    call = tensors((64, 96), (4, 2), 64, torch.float16)
+    one, two, rest = ["nsa_compression_top_k"], ["nsa_compression", "nsa_top_k"], ["nsa_selection", "nsa_gates"]
+    assert run(call, compress_stride=8) == [*one, *rest]
+    assert run(call, block_indices=torch.zeros(160, 2, 1, dtype=torch.int32)) == [two[0], *rest]
+    assert run(tensors((160,), (2, 1), 64, torch.float16, stride=1), compress_stride=1) == [*two, *rest]
+    two_of_80 = {name: x.unflatten(0, (2, -1)).transpose(1, 2) for name, x in tensors(
+        (80, 80), (2, 1), 64, torch.float16, stride=1).items() if "seqlens" not in name}  # fmt: skip
+    assert run(two_of_80, compress_stride=1) == [*one, *rest]
+    monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
+    monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[-2]))
+    assert run(call) == [*one, "both"]
+    leaves(call)
+    assert run(call) == [*one, *rest]
+    with torch.no_grad():
+        assert run(call) == [*one, "both"]
+
+
 def leaves(call: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that are differentiated."""
     names = ("query", "key", "value", "compressed_key", "compressed_value", "gates")
@@ -300,6 +335,20 @@ def test_the_window_runs_beside_the_other_branches(monkeypatch: pytest.MonkeyPat
     with pytest.raises(TypeError):
         nsa_attention(**call, **OPTIONS, overlap=True)
     assert streams.done[-1] == join
+
+
+@pytest.mark.gpu
+def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for compression and top-k, no gates of their own: as with all of them, and the same bits each time."""
+    call = {name: x.cuda() for name, x in tensors((512, 1000), (16, 1), 64, torch.bfloat16, 16).items()}
+    options = {"block_size": 32, "compress_stride": 16, "selected_blocks": 8, "window_size": 100}
+    found = nsa_attention(**call, **options)
+    for _ in range(20):
+        assert torch.equal(nsa_attention(**call, **options), found)
+    for rule in ("selection_takes_gates", "_in_one_pass"):
+        monkeypatch.setattr(_nsa_attention, rule, lambda *_: False)
+        expected = nsa_attention(**call, **options)
+        assert (found - expected).float().norm() < 0.01 * expected.float().norm()
 
 
 @pytest.mark.gpu

@@ -120,6 +120,29 @@ class SelectionConfiguration(Selected):
 
 
 @dataclass(frozen=True)
+class GatedSelectionConfiguration(SelectionConfiguration):
+    """O is the sum of the branches of native sparse attention, each times its gate, of the type ``gates``.
+
+    The ``compressed`` and ``near`` ones are given. There are no sums of exponentials or largest scores.
+    """
+
+    gates: str = "bfloat16"
+
+    kernel = "selection:GatedSelection"
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        branch = ("s", self.heads, self.head_v), (None, None, 1)
+        gates = ("s", self.heads, len(BRANCHES)), (None, None, 1)
+        return (
+            *self.matrices("q", "k", "v", "o"), Tensor("compressed", self.dtype, *branch),
+            Tensor("near", self.dtype, *branch),
+            Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
+            *lists(self.key_heads, "cum_seqlen_q"), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class HeadValues:
     """A region of the workspace: two float32 values for ``heads`` of every row and head of K, and for one row more."""
 
@@ -255,6 +278,37 @@ class TopKConfiguration(SharedHeads):
             *matrices(p, "float32", "sq", self.key_heads, {"topk_scores": self.count}, 4),
             *matrices(p, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
             *offsets(p), Scalar("scale_softmax", "float32"), Stream(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompressionTopKConfiguration(SharedHeads):
+    """Attention to compressed keys, and whole lists of blocks, of packed sequences with at most ``tile[1]`` such keys.
+
+    The others are as those of :class:`TopKConfiguration`; at most 64 heads of Q share one of K.
+    """
+
+    dtype: str
+    heads: int
+    key_heads: int
+    head: int
+    head_v: int
+    count: int
+    block: int
+    stride: int
+    tile: tuple[int, int] = (192, 128)
+
+    kernel = "compression_top_k:CompressionTopK"
+    packed, before, whole = True, ALWAYS, True
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        return (
+            *matrices(True, self.dtype, "sq", self.heads, {"q": self.head}),
+            *matrices(True, self.dtype, "sk", self.key_heads, {"k": self.head, "v": self.head_v}),
+            *matrices(True, self.dtype, "sq", self.heads, {"o": self.head_v}), row_values(True, "lse", self.heads),
+            *matrices(True, "int32", "sq", self.key_heads, {"topk_indices": self.before + self.count}, 4),
+            *offsets(True), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 
 

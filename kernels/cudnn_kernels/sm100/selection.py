@@ -11,3 +11,7 @@ from cudnn_kernels.sm100.warp_products import WarpProducts
 
 class Selection(WarpProducts, selection.Selection):
     """The kernel for one :class:`SelectionConfiguration`."""
+
+
+class GatedSelection(WarpProducts, selection.GatedSelection):
+    """The kernel for one :class:`GatedSelectionConfiguration`."""

@@ -61,10 +61,12 @@ class WarpProducts:
             cute.gemm(mma, acc, a, b, acc)
 
     def add_product(
-        self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Int32
+        self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Any, adds: bool = True
     ) -> None:
-        """acc += left right^T: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
+        """acc += left right^T, or =: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
         mma = self.mma()
+        if not adds:
+            acc.fill(0.0)
         shape = mma.partition_shape_B((columns, DEPTH))
         operand = cute.make_tensor(left.iterator, cute.make_layout(mma.partition_shape_A((ROWS, depth))))
         for k in range(depth // DEPTH):

@@ -15,11 +15,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
 
 from cudnn_kernels.attention import sequences, softmax
+from cudnn_kernels.attention.sparse import BRANCHES
+from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.ring import advanced
 from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import ROWS
 from cudnn_kernels.sm90.selected_rows import Choices, Part, SelectedRows, Tile, Warpgroup
+
+VECTOR = 8  # elements of 16 bits that a thread loads or stores at once
 
 
 class Selection(SelectedRows):
@@ -89,3 +93,68 @@ class Selection(SelectedRows):
                     sums[row, head] = total
                     maxima[row, head] = state.maxima[slot] * state.scale * math.log(2)
                 self.write_pairs(o[row, head, None], part.acc, self.s.head_v, slot, factor, w.thread)
+
+
+class GatedSelection(Selection):
+    """The kernel for one :class:`GatedSelectionConfiguration`: O of the other branches is read where O is written."""
+
+    @cute.jit
+    def __call__(self, *arguments: Any) -> None:
+        """The arguments that the configuration's signature lists."""
+        given = bind(self.s.slots(), arguments)
+        tensors = (given["o"], given["compressed"], given["near"], given["gates"])
+        self.launch_rows(self.gated_selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
+
+    @cute.kernel
+    def gated_selection(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
+        """``tensors``: O, those of the other branches, and the gates."""
+        self.roles(atoms, tensors, choices, scale)
+
+    name(gated_selection, "cudnn_attention_gated_selection")
+
+    @cute.jit
+    def write(self, w: Warpgroup, part: Part, mine: Tile) -> None:
+        """The sum of the branches, from values that are rounded as each branch's O is."""
+        (o, compressed, near, gates), (state, _) = w.tensors, part.row_values
+        for slot in cutlass.range_constexpr(2):
+            total = self.score_rows.across(state.sums[slot], lambda a, b: a + b)
+            factor = Float32(select_(total == 0.0, Float32(1.0), 1.0 / total))
+            row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
+            own = self.neighbours(part.acc, slot, factor)
+            if exists:
+                factors = [gates[row, head, i].to(Float32) for i in range(len(BRANCHES))]
+                for i in cutlass.range_constexpr(self.s.head_v // (4 * VECTOR)):
+                    place = (4 * i + w.thread % 4,)
+                    others = [self.load(x[row, head, None], place) for x in (compressed, near)]
+                    selected = own[None, i].load().to(Float32)
+                    found = cute.make_rmem_tensor(VECTOR, self.dtype)
+                    found.store(
+                        (others[0] * factors[0] + selected * factors[1] + others[1] * factors[2]).to(self.dtype)
+                    )
+                    cute.autovec_copy(found, cute.local_tile(o[row, head, None], (VECTOR,), place))
+
+    def load(self, line: cute.Tensor, place: Any) -> Any:
+        """16 bytes of a row of a head, in float32."""
+        found = cute.make_rmem_tensor(VECTOR, self.dtype)
+        cute.autovec_copy(cute.local_tile(line, (VECTOR,), place), found)
+        return found.load().to(Float32)
+
+    def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
+        """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next
+        to each other, (8, 32s). It had every fourth pair.
+        """
+        order = self.score_rows.order(self.s.head_v, slot)
+        rounded = cute.make_rmem_tensor((VECTOR, len(order) // VECTOR), self.dtype)
+        for place, i in enumerate(order):
+            rounded[place] = (acc[i] * factor).to(self.dtype)
+        pairs = cute.recast_tensor(rounded, Int32)
+        for first in range(0, len(order) // 2, 4):
+            for distance in (1, 2):
+                upper = upper_lane(distance)
+                for lower in range(first, first + 4):
+                    if not lower & distance:
+                        a, b = pairs[lower], pairs[lower + distance]
+                        got = cute.arch.shuffle_sync_bfly(Int32(select_(upper, a, b)), distance)
+                        pairs[lower] = Int32(select_(upper, got, a))
+                        pairs[lower + distance] = Int32(select_(upper, b, got))
+        return rounded

@@ -60,11 +60,13 @@ class Best:
 class TopK(WarpgroupProducts):
     """The kernel for one :class:`TopKConfiguration`."""
 
+    least_padded = 1
+
     def __init__(self, configuration: TopKConfiguration) -> None:
         c = self.c = configuration
         self.dtype = DTYPES[c.dtype]
         self.tile_m, self.tile_n = c.tile
-        self.padded = 1 << (c.group - 1).bit_length()  # heads of a row of Q, with those that there are not
+        self.padded = max(1 << (c.group - 1).bit_length(), self.least_padded)  # heads of a row of Q, and some not there
         self.queries = self.tile_m // self.padded
         self.team = -(-self.padded // WARP_ROWS)  # warps that share a row of Q
         self.warp_queries = WARP_ROWS * self.team // self.padded
@@ -204,7 +206,12 @@ class TopK(WarpgroupProducts):
             if lane == 0:
                 cute.arch.mbarrier_arrive(ring.empty + stage)
             shared = sums[None, None, None, step % self.sum_buffers]
-            self.add_heads(acc, shift, scale, shared[None, None, warp_index], member)
+            orders = [self.rows.order(self.tile_n, slot) for slot in range(2)]
+            values = [
+                [cute.math.exp2(acc[i] * scale + shift[slot], fastmath=True) for i in order]
+                for slot, order in enumerate(orders)
+            ]
+            self.add_heads(values, shared[None, None, warp_index], member)
             self.meet(warp_index)
             if warp_index == leader:
                 for slot in cutlass.range_constexpr(self.warp_queries):
@@ -222,6 +229,12 @@ class TopK(WarpgroupProducts):
             if leads & (query < s.queries) & (listed < c.count):
                 scores[s.first_query + query, listed, rows.head, rows.batch] = best.scores[slot, half]
                 indices[s.first_query + query, c.before + listed, rows.head, rows.batch] = best.blocks[slot, half]
+        self.write_always(indices, rows, query, leads)
+
+    @cute.jit
+    def write_always(self, indices: cute.Tensor, rows: Rows, query: Int32, leads: Any) -> None:
+        """The first blocks of a whole list, which all rows have."""
+        c, s, lane = self.c, rows.sequence, cute.arch.lane_idx()
         if leads & (query < s.queries) & (lane < c.before):
             block = cutlass.max((query + 1) // c.block - (NEWEST - 1), 1) + lane - 1
             block = Int32(select_(block > query // c.block, Int32(-1), block))
@@ -236,15 +249,11 @@ class TopK(WarpgroupProducts):
         else:
             cute.arch.sync_warp()
 
-    def add_heads(
-        self, acc: cute.Tensor, shift: cute.Tensor, scale: Float32, sums: cute.Tensor, thread: Int32
-    ) -> None:  # fmt: skip
-        """The probabilities of every key, summed over heads, to shared memory: (keys, rows of Q of the warp)."""
+    def add_heads(self, values: list[list[Float32]], sums: cute.Tensor, thread: Int32) -> None:
+        """The probabilities of every key, of a thread's two rows, summed over heads, to shared memory: (keys, rows of Q
+        of the warp).
+        """
         lane = thread % WARP
-        values = [
-            [cute.math.exp2(acc[i] * scale + shift[slot], fastmath=True) for i in self.rows.order(self.tile_n, slot)]
-            for slot in range(2)
-        ]
         if self.padded >= WARP_ROWS:
             values = [[a + b for a, b in zip(*values, strict=True)]]
         apart = min(self.padded, WARP_ROWS // 2)  # lanes / 4 that have heads of the same row of Q

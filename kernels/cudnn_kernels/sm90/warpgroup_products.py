@@ -70,15 +70,16 @@ class WarpgroupProducts:
         warpgroup.commit_group()
 
     def add_product(
-        self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Any
+        self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Any, adds: bool = True
     ) -> None:
-        """Issues acc += left right^T: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
+        """Issues acc += left right^T, or =: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
         mma = self.product(columns, True, True)
         operand = register_operand(mma, left, (ROWS, depth))
         warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, True)
+        mma.set(warpgroup.Field.ACCUMULATE, adds)
         for k in range(depth // DEPTH):
             cute.gemm(mma, acc, operand[None, None, k], right[None, None, k, stage], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
     def finish(self, more: int) -> None:

@@ -5,6 +5,7 @@ from cudnn.native_sparse_attention.compression.backward import (
     CompressionAttentionBackward,
     compression_attention_backward_wrapper,
 )
+from cudnn.native_sparse_attention.compression.top_k import CompressionTopK, compression_top_k_wrapper
 from cudnn.native_sparse_attention.selection import SelectionAttention, selection_attention_wrapper
 from cudnn.native_sparse_attention.selection.backward import (
     SelectionAttentionBackward,
@@ -23,6 +24,7 @@ class NSA:
 
     CompressionAttention = CompressionAttention
     CompressionAttentionBackward = CompressionAttentionBackward
+    CompressionTopK = CompressionTopK
     SelectionAttention = SelectionAttention
     SelectionAttentionBackward = SelectionAttentionBackward
     SlidingWindowAttention = SlidingWindowAttention
@@ -30,6 +32,7 @@ class NSA:
     choosing_rows = staticmethod(choosing_rows)
     compression_attention_backward_wrapper = staticmethod(compression_attention_backward_wrapper)
     compression_attention_wrapper = staticmethod(compression_attention_wrapper)
+    compression_top_k_wrapper = staticmethod(compression_top_k_wrapper)
     selection_attention_wrapper = staticmethod(selection_attention_wrapper)
     selection_attention_backward_wrapper = staticmethod(selection_attention_backward_wrapper)
     sliding_window_attention_wrapper = staticmethod(sliding_window_attention_wrapper)

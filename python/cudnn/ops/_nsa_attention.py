@@ -9,7 +9,8 @@ from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
-from cudnn.ops._nsa_gates import nsa_gates
+from cudnn.native_sparse_attention.compression import top_k as one_pass
+from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
 from cudnn.ops._streams import forked
 from cudnn_kernels.attention.sparse import ALWAYS
@@ -97,21 +98,30 @@ def nsa_attention(
     if block_indices is None and selected_blocks <= ALWAYS:
         raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
     best, sizes = selected_blocks - ALWAYS, (block_size, compress_stride)
+    most_keys = ck.shape[0] if packed else compressed_key.shape[2]  # of a sequence
     window = (ends if packed else None, factor, window_size, longest)
     lists = block_indices
     if lists is not None:
         lists = (lists if packed else lists.transpose(1, 2).flatten(0, 1)).int().contiguous()
+    g = g if g.element_size() <= q.element_size() else g.float()
+    differentiated = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (query, key, value, compressed_key, compressed_value, gates)
+    )
     if overlap:
         given = (q, k, v, ck, cv, lists, ends, ends_compressed)
-        compressed, selected, near, *_ = nsa_branches(*given, packed, factor, best, *sizes, *window[2:])
+        compressed, selected, near, *_ = nsa_branches(*given, packed, factor, best, *sizes, most_keys, *window[2:])
+        out = nsa_gates(compressed, selected, near, g)
     else:
-        compressed, lse = nsa_compression(q, ck, cv, ends, ends_compressed, factor)
-        if lists is None:
-            given = (q.detach(), ck.detach(), lse, ends, ends_compressed)
-            lists = nsa_top_k(*given, factor, best, *sizes)
-        selected, _ = nsa_selection(q, k, v, lists, ends, factor, block_size)
+        compressed, _, lists = _compressed(
+            q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys
+        )
         near, _ = nsa_window(q, k, v, *window)
-    out = nsa_gates(compressed, selected, near, g if g.element_size() <= compressed.element_size() else g.float())
+        of_selection = (q, k, v, lists, ends, factor, block_size)
+        if not differentiated and selection_takes_gates(q, v, block_size):
+            out = nsa_gated_selection(*of_selection, compressed, near, g)
+        else:
+            selected, _ = nsa_selection(*of_selection)
+            out = nsa_gates(compressed, selected, near, g)
     return out if packed else out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
 
 
@@ -274,6 +284,63 @@ def _(
     count: int, block_size: int, compress_stride: int,
 ) -> torch.Tensor:  # fmt: skip
     return _whole_lists(q, k, count)
+
+
+def _compressed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: Maybe, ends_q: torch.Tensor, ends_k: torch.Tensor,
+    scale: float, count: int, block_size: int, compress_stride: int, most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """O and log-sum-exp of compression, and the lists, where none are given, by one kernel or two."""
+    rest, sizes = (ends_q, ends_k, scale), (count, block_size, compress_stride)
+    if lists is None and _in_one_pass(q, k, v, most_keys, count):
+        return nsa_compression_top_k(q, k, v, *rest, *sizes, most_keys)
+    o, lse = nsa_compression(q, k, v, *rest)
+    return o, lse, nsa_top_k(q.detach(), k.detach(), lse, *rest, *sizes) if lists is None else lists
+
+
+def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: int, best: int) -> bool:
+    """Whether a kernel has both compression and top-k: where the compressed keys of every sequence are one tile."""
+    heads, group = (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1]
+    fits = 0 < most_keys <= one_pass.KEYS[-1] and heads in one_pass.HEADS and group <= one_pass.MOST_HEADS
+    return q.dtype in _NARROW and fits and best <= one_pass.MOST
+
+
+@custom_op("nsa_compression_top_k", autocast=("q", "k", "v"))
+def nsa_compression_top_k(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+    count: int, block_size: int, compress_stride: int, most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The results of nsa_compression and nsa_top_k, where a sequence has at most so many compressed keys."""
+    say("one kernel attends to compressed keys and chooses blocks, since those of a sequence are few")
+    o, lse, lists = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _whole_lists(q, k, count)
+    tensors = {
+        "q": q, "k": k, "v": v, "o": o, "lse": lse, "topk_indices": lists, "cum_seqlen_q": ends_q,
+        "cum_seqlen_k": ends_k,
+    }  # fmt: skip
+    options = {"k_value": count, "selection_block_size": block_size, "compress_stride": compress_stride}
+    _run(NSA.CompressionTopK, tensors, {**options, "max_s_k": most_keys, "scale_softmax": scale})
+    return o, lse, lists
+
+
+@nsa_compression_top_k.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
+    count: int, block_size: int, compress_stride: int, most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _whole_lists(q, k, count)
+
+
+def _setup_compression_top_k(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output[:2], *inputs[3:5])
+    ctx.scale = inputs[5]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate_compression_top_k(ctx: Any, d_o: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    return *_differentiate_compression(ctx, d_o, None), *[None] * 4
+
+
+nsa_compression_top_k.register_autograd(_differentiate_compression_top_k, setup_context=_setup_compression_top_k)
 
 
 def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -466,7 +533,7 @@ nsa_window.register_autograd(_differentiate_window, setup_context=_setup_window)
 def nsa_branches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, lists: Maybe,
     ends: torch.Tensor, ends_compressed: torch.Tensor, packed: bool, scale: float, best: int, block_size: int,
-    compress_stride: int, window: int, longest: int,
+    compress_stride: int, most_keys: int, window: int, longest: int,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -479,11 +546,9 @@ def nsa_branches(
     with torch.no_grad(), forked(q.device) as beside:
         with beside:
             _window_forward((q, k, v), results, ends if packed else None, scale, window, longest)
-        compressed, lse = nsa_compression(q, ck, cv, ends, ends_compressed, scale)
-        if lists is None:
-            chosen = nsa_top_k(q, ck, lse, ends, ends_compressed, scale, best, block_size, compress_stride)
-        else:
-            chosen = lists.clone()
+        options = (scale, best, block_size, compress_stride, most_keys)
+        compressed, lse, chosen = _compressed(q, ck, cv, lists, ends, ends_compressed, *options)
+        chosen = chosen if lists is None else chosen.clone()
         selected, log_sums = nsa_selection(q, k, v, chosen, ends, scale, block_size)
     return compressed, selected, near, lse, log_sums, stats, chosen
 
@@ -492,7 +557,7 @@ def nsa_branches(
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, lists: Maybe,
     ends: torch.Tensor, ends_compressed: torch.Tensor, packed: bool, scale: float, best: int, block_size: int,
-    compress_stride: int, window: int, longest: int,
+    compress_stride: int, most_keys: int, window: int, longest: int,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -536,7 +601,7 @@ def _(
 
 def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:5], *output, *inputs[6:8])
-    packed, scale, _, block_size, _, window, longest = inputs[8:]
+    packed, scale, _, block_size, _, _, window, longest = inputs[8:]
     ctx.options = packed, scale, block_size, window, longest
     ctx.mark_non_differentiable(*output[3:])
 
@@ -545,7 +610,7 @@ def _differentiate_branches(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ..
     saved = ctx.saved_tensors
     given = [x.contiguous() for x in gradients[:3]]
     found = nsa_branches_bwd(given, list(saved[:5]), list(saved[5:12]), *saved[12:], *ctx.options)
-    return *found, *[None] * 10
+    return *found, *[None] * 11
 
 
 nsa_branches.register_autograd(_differentiate_branches, setup_context=_setup_branches)

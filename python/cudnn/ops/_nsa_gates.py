@@ -1,15 +1,28 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
+import functools
 from typing import Any
 
 import torch
 
+from cudnn import launch, settings
+from cudnn.experimental.ops._graphs import aligned
+from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
+from cudnn.native_sparse_attention.selection.api import TILES
+from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.attention.sparse import GateConfiguration
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention.sparse import GateConfiguration, GatedSelectionConfiguration
 
 _SOURCE = "cudnn_kernels.attention.gates:Gates"
+
+
+@functools.cache
+def say(choice: str) -> None:
+    """Says in the log, once, which kernels nsa_attention runs."""
+    settings.configure_logging().info("nsa_attention: %s", choice)
 
 
 def _run(branches: list[torch.Tensor], gates: torch.Tensor, out: torch.Tensor, *changes: torch.Tensor) -> None:
@@ -85,3 +98,38 @@ def _differentiate(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
 
 
 nsa_gates.register_autograd(_differentiate, setup_context=_setup)
+
+
+def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> bool:
+    """Whether there is a kernel of :func:`nsa_gated_selection` for tensors like these."""
+    heads = (q.shape[-1], v.shape[-1])
+    by_kernel = q.is_cuda or bool(launch.emulated_architecture())
+    return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
+
+
+@custom_op("nsa_gated_selection")
+def nsa_gated_selection(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """What nsa_gates makes of nsa_selection and the other branches, in one kernel. It has no gradient."""
+    say("without gradients, selection's kernel adds up the branches")
+    heads, index, out = (q.shape[-1], v.shape[-1]), q.get_device(), torch.empty_like(compressed)
+    configuration = GatedSelectionConfiguration(
+        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype)
+    )
+    arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
+    architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
+    multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
+    counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
+    tensors = [aligned(x) for x in (q, k, v)] + [out, compressed.contiguous(), near.contiguous(), gates.contiguous()]
+    run(architecture.source(configuration), configuration, *tensors, lists, counts, ends, scale, multiprocessors)
+    return out
+
+
+@nsa_gated_selection.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    return torch.empty_like(compressed)

@@ -1,0 +1,168 @@
+"""Compression attention and the top-k reduction in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cudnn.api_base import TupleDict
+from cudnn.fused.call import Plan, kernel_plan
+from cudnn.fused.layouts import Sizes, TensorSpec
+from cudnn.gemm.formats import name_of
+from cudnn.lazy import torch
+from cudnn.native_sparse_attention import reference
+from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
+from cudnn.native_sparse_attention.top_k.api import MOST
+from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn.sdpa.layouts import Heads
+from cudnn_kernels.attention.sparse import ALWAYS, CompressionTopKConfiguration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HEADS = ((64, 64), (128, 128))
+"""Elements of a head, in Q and K and in V."""
+MOST_HEADS = 64
+ROWS, KEYS = 192, (64, 128)
+"""Rows of heads of a CTA, and compressed keys of a sequence that the kernels take."""
+
+
+class CompressionTopK(Sparse):
+    """:class:`CompressionAttention` and :class:`TopKReduction` with whole lists, for sequences of few compressed keys.
+
+    Each sequence has at most 128 of them, which fit a tile of the kernel: it reads Q and computes scores once. Blocks'
+    scores are sums of the probabilities of compression attention, so of keys that a row sees there. Sequences are
+    packed. The kernel for Blackwell (sm_100a) has run in the emulator only.
+
+    | tensor       | shape           | type                                 |
+    |--------------|-----------------|--------------------------------------|
+    | q, o         | (tq, hq, d)     | float16, bfloat16                    |
+    | k, v         | (tk, hk, d)     | that of q                            |
+    | lse          | (tq, hq[, 1])   | float32, with any strides            |
+    | topk_indices | (tq, hk, 4 + k) | int32                                |
+    | cum_seqlen   | (b + 1,)        | int32: 0, then where sequences end   |
+
+    d is 64 or 128. At most 64 heads of q share one of k.
+
+    Args:
+        sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
+        k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
+        compress_stride: rows for each compressed key.
+        max_s_k: at least the most compressed keys of a sequence, up to 128; those behind are not seen. None: rows of k.
+        scale_softmax: above 0. None or 0: 1 / sqrt(d).
+        arch: as that of :class:`CompressionAttention`.
+    """
+
+    title = "compression attention with top-k reduction"
+    tensors = (
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        TensorSpec("lse", AnyRowValues(), ("float32",), written=True),
+        TensorSpec("topk_indices", Heads("sq", "hk", "listed", 4), ("int32",), written=True), *OFFSETS,
+    )  # fmt: skip
+    returns = ("o", "lse", "topk_indices")
+    scalars = ("scale_softmax",)
+    most_heads = MOST_HEADS
+    head_sizes = HEADS
+    example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
+    usual_shapes = tuple((rows, 64, 4, d) for rows in (4096, 8192) for d, _ in HEADS)
+
+    k_value: int
+    selection_block_size: int
+    compress_stride: int
+    max_s_k: int | None
+
+    def __init__(
+        self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_lse: Tensor,
+        sample_topk_indices: Tensor, sample_cum_seqlen_q: Tensor | None = None,
+        sample_cum_seqlen_k: Tensor | None = None, k_value: int = 12, selection_block_size: int = 64,
+        compress_stride: int = 64, max_s_k: int | None = None, scale_softmax: float | None = None,
+        arch: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(locals())
+
+    def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, lse_tensor: Tensor,
+        topk_indices_tensor: Tensor, cum_seqlen_q_tensor: Tensor, cum_seqlen_k_tensor: Tensor,
+        current_stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Writes ``o_tensor``, ``lse_tensor`` and ``topk_indices_tensor``. See :attr:`FusedAPI.run`."""
+        tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), topk_indices_tensor,
+                   cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
+        self.run(tensors, (None,), current_stream, None)
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
+        found = super().sizes(descs)
+        dv = v.shape[-1] if v is not None else found["d"]
+        return {**found, "dv": dv, "listed": self.k_value + ALWAYS, "ends": ends.shape[0] if ends else 0}
+
+    def check_options(self) -> None:
+        if not self.packed:
+            raise self.error("q tensor", "four dimensions", "packed sequences: (t, h, d) and offsets")
+        self.check_offsets()
+        if not 0 < self.k_value <= MOST:
+            raise self.error("k_value", self.k_value, f"1 to {MOST}")
+        block, stride = self.selection_block_size, self.compress_stride
+        if stride <= 0 or block <= 0 or block % stride:
+            allowed = "a block that is a multiple of the stride"
+            raise self.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+
+    def most_keys(self, sizes: Sizes) -> int:
+        """Of a sequence."""
+        return sizes["sk"] if self.max_s_k is None else self.max_s_k
+
+    def check_rules(self, sizes: Sizes) -> None:
+        super().check_rules(sizes)
+        if self.most_keys(sizes) > KEYS[-1]:
+            got, cure = self.most_keys(sizes), "use CompressionAttention and TopKReduction"
+            raise self.unsupported("compressed keys of a sequence", got, f"at most {KEYS[-1]}", cure)
+
+    def plan(self, arch: str, sizes: Sizes) -> Plan:
+        tile = (ROWS, next(x for x in KEYS if x >= self.most_keys(sizes)))
+        configuration = CompressionTopKConfiguration(
+            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], sizes["dv"], self.k_value,
+            self.selection_block_size, self.compress_stride, tile,
+        )  # fmt: skip
+        return kernel_plan(arch, configuration)
+
+    def reference(self, tensors: Mapping[str, Any]) -> None:
+        scale, blocks = tensors["scale_softmax"], (self.selection_block_size, self.compress_stride)
+        reference.compression(tensors, scale, 1.0, True)
+        q, k = tensors["q"], tensors["k"]
+        scores = torch.empty((q.shape[0], k.shape[1], self.k_value), dtype=torch.float32, device=q.device)
+        reference.top_k({**tensors, "topk_scores": scores}, scale, *blocks, self.k_value, True, True)
+
+    @classmethod
+    def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
+        s, hq, hk, d = shape
+        sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 64, "d": d, "dv": d, "listed": 16, "ends": 2}
+        return [{"packed": True, **sizes}]
+
+
+def compression_top_k_wrapper(
+    q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, cum_seqlen_q_tensor: Tensor, cum_seqlen_k_tensor: Tensor,
+    k_value: int = 12, selection_block_size: int = 64, compress_stride: int = 64, max_s_k: int | None = None,
+    scale_softmax: float | None = None, current_stream: Any = None,
+) -> TupleDict:  # fmt: skip
+    """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, lse_tensor,
+    topk_indices_tensor``, where lse is (t, hq).
+
+    Arguments and errors as those of :class:`CompressionTopK`.
+    """
+    options = {
+        "k_value": k_value, "selection_block_size": selection_block_size, "compress_stride": compress_stride,
+        "max_s_k": max_s_k, "scale_softmax": scale_softmax,
+    }  # fmt: skip
+    rows, device = q_tensor.shape[0], q_tensor.device
+    results = {
+        "o": torch.empty_like(q_tensor),
+        "lse": torch.empty(q_tensor.shape[:2], dtype=torch.float32, device=device),
+        "topk_indices": torch.empty((rows, k_tensor.shape[1], ALWAYS + k_value), dtype=torch.int32, device=device),
+    }
+    tensors = {
+        "q": q_tensor, "k": k_tensor, "v": v_tensor, **results, "cum_seqlen_q": cum_seqlen_q_tensor,
+        "cum_seqlen_k": cum_seqlen_k_tensor,
+    }  # fmt: skip
+    operation = cached(CompressionTopK, tensors, options)
+    operation.execute(**{f"{name}_tensor": x for name, x in tensors.items()}, current_stream=current_stream)
+    return TupleDict({f"{name}_tensor": x for name, x in results.items()})
