@@ -954,7 +954,7 @@ class GraphMethods:
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
             implementation: cuDNN's pattern of operations (COMPOSITE), the kernels of :mod:`cudnn.sdpa` (FUSED: this
-                node alone in its graph), or cuDNN's (AUTO).
+                node alone in its graph), or the faster of both (AUTO).
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.
@@ -1100,7 +1100,7 @@ class GraphMethods:
             score_mod_bprop: A function ``(graph, gradient) -> gradient``: that of ``score_mod``.
             dSink_token: A tensor ``[1, h_q, 1, 1]`` for the gradient of ``sink_token``.
             implementation: cuDNN's pattern of operations (COMPOSITE), the kernels of :mod:`cudnn.sdpa` (FUSED: this
-                node alone in its graph), or cuDNN's (AUTO).
+                node alone in its graph), or the faster of both (AUTO).
 
         Returns:
             ``[dQ, dK, dV]``, by default with the shapes and stride orders of q, k and v.

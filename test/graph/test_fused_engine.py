@@ -12,7 +12,7 @@ import torch
 import cudnn
 from cudnn.backend import handle as handles
 from cudnn.backend import plan as backend_plan
-from cudnn.backend.engine import Heuristics
+from cudnn.backend.engine import EngineConfig, Heuristics
 from cudnn.backend.plan import ExecutionPlan
 from cudnn.pygraph import fused_engine, program
 from cudnn.pygraph.lowering import Bindings
@@ -215,9 +215,12 @@ def test_chosen_where_it_was_measured_faster(monkeypatch: pytest.MonkeyPatch, ca
     assert tag(dims=(2, 16, 4096, 192), keys=4096, head=128, generate_stats=True) == "fused_sdpa_fwd_d192_dv128"
     assert tag(dims=(2, 16, 4096, 128), keys=4096, **CAUSAL) == "fused_sdpa_fwd_d128"
     backward: Any = {**large, "backward": True}
-    assert tag(**backward, implementation=FUSED, **CAUSAL) == "fused_sdpa_bwd_d256"
+    assert tag(**backward) == tag(**backward, **CAUSAL) == "fused_sdpa_bwd_d256"
+    mixed: Any = {**backward, "dims": (2, 16, 4096, 192), "head": 128, **CAUSAL}
+    assert tag(**mixed) == "fused_sdpa_bwd_d192_dv128"
     for options in (
-        backward, {**backward, **CAUSAL},  # the backward pass as a plan was not yet seen on a GPU
+        {**mixed, "use_deterministic_algorithm": True},
+        {**backward, "keys": 2048}, {**backward, "dims": (2, 16, 4096, 128)},
         {"dims": (2, 16, 4096, 128), "keys": 4096}, {"dims": (1, 1, 4096, 256), "keys": 4096},
         {**large, "keys": 2048}, {**large, "capability": (10, 0)}, {**large, "capability": None},
         {**large, "offered": False}, {**large, "more": 1}, {**large, "implementation": COMPOSITE},
@@ -308,34 +311,42 @@ def planned(device: Any, modes: Any = MODES, backward: bool = False) -> Any:
     return graph
 
 
+@pytest.mark.parametrize("backward", [False, True])
 def test_it_stands_before_cudnns_plans(
-    faster: Any, handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
+    backward: bool, faster: Any, handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     filled: list[Any] = []
-    graph = attending(faster)
+    graph, name = attending(faster, backward), f"fused_sdpa_{'bwd' if backward else 'fwd'}_d64"
     graph.build(MODES)
     (node,) = graph.nodes
     monkeypatch.setattr(program, "Chain", lambda handle, graph, before, fill, after: fill(7))
     monkeypatch.setattr(
-        ExecutionPlan, "populate_cuda_graph", lambda self, *given: filled.append((self.config.tag, given[-1]))
+        ExecutionPlan, "populate_cuda_graph", lambda self, *given: filled.append((self.config, given[-1]))
     )
     data = dict.fromkeys((*node.inputs.values(), *node.outputs.values()), 256)
     graph.populate_cuda_graph(handle, data, 256, 7)
-    assert graph.get_plan_name() == "fused_sdpa_fwd_d64"
-    assert [(tag[:3], given) for tag, given in filled] == [("eng", 7)]
-    graph = planned(faster)
+    assert graph.get_plan_name() == name
+    assert [(config.tag[:3], given) for config, given in filled] == [("eng", 7)]
+    assert graph.get_workspace_size() >= filled[0][0].workspace_size > 0
+    graph = planned(faster, backward=backward)
     graph.deselect_engines(["fused"])
     graph.check_support()
     assert graph.get_execution_plan_count() > 1
     assert graph._cudnn().plans.refusals() == {0: "excluded by name (fused)"}
 
 
-def test_the_backward_pass_is_cudnns_unless_ours_is_asked_for(faster: Any) -> None:
-    """As a plan it was not yet seen on a GPU, whatever was measured."""
-    graph = planned(faster, backward=True)
-    names = [graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())]
-    assert names
-    assert all(name.startswith("eng") for name in names)
+def test_its_workspace_has_room_for_the_plan_that_fills_cuda_graphs(
+    faster: Any, handle: handles.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(EngineConfig, "workspace_size", 1 << 20)
+    graph = attending(faster, True)
+    graph.build(MODES)
+    assert graph.get_plan_name() == "fused_sdpa_bwd_d64"
+    assert graph.get_workspace_size() >= 1 << 20
+    assert graph._cudnn().plans.native(1 << 20).config.tag.startswith("eng")
+    graph = attending(faster, True, implementation=FUSED)
+    graph.build(MODES)
+    assert graph.get_workspace_size() < 1 << 20
 
 
 def test_cudnns_plans_are_built_where_it_cannot_be(faster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

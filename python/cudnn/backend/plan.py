@@ -269,7 +269,7 @@ class ExecutionPlan:
     @property
     def fills_cuda_graphs(self) -> bool:
         """Whether cuDNN can write the plan's kernels into a CUDA graph."""
-        return behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API in self.config.behavior_notes
+        return _fills_cuda_graphs(self.config)
 
     def keep_graph(self, pack: Pack, handle: Handle) -> None:
         """Makes the CUDA graph that later calls with this pack launch, for the handle's stream.
@@ -446,7 +446,8 @@ class PlanList:
         return len(self.configs)
 
     def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
-        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place.
+        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place. Its
+        workspace then has room for the first of theirs that fills CUDA graphs, which it does not.
 
         ``build`` makes its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run rather
         than fast ones, does not bring it in.
@@ -471,6 +472,9 @@ class PlanList:
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
+            if ours is not None and ours in self.configs:  # for a plan that fills CUDA graphs in its place
+                native = next((config for config in answer.configs if _fills_cuda_graphs(config)), ours)
+                ours.workspace_size = max(ours.workspace_size, native.workspace_size)
         if not self.configs or (self.configs == [ours] and not alone):
             what = "cuDNN has no engine configuration for this graph"
             raise self._refused(what, reasons or ["no heuristic mode was asked"])
@@ -615,8 +619,7 @@ class PlanList:
         """The first plan that fills CUDA graphs in so many bytes of workspace; the candidate, where there is none."""
         for index in self._allowed([]):
             config = self.configs[index]
-            native = behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API in config.behavior_notes
-            if native and config.workspace_size <= space:
+            if _fills_cuda_graphs(config) and config.workspace_size <= space:
                 with contextlib.suppress(CudnnError):
                     self._build(index)
                     return self.plans[index]
@@ -656,6 +659,10 @@ class PlanList:
         error = cudnnGraphNotSupportedError(f"{self.where}: {what}: {detail}. {_EXPLAIN}")
         error.detail = detail
         return error
+
+
+def _fills_cuda_graphs(config: EngineConfig | Origin) -> bool:
+    return behavior_note.SUPPORTS_CUDA_GRAPH_NATIVE_API in config.behavior_notes
 
 
 def _first(what: str, notes: Sequence[numerical_note | behavior_note]) -> str:

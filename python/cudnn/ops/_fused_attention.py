@@ -43,7 +43,8 @@ def is_faster(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
     arch, rows = launch.device_architecture(q.device.index), q.shape[0] * q.shape[1] * q.shape[2]
-    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, has_gradients(q, k, v))
+    passes = choice.BOTH if has_gradients(q, k, v) else choice.FORWARD
+    return choice.is_faster(arch, rows, k.shape[2], (q.shape[-1], v.shape[-1]), causal, passes)
 
 
 def attend(

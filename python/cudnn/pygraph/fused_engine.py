@@ -37,7 +37,6 @@ _PORTS = {"SDPA": _FORWARD, "SDPA_BWD": _FORWARD | {"do": "dO", "dq": "dQ", "dk"
 """The ports of a node, by its tag and by what the class of ``cudnn.sdpa`` calls its tensors."""
 _BESIDES = "use_padding_mask", "use_alibi_mask", "score_mod", "score_mod_bprop", "has_dropout"
 _ALIGNMENT = 16  # bytes
-_NATIVE = 256  # bytes that cuDNN's plan needs, which fills CUDA graphs where the user chose no implementation
 
 
 def _operation(node: Any) -> Any:
@@ -104,7 +103,7 @@ def refuse(node: Any, reason: str = "") -> None:
 def chosen(
     nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
 ) -> FusedConfig | None:  # fmt: skip
-    """The engine's configuration: for a graph that asks for it or, if ``offered``, a forward pass measured faster.
+    """The engine's configuration: for a graph that asks for it or, if ``offered``, attention measured faster.
 
     Raises:
         cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.
@@ -112,8 +111,7 @@ def chosen(
     node: Any = nodes[0]
     asked = next((each for each in nodes if getattr(each, "implementation", None) is FUSED), None)
     alone = len(nodes) == 1 and node.tag in _PORTS
-    # The backward pass was not yet seen on a GPU as a plan: it is for graphs that ask for it.
-    by_default = offered and alone and node.tag == "SDPA" and node.implementation is AUTO
+    by_default = offered and alone and node.implementation is AUTO
     if asked is None and not (by_default and _has_pytorch()):
         return None
     arch = ARCHITECTURES.get(capability or (0, 0), "")
@@ -146,13 +144,15 @@ def _has_pytorch() -> bool:
 
 
 def _measured_faster(node: Any, arch: str) -> str:
-    """Why these kernels compute a node of the forward pass that does not ask for them; empty where they do not."""
+    """Why these kernels compute a node that does not ask for them; empty where they do not."""
     if not arch or obstacle(node) or node.left_bound is not None:
         return ""
     from cudnn.sdpa import choice
 
     q, k, v = (node.inputs[port].dim for port in "QKV")
-    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), node.right_bound == 0, False)
+    backward = choice.DETERMINISTIC if getattr(node, "use_deterministic_algorithm", False) else choice.BACKWARD
+    passes = choice.FORWARD if node.tag == "SDPA" else backward
+    faster = choice.is_faster(arch, prod(q[:3]), k[2], (q[3], v[3]), node.right_bound == 0, passes)
     return f"measured faster than cuDNN's on {arch}, at such sizes" if faster else ""
 
 
@@ -195,8 +195,7 @@ class FusedConfig(EngineConfig):
         self.behavior_notes = [behavior_note.RUNTIME_COMPILATION]
         self.shared_memory_used = 0
         own = self.lse_bytes + self.operation.workspace_size()
-        more = own + 2 * _ALIGNMENT - bindings.workspace_size if own else 0
-        self.workspace_size = max(more, 0 if self.asked else _NATIVE)
+        self.workspace_size = max(0, own + 2 * _ALIGNMENT - bindings.workspace_size) if own else 0
 
     def build(self) -> FusedPlan:
         """Compiles the kernel, or loads what an earlier process compiled.

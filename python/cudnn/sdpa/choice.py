@@ -7,18 +7,14 @@ from typing import Any
 
 from cudnn.sdpa.base import Attention
 
+FORWARD, BACKWARD, DETERMINISTIC, BOTH = "forward", "backward", "deterministic backward", "both"
+_SIZES = frozenset({(128, 128, True), *((*x, causal) for x in ((192, 128), (256, 256)) for causal in (False, True))})
 FASTER = {
-    "sm_90a": frozenset(
-        {
-            (*heads, causal, gradients)
-            for heads in ((192, 128), (256, 256))
-            for causal in (False, True)
-            for gradients in (False, True)
-        }
-        | {(128, 128, True, False), (128, 128, True, True)}
-    )
-}
-"""Where docs/performance.md has these kernels faster than cuDNN's: d, dv, whether causal, whether with gradients."""
+    "sm_90a": {
+        FORWARD: _SIZES, BACKWARD: _SIZES, DETERMINISTIC: _SIZES - {(192, 128, True)}, BOTH: _SIZES
+    }
+}  # fmt: skip
+"""Where docs/performance.md has these kernels faster than cuDNN's, by passes: d, dv, whether causal."""
 _LARGE = 4096 * 32, 4096
 """Rows of all heads, and keys: what the measurements had at least."""
 
@@ -49,11 +45,13 @@ def obstacle(
 
 
 def is_faster(
-    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, with_gradients: bool
+    arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, passes: str
 ) -> bool:  # fmt: skip
-    """Whether docs/performance.md has the kernels faster than cuDNN, on a chip and with so many rows of all heads."""
+    """Whether docs/performance.md has the kernels faster than cuDNN, on a chip, in the passes named, and with so many
+    rows of all heads.
+    """
     large = rows >= _LARGE[0] and keys >= _LARGE[1]
-    return large and (*heads, is_causal, with_gradients) in FASTER.get(arch, ())
+    return large and (*heads, is_causal) in FASTER.get(arch, {}).get(passes, ())
 
 
 def options(is_causal: bool, left: int, keys: int, rows: int, scale: float) -> dict[str, Any]:
