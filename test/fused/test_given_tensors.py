@@ -13,18 +13,7 @@ import torch
 import cudnn
 from cudnn import registry
 from support import gemms
-from support.gemm_families import (
-    ARCHITECTURES,
-    FAMILIES,
-    WHERE,
-    Case,
-    Family,
-    case,
-    check,
-    execute,
-    options,
-    slack,
-)
+from support.gemm_families import ARCHITECTURES, FAMILIES, WHERE, Case, Family, case, check, execute, options, slack
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
 from support.selection import brief, in_turn
 

@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cudnn
-from cudnn.rmsnorm_rht_amax import (
-    RmsNormRhtAmax,
-    api,
-    best_num_threads,
-    pick_rows_per_cta,
-    rmsnorm_rht_amax_wrapper,
-)
+from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, api, best_num_threads, pick_rows_per_cta, rmsnorm_rht_amax_wrapper
 from support.rmsnorm import definition
 from support.selection import within
 

@@ -26,9 +26,9 @@ from support.attention import (
     Described,
     Problem,
     attention,
+    backward_data,
     checked,
     describe,
-    described_backward_data,
     small,
 )
 from support.dense_attention import slopes
@@ -402,7 +402,7 @@ def test_functions_are_not_restored() -> None:
         problem = shrunk(CASES["softcap"])
         data = problem.tensors(torch.float32)
         if backward:
-            data = described_backward_data(problem, data)
+            data = backward_data(problem, data)
         graph = describe(reference_graph(), problem, data).graph
         graph.build(MODES)
         assert '"score_mod": "forward"' in repr(graph)

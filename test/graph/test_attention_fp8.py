@@ -13,7 +13,7 @@ import cudnn
 from cudnn.backend import library
 from cudnn.pygraph.attention import support as attention_support
 from cudnn.pygraph.known_faults import SEEN_IN
-from support.attention import Problem, attention
+from support.attention import Problem, attention, backward_data
 from support.attention_fp8 import (
     BASE,
     CASES,
@@ -21,7 +21,6 @@ from support.attention_fp8 import (
     E5M2,
     SCALES,
     attention_fp8,
-    backward_data,
     describe_fp8,
     meant,
     new_graph,

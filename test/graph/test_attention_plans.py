@@ -16,16 +16,7 @@ from cudnn.backend import library
 from cudnn.backend.enums import DescriptorType
 from cudnn.backend.handle import device_capability
 from cudnn.pygraph.lowering import Bindings, Lowering
-from support.attention import (
-    BACKWARD_CASES,
-    CASES,
-    Problem,
-    checked,
-    checked_backward,
-    describe,
-    described_backward_data,
-    small,
-)
+from support.attention import BACKWARD_CASES, CASES, Problem, backward_data, checked, checked_backward, describe, small
 from support.graphs import BFLOAT16, FLOAT, HALF, configurations, planned_graph
 from support.pages import ROOT, Page
 
@@ -36,7 +27,7 @@ NOT_SUPPORTED = cudnn.cudnnGraphNotSupportedError
 def build(graph: cudnn.pygraph, problem: Problem, is_backward: bool = False, **options: Any) -> cudnn.pygraph:
     data = problem.tensors(torch.float16, "meta")
     if is_backward:
-        data = described_backward_data(problem, data)
+        data = backward_data(problem, data)
     graph = describe(graph, problem, data, **options).graph
     assert configurations(graph) > 0
     return graph
@@ -89,7 +80,7 @@ def test_bounds_on_all_tokens_where_engines_know_them(
     version: int, sm: int, size: int, bounded: bool, h200: Any
 ) -> None:
     problem = dataclasses.replace(CASES["ragged"], d_qk=size, d_v=size)
-    data = described_backward_data(problem, problem.tensors(torch.float16, "meta"))
+    data = backward_data(problem, problem.tensors(torch.float16, "meta"))
     graph = describe(planned_graph(h200), problem, data, max_total_seq_len_q=256).graph
     graph.validate()
     lowering = Lowering(dataclasses.replace(graph.context, sm_version=sm), graph.nodes, version)

@@ -9,16 +9,7 @@ import torch
 
 import cudnn
 from cudnn.pygraph.attention import support as attention_support
-from support.attention import (
-    BACKWARD_CASES,
-    CASES,
-    Problem,
-    checked,
-    checked_backward,
-    describe,
-    described_backward_data,
-    small,
-)
+from support.attention import BACKWARD_CASES, CASES, Problem, backward_data, checked, checked_backward, describe, small
 from support.graphs import FLOAT, HALF, reference_graph
 
 INT32 = cudnn.data_type.INT32
@@ -99,7 +90,7 @@ def validate(problem: Problem, version: int, sm: int | None, backward: bool, **o
     )
     data = problem.tensors(torch.float16, "meta")
     if backward:
-        data = described_backward_data(problem, data)
+        data = backward_data(problem, data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_support, "loaded_version", lambda: version)
         describe(graph, problem, data, **options).graph.validate()

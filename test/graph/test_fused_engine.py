@@ -17,7 +17,7 @@ from cudnn.backend.plan import ExecutionPlan
 from cudnn.pygraph import fused_engine, program
 from cudnn.pygraph.lowering import Bindings
 from cudnn.sdpa import SdpaBackward, SdpaForward
-from support.attention import Problem, attention, describe, described_backward_data
+from support.attention import Problem, attention, backward_data, describe
 from support.graphs import BFLOAT16, FLOAT, HALF, MODES, planned_graph, reference_graph
 from support.selection import brief
 
@@ -66,7 +66,7 @@ def data_of(problem: Problem, backward: bool, dtype: torch.dtype, device: str = 
     if not backward:
         return data
     if device == "meta":
-        return described_backward_data(problem, data)
+        return backward_data(problem, data)
     exact = attention(problem, data, torch.float32)
     return data | {"O": exact["O"].to(dtype).transpose(1, 2).contiguous().transpose(1, 2), "Stats": exact["Stats"]}
 

@@ -475,9 +475,9 @@ def describe(
     return made
 
 
-def described_backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The forward pass's data with O and Stats of the right shape, for graphs that are built but not run."""
-    o = torch.empty_like(data["dO"])
+    o = torch.empty_like(data["dO"], dtype=data["q"].dtype)
     return {**data, "O": o, "Stats": torch.empty(*o.shape[:3], 1, device=o.device)}
 
 
@@ -502,5 +502,5 @@ def checked(graph: cudnn.pygraph | None = None, **options: Any) -> list[Any]:
 def checked_backward(graph: cudnn.pygraph, d: int = 64, d_v: int | None = None, s: int = 64, **options: Any) -> None:
     """Validates a small backward graph."""
     problem = Problem(d_qk=d, d_v=d_v or d, s_q=s, s_kv=s, options=options)
-    data = described_backward_data(problem, problem.tensors(torch.float16, "meta"))
+    data = backward_data(problem, problem.tensors(torch.float16, "meta"))
     describe(graph, problem, data).graph.validate()

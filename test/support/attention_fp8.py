@@ -165,9 +165,3 @@ def describe_fp8(
         tensor.set_output(True)
     change(made.outputs)
     return made
-
-
-def backward_data(problem: Problem, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The forward pass's data with O and Stats of the right shape, for graphs that are built but not run."""
-    o = torch.empty_like(data["dO"], dtype=data["q"].dtype)
-    return {**data, "O": o, "Stats": torch.empty(*o.shape[:3], 1, device=o.device)}
