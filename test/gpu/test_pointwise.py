@@ -31,7 +31,8 @@ CASES = [(name, kind) for name, op in OPS.items() for kind in IO_TYPES[: 3 if le
 def test_values(name: str, kind: torch.dtype) -> None:
     op = OPS[name]
     lows = [-2.0, 2.75] if name == "mod" else [max(low, 0.25 if low > 0 else -2.0) for low, _ in op.domains]
-    arguments = op.suited(*(draw(kind, low, width=1.25 if low > 0 else 3.25) for low in lows))
+    widths = [min(high - low, 1.25 if low > 0 else 3.25) for low, (_, high) in zip(lows, op.domains, strict=True)]
+    arguments = op.suited(*(draw(kind, low, width=width) for low, width in zip(lows, widths, strict=True)))
     graph = gpu_graph(io=kind)
     tensors = [like(graph, x) for x in arguments]
     if name == "binary_select":
