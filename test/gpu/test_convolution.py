@@ -1,4 +1,4 @@
-"""Convolutions on the GPU."""
+"""Convolutions on the GPU, where random graphs (``test_fuzz``) have few: each rank, type and gradient; integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products on the GPU."""
+"""Matrix products on the GPU: data at any address, in captured calls. Random graphs (``test_fuzz``) have the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gpu.common import gpu_graph
 from support.graphs import HALF, MODES, like
 
 pytestmark = pytest.mark.gpu
-INT32 = cudnn.data_type.INT32
 
 
 def at(offset: int, *dims: int) -> torch.Tensor:

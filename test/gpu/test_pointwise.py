@@ -14,7 +14,7 @@ from support.fuzz.chain import OPS
 from support.graphs import MODES, like, run
 
 pytestmark = pytest.mark.gpu
-BOOLEAN, INT32 = cudnn.data_type.BOOLEAN, cudnn.data_type.INT32
+BOOLEAN = cudnn.data_type.BOOLEAN
 
 
 def draw(
