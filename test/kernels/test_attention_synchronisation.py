@@ -76,7 +76,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "backward": STEP,
     "backward, ahead": STEP | {"wgmma.fence.sync.aligned": (4, FENCE)},
     "pairs": {
-        COMMIT: (2, "dQ of a CTA's own keys, and dK: each joins the next group, and only dV is waited for before them"),
+        COMMIT: (2, "the first part of dP, and dK: each joins the next group, with which it is waited for"),
         "wgmma.fence.sync.aligned": (6, FENCE),
     },
 }  # fmt: skip

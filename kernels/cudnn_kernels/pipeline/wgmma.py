@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from cutlass.cute.nvgpu.warpgroup import mma as base
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
+ALL, NONE = slice(None), slice(0)
+"""Parts of a product's instructions."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,16 @@ class Product:
         return cute.make_tiled_mma(cute.make_mma_atom(op))
 
     def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
-        """A in shared memory, (rows, k, ..)."""
+        """A in shared memory, (rows, k, ..), or registers for it: see :meth:`read`."""
         mma = self.mma()
+        if self.registers:
+            return cute.make_rmem_tensor(mma.partition_shape_A(tensor.shape), self.dtype)
         return mma.make_fragment_A(mma.get_slice(thread).partition_A(tensor))
+
+    def read(self, a: Any, tensor: cute.Tensor, thread: Int32) -> None:
+        """Copies A from shared memory, (rows, k), where it is an operand from registers."""
+        if self.registers:
+            cute.autovec_copy(self.mma().get_slice(thread).partition_A(tensor), a)
 
     def right(self, tensor: cute.Tensor, thread: Int32) -> Any:
         """B, (columns, k, ..)."""
@@ -115,12 +124,27 @@ class Product:
         """A thread's sums."""
         return cute.make_rmem_tensor(self.mma().partition_shape_C((self.rows, self.columns)), Float32)
 
-    def issue(self, acc: cute.Tensor, a: Any, b: Any, adds: bool) -> None:
-        """Issues the product, or its addition to ``acc``, as a group of its own."""
-        mma = self.mma()
-        warpgroup.fence()
+    def issue(
+        self, acc: cute.Tensor, a: Any, b: Any, adds: bool, part: slice = ALL,
+        between: Sequence[Callable[[], None]] = (),
+    ) -> None:  # fmt: skip
+        """Issues the product, or its addition to ``acc``, or a ``part`` of its instructions, as a group of its own.
+
+        A warp can issue but few instructions before it waits for the first. So it does what work there is ``between``
+        them, spread evenly.
+        """
+        mma, chosen, done = self.mma(), range(cute.size(a, mode=[2]))[part], 0
+        if chosen and chosen.start == 0:  # later parts follow the first one without any work on their registers
+            warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, adds)
-        for k in range(cute.size(a, mode=[2])):
+        for number, k in enumerate(chosen, 1):
             cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
             mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+            due = number * len(between) // len(chosen)
+            for work in between[done:due]:
+                work()
+            done = due
+        for work in between[done:]:  # of no instructions
+            work()
+        if chosen:
+            warpgroup.commit_group()

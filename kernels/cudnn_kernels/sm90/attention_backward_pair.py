@@ -11,7 +11,8 @@ the keys. P and dS pass through shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -25,7 +26,7 @@ from cudnn_kernels.attention.backward import Block, place_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.pipeline.wgmma import MN, Product
-from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
+from cudnn_kernels.sm90.attention_backward import FIRST, GROUP, GROUPS, REST, ROWS, STAGES, Backward, Box
 
 
 class PairedBackward(Backward):
@@ -115,9 +116,10 @@ class PairedBackward(Backward):
             m_block = place_of(block, step)[1]
             stage, phase = step % STAGES, step % 2
             cute.arch.mbarrier_wait(shared["do_full"], phase)
-            self.score.issue(gradients, tSrdO, tSrV, False)
+            self.score.issue(gradients, tSrdO, tSrV, False, FIRST)
             self.hide(scores, mask, m_block * self.m, first_key)
-            self.exponentiate(scores, scale_log2, log_sums)
+            powers = self.exponentials(scores, scale_log2, log_sums)
+            self.score.issue(gradients, tSrdO, tSrV, True, REST, powers)
             self.put(self.score, self.rounded(scores), sP, True, thread)
             self.all_multiplying()
             self.dv.issue(acc_dv, tVrdO, tVrP, True)
@@ -129,15 +131,18 @@ class PairedBackward(Backward):
             self.all_multiplying()
             if thread256 < 32:
                 self.send(shared["ds"], shared["peer_ds"], peer_full, rank)
+            sums = values.dq_sums[(None, None, *self.place(block, step))]
+            additions = self.additions(acc_dq, sums, rank * GROUPS + group, thread)
             self.query.issue(acc_dq, tQrS, tQrK, False)
-            self.dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             warpgroup.wait_group(1)
-            self.release(shared["do_empty"])
+            self.release(shared["do_empty"])  # as early as can be: there is but one buffer
+            self.dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             cute.arch.mbarrier_wait(peer_full, phase)
             self.query.issue(acc_dq, tQrPeerS, tQrPeerK, True)
             following = (step + 1) % STAGES
             cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
-            self.score.issue(scores, tSrQ[None, None, None, following], tSrK, False)
+            rows = tSrQ[None, None, None, following]
+            self.score.issue(scores, rows, tSrK, False, FIRST)
             warpgroup.wait_group(1)
             self.release(q_empty + stage)
             if cute.arch.lane_idx() == 0:
@@ -145,25 +150,29 @@ class PairedBackward(Backward):
             if const_expr(c.deterministic):
                 self.added(shared["added"])  # in the step before: the fence has little left to wait for
                 cute.arch.mbarrier_wait(shared["turn"], phase)
-            sums = values.dq_sums[(None, None, *self.place(block, step))]
-            self.add(acc_dq, sums, rank * GROUPS + group, thread)
+            self.score.issue(scores, rows, tSrK, True, REST, additions)
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
         if const_expr(c.deterministic):
             self.added(shared["added"])
         self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
 
-    def add(self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32) -> None:
-        """Adds a part of dQ to a block's sums: four values of a thread at a time, threads next to each other.
+    def additions(
+        self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32
+    ) -> Sequence[Callable[[], None]]:  # fmt: skip
+        """Work: adds a part of dQ to a block's sums, four values of a thread at a time, threads next to each other.
 
         Straight from registers: the copy engine's additions from shared memory made the kernel a tenth slower.
         """
         vectors = cute.size(acc) // 4
-        for i in range(vectors):
-            place = cute.domain_offset((thread * 4, part * vectors + i), sums).iterator
-            cute.arch.inline_ptx(
-                "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[place.toint(), *(acc[4 * i + j] for j in range(4))],
-            )
+        places = [cute.domain_offset((thread * 4, part * vectors + i), sums).iterator for i in range(vectors)]
+        return [partial(self.add, place, acc, 4 * i) for i, place in enumerate(places)]
+
+    def add(self, place: Any, acc: cute.Tensor, first: int) -> None:
+        """Adds four accumulators to what is in global memory."""
+        cute.arch.inline_ptx(
+            "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[place.toint(), *(acc[first + i] for i in range(4))],
+        )
 
     @cute.jit
     def assist(self, shared: Any, values: Values, block: Block, rank: Int32, part: Int32) -> None:
@@ -214,7 +223,8 @@ class PairedBackward(Backward):
             products[slot] = values.products[row, head, batch]
 
     def each(self, values: cute.Tensor) -> Iterator[tuple[int, Float32]]:
-        """A thread's sums, each with the value of its row."""
-        for slot in range(2):
-            for i in self.rows.order(self.half_n, slot):
-                yield i, values[slot]
+        """A thread's sums, each with the value of its row: of each eight columns two, in both rows."""
+        for first in range(0, self.half_n // 4, 2):
+            for slot in range(2):
+                for i in self.rows.order(self.half_n, slot)[first : first + 2]:
+                    yield i, values[slot]

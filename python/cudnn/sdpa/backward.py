@@ -26,7 +26,7 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
     (192, 192): {"tile": (64, 96), "pair": True},
     (256, 256): {"tile": (64, 80), "pair": True},
 }
-"""On Hopper: query rows of a step and keys of a CTA by head sizes, and whether two CTAs exchange dS."""
+"""On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 PACKED_TILES = {(128, 128): {"tile": (64, 128)}}
 """The same of packed sequences, where 80 rows and a mask take more registers than there are."""
 
