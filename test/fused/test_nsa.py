@@ -141,12 +141,14 @@ def test_what_a_list_may_say() -> None:
         ({"max_s_q": 64, "max_s_k": 50}, NotImplementedError, "max_s_q and max_s_k"),
         ({"cum_seqlen_k_tensor": ENDS + 1}, NotImplementedError, "cum_seqlen_k"),
         ({"cum_seqlen_q_tensor": None}, ValueError, "cum_seqlen_q tensor"),
+        ({"cum_seqlen_q_tensor": ENDS + 1, "cum_seqlen_k_tensor": None}, ValueError, "up to the 50 rows"),
         ({"block_size": 24}, ValueError, "block_size"),
         ({"acc_dtype": torch.float16}, ValueError, "acc_dtype"),
         ({"o_dtype": torch.float32}, ValueError, "o tensor dtype"),
         ({"q_tensor": torch.zeros(50, 3, 64).half()}, ValueError, "heads of q"),
         ({"block_counts_tensor": torch.zeros(50, 2)}, ValueError, "block_counts tensor dtype"),
         ({"scale_softmax": -1.0}, ValueError, "scale_softmax"),
+        ({"scale_softmax": math.nan}, ValueError, "scale_softmax"),
         ({f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"}, ValueError, "head size"),
     ],
 )
@@ -212,6 +214,9 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
         ({"q_tensor": torch.zeros(300, 4, 64).half(), "k_tensor": torch.zeros(36, 2, 64).half(),
           "lse_tensor": torch.zeros(300, 4, 1), "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int()},
          ValueError, "cum_seqlen_q alone"),
+        ({"q_tensor": torch.zeros(300, 4, 64).half(), "k_tensor": torch.zeros(36, 2, 64).half(),
+          "lse_tensor": torch.zeros(300, 4, 1), "cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int(),
+          "cum_seqlen_k_tensor": torch.tensor([0, 18, 37]).int()}, ValueError, "up to the 36 rows"),
     ],
 )  # fmt: skip
 def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -373,6 +378,7 @@ def test_packed_values_of_rows_may_have_any_strides() -> None:
     ("change", "error", "message"),
     [
         ({"scale_q": 0.0}, ValueError, "scale_q"),
+        ({"scale_k": math.nan}, ValueError, "scale_k"),
         ({"qk_acc_dtype": torch.float16}, ValueError, "qk_acc_dtype"),
         ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
         ({"q_tensor": torch.zeros(2, 40, 2, 64).half().transpose(1, 2).float()}, ValueError, "q tensor dtype"),

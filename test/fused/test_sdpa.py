@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +15,6 @@ import torch
 import cudnn
 from cudnn.sdpa import (
     SdpaBackward,
-    SdpabwdSm100D256,
     SdpaForward,
     SdpafwdSm100D256,
     sdpa_bwd_wrapper_sm100_d256,
@@ -259,6 +258,7 @@ def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, 
         ({"cum_seqlen_q_tensor": offsets(0, 32)}, ValueError, "both cum_seqlen_q and cum_seqlen_k"),
         ({"max_s_q": 31}, ValueError, "max_s_q"),
         ({"scale_softmax": -0.1}, ValueError, "scale_softmax"),
+        ({"scale_softmax": float("nan")}, ValueError, "scale_softmax"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -276,18 +276,21 @@ def test_a_calls_scale_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "wrapper", "given"),
-    [(SdpafwdSm100D256, sdpa_fwd_wrapper_sm100_d256, 3), (SdpabwdSm100D256, sdpa_bwd_wrapper_sm100_d256, 6)],
+    ("module", "name", "wrapper", "given"),
+    [
+        ("cudnn.sdpa.fwd.api", "SdpafwdSm100D256", sdpa_fwd_wrapper_sm100_d256, 3),
+        ("cudnn.sdpa.bwd.api", "SdpabwdSm100D256", sdpa_bwd_wrapper_sm100_d256, 6),
+    ],
 )
 def test_wrappers_keep_objects_as_existing_programs_expect(
-    monkeypatch: pytest.MonkeyPatch, api: Any, wrapper: Any, given: int
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, wrapper: Any, given: int
 ) -> None:
     """Programs replace the methods, and look at the dictionary of the objects."""
-    compiled, executed = [], []
+    api, compiled, executed = getattr(cudnn.sdpa, name), [], []
     monkeypatch.setattr(api, "check_support", lambda self: True)
     monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
     monkeypatch.setattr(api, "execute", lambda self, **tensors: executed.append(tensors))
-    objects = getattr(sys.modules[api.__module__], f"_cache_of_{api.__name__}Objects")
+    objects = getattr(importlib.import_module(module), f"_cache_of_{name}Objects")
     objects.clear()
     q, lse = matrix(1, 32, 2), torch.zeros(1, 2, 32)
     for _ in range(2):
@@ -295,6 +298,55 @@ def test_wrappers_keep_objects_as_existing_programs_expect(
     assert len(compiled) == len(objects) == 1
     assert [tensors["q_tensor"] is q for tensors in executed] == [True, True]
     objects.clear()
+
+
+@pytest.mark.parametrize(("rows", "keys", "left"), [(1, 12, -1), (1, 12, 3), (9, 9, 40), (0, 9, -1), (9, 0, -1)])
+def test_windows_that_hide_nothing_and_empty_matrices(rows: int, keys: int, left: int) -> None:
+    """They are refused by the names of existing programs alone. Gradients of keys that no row sees are zeros."""
+    q, k, v, do = (torch.randn(1, 2, n, 64).half() for n in (rows, keys, keys, rows))
+    o, lse = torch.empty_like(q), torch.empty(1, 2, rows)
+    options: dict[str, Any] = {"is_causal": True, "window_size": (left, -1)}
+    forward = SdpaForward(q, k, v, o, lse, **options)
+    forward.compile()
+    forward.execute(q, k, v, o, lse)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    row, key = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
+    seen = (key <= row) & ((key >= row - left) | (left < 0))
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
+    torch.testing.assert_close(o.double(), expected, atol=2e-3, rtol=2e-3)
+    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    backward = SdpaBackward(q, k, v, o, do, lse, *found, **options)
+    backward.compile()
+    backward.execute(q, k, v, o, do, lse, *found)
+    for mine, other in zip(found, torch.autograd.grad(expected, wide, do.double()), strict=True):
+        torch.testing.assert_close(mine.double(), other, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("ends", [(0, 33), (1, 32), (0, 20, 10, 32), (0, -1, 32)])
+def test_offsets_outside_the_tensors(ends: tuple[int, ...]) -> None:
+    """Refused by the constructor and, on the CPU, by every call, whose offsets may be others."""
+    q, right = matrix(1, 32, 2)[0].transpose(0, 1), offsets(*([0] * (len(ends) - 1)), 32)
+    with pytest.raises(ValueError, match=r"cum_seqlen_k: got .* up to the 32 rows"):
+        sdpa_fwd_wrapper_sm100_d256(q, q, q, right, offsets(*ends))
+    o, lse = sdpa_fwd_wrapper_sm100_d256(q, q, q, right, right)
+    with pytest.raises(ValueError, match=r"cum_seqlen_q: got .* up to the 32 rows"):
+        sdpa_bwd_wrapper_sm100_d256(q, q, q, o, o, lse, offsets(*ends), right)
+    attention = SdpaForward(q, q, q, o, lse, right, right)
+    attention.compile()
+    with pytest.raises(ValueError, match=r"cum_seqlen_q: got .* up to the 32 rows"):
+        attention.execute(q, q, q, o, lse, offsets(*ends), right)
+
+
+@pytest.mark.parametrize(
+    ("length", "page", "message"), [(33, 0, "seqlen_k: got"), (-1, 0, "seqlen_k: got"), (9, 3, "page_table: got")]
+)
+def test_lengths_and_pages_outside_the_caches(length: int, page: int, message: str) -> None:
+    q, o, pool, lse = matrix(1, 1, 2), matrix(1, 1, 2), matrix(3, 8, 2), torch.empty(1, 2, 1)
+    lengths, table = torch.tensor([length], dtype=torch.int32), torch.tensor([[0, page, 9, 9]], dtype=torch.int32)
+    attention = SdpaForward(q, pool, pool, o, lse, sample_seqlen_k=lengths, sample_page_table=table)
+    attention.compile()
+    with pytest.raises(ValueError, match=message):
+        attention.execute(q, pool, pool, o, lse, seqlen_k_tensor=lengths, page_table_tensor=table)
 
 
 def test_offsets_belong_to_packed_sequences() -> None:

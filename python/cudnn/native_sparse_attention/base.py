@@ -11,6 +11,7 @@ from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
+from cudnn.sdpa.base import checked_ends
 from cudnn.sdpa.layouts import RowValues
 
 
@@ -82,7 +83,7 @@ class Sparse(FusedAPI):
         tiler = tuple(getattr(self, "mma_tiler_mn", (128, 128)))
         if tiler != (128, 128):
             raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
-        if self.scale_softmax <= 0:
+        if not self.scale_softmax > 0:
             raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
 
     def check_offsets(self) -> None:
@@ -90,6 +91,13 @@ class Sparse(FusedAPI):
         given = [name for name in ("cum_seqlen_q", "cum_seqlen_k") if self.given(name)]
         if self.packed and len(given) < 2:
             raise self.error("samples", " alone".join([*given, ""]) or "no offsets", "cum_seqlen_q and cum_seqlen_k")
+
+    def check_values(self, tensors: Sequence[Any]) -> None:
+        """Raises for offsets outside the tensors."""
+        given = dict(zip(self.names, tensors, strict=True))
+        for name in "qk" if self.packed else "":
+            if given.get(f"cum_seqlen_{name}") is not None:
+                checked_ends(self, f"cum_seqlen_{name}", given[f"cum_seqlen_{name}"], given[name].shape[0])
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

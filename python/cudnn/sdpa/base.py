@@ -37,6 +37,22 @@ OFFSETS = tuple(
 )
 
 
+def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
+    """Where packed sequences of so many rows end, read from the device."""
+    values = ends.flatten().tolist()
+    if len(values) < 2 or values[0] != 0 or any(a > b for a, b in pairwise([*values, rows])):
+        got = f"{values[:8]}{'...' if len(values) > 8 else ''}"
+        raise api.error(name, got, f"0, then where each sequence ends, up to the {rows} rows")
+    return values
+
+
+def zero_results(api: FusedAPI, tensors: Sequence[Any]) -> None:
+    """Writes zeros to all results of a call."""
+    for name, tensor in zip(api.names, tensors, strict=True):
+        if tensor is not None and api.spec(name).written:
+            tensor.zero_()
+
+
 class Attention(FusedAPI):
     """A pass of attention over sequences of one length, or packed ones."""
 
@@ -46,8 +62,10 @@ class Attention(FusedAPI):
     usual_types = ("bf16", "fp16")
     head_sizes: ClassVar[Sequence[tuple[int, int]]]
     """Elements of a head, in Q and K and in V."""
-    any_order: ClassVar[bool] = True
-    """Whether matrices may have their dimensions in another order in memory than (b, s, h, d) and (t, h, d)."""
+    as_existing: ClassVar[bool] = False
+    """Whether it refuses what existing programs expect to be refused: matrices in another order in memory than
+    (b, s, h, d) and (t, h, d), and windows that hide no key.
+    """
 
     is_causal: bool
     window_size: tuple[int, int]
@@ -85,9 +103,7 @@ class Attention(FusedAPI):
                 pages = table.shape[-1] if name == "k" and table is not None else 1
                 longest = shape[2] * pages if len(shape) == 4 else 0
             else:
-                values = ends.tolist()
-                if len(values) < 2 or values[0] != 0 or any(a > b for a, b in pairwise(values)):
-                    raise self.error(f"cum_seqlen_{name}", values, "0, then where each sequence ends")
+                values = checked_ends(self, f"cum_seqlen_{name}", ends, given[f"sample_{name}"].shape[-3])
                 longest = max(b - a for a, b in pairwise(values))
             if most is not None and most < longest:
                 raise self.error(f"max_s_{name}", most, f"at least {longest}, the longest sequence")
@@ -132,7 +148,11 @@ class Attention(FusedAPI):
         left, right = self.window_size
         if not self.is_causal and (left, right) != (-1, -1):
             raise self.unsupported("window_size", (left, right), "(-1, -1), unless is_causal=True")
-        for name, desc in self.descs.items() if not self.any_order else ():
+        if self.as_existing:
+            self._check_as_existing()
+
+    def _check_as_existing(self) -> None:
+        for name, desc in self.descs.items():
             if desc is not None and isinstance(self.spec(name).layout, Heads):
                 order = (0, 1) if self.packed else (0, 2, 1)
                 strides = [desc.stride[i] for i in order if desc.shape[i] != 1]
@@ -142,7 +162,7 @@ class Attention(FusedAPI):
                     raise self.error(f"{name} tensor stride", desc.stride, f"{allowed} in memory", cure)
         longest_q, longest_k = self.longest
         if self.window.left is not None and self.window.left >= longest_k - 1:
-            raise self.error("window_size, left", left, f"less than {longest_k - 1}, or -1 for no end")
+            raise self.error("window_size, left", self.window.left, f"less than {longest_k - 1}, or -1 for no end")
         if self.window.right is not None and self.window.right >= longest_q - 1:
             raise self.error("window_size, right", self.window.right, f"less than {longest_q - 1}, or -1 for no end")
 
@@ -151,6 +171,29 @@ class Attention(FusedAPI):
         if (cum_seqlen_q is not None, cum_seqlen_k is not None) != (self.packed, self.packed):
             allowed = "given, for packed sequences" if self.packed else "None, for (b, h, s, d)"
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
+
+    def run_empty(self, tensors: Sequence[Any]) -> None:
+        """No rows of Q: the gradients of K and V are zeros."""
+        zero_results(self, tensors)
+
+    def check_values(self, tensors: Sequence[Any]) -> None:
+        """Raises for offsets, lengths and pages outside the tensors."""
+        given = dict(zip(self.names, tensors, strict=True))
+        k, lengths, table = given["k"], given.get("seqlen_k"), given.get("page_table")
+        if self.packed:
+            for name in "qk":
+                checked_ends(self, f"cum_seqlen_{name}", given[f"cum_seqlen_{name}"], given[name].shape[0])
+        if lengths is None:
+            return
+        page = k.shape[2]
+        most = page * (1 if table is None else table.shape[1])
+        if ((lengths < 0) | (lengths > most)).any():
+            raise self.error("seqlen_k", lengths.tolist(), f"numbers from 0 to {most}, the keys that there is room for")
+        if table is not None:
+            used = torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]
+            if (used & ((table < 0) | (table >= k.shape[0]))).any():
+                allowed = f"pages from 0 to {k.shape[0] - 1}, up to the end of each sequence"
+                raise self.error("page_table", table.tolist(), allowed)
 
     def ends(self) -> dict[str, Any]:
         """Options of a configuration: on which sides the window ends."""

@@ -39,6 +39,8 @@ class Heads(Layout):
         """Any order, apart by multiples of the alignment."""
         if stride[-1] != 1:
             return False
+        if 0 in shape:
+            return True
         reach = shape[-1]
         for dim in sorted((i for i in range(len(shape) - 1) if shape[i] != 1), key=lambda i: stride[i]):
             if stride[dim] < reach or stride[dim] * bits % (8 * self.alignment):
@@ -74,7 +76,7 @@ class RowValues(Layout):
         return [(heads, 1), (1, rows)] if sizes["packed"] else [(heads * rows, rows, 1)]
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        return any(same_stride(shape, stride, allowed) for allowed in self.strides(sizes))
+        return 0 in shape or any(same_stride(shape, stride, allowed) for allowed in self.strides(sizes))
 
     def fitted(self, tensor: Any) -> Any:
         return tensor.squeeze(-1) if tensor.ndim > 2 and tensor.shape[-1] == 1 else tensor

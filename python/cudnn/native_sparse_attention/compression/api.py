@@ -84,7 +84,7 @@ class CompressionAttention(Sparse):
         for name, value in self.scales.items():
             self._check_number(name, value)
         scale, scale_output = self.products()
-        if scale <= 0:
+        if not scale > 0:
             raise self.error("scale_q * scale_k * scale_softmax", scale, "numbers above 0")
         super().__init__({**given, "scale_softmax": scale, "scale_output": scale_output, "right": 0, "left": 0})
 

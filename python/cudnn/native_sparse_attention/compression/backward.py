@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -12,8 +12,8 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.sdpa.backward import TILES
-from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn.sdpa.base import OFFSETS, keys, queries, zero_results
+from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 
@@ -76,6 +76,10 @@ class CompressionAttentionBackward(Sparse):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
                    dk_tensor, dv_tensor, *ends)  # fmt: skip
         self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
+
+    def run_empty(self, tensors: Sequence[Any]) -> None:
+        """No rows of Q: the gradients of K and V are zeros."""
+        zero_results(self, tensors)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]

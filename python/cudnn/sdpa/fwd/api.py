@@ -120,7 +120,7 @@ class SdpaForward(Attention):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
         tensors = (*tensors, seqlen_k_tensor, page_table_tensor)
-        if scale_softmax and scale_softmax < 0:
+        if scale_softmax and not scale_softmax > 0:
             raise self._scale_error(scale_softmax)
         self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
 
@@ -130,7 +130,7 @@ class SdpaForward(Attention):
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        if self.scale_softmax < 0:
+        if not self.scale_softmax > 0:
             raise self._scale_error(self.scale_softmax)
         if not 0 <= self.softcap < math.inf:
             raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
@@ -195,7 +195,7 @@ class SdpafwdSm100D256(SdpaForward):
     """:class:`SdpaForward` for heads of 256 elements, by the name that existing programs use."""
 
     head_sizes = ((256, 256),)
-    any_order = False
+    as_existing = True
     objects: ClassVar[dict[Any, Any]] = {}
 
 

@@ -110,7 +110,7 @@ class SdpabwdSm100D256(SdpaBackward):
     """:class:`SdpaBackward` for heads of 256 elements, by the name that existing programs use."""
 
     head_sizes = ((256, 256),)
-    any_order = False
+    as_existing = True
     objects: ClassVar[dict[Any, Any]] = {}
 
 
