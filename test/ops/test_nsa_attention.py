@@ -369,6 +369,17 @@ def test_overlap_on_a_gpu() -> None:
         assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize(("batch", "rows", "small"), [(2, 0, 0), (0, 8, 2), (2, 0, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype) -> None:
+    shapes = [(4, rows, 64), *[(2, rows, 64)] * 2, *[(2, small, 64)] * 2, (4, rows, 3)]
+    given = [torch.ones(batch, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+    out = nsa_attention(*given, **{**OPTIONS, "block_size": 16})
+    assert out.shape == given[0].shape
+    gradients = torch.autograd.grad(out, given, torch.ones_like(out))
+    assert all(x.shape == y.shape and not y.any() for x, y in zip(given, gradients, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -382,6 +393,8 @@ def test_overlap_on_a_gpu() -> None:
         ({"window_size": 0}, "window_size"),
         ({"block_size": 6}, "block_size and compress_stride: got 6 and 4"),
         ({"block_size": 0}, "block_size and compress_stride"),
+        ({"scale": 0.0}, "scale: got 0.0"),
+        ({"block_indices": torch.zeros(152, 2, 3)}, "type of block_indices: got torch.float32"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

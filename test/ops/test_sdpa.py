@@ -270,12 +270,20 @@ def test_refusals() -> None:
     _refused(NotImplementedError, "dropout_p: got 0.1", dropout_p=0.1)
     grouped = CASES["grouped heads"]
     _refused(ValueError, "heads: got 8, 2, 2 of query, key and value.*pass enable_gqa=True", grouped)
+    uneven = dataclasses.replace(grouped, h_q=9)
+    _refused(ValueError, "heads of query: got 9; allowed: multiples of the 2 heads", uneven, enable_gqa=True)
     _refused(ValueError, "diagonal_alignment: got 2", diagonal_alignment=2)
     _refused(ValueError, "left_bound: got -2", left_bound=-2)
     _refused(ValueError, "right_bound: got -3", right_bound=-3)
     three = torch.zeros(3, dtype=torch.int32)
     _refused(ValueError, r"seq_len_q: got torch.int32 of shape \(3,\); allowed: 2 integers", seq_len_q=three)
     _refused(ValueError, "seq_len_kv: got torch.float32", seq_len_kv=torch.zeros(2))
+    longest = CASES["plain"].s_kv
+    for lengths in ([longest + 1, 1], [-1, 1]):
+        _refused(ValueError, "seq_len_kv: got .* from 0 to", seq_len_kv=torch.tensor(lengths))
+    for ends in ([0, 1, 2 * longest + 1], [-1, 1, 2], [0, 2, 1]):
+        starts = {f"cumulative_seq_len_{side}": torch.tensor(ends) for side in ("q", "kv")}
+        _refused(ValueError, "cumulative_seq_len_q: got .* do not decrease", **starts)
     _refused(ValueError, "cumulative_seq_len_kv: got None beside the other", cumulative_seq_len_q=three)
     _refused(ValueError, "cumulative_seq_len_q: got None beside the other", cumulative_seq_len_kv=three)
     wide = dataclasses.replace(CASES["plain"], d=12)

@@ -80,6 +80,12 @@ def nsa_attention(
     """
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
+    if scale is not None and not scale > 0:
+        raise ValueError(refusal(_WHERE, "scale", scale, "a number above 0, or None"))
+    for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_compressed", cu_seqlens_compressed),
+                        ("block_indices", block_indices)):  # fmt: skip
+        if given is not None and given.dtype not in (torch.int32, torch.int64):
+            raise ValueError(refusal(_WHERE, f"type of {name}", given.dtype, "torch.int32 or torch.int64"))
     if window_size < 1:
         raise ValueError(refusal(_WHERE, "window_size", window_size, "1 and more"))
     if block_size < 1 or (block_indices is None and (compress_stride < 1 or block_size % compress_stride)):
@@ -122,7 +128,7 @@ def nsa_attention(
         else:
             selected, _ = nsa_selection(*of_selection)
             out = nsa_gates(compressed, selected, near, g)
-    return out if packed else out.unflatten(0, (query.shape[0], -1)).transpose(1, 2)
+    return out if packed else out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
 def _check(
@@ -427,7 +433,10 @@ def _window(
 ) -> None:  # fmt: skip
     """Runs a graph of attention to the newest rows of sequences, with tensors by name. No ``ends``: of one length."""
     rows = {name: x for name, x in {**inputs, **outputs}.items() if x.ndim == 3}
-    batch = _batch(next(iter(rows.values())), ends, longest)
+    q = next(iter(rows.values()))
+    if not q.numel():
+        return
+    batch = _batch(q, ends, longest)
     described = {name: _described(x, batch, longest) for name, x in rows.items()}
     if ends is None:
         shapes = {name: (x.shape, x.stride()) for name, x in described.items()}

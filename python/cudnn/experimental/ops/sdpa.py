@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,6 +144,8 @@ class Layout:
         self._batch, self._longest = x.shape[0], x.shape[2]
         self._starts = self._integers(f"cumulative_seq_len_{side}", starts, self._batch + 1)
         self._lengths = self._integers(f"seq_len_{side}", lengths, self._batch)
+        if x.device.type == "cpu":
+            self._check_values(side)
         if self._lengths is None and self._starts is not None:
             self._lengths = self._starts.diff()
         self._is_full = self._lengths is None
@@ -157,6 +160,16 @@ class Layout:
             got = f"{given.dtype} of shape {tuple(given.shape)}"
             raise ValueError(refusal(_WHERE, name, got, f"{count} integers"))
         return aligned(given.flatten().int())
+
+    def _check_values(self, side: str) -> None:
+        """Raises for lengths and places outside the tensors. Not on a GPU, which the host would have to wait for."""
+        lengths, starts = (None if x is None else x.tolist() for x in (self._lengths, self._starts))
+        tokens = self._batch * self._longest
+        if starts is not None and (starts[0] < 0 or any(a > b for a, b in pairwise([*starts, tokens]))):
+            allowed = f"numbers that do not decrease, from 0 to {tokens}"
+            raise ValueError(refusal(_WHERE, f"cumulative_seq_len_{side}", starts, allowed))
+        if lengths is not None and any(not 0 <= length <= self._longest for length in lengths):
+            raise ValueError(refusal(_WHERE, f"seq_len_{side}", lengths, f"numbers from 0 to {self._longest}"))
 
     def readable(self, x: torch.Tensor) -> torch.Tensor:
         """The tensor as the graph can read it; a copy where it lies otherwise."""
@@ -209,6 +222,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bou
     if len(set(kinds.values())) > 1:
         got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
         raise ValueError(refusal(_WHERE, "types and devices", got, "one type, and one device, for all three"))
+    hq, hk = q.shape[1], k.shape[1]
+    if hq % max(hk, 1):
+        raise ValueError(refusal(_WHERE, "heads of query", hq, f"multiples of the {hk} heads of key and value"))
     if alignment not in (0, 1):
         raise ValueError(refusal(_WHERE, "diagonal_alignment", alignment, "0 (top left) or 1 (bottom right)"))
     for name, bound in bounds.items():
