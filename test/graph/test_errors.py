@@ -174,6 +174,21 @@ def test_misaligned_memory() -> None:
         graph.execute({x: raw[1:], y: torch.zeros(4, 6)})
 
 
+def test_the_reference_has_one_plan() -> None:
+    graph, x, y = doubled()
+    pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
+    graph.execute_plan_at_index(pack, None, 0)
+    for name in ("plan_name", "behavior_notes_for_plan", "workspace_size_plan"):
+        with pytest.raises(RuntimeError, match="plan index: got 1; allowed: 0"):
+            getattr(graph, f"get_{name}_at_index")(1)
+    for call in (graph.build_plan_at_index, lambda i: graph.execute_plan_at_index(pack, None, i)):
+        with pytest.raises(RuntimeError, match="plan index: got 1; allowed: 0"):
+            call(1)
+    restored = cudnn.pygraph()
+    restored.deserialize(None, graph.serialize())  # as with no handle
+    assert repr(restored) == repr(graph)
+
+
 def test_overrides_are_for_gpus() -> None:
     graph, x, y = doubled()
     pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}

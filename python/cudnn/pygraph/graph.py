@@ -345,7 +345,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def build_plan_at_index(self, index: int) -> None:
         """Builds one configuration and makes it the one that ``execute`` runs."""
-        plans = self._plans("build_plan_at_index")
+        plans = self._plans("build_plan_at_index", index)
         if plans is not None:
             plans.build_at(index)
             self._adopt(plans.candidate)
@@ -385,10 +385,12 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             )  # fmt: skip
         return self._program
 
-    def _plans(self, step: str) -> PlanList | None:
-        """The plans of cuDNN, None for the reference executor."""
+    def _plans(self, step: str, index: int = 0) -> PlanList | None:
+        """The plans of cuDNN, None for the reference executor, which has one plan."""
         program = self._built(step)
         if isinstance(program, ReferenceProgram):
+            if index:
+                raise RuntimeError(f"plan index: got {index}; allowed: 0, the reference executor's only plan.")
             return None
         if program.plans is None:
             raise RuntimeError(
@@ -426,7 +428,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def get_workspace_size_plan_at_index(self, index: int) -> int:
         """Bytes of device memory that the plan at an index needs."""
-        plans = self._plans("get_workspace_size_plan_at_index")
+        plans = self._plans("get_workspace_size_plan_at_index", index)
         return 0 if plans is None else self._cudnn().workspace_size(plans.plan_at(index))
 
     def _cudnn(self) -> CudnnProgram:
@@ -435,7 +437,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def get_plan_name_at_index(self, index: int) -> str:
         """Name of a configuration: ``eng<engine>_k<knob>=<value>...``."""
-        plans = self._plans("get_plan_name_at_index")
+        plans = self._plans("get_plan_name_at_index", index)
         return "reference" if plans is None else plans.config_at(index).tag
 
     def get_plan_name(self) -> str:
@@ -450,12 +452,12 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
 
     def get_behavior_notes_for_plan_at_index(self, index: int) -> list[behavior_note]:
         """Behaviour notes of a configuration."""
-        plans = self._plans("get_behavior_notes_for_plan_at_index")
+        plans = self._plans("get_behavior_notes_for_plan_at_index", index)
         return [] if plans is None else plans.config_at(index).behavior_notes
 
     def get_numerical_notes_for_plan_at_index(self, index: int) -> list[numerical_note]:
         """Numerical notes of a configuration."""
-        plans = self._plans("get_numerical_notes_for_plan_at_index")
+        plans = self._plans("get_numerical_notes_for_plan_at_index", index)
         return [] if plans is None else plans.config_at(index).numerical_notes
 
     def get_engine_count(self) -> int:
@@ -585,7 +587,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         override_strides: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """As ``execute``, with the built plan at an index."""
-        plans = self._plans("execute_plan_at_index")
+        plans = self._plans("execute_plan_at_index", index)
         if plans is None:
             return self._execute_any(
                 tensor_to_buffer, workspace, handle, override_uids, override_shapes, override_strides
@@ -744,7 +746,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         was described by CPU arrays. Data without a plan, and JSON text (``repr(graph)``), restore the description only.
         """
         *handles, data = arguments
-        if handles:
+        if handles and handles[0] is not None:
             self._handle = resolve(handles[0])
         restored = serialization.load(data)
         self._forget_program()
