@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cudnn import launch, settings
@@ -59,6 +59,37 @@ def kernel_plan(arch: str, configuration: Any) -> KernelPlan:
     return KernelPlan(ARCHITECTURES[arch].source(configuration), configuration)
 
 
+_TEMPLATE = '''
+def run(tensors, scalars, stream, workspace):
+    """What ``execute`` does, with tensors in the order of its signature."""
+    global checked
+    try:
+        index = tensors[0].get_device()
+        if index < 0:
+            on_cpu(tensors, scalars, stream, workspace)
+            return
+        tensors = {refitted}
+        {names}, = tensors
+        {known}known = checked
+        if {unseen} or (workspace is not None and workspace is not known()):
+            accepted = check(tensors, workspace)
+            if accepted is None:
+                return
+            checked = accepted
+        {numbers}
+        {defaults}
+        limit = known_limit(index) or limit_of(index)
+        stream = current_stream(index) if stream is None else raw_stream(stream, index)
+        {allocated}
+        kernel({arguments})
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        again = otherwise(tensors, scalars)
+        if again is None:
+            raise
+        again(tensors, scalars, stream, workspace)
+'''
+
+
 class Call:
     """A kernel bound to an API's arguments.
 
@@ -68,61 +99,76 @@ class Call:
     """
 
     def __init__(self, api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> None:
-        self.api, self.plan = api, plan
+        self.api, self.plan, self.kernel = api, plan, kernel
         if plan.notice:
             say(api._title(), plan.notice)
-        self.call = _written_out(api, plan, kernel)
-        absent = [name for name in api.names if not api.given(name)]
-        self.seen = _picked(api, _unrelated(api), absent)
         self.leading = api.names.index(api.leading(api.descs))
         self.refits, self.viewing = self._refits(api.refitted), api.views
-        self.defaults = tuple(getattr(api, name) for name in api.scalars)
-        self.unset = (None,) * len(self.defaults)
-        self.prepares = any(slot.name == "workspace" for slot in plan.slots)
-        self.sized = _picked(api, [name for name in (*api.sized_by, *api.counted_by) if api.given(name)])
+        self.sized = [name for name in (*api.sized_by, *api.counted_by) if api.given(name)]
         self.room: tuple[Any, int] = (None, 0)  # shapes, and the bytes of their workspace
         self.limits: dict[int, int] = {}
-        self.checked: tuple[Any, Callable[[], Any]] = (None, _none)
-        self.current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.unrelated = _unrelated(api)
+        self.run = self._written_out()
 
-    def run(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], stream: Any, workspace: Any) -> None:
-        """What ``execute`` does, with tensors in the order of its signature."""
-        try:
-            index = tensors[0].get_device()
-            if index < 0:
-                self.api.run_on_cpu(tensors, scalars, stream, workspace)
-                return
-            if self.refits or self.viewing:
-                tensors = self._refitted(tensors)
-            seen = self.seen(tensors)
-            checked, known = self.checked
-            if seen != checked or (workspace is not None and workspace is not known()):
-                named = dict(zip(self.api.names, tensors, strict=True))
-                self.api.check_as_many(named)
-                if 0 in tensors[self.leading].shape:
-                    self.api.run_empty(tensors)
-                    return
-                self._check(tensors, named, seen, workspace)
-            if scalars == self.unset:
-                scalars = self.defaults
-            elif None in scalars:
-                scalars = tuple(d if s is None else s for s, d in zip(scalars, self.defaults, strict=True))
-            limit = self.limits.get(index) or self._limit(index)
-            stream = self.current_stream(index) if stream is None else launch.raw_stream(stream, index)
-            if self.prepares and workspace is None:
-                workspace = self._allocated(tensors, stream)
-            self.call(tensors, scalars, limit, stream, workspace)
-        except (TypeError, ValueError, AttributeError, RuntimeError):
-            if not self.viewing and self.api.viewed_call(tensors) is not tensors:
-                self.viewing = True
-                self.run(tensors, scalars, stream, workspace)
-                return
-            self.api.explain(tensors, scalars)  # says it better, where a tensor is at fault
+    def _written_out(self) -> Callable[..., None]:
+        """What ``execute`` does: ``run(tensors, scalars, stream, workspace)``, written out for the tensors of this API.
+
+        One Python frame, in which a tensor or number has a variable of its own, takes 0.8 of the time of one that
+        passes tuples to others.
+        """
+        api = self.api
+        names = [f"t{i}" for i in range(len(api.names))]
+        unrelated = [api.names.index(name) for name in self.unrelated]
+        absent = [f"t{i}" for i, name in enumerate(api.names) if not api.given(name)]
+        unseen = [f"t{i}.shape != k{i}" for i in unrelated] + [f"{name} is not None" for name in absent]
+        numbers = [f"s{i}" for i in range(len(api.scalars))]
+        defaults = [f"        if s{i} is None:\n            s{i} = defaults[{i}]" for i in range(len(numbers))]
+        prepares = any(slot.name == "workspace" for slot in self.plan.slots)
+        source = _TEMPLATE.format(
+            refitted="refitted(tensors)" if self.refits or self.viewing else "tensors",
+            names=", ".join(names),
+            known="".join(f"k{i}, " for i in unrelated),
+            unseen=" or ".join(unseen),
+            numbers=f"{', '.join(numbers)}, = scalars" if numbers else "",
+            defaults="\n".join(defaults).strip(),
+            allocated="if workspace is None: workspace = allocated(tensors, stream)" if prepares else "",
+            arguments=_arguments(api, self.plan),
+        )
+        scope: dict[str, Any] = {
+            "kernel": self.kernel,
+            "torch": torch,
+            "constants": dict(api.constants),
+            "checked": (*(None for _ in unrelated), _none),
+            "check": self._check,
+            "on_cpu": api.run_on_cpu,
+            "refitted": self._refitted,
+            "defaults": tuple(getattr(api, name) for name in api.scalars),
+            "known_limit": self.limits.get,
+            "limit_of": self._limit,
+            "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+            "raw_stream": launch.raw_stream,
+            "allocated": self._allocated,
+            "otherwise": self._otherwise,
+        }
+        exec(compile(source, __file__, "exec"), scope)
+        return scope["run"]
+
+    def _otherwise(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...]) -> Callable[..., None] | None:
+        """After an error: what runs a call whose tensors are to be seen in other dimensions; None where none are.
+
+        Raises:
+            TypeError, ValueError: what is wrong with the call, where a tensor or number is at fault.
+        """
+        if not self.viewing and self.api.viewed_call(tensors) is not tensors:
+            self.viewing = True
+        else:
+            self.api.explain(tensors, scalars)  # says it better than the error
             others = self.api.unfitting(dict(zip(self.api.names, tensors, strict=True)))
             if not others:
-                raise
+                return None
             self.refits = [*self.refits, *self._refits(others)]
-            self.run(tensors, scalars, stream, workspace)
+        self.api.run = self._written_out()
+        return self.api.run
 
     def _refits(self, names: Sequence[str]) -> list[tuple[int, Callable[[Any], Any]]]:
         """Which tensors are brought into the dimensions of their layouts, and how."""
@@ -137,18 +183,26 @@ class Call:
 
     def emulate(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], multiprocessors: int, workspace: Any) -> None:
         """The same in the emulator, for tensors that were checked."""
-        if self.prepares and workspace is None:
+        if workspace is None and any(slot.name == "workspace" for slot in self.plan.slots):
             workspace = self._allocated(tensors, 0)
-        self.call(tensors, scalars, self.api.usable(self.plan, multiprocessors), 0, workspace)
+        known = {"kernel": self.kernel, "torch": torch, "constants": dict(self.api.constants)}
+        known |= {f"t{i}": tensor for i, tensor in enumerate(tensors)} | {f"s{i}": x for i, x in enumerate(scalars)}
+        known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
+        eval(f"kernel({_arguments(self.api, self.plan)})", known)
 
-    def _check(self, tensors: tuple[Any, ...], named: Mapping[str, Any], seen: Any, workspace: Any) -> None:
-        """Checks shapes and workspace, and remembers them."""
+    def _check(self, tensors: tuple[Any, ...], workspace: Any) -> tuple[Any, ...] | None:
+        """Checks shapes and workspace, and returns what to remember of them; None where there is nothing to compute."""
+        named = dict(zip(self.api.names, tensors, strict=True))
+        self.api.check_as_many(named)
+        if 0 in tensors[self.leading].shape:
+            self.api.run_empty(tensors)
+            return None
         self.api.check_shapes(named)
         known: Callable[[], Any] = _none
         if workspace is not None:
             self.api.check_workspace(tensors, workspace, self.plan)
             known = weakref.ref(workspace)
-        self.checked = (seen, known)
+        return (*(named[name].shape for name in self.unrelated), known)
 
     def _limit(self, index: int) -> int:
         self.limits[index] = self.api.usable(self.plan, self.api.multiprocessors(index))
@@ -156,7 +210,8 @@ class Call:
 
     def _allocated(self, tensors: tuple[Any, ...], stream: int) -> Any:
         """Memory of this call, which PyTorch's allocator knows to be used on ``stream``."""
-        shapes, (known, size), first = self.sized(tensors), self.room, tensors[0]
+        shapes = [tensors[self.api.names.index(name)].shape for name in self.sized]
+        (known, size), first = self.room, tensors[0]
         if shapes != known:
             size = self.plan.workspace_size(self.api.sizes_now(tensors))
             self.room = (shapes, size)
@@ -164,22 +219,19 @@ class Call:
             return torch.empty(size, dtype=torch.uint8, device=first.device)
 
 
-def _written_out(api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> Callable[..., None]:
-    """Calls a kernel with a call's tensors and scalars, the number of multiprocessors, stream and workspace.
+def _arguments(api: FusedAPI, plan: Plan) -> str:
+    """A kernel's arguments as source text: tensors t0 ..., scalars s0 ..., limit, stream, workspace.
 
-    Written out, it takes a third of the time of picking from a tuple of them all. Packed elements are taken as bytes,
-    signed bytes as exponents.
+    Packed elements are taken as bytes, signed bytes as exponents.
     """
     views = {torch.float4_e2m1fn_x2: torch.uint8, torch.int8: torch.float8_e8m0fnu}
     text = {"multiprocessors": "limit", "stream": "stream", "workspace": "workspace"}
-    text |= {name: f"scalars[{i}]" for i, name in enumerate(api.scalars)}
+    text |= {name: f"s{i}" for i, name in enumerate(api.scalars)}
     for i, name in enumerate(api.names):
         viewed = api.given(name) and api.dtype(name) in views
-        text[name] = f"tensors[{i}].view({views[api.dtype(name)]})" if viewed else f"tensors[{i}]"
+        text[name] = f"t{i}.view({views[api.dtype(name)]})" if viewed else f"t{i}"
     text |= {name: f"constants[{name!r}]" for name in api.constants}
-    arguments = ", ".join(text[slot.name] for slot in plan.slots)
-    known = {"kernel": kernel, "torch": torch, "constants": dict(api.constants)}
-    return eval(f"lambda tensors, scalars, limit, stream, workspace: kernel({arguments})", known)
+    return ", ".join(text[slot.name] for slot in plan.slots)
 
 
 def _unrelated(api: FusedAPI) -> list[str]:
@@ -202,13 +254,6 @@ def _is_related(api: FusedAPI, layout: Any) -> bool:
     if isinstance(layout, Matrix):
         return layout.columns not in api.multiples and layout.rows not in api.multiples
     return not isinstance(layout, BlockScales) and not set(getattr(layout, "dims", ())) & set(api.multiples)
-
-
-def _picked(api: FusedAPI, shapes: Sequence[str], whole: Sequence[str] = ()) -> Callable[[Sequence[Any]], Any]:
-    """The shapes of some tensors of a call, and others whole. Written out, four take two thirds of a loop's time."""
-    parts = [f"tensors[{api.names.index(name)}].shape" for name in shapes]
-    parts += [f"tensors[{api.names.index(name)}]" for name in whole]
-    return eval(f"lambda tensors: ({', '.join(parts)},)")
 
 
 @functools.cache
