@@ -118,9 +118,7 @@ def nsa_attention(
         compressed, selected, near, *_ = nsa_branches(*given, packed, factor, best, *sizes, most_keys, *window[2:])
         out = nsa_gates(compressed, selected, near, g)
     else:
-        compressed, _, lists = _compressed(
-            q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys
-        )
+        compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
         near, _ = nsa_window(q, k, v, *window)
         of_selection = (q, k, v, lists, ends, factor, block_size)
         if not differentiated and selection_takes_gates(q, v, block_size):
