@@ -496,9 +496,9 @@ def test_what_functions_say_of_themselves() -> None:
     assert cudnn.grouped_gemm_glu_wrapper_sm100.supports_external_scheduler_counter
     assert not hasattr(cudnn.grouped_gemm_srelu_wrapper_sm100, "supports_canonical_layouts")
     size = cudnn.get_grouped_gemm_wgrad_workspace_size_sm100
-    assert (size(3), size(2, output_mode="discrete", input_order="tensor_ragged")) == (1536, 1280)
-    with pytest.raises(ValueError, match="num_experts: got 0; allowed: at least 1"):
-        size(0)
+    assert (size(3), size(2, output_mode="discrete", input_order="tensor_ragged"), size(0)) == (1536, 1280, 1)
+    with pytest.raises(ValueError, match="num_experts: got -1; allowed: 0 or more"):
+        size(-1)
 
 
 NO_TOKENS = [(BF16, None, 16, {}), (E4M3, E8M0, 32, {}), (FP4, E4M3, 16, {"input_order": "tensor_ragged"})]

@@ -112,13 +112,13 @@ def get_grouped_gemm_wgrad_workspace_size(
     where = "get_grouped_gemm_wgrad_workspace_size"
     orders = [order.value for order in WGradInputOrder]
     for name, got, wrong, allowed in (
-        ("num_experts", num_experts, num_experts < 1, "at least 1"),
+        ("num_experts", num_experts, num_experts < 0, "0 or more"),
         ("output_mode", repr(output_mode), output_mode not in ("dense", "discrete"), "dense, discrete"),
         ("input_order", input_order, getattr(input_order, "value", input_order) not in orders, ", ".join(orders)),
     ):
         if wrong:
             raise ValueError(refusal(where, name, got, allowed))
-    return 128 * (4 if output_mode == "dense" else 5) * num_experts
+    return max(128 * (4 if output_mode == "dense" else 5) * num_experts, 1)
 
 
 get_grouped_gemm_wgrad_workspace_size_sm100 = get_grouped_gemm_wgrad_workspace_size
