@@ -643,6 +643,10 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):
         with pytest.raises(ValueError, match=r"^MoE: "):
             MoE(*sizes, activation=activation)
+    for rule, words in (({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"), ({"score": "max"}, "score: got"),
+                        ({"n_group": 3}, "n_group: got 3")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^MoE: {words}"):
+            MoE(64, 32, **{"experts": 4, "top_k": 2, **rule})
     with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):
         layer.load_gate_up(gate)
 

@@ -142,20 +142,21 @@ def _check(logits: torch.Tensor, bias: Maybe, rule: Rule) -> None:
         _refuse(where, "type of logits", logits.dtype, ", ".join(map(str, _TYPES)))
     if logits.stride(1) != 1 and experts > 1:
         _refuse(where, "strides of logits", logits.stride(), "rows contiguous", "pass logits.contiguous()")
-    if not 0 < rule.top_k <= min(MOST_CHOICES, experts):
-        _refuse(where, "top_k", rule.top_k, f"1 to {min(MOST_CHOICES, experts)} of {experts} experts")
-    if rule.score not in ("softmax", "sigmoid"):
-        _refuse(where, "score", repr(rule.score), "'softmax' or 'sigmoid'")
+    check_rule(where, experts, rule, bias is not None)
     if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
         got = f"{bias.dtype} of the shape {tuple(bias.shape)}, strides {bias.stride()}"
         _refuse(where, "bias", got, f"torch.float32 of the shape ({experts},), contiguous")
     if bias is not None and bias.device != logits.device:
         _refuse(where, "device of bias", bias.device, f"that of logits, {logits.device}")
     _check_rows(where, logits.shape[0], rule.top_k)
-    _check_groups(where, experts, rule, bias is not None)
 
 
-def _check_groups(where: str, experts: int, rule: Rule, biased: bool) -> None:
+def check_rule(where: str, experts: int, rule: Rule, biased: bool) -> None:
+    """Raises a ``ValueError`` for a rule that does not fit so many experts."""
+    if not 0 < rule.top_k <= min(MOST_CHOICES, experts):
+        _refuse(where, "top_k", rule.top_k, f"1 to {min(MOST_CHOICES, experts)} of {experts} experts")
+    if rule.score not in ("softmax", "sigmoid"):
+        _refuse(where, "score", repr(rule.score), "'softmax' or 'sigmoid'")
     if not 0 < rule.n_group <= MOST_GROUPS or experts % rule.n_group:
         _refuse(where, "n_group", rule.n_group, f"1 to {MOST_GROUPS}, divisors of the {experts} experts")
     size = experts // rule.n_group

@@ -14,7 +14,7 @@ from cudnn.errors import refusal
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
-from cudnn.moe.routing import Routing, logits_gradient, route, routed, rule_of, sort
+from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.ops._moe_mlp import checked, moe_mlp
 from cudnn.ops._registration import is_seen
 
@@ -151,6 +151,8 @@ class MoE(torch.nn.Module):
             raise ValueError(
                 refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
             )
+        rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
+        check_rule("MoE", experts, rule, correction_bias)
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
