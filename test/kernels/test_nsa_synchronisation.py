@@ -19,6 +19,7 @@ from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
 from cudnn_kernels.attention.sparse import (  # noqa: E402
     CompressionTopKConfiguration,
     InverseConfiguration,
+    SelectionBackwardConfiguration,
     SelectionConfiguration,
     TopKConfiguration,
 )
@@ -60,9 +61,11 @@ ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]]
     # what makes a kernel's arguments, and what judges its results
     CompressionTopKConfiguration: (one_cta, nsa.assert_one_pass),
     SelectionConfiguration: (nsa.selection_inputs, nsa.assert_selected),
+    SelectionBackwardConfiguration: (nsa.selection_backward_inputs, nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
     InverseConfiguration: (sorted_rows, assert_sorted),
 }
+BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, part=32)
 TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
 ONE_PASS = replace(nsa.SMALL, heads=16, key_heads=1, tile=(192, 64), block=4, stride=2)
 SEVERAL = Ranking(((8, 4), (88, 44)))  # rows that see up to 32 keys take a path of their own
@@ -73,6 +76,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "selection": (
         SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 40), 3)
     ),
+    "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
     "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
     "compression with top-k": (ONE_PASS, SEVERAL),
@@ -83,6 +87,7 @@ IN_ONE = {
     "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
     "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
 }
+KERNELS = {"gradients by blocks": "_blocks"}  # a part of its name, where a call has several
 OF_TOP_K = {
     "bar.warp.sync": (1, LANES),
     "fence.mbarrier_init.release.cluster": (1, "the fence between proxies, before all meet, orders these writes too"),
@@ -90,6 +95,11 @@ OF_TOP_K = {
 NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction, and why
     "lists": LISTS,
     "selection": {"bar.warp.sync": (6, LANES)},
+    "gradients by blocks": {
+        "bar.warp.sync": (1, LANES),
+        "wgmma.fence.sync.aligned": (1, "no register of a product was written since the one before"),
+        "wgmma.wait_group.sync.aligned": (1, "dV's product, whose operand has its own registers: waited for next"),
+    },
     "top-k": OF_TOP_K,
     "top-k, teams of warps": OF_TOP_K,
     "compression with top-k": IN_ONE,
@@ -125,6 +135,6 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
 @pytest.mark.parametrize("name", brief(list(CASES), 0))
 @pytest.mark.timeout(1200)
 def test_each_synchronisation_is_missed(name: str) -> None:
-    results = mutants(launcher(*CASES[name]), ATTEMPTS)
+    results = mutants(launcher(*CASES[name]), ATTEMPTS, entry=KERNELS.get(name, ""))
     assert len(results) >= 2
     assert not unexplained(results, NOT_NOTICED.get(name, {}))

@@ -247,7 +247,8 @@ class TopKConfiguration(SharedHeads):
 
     A block is ``block`` rows, whose keys were compressed to one for every ``stride`` rows. ``tile`` is (rows of the
     product, keys): a row of the product is a row of a head of Q. ``whole``: the results are whole lists, and lse is a
-    natural logarithm, not yet times -log2(e).
+    natural logarithm, not yet times -log2(e). ``ctas``: so many share a multiprocessor, of which one compares while
+    another waits for Q.
     """
 
     dtype: str
@@ -261,6 +262,7 @@ class TopKConfiguration(SharedHeads):
     tile: tuple[int, int] = (128, 128)
     stages: int = 3
     whole: bool = False
+    ctas: int = 1
 
     kernel = "top_k:TopK"
 

@@ -98,7 +98,7 @@ class TopK(WarpgroupProducts):
             given["scale_softmax"] * softmax.LOG2_E,
         ).launch(
             grid=[tiles * heads, 1, 1], block=[self.warps * WARP + WARP, 1, 1], stream=given["stream"],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=c.ctas, preferred_smem_carveout=100 if const_expr(c.ctas > 1) else None,
         )  # fmt: skip
 
     @cute.kernel

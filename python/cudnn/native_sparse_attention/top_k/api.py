@@ -131,9 +131,11 @@ class TopKReduction(Sparse):
             raise self.unsupported("selection_block_size / compress_stride", share, f"at most {most}")
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
+        hq, hk, d = (sizes[x] for x in ("hq", "hk", "d"))
+        two = d <= 128 and hq // hk >= 8 and self.k_value <= 32  # then memory and registers suffice for two CTAs
         configuration = TopKConfiguration(
-            name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], self.k_value, self.selection_block_size,
-            self.compress_stride, self.packed, TILES[sizes["d"]], whole=self.whole_lists,
+            name_of(self.dtype("q")), hq, hk, d, self.k_value, self.selection_block_size, self.compress_stride,
+            self.packed, TILES[d], 2 if two else 3, self.whole_lists, 2 if two else 1,
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
