@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -249,45 +249,15 @@ def test_sequences_too_short_for_a_compressed_key() -> None:
     torch.testing.assert_close(found.transpose(1, 2).flatten(0, 1), packed)
 
 
-@pytest.mark.parametrize("overlap", brief([False, True], 0))
-def test_compiled_it_is_the_same(overlap: bool) -> None:
+def test_compiled_it_is_the_same() -> None:
     call = tensors((64,))
     of = leaves(call)
     expected = nsa_attention(**call, **OPTIONS)
     compiled = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
-    found = compiled(**call, **OPTIONS, overlap=overlap)
+    found = compiled(**call, **OPTIONS)
     torch.testing.assert_close(found, expected)
     for mine, other in zip(*(torch.autograd.grad(x.sum(), of) for x in (found, expected)), strict=True):
         torch.testing.assert_close(mine, other)
-
-
-class Streams:
-    """Stands in for CUDA's: keeps a list of what is done on which stream, and who waits for whom."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[tuple[str, str]] = []
-        self.current = self.first = Stream("first", self.done)
-        second = Stream("second", self.done)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self.entered)
-        monkeypatch.setattr(_streams, "_second", lambda device, first: second)
-        monkeypatch.setattr(_nsa_attention, "forked", lambda device: _streams.forked(torch.device("cuda", 0)))
-        for name in ("_window_results", "_window_forward", "nsa_compression", "nsa_top_k", "nsa_selection",
-                     "_window_backward", "nsa_selection_bwd", "nsa_compression_bwd"):  # fmt: skip
-            monkeypatch.setattr(_nsa_attention, name, self.noted(name, getattr(_nsa_attention, name)))
-
-    @contextmanager
-    def entered(self, stream: Any) -> Any:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.done.append((self.current.name, name))
-            return function(*arguments)
-
-        return call
 
 
 class Stream:
@@ -314,29 +284,6 @@ def test_each_stream_has_a_second_one_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert seconds[0] is not seconds[1]
 
 
-def test_the_window_runs_beside_the_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are allocated before, on the stream of the call, which waits in the end: also after an error."""
-    call = tensors((24, 40))
-    of = leaves(call)
-    expected = nsa_attention(**call, **OPTIONS)
-    gradients = torch.autograd.grad(expected.sum(), of)
-    streams = Streams(monkeypatch)
-    fork, join = ("second", "waits for first"), ("first", "waits for second")
-    found = nsa_attention(**call, **OPTIONS, overlap=True)
-    others = [("first", name) for name in ("nsa_compression", "nsa_top_k", "nsa_selection")]
-    assert streams.done == [("first", "_window_results"), fork, ("second", "_window_forward"), *others, join]
-    torch.testing.assert_close(found, expected)
-    streams.done.clear()
-    for mine, other in zip(torch.autograd.grad(found.sum(), of), gradients, strict=True):
-        torch.testing.assert_close(mine, other)
-    others = [("first", name) for name in ("nsa_selection_bwd", "nsa_compression_bwd")]
-    assert streams.done == [fork, ("second", "_window_backward"), *others, join]
-    monkeypatch.setattr(_nsa_attention, "nsa_selection", None)
-    with pytest.raises(TypeError):
-        nsa_attention(**call, **OPTIONS, overlap=True)
-    assert streams.done[-1] == join
-
-
 @pytest.mark.gpu
 def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for compression and top-k, no gates of their own: as with all of them, and the same bits each time."""
@@ -349,24 +296,6 @@ def test_fewer_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_nsa_attention, rule, lambda *_: False)
         expected = nsa_attention(**call, **options)
         assert (found - expected).float().norm() < 0.01 * expected.float().norm()
-
-
-@pytest.mark.gpu
-def test_overlap_on_a_gpu() -> None:
-    """The same bits forward, gradients added in another order, and both streams' work in a CUDA graph."""
-    call = {name: x.cuda() for name, x in tensors((512, 1000), (16, 1), 64, torch.bfloat16, 16).items()}
-    options, of = {"block_size": 32, "compress_stride": 16, "selected_blocks": 8, "window_size": 100}, leaves(call)
-    expected, found = (nsa_attention(**call, **options, overlap=x) for x in (False, True))
-    assert torch.equal(found, expected)
-    for mine, other in zip(*(torch.autograd.grad(x.float().sum(), of) for x in (found, expected)), strict=True):
-        assert (mine - other).float().norm() < 0.01 * other.float().norm()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        again = nsa_attention(**call, **options, overlap=True)
-    for _ in range(20):
-        again.zero_()
-        graph.replay()
-        assert torch.equal(again, expected)
 
 
 @pytest.mark.parametrize(("batch", "rows", "small"), [(2, 0, 0), (0, 8, 2), (2, 0, 3)])

@@ -12,7 +12,6 @@ from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
-from cudnn.ops._streams import forked
 from cudnn_kernels.attention.sparse import ALWAYS
 
 _WHERE = "nsa_attention"
@@ -39,7 +38,6 @@ def nsa_attention(
     block_indices: Maybe = None,
     scale: float | None = None,
     max_seqlen: int | None = None,
-    overlap: bool = False,
 ) -> torch.Tensor:
     """Native sparse attention (J. Yuan et al., 2025), causal: the sum of three attentions, each times its gate.
 
@@ -67,9 +65,6 @@ def nsa_attention(
             -1 for none.
         scale: None: ``D ** -0.5``.
         max_seqlen: at least the length of the longest packed sequence; None: T. It changes what the window costs.
-        overlap: on a GPU, the window's kernels run on a stream of their own, beside the others', forward and backward.
-            Short sequences may gain where the others leave multiprocessors idle; it has not been timed. The gradients
-            of all branches are in memory at the same time.
 
     Returns:
         ``[B, H_q, S, D_v]`` or ``[T, H_q, D_v]``, in the type of query.
@@ -113,19 +108,14 @@ def nsa_attention(
     differentiated = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, key, value, compressed_key, compressed_value, gates)
     )
-    if overlap:
-        given = (q, k, v, ck, cv, lists, ends, ends_compressed)
-        compressed, selected, near, *_ = nsa_branches(*given, packed, factor, best, *sizes, most_keys, *window[2:])
-        out = nsa_gates(compressed, selected, near, g)
+    compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
+    near, _ = nsa_window(q, k, v, *window)
+    of_selection = (q, k, v, lists, ends, factor, block_size)
+    if not differentiated and selection_takes_gates(q, v, block_size):
+        out = nsa_gated_selection(*of_selection, compressed, near, g)
     else:
-        compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
-        near, _ = nsa_window(q, k, v, *window)
-        of_selection = (q, k, v, lists, ends, factor, block_size)
-        if not differentiated and selection_takes_gates(q, v, block_size):
-            out = nsa_gated_selection(*of_selection, compressed, near, g)
-        else:
-            selected, _ = nsa_selection(*of_selection)
-            out = nsa_gates(compressed, selected, near, g)
+        selected, _ = nsa_selection(*of_selection)
+        out = nsa_gates(compressed, selected, near, g)
     return out if packed else out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
@@ -465,18 +455,10 @@ def nsa_window(
     Sequences are packed, or, without ``ends``, have ``longest`` rows each.
     """
     results = _window_results(q, v, ends, longest)
-    _window_forward((q, k, v), results, ends, scale, window, longest)
-    return results
-
-
-def _window_forward(
-    given: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], ends: Maybe, scale: float, window: int,
-    longest: int,
-) -> None:  # fmt: skip
-    """Fills O and the log-sum-exp, of Q, K and V."""
-    inputs = {name: _graphs.aligned(x) for name, x in zip("qkv", given, strict=True)}
+    inputs = {name: _graphs.aligned(x) for name, x in (("q", q), ("k", k), ("v", v))}
     outputs = {"o": results[0], "stats": results[1]}
     _window(_window_cache, describe_forward, inputs, outputs, ends, scale, window, longest)
+    return results
 
 
 def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -497,20 +479,12 @@ def nsa_window_bwd(
     ends: Maybe, scale: float, window: int, longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
+    rows = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
+    inputs = {**{name: _graphs.aligned(x) for name, x in rows.items()}, "stats": stats}
     gradients = _like(q), _like(k), _like(v)
-    _window_backward((q, k, v, o, d_o, stats), gradients, ends, scale, window, longest)
-    return gradients
-
-
-def _window_backward(
-    given: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...], ends: Maybe, scale: float, window: int,
-    longest: int,
-) -> None:  # fmt: skip
-    """Fills the gradients, of Q, K, V, O, dO and the log-sum-exp."""
-    *rows, stats = given
-    inputs = {name: _graphs.aligned(x) for name, x in zip(("q", "k", "v", "o", "do"), rows, strict=True)}
-    inputs, outputs = {**inputs, "stats": stats}, {f"d{x}": out for x, out in zip("qkv", gradients, strict=True)}
+    outputs = {f"d{x}": out for x, out in zip("qkv", gradients, strict=True)}
     _window(_window_backward_cache, describe_backward, inputs, outputs, ends, scale, window, longest)
+    return gradients
 
 
 @nsa_window_bwd.register_fake
@@ -534,90 +508,3 @@ def _differentiate_window(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...
 
 
 nsa_window.register_autograd(_differentiate_window, setup_context=_setup_window)
-
-
-@custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
-def nsa_branches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, lists: Maybe,
-    ends: torch.Tensor, ends_compressed: torch.Tensor, packed: bool, scale: float, best: int, block_size: int,
-    compress_stride: int, most_keys: int, window: int, longest: int,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    """O of compression, selection and window, the latter on another stream; then their log-sum-exps, and the lists.
-
-    Its memory is allocated on the stream of the call, which waits for the other one before this returns: so nobody
-    else needs to know of that stream, be it PyTorch's allocator, a CUDA graph that is captured or a compiler.
-    """
-    near, stats = results = _window_results(q, v, ends if packed else None, longest)
-    with torch.no_grad(), forked(q.device) as beside:
-        with beside:
-            _window_forward((q, k, v), results, ends if packed else None, scale, window, longest)
-        options = (scale, best, block_size, compress_stride, most_keys)
-        compressed, lse, chosen = _compressed(q, ck, cv, lists, ends, ends_compressed, *options)
-        chosen = chosen if lists is None else chosen.clone()
-        selected, log_sums = nsa_selection(q, k, v, chosen, ends, scale, block_size)
-    return compressed, selected, near, lse, log_sums, stats, chosen
-
-
-@nsa_branches.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, lists: Maybe,
-    ends: torch.Tensor, ends_compressed: torch.Tensor, packed: bool, scale: float, best: int, block_size: int,
-    compress_stride: int, most_keys: int, window: int, longest: int,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    near, stats = _window_results(q, v, ends if packed else None, longest)
-    compressed, selected = (q.new_empty((*q.shape[:2], x.shape[2])) for x in (cv, v))
-    chosen = _whole_lists(q, ck, best) if lists is None else torch.empty_like(lists)
-    return compressed, selected, near, _row_values(q), _row_values(q), stats, chosen
-
-
-@custom_op("nsa_branches_bwd")
-def nsa_branches_bwd(
-    gradients: list[torch.Tensor], inputs: list[torch.Tensor], results: list[torch.Tensor], ends: torch.Tensor,
-    ends_compressed: torch.Tensor, packed: bool, scale: float, block_size: int, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k, v, ck and cv, from those of the three O, the inputs and all results."""
-    q, k, v, ck, cv = inputs
-    compressed, selected, near, lse, log_sums, stats, lists = results
-    found = [_like(x) for x in (q, k, v)]
-    with forked(q.device) as beside:
-        with beside:
-            given = (q, k, v, near, gradients[2], stats)
-            _window_backward(given, tuple(found), ends if packed else None, scale, window, longest)
-        given = (gradients[1], q, k, v, selected, log_sums, lists, ends, scale, block_size)
-        of_selection = nsa_selection_bwd(*given)
-        given = (gradients[0], q, ck, cv, compressed, lse, ends, ends_compressed, scale)
-        dq, dck, dcv = nsa_compression_bwd(*given)
-    for total, x in zip(found, of_selection, strict=True):
-        total += x
-    found[0] += dq
-    return found[0], found[1], found[2], dck, dcv
-
-
-@nsa_branches_bwd.register_fake
-def _(
-    gradients: list[torch.Tensor], inputs: list[torch.Tensor], results: list[torch.Tensor], ends: torch.Tensor,
-    ends_compressed: torch.Tensor, packed: bool, scale: float, block_size: int, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk, dv, dck, dcv = (_like(x) for x in inputs)
-    return dq, dk, dv, dck, dcv
-
-
-def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:5], *output, *inputs[6:8])
-    packed, scale, _, block_size, _, _, window, longest = inputs[8:]
-    ctx.options = packed, scale, block_size, window, longest
-    ctx.mark_non_differentiable(*output[3:])
-
-
-def _differentiate_branches(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    given = [x.contiguous() for x in gradients[:3]]
-    found = nsa_branches_bwd(given, list(saved[:5]), list(saved[5:12]), *saved[12:], *ctx.options)
-    return *found, *[None] * 11
-
-
-nsa_branches.register_autograd(_differentiate_branches, setup_context=_setup_branches)
