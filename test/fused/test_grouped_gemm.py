@@ -110,6 +110,9 @@ CASES: list[dict[str, Any]] = [
     {"name": "grouped_gemm_dsrelu", "kind": "fp8_128", "ends": (256,), "inputs": {"c": BF16, "prob": F32}},
     {"name": "grouped_gemm_glu", "m": 220, "n": 320, "inputs": {"prob": F32, "bias": BF16}, "generate_c": True,
      "glu_layout": "concatenated"},
+    {"name": "grouped_gemm_glu", "kind": "fp8_128", "ends": (130, 300), "m": 320, "n": 512, "d_dtype": E4M3,
+     "inputs": {"norm_const": F32, "bias": BF16}},
+    {"name": "grouped_gemm_glu", "n": 256, "d_dtype": E4M3, "sf_vec_size": 128, "inputs": {"norm_const": F32}},
     {"name": "grouped_gemm_dglu", "m": 220, "n": 96, "generate_dbias": True, "glu_layout": "concatenated",
      "inputs": {"c": F16, "prob": F32, "dprob": F32, "activation": BF16}},
 ]  # fmt: skip
@@ -146,12 +149,13 @@ def test_the_reference(case: dict[str, Any]) -> None:
     grouped.check(p)
 
 
-BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 16, "sm_90a")]
+BRIEFLY = [(0, "sm_90a"), (1, "sm_100a"), (8, "sm_90a"), (len(CASES) - 18, "sm_90a")]
 """Numbers of cases that run without ``--full``, and where: those of any rows, which take the least time."""
 KERNELS = [
     pytest.param(case, arch, marks=[] if (i, arch) in BRIEFLY else pytest.mark.full, id=f"{label(case)}-{arch}")
     for i, case in enumerate(CASES)
     for arch in ("sm_90a", "sm_100a")
+    if (arch, case.get("kind"), case.get("d_dtype")) != ("sm_100a", "fp8_128", E4M3)  # refused
 ] + [pytest.param(case, "gpu", marks=pytest.mark.gpu, id=f"{label(case)}-gpu") for case in CASES]
 
 
@@ -623,6 +627,29 @@ def test_shapes_that_a_warm_call_looks_at(kind: str, looked_at: str) -> None:
         given[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "meta")
     made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
     assert _unrelated(made) == looked_at.split()
+
+
+SUMS: list[tuple[dict[str, Any], dict[str, Any], str, type[Exception], str]] = [
+    # changes of samples, and of options, where; the error, its words
+    ({"d": BF16}, {}, "sm_90a", ValueError, "d tensor dtype: got bfloat16; allowed: float8_e4m3fn or float8_e5m2, for"),
+    ({}, {"sf_vec_size": 32}, "sm_90a", ValueError, "sf_vec_size: got 32; allowed: 128, for s"),
+    ({"d_col": E4M3}, {}, "sm_90a", ValueError, "d_col tensor: got a tensor; allowed: None, for sfd_row of float32"),
+    ({}, {}, "sm_100a", NotImplementedError, "sfa and sfd_row tensors, on sm_100a: got float32 for both; allowed: f"),
+    ({"sfa": None, "sfb": None}, {}, "sm_90a", NotImplementedError, "for sfd_row of float32, on sm_90a: got float8_e4"),
+]
+
+
+@pytest.mark.parametrize(("changed", "options", "arch", "error", "words"), SUMS)
+def test_float32_factors_of_a_result_that_are_refused(
+    changed: dict[str, Any], options: dict[str, Any], arch: str, error: type[Exception], words: str
+) -> None:
+    api = cudnn.GroupedGemmGlu
+    given = api.blank((256, 256, 128, 2), "fp8_128", "meta")
+    sizes = api.example_sizes({"m": 256, "n": 256, "k": 128, "experts": 2}) | {"vector": 128}
+    for name, dtype in ({"d": E4M3, "sfd_row": F32} | changed).items():
+        given[name] = dtype and api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
+    with pytest.raises(error, match=words):
+        api(**api.samples(given), **{"sf_vec_size": 128} | options, arch=arch).check_support()
 
 
 VALUES = [

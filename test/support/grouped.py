@@ -178,6 +178,9 @@ def check(p: Problem, slack: float = 3e-5) -> None:
         return
     norm = float(p.given["norm_const"])
     d = flat(found["d"])[: p.rows, :, None]
+    if found["sfd_row"].dtype == torch.float32:
+        check_quantized(d, found["sfd_row"][: p.rows], values[..., None], norm, 4 * slack)
+        return
     check_quantized(d, found["sfd_row"][:, :, : p.rows // 128], values[..., None], norm, 4 * slack)
     check_columns(p, found["d_col"], found["sfd_col"], values, 4 * slack)
 

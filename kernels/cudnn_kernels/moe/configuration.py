@@ -17,6 +17,11 @@ def of_choices(name: str, top_k: int, dtype: str = "int32", align: int = 4) -> T
     return Tensor(name, dtype, ("tokens", top_k), (top_k, 1), align)
 
 
+def choices_alignment(top_k: int) -> int:
+    """The bytes that the numbers of each token's choices begin at multiples of, where the first one's do at 16."""
+    return 4 * min(4, top_k & -top_k)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a router chooses ``top_k`` experts for a token from their logits, and weighs them.
@@ -148,7 +153,7 @@ class CombineConfiguration(Pieces):
 
     def summed(self) -> tuple[Slot, ...]:
         """What is added up."""
-        align = 4 * min(4, self.top_k & -self.top_k)
+        align = choices_alignment(self.top_k)
         rows = Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1))
         found: tuple[Slot, ...] = (of_choices("row_of_choice", self.top_k, align=align),)
         if self.weighted or not self.gradient:
@@ -203,7 +208,7 @@ class QuantizeConfiguration:
         rows, across = "rows" if self.top_k else "tokens", self.columns // BLOCK
         return (
             Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
-            *((of_choices("row_of_choice", self.top_k),) if self.top_k else ()),
+            *((of_choices("row_of_choice", self.top_k, align=choices_alignment(self.top_k)),) if self.top_k else ()),
             Tensor("quantized", NARROW, (rows, self.columns), (None, 1)),
             Tensor("factors", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
             Stream(),

@@ -1,8 +1,8 @@
 """Quantises rows, or tokens into the rows of their choices, or weights to e4m3.
 
-There is a float32 factor for each 128 elements of a row, or of weights for each 128 x 128. A CTA has 128 x 128
-elements, and 16 lanes have a row, 16 bytes each. So each element is read once, and a token is stored in all rows of its
-choices.
+There is a float32 factor for each 128 elements of a row, or of weights for each 128 x 128. 16 lanes have 128 elements
+of a row, 16 bytes each. A CTA has 128 x 128 weights, or whole rows: each element is read once, and a token is stored in
+all rows of its choices, whose numbers are read before.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from cudnn_kernels.moe.configuration import BLOCK, NARROW, WARP, QuantizeConfigu
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import bind
 
-THREADS = 256
+THREADS = 256  # of a CTA, or about as many
 VALUES = 8  # of a thread, in a row
+MOST_THREADS = 512  # of a row
 
 
 class Quantize:
@@ -38,34 +39,75 @@ class Quantize:
     def __call__(self, *arguments: Any) -> None:
         """The arguments that the configuration's signature lists."""
         given = bind(self.c.slots(), arguments)
-        blocks = cute.ceil_div(given["x"].shape[0], BLOCK) * (self.c.columns // BLOCK)
-        self.kernel(given["x"], given.get("row_of_choice"), given["quantized"], given["factors"]).launch(
-            grid=[blocks, 1, 1], block=[THREADS, 1, 1], stream=given["stream"], min_blocks_per_mp=1
-        )
+        x, quantized, factors, count = given["x"], given["quantized"], given["factors"], given["x"].shape[0]
+        if const_expr(self.c.blocks):
+            self.blocks(x, quantized, factors).launch(
+                grid=[cute.ceil_div(count, BLOCK) * (self.c.columns // BLOCK), 1, 1],
+                block=[THREADS, 1, 1],
+                stream=given["stream"],
+                min_blocks_per_mp=1,
+            )
+        else:
+            pieces = self.c.columns // VALUES
+            width = min(pieces, MOST_THREADS)  # threads of a row
+            height = max(1, THREADS // width)  # rows of a CTA
+            self.rows(x, given.get("row_of_choice"), quantized, factors, width, height).launch(
+                grid=[cute.ceil_div(count, height), 1, 1],
+                block=[-(-width * height // WARP) * WARP, 1, 1],
+                stream=given["stream"],
+                min_blocks_per_mp=1,
+            )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, row_of_choice: Any, quantized: cute.Tensor, factors: cute.Tensor) -> None:
+    def rows(
+        self, x: cute.Tensor, row_of_choice: Any, quantized: cute.Tensor, factors: cute.Tensor,
+        width: cutlass.Constexpr[int], height: cutlass.Constexpr[int],
+    ) -> None:  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        row, lane = block * height + thread // width, thread % width
+        mine = (thread < width * height) & (row < x.shape[0])
+        row = Int32(select_(mine, row, Int32(0)))
+        targets = self.targets(row_of_choice, row)
+        for first in cutlass.range_constexpr(0, self.c.columns // VALUES, width):
+            piece = first + lane
+            there = mine & (piece < self.c.columns // VALUES)
+            part = self.load(x, row, Int32(select_(there, piece, Int32(0))), there)
+            most = among(magnitude(part), self.lanes)
+            factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
+            narrow = rounded([v * inverse for v in part])
+            for target in targets:
+                self.store(quantized, factors, target, piece, there, narrow, factor)
+
+    name(rows, "cudnn_moe_quantize")
+
+    def targets(self, row_of_choice: Any, row: Int32) -> list[Int32]:
+        """Where a row is stored: -1 is nowhere."""
+        if row_of_choice is None:
+            return [row]
+        found = cute.make_rmem_tensor(self.c.top_k, Int32)
+        cute.autovec_copy(row_of_choice[row, None], found)
+        return [found[choice] for choice in range(self.c.top_k)]
+
+    @cute.kernel
+    def blocks(self, x: cute.Tensor, quantized: cute.Tensor, factors: cute.Tensor) -> None:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         across = self.c.columns // BLOCK
         first, column, lane = block // across * BLOCK + thread // self.lanes, block % across, thread % self.lanes
         rows = [first + i * self.step for i in range(BLOCK // self.step)]
-        parts = [self.load(x, row, column * self.lanes + lane) for row in rows]
-        largest = [magnitude(part) for part in parts]
-        if const_expr(self.c.blocks):
-            largest = [self.of_block(largest, thread)] * len(rows)
-        else:
-            largest = [among(x, self.lanes) for x in largest]
-        for row, part, most in zip(rows, parts, largest, strict=True):
-            factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
-            self.store(row_of_choice, quantized, factors, row, column, lane, factor, [v * inverse for v in part])
+        piece = column * self.lanes + lane
+        parts = [self.load(x, row, piece, row < x.shape[0]) for row in rows]
+        most = self.of_block([magnitude(part) for part in parts], thread)
+        factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
+        for row, part in zip(rows, parts, strict=True):
+            self.store_block(quantized, factors, row, piece, rounded([v * inverse for v in part]), factor)
 
-    name(kernel, "cudnn_moe_quantize")
+    name(blocks, "cudnn_moe_quantize_weights")
 
-    def load(self, x: cute.Tensor, row: Int32, piece: Int32) -> list:
-        """16 bytes of a row in float32; zeros where there is no row."""
+    def load(self, x: cute.Tensor, row: Int32, piece: Int32, there: cutlass.Boolean) -> list:
+        """16 bytes of a row in float32; zeros where there are none."""
         part = cute.make_rmem_tensor(VALUES, x.element_type)
-        there = row < x.shape[0]
         cute.autovec_copy(cute.local_tile(x[Int32(select_(there, row, Int32(0))), None], (VALUES,), (piece,)), part)
         found = part.load().to(Float32)
         return [Float32(select_(there, found[i], Float32(0.0))) for i in range(VALUES)]
@@ -86,30 +128,34 @@ class Quantize:
 
     @cute.jit
     def store(
-        self, row_of_choice: Any, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, column: Int32, lane: Int32,
-        factor: Float32, values: list,
+        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, there: cutlass.Boolean,
+        part: cute.Tensor, factor: Float32,
     ) -> None:  # fmt: skip
-        """A thread's part of a row, to each of its places, and the factor."""
-        c = self.c
-        wide = cute.make_rmem_tensor(VALUES, Float32)
-        for i in cutlass.range_constexpr(VALUES):
-            wide[i] = values[i]
-        part = cute.make_rmem_tensor(VALUES, DTYPES[NARROW])
-        part.store(wide.load().to(DTYPES[NARROW]))
-        for choice in cutlass.range_constexpr(max(1, c.top_k)):
-            target = row
-            if const_expr(c.top_k > 0):
-                target = Int32(-1)
-                if row < row_of_choice.shape[0]:
-                    target = row_of_choice[row, choice]
-            if (target >= 0) & (target < quantized.shape[0]):
-                piece = cute.local_tile(quantized[target, None], (VALUES,), (column * self.lanes + lane,))
-                cute.autovec_copy(part, piece)
-                if const_expr(c.blocks):
-                    if (lane == 0) & (row % BLOCK == 0):
-                        factors[target // BLOCK, column] = factor
-                elif lane == 0:
-                    factors[target, column] = factor
+        """A thread's part of a row, and one thread the factor, if there is such a row."""
+        if there & (row >= 0) & (row < quantized.shape[0]):
+            cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
+            if piece % self.lanes == 0:
+                factors[row, piece // self.lanes] = factor
+
+    @cute.jit
+    def store_block(
+        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, part: cute.Tensor, factor: Float32
+    ) -> None:
+        """The same for a row of a block, whose first thread stores the block's factor."""
+        if row < quantized.shape[0]:
+            cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
+            if (piece % self.lanes == 0) & (row % BLOCK == 0):
+                factors[row // BLOCK, piece // self.lanes] = factor
+
+
+def rounded(values: list) -> cute.Tensor:
+    """Values in e4m3."""
+    wide = cute.make_rmem_tensor(VALUES, Float32)
+    for i, value in enumerate(values):
+        wide[i] = value
+    part = cute.make_rmem_tensor(VALUES, DTYPES[NARROW])
+    part.store(wide.load().to(DTYPES[NARROW]))
+    return part
 
 
 def among(value: Float32, lanes: int) -> Float32:

@@ -21,7 +21,7 @@ from cudnn.fused.grouped import (
     quantized,
 )
 from cudnn.fused.layouts import Each, OneMatrix, Sizes, TensorSpec
-from cudnn.gemm.formats import FLOAT8, SCALES, name_of
+from cudnn.gemm.formats import FLOAT8, SCALES, SUM_VECTOR, name_of
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue
 
@@ -94,7 +94,7 @@ class GatedExperts(Activated):
     tensors = (
         *operands(),
         output("c", "n", optional=True),
-        *quantized("d", "columns"),
+        *quantized("d", "columns", sums=True),
         PROB,
         BIAS,
     )
@@ -116,11 +116,14 @@ class GatedExperts(Activated):
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         c_dtype, d_dtype = cls.given_or(given["c_dtype"]), cls.given_or(given["d_dtype"])
-        if given["sfa"] is None:
-            return {"d": (d_dtype, "n"), **({"c": (c_dtype, "n")} if given.get("generate_c", True) else {})}
-        narrow = cls.in_blocks(given)
-        found = cls.quantized_results(given, "d", d_dtype, narrow)
-        return {"c": (c_dtype, "n"), "d_col": (d_dtype, "n"), **found}
+        scaled = given["sfa"] is not None
+        c = {"c": (c_dtype, "n")} if scaled or given.get("generate_c", True) else {}
+        if (given["norm_const"] is not None, given["sf_vec_size"]) == (True, SUM_VECTOR) and name_of(d_dtype) in FLOAT8:
+            return {**c, "d": (d_dtype, "n"), "sfd_row": (torch.float32, "")}
+        if not scaled:
+            return {**c, "d": (d_dtype, "n")}
+        found = cls.quantized_results(given, "d", d_dtype, cls.in_blocks(given))
+        return {**c, "d_col": (d_dtype, "n"), **found}
 
     def check_options(self) -> None:
         super().check_options()

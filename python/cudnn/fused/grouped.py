@@ -111,10 +111,11 @@ def output(name: str, columns: str, optional: bool = False, about: str = "") -> 
     return TensorSpec(name, layout, RESULT_TYPES, optional, written=True, about=about)
 
 
-def quantized(d: str, columns: str, roles: int = 1) -> tuple[TensorSpec, ...]:
+def quantized(d: str, columns: str, roles: int = 1, sums: bool = False) -> tuple[TensorSpec, ...]:
     """The result ``d``, and what there is beside it: by columns, scale factors, the constant that they are chosen by,
-    largest magnitudes, of each of the roles that columns have.
+    largest magnitudes, of each of the roles that columns have. With ``sums``, factors of rows may be float32.
     """
+    of_rows = (*SCALES, SUM_SCALES) if sums else SCALES
     constant = "what the largest element of a block becomes, as a share of its type's limit"
     return (
         output(d, columns),
@@ -122,7 +123,7 @@ def quantized(d: str, columns: str, roles: int = 1) -> tuple[TensorSpec, ...]:
             "d_col", OneMatrix("m", columns, "mn"), RESULT_TYPES, optional=True, same=d, written=True,
             about="quantised by 32 tokens of a column; with sfd_col",
         ),
-        TensorSpec("sfd_row", BlockScales("m", columns), SCALES, optional=True, same="sfa", written=True),
+        TensorSpec("sfd_row", BlockScales("m", columns), of_rows, optional=True, same="sfa", written=True),
         TensorSpec(
             "sfd_col", BlockScales(columns, "m", vector=32), SCALES, optional=True, same="sfd_row", written=True
         ),
@@ -278,6 +279,9 @@ class ExpertsGemm(FusedGemm):
                 self.store("d_col", "columns"),
                 epilogue.QuantizeRows("sfd_row", kind, self.kind("sfd_row"), self.sf_vec_size),
             ]
+        elif self.kind("sfd_row") == SUM_SCALES:
+            constant = "norm_const" if self.given("norm_const") else ""
+            operations.append(epilogue.QuantizeRows("sfd_row", self.kind(name), SUM_SCALES, SUM_VECTOR, constant))
         return (*operations, self.store(name, halves=halves))
 
     def quantizes(self) -> bool:
@@ -570,6 +574,9 @@ class ExpertsGemm(FusedGemm):
         if len(missing) == len(names):
             return
         d, _ = self.result
+        if self.kind("sfd_row") == SUM_SCALES:
+            self._check_sum_quantized(d)
+            return
         if missing == ["norm_const"]:
             raise self.error("norm_const_tensor is required when FP8 inputs are used", "None", "a tensor (1,)")
         if missing == ["sfd_row", "sfd_col"] and self.kind(d) not in FLOAT8:
@@ -582,6 +589,28 @@ class ExpertsGemm(FusedGemm):
         if (self.kind("sfd_row"), self.sf_vec_size) != (SCALES[0], 32):
             got = f"{self.kind('sfd_row')} for {self.sf_vec_size} elements"
             raise self.error("sfd_row tensor", got, f"{SCALES[0]} for 32")
+
+    def _check_sum_quantized(self, d: str) -> None:
+        """float32 factors of 128 columns of a row stand alone."""
+        if self.kind(d) not in FLOAT8:
+            raise self.error(f"{d} tensor dtype", self.kind(d), f"{' or '.join(FLOAT8)}, for sfd_row of {SUM_SCALES}")
+        if self.sf_vec_size != SUM_VECTOR:
+            raise self.error("sf_vec_size", self.sf_vec_size, f"{SUM_VECTOR}, for sfd_row of {SUM_SCALES}")
+        for name in ("sfd_col", "d_col"):
+            if self.given(name):
+                raise self.error(f"{name} tensor", "a tensor", f"None, for sfd_row of {SUM_SCALES}")
+
+    def _check_architecture(self, arch: str) -> None:
+        super()._check_architecture(arch)
+        if self.kind("sfd_row") != SUM_SCALES:
+            return
+        of_sums, sums = self.kind("sfa") == SUM_SCALES, f"a block takes {2 * SUM_VECTOR} columns, too many registers"
+        if arch == "sm_100a" and of_sums:
+            allowed = f"{SUM_SCALES} for the operands or for d: {sums}"
+            raise self.unsupported("sfa and sfd_row tensors, on sm_100a", f"{SUM_SCALES} for both", allowed)
+        if arch == "sm_90a" and self.kind("a") in FLOAT8 and not of_sums:
+            allowed = f"16 bits, or scale factors of {SUM_SCALES}: {sums}"
+            raise self.unsupported("a tensor dtype, for sfd_row of float32, on sm_90a", self.kind("a"), allowed)
 
     # What runs.
 
@@ -710,7 +739,7 @@ def bias_gradient(columns: str) -> TensorSpec:
 
 def _first(tensor: Any, layout: Layout, rows: int) -> Any:
     """What belongs to the first tokens."""
-    if isinstance(layout, (OneMatrix, Column)):
+    if isinstance(layout, (OneMatrix, Column)) or (isinstance(layout, BlockScales) and tensor.ndim == 3):
         return tensor[:rows]
     if isinstance(layout, BlockScales) and layout.rows == "m":
         return tensor[:, :, : ceil_div(rows, 128)]

@@ -24,7 +24,7 @@ from cudnn.moe.experts import (
     shape_of,
     transposed,
 )
-from cudnn.moe.quantizing import quantized, quantized_weights
+from cudnn.moe.quantizing import quantized, quantized_weights, quantizes_results, results
 from cudnn.ops._streams import forked
 
 if TYPE_CHECKING:
@@ -67,25 +67,28 @@ def forward(
     (experts, wide, _), (_, columns, inner), count = shape_of(e.up), shape_of(e.down), rows.count
     gated = e.activation in GATED
     hidden = x.new_empty(count, wide) if keeps or not gated else None
-    activated, saved = matrix(x.new_empty(count, inner)), None if hidden is None else matrix(hidden)
+    saved = None if hidden is None else matrix(hidden)
+    narrow = e.fp8 and quantizes_results(x)
+    activated, factors = results(x, count, inner) if narrow else (x.new_empty(count, inner), None)
     given: dict[str, Any] = {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device)}
     up, down = (_narrow(w, keeps) if e.fp8 else operand(w) for w in (e.up, e.down))
-    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": activated}
+    tensors = {**given, **up[0], "bias": _vectors(e.up_bias), "c": saved, "d": matrix(activated)}
     if e.fp8:
         tensors |= _narrow_rows(*quantized(x, rows.of_choice, count))
+        tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
     else:
         of_tokens, tensors["a_index"] = rows.read(x)
         tensors["a"] = matrix(of_tokens)
         del of_tokens
     if not gated:
         tensors["prob"] = weights.new_ones(count)
-    place = ("up", keeps, tensors.get("a_index") is None)
+    place = ("up", keeps, tensors.get("a_index") is None, factors is None)
     kind.run(place, "grouped_gemm_glu" if gated else "grouped_gemm_srelu", tensors, up[1], kind.up)
     del tensors  # and the tokens' copies, whose memory the result of the next product takes
     made = x.new_empty(count, columns)
-    tensors = {**given, **down[0], "a": activated, "bias": _vectors(e.down_bias), "d": matrix(made)}
+    tensors = {**given, **down[0], "a": matrix(activated), "bias": _vectors(e.down_bias), "d": matrix(made)}
     if e.fp8:
-        tensors |= _narrow_rows(*quantized(activated[..., 0]))
+        tensors |= _narrow_rows(*(quantized(activated) if factors is None else (activated, factors)))
     kind.run("down", "grouped_gemm_quant" if e.fp8 else "grouped_gemm", tensors, down[1])
     y = sum_rows(made, rows.of_choice, weights) if summed else made
     return y, hidden if keeps and hidden is not None else x.new_empty(0)

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cudnn import launch
 from cudnn.moe import reference
-from cudnn.moe._run import DEFAULT_STREAM, has_kernel, kernel, lasting
+from cudnn.moe._run import DEFAULT_STREAM, architecture, has_kernel, kernel, lasting
 from cudnn_kernels.moe.configuration import BLOCK, QuantizeConfiguration
 
 _QUANTIZE = "cudnn_kernels.moe.quantize:Quantize"
@@ -25,8 +25,7 @@ def quantized(x: torch.Tensor, row_of_choice: torch.Tensor | None = None, rows: 
     are ``rows`` rows, of which those of no choice are not written.
     """
     rows = rows or len(x)
-    found = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn)
-    factors = x.new_empty(rows, x.shape[1] // BLOCK, dtype=torch.float32)
+    found, factors = results(x, rows, x.shape[1])
     if has_kernel(x, "quantize"):
         top_k = 0 if row_of_choice is None else row_of_choice.shape[1]
         made = kernel(_QUANTIZE, QuantizeConfiguration, x.dtype, x.shape[1], False, top_k)
@@ -40,6 +39,17 @@ def quantized(x: torch.Tensor, row_of_choice: torch.Tensor | None = None, rows: 
     found.view(torch.uint8)[row] = narrow.view(torch.uint8)[token]
     factors[row] = of_rows[token]
     return found, factors
+
+
+def results(x: torch.Tensor, rows: int, columns: int) -> Pair:
+    """Memory for rows in e4m3, on x's device, and for their factors."""
+    found = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    return found, x.new_empty(rows, columns // BLOCK, dtype=torch.float32)
+
+
+def quantizes_results(x: torch.Tensor) -> bool:
+    """Whether a product of e4m3 quantises what it makes: not on Blackwell, where sums fill the registers."""
+    return architecture(x) != "sm_100a"
 
 
 @dataclass
