@@ -31,7 +31,7 @@ DECODE = DecodeConfiguration("bfloat16", 256, 256, (64, 64), right=True, left=Tr
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
 BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (80, 128))
-THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128))
+THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
 WIDER = replace(WIDE, head_v=192, tile=(64, 96))
 

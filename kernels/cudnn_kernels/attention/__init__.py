@@ -145,14 +145,12 @@ class BackwardConfiguration(AttentionConfiguration):
     """dQ, dK and dV.
 
     ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
-    in the order of keys. Without ``pair``: ``woven``: exponentials and the copy of dQ come between instructions of a
-    product, as they always do with it; ``v_held``: V is an operand from registers.
+    in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
     """
 
     pair: bool = False
     deterministic: bool = False
-    woven: bool = False
-    v_held: bool = False
+    v_in_registers: bool = False
 
     @property
     def dq_turned(self) -> bool:

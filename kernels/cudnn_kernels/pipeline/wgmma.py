@@ -16,8 +16,6 @@ from cutlass.cute.nvgpu.warpgroup import mma as base
 from cudnn_kernels.epilogue.fragment import RowLayout
 
 K, MN = OperandMajorMode.K, OperandMajorMode.MN
-ALL, NONE = slice(None), slice(0)
-"""Parts of a product's instructions."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Product:
         return cute.make_rmem_tensor(self.mma().partition_shape_C((self.rows, self.columns)), Float32)
 
     def issue(
-        self, acc: cute.Tensor, a: Any, b: Any, adds: bool, part: slice = ALL,
+        self, acc: cute.Tensor, a: Any, b: Any, adds: bool, part: slice = slice(None),
         between: Sequence[Callable[[], None]] = (),
     ) -> None:  # fmt: skip
         """Issues the product, or its addition to ``acc``, or a ``part`` of its instructions, as a group of its own.
@@ -134,7 +132,7 @@ class Product:
         them, spread evenly.
         """
         mma, chosen, done = self.mma(), range(cute.size(a, mode=[2]))[part], 0
-        if chosen and chosen.start == 0:  # later parts follow the first one without any work on their registers
+        if chosen.start == 0:  # later parts follow the first one without any work on their registers
             warpgroup.fence()
         mma.set(warpgroup.Field.ACCUMULATE, adds)
         for number, k in enumerate(chosen, 1):
@@ -144,7 +142,4 @@ class Product:
             for work in between[done:due]:
                 work()
             done = due
-        for work in between[done:]:  # of no instructions
-            work()
-        if chosen:
-            warpgroup.commit_group()
+        warpgroup.commit_group()

@@ -16,9 +16,8 @@ a causal mask, since their CTAs come to a block first, and from the first ones o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import cutlass
@@ -40,7 +39,7 @@ from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.cluster import Cluster, meet
-from cudnn_kernels.pipeline.wgmma import ALL, MN, NONE, Product, WgmmaRows, register_operand
+from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, register_operand
 from cudnn_kernels.signature import bind
 
 GROUP = 128  # threads of a warpgroup
@@ -49,7 +48,6 @@ ROWS = 64  # of a warpgroup's product
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
 STAGES = 2
-FIRST, REST = slice(2), slice(2, None)  # instructions of a product that a warp can issue at once, and the others
 TOGETHER = 8
 """Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last; half
 as many with pairs of CTAs. Several blocks of a head still run at the same time, and find in L2 what they load.
@@ -261,15 +259,8 @@ class Backward:
             thread, _, _ = cute.arch.thread_idx()  # anew: to keep it for this would cost a register in all steps
             mask.hide(scores, self.rows, thread % GROUP, row, key, self.score.columns)
 
-    def exponentials(
-        self, scores: cute.Tensor, scale: Float32, log_sums: cute.Tensor
-    ) -> Sequence[Callable[[], None]]:  # fmt: skip
-        """Work: turns scores into P, four at a time."""
-        found = list(self.each(log_sums))
-        return [partial(self.exponentiate, scores, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
-
-    def exponentiate(self, scores: cute.Tensor, scale: Float32, log_sums: Sequence[tuple[int, Float32]]) -> None:
-        """Turns some scores into P: those numbered, each with its LSE."""
+    def exponentiate(self, scores: cute.Tensor, scale: Float32, log_sums: Iterable[tuple[int, Float32]]) -> None:
+        """Turns scores into P: those numbered, each with the LSE of its row."""
         for i, log_sum in log_sums:
             scores[i] = cute.math.exp2(scores[i] * scale - log_sum, fastmath=True)
 
@@ -349,10 +340,7 @@ class AttentionBackward(Backward):
         c = self.c
         self.ahead = c.dq_turned
         self.score = Product(self.dtype, self.m)
-        self.gradient = replace(self.score, registers=c.v_held)
-        self.dp_parts, self.dk_parts = (FIRST, REST), (slice(1), slice(1, None))
-        if not c.woven:
-            self.dp_parts = self.dk_parts = (ALL, NONE)
+        self.gradient = replace(self.score, registers=c.v_in_registers)
         self.dk, self.dv = (Product(self.dtype, head, b=MN, registers=True) for head in (c.head, c.head_v))
         if c.dq_turned:  # dQ^T = K^T dS^T, of half of the head
             self.dq_width, self.query = ROWS, Product(self.dtype, self.m, a=MN)
@@ -380,8 +368,8 @@ class AttentionBackward(Backward):
     ) -> None:  # fmt: skip
         """A warpgroup that multiplies."""
         thread = thread256 - group * GROUP
-        sK, sV = (self.result_part(shared[x], group) for x in ("k", "v"))
-        tSrK, tSrV = self.score.left(sK, thread), self.gradient.left(sV, thread)
+        rows_k, rows_v = (self.result_part(shared[x], group) for x in ("k", "v"))
+        tSrK, tSrV = self.score.left(rows_k, thread), self.gradient.left(rows_v, thread)
         tSrQ, tSrdO = (self.score.right(shared[x], thread) for x in ("q", "do"))
         tKrQ, tVrdO = self.dk.right(turned(shared["q"]), thread), self.dv.right(turned(shared["do"]), thread)
         slab, half = (group, 0) if const_expr(self.m == GROUPS * ROWS) else (0, group)
@@ -403,7 +391,7 @@ class AttentionBackward(Backward):
         )
         if block.steps > 0:
             cute.arch.mbarrier_wait(shared["kv_full"], 0)
-            self.gradient.read(tSrV, sV, thread)
+            self.gradient.read(tSrV, rows_v, thread)
             if const_expr(self.ahead):
                 cute.arch.mbarrier_wait(q_full, 0)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, 0], False)
@@ -415,13 +403,12 @@ class AttentionBackward(Backward):
                 cute.arch.mbarrier_wait(q_full + stage, phase)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, stage], False)
             cute.arch.mbarrier_wait(do_full + stage, phase)
-            dp, (first, rest) = (gradients, tSrV, tSrdO[None, None, None, stage]), self.dp_parts
-            self.gradient.issue(*dp, False, first)
+            self.gradient.issue(gradients, tSrV, tSrdO[None, None, None, stage], False)
             if const_expr(not self.ahead):
                 warpgroup.wait_group(1)
             self.hide(scores, mask, key, m_block * self.m)
             log_sums = self.columns(shared["log_sums"][None, stage], thread)
-            self.gradient.issue(*dp, True, rest, self.exponentials(scores, scale * LOG2_E, log_sums))
+            self.exponentiate(scores, scale * LOG2_E, self.each(log_sums))
             p = register_operand(self.dv.mma(), self.rounded(scores), (ROWS, self.m))
             warpgroup.wait_group(0)
             self.differentiate(gradients, scores, self.columns(shared["products"][None, stage], thread))
@@ -433,15 +420,11 @@ class AttentionBackward(Backward):
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)
             self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)
-            dk_product, (first, rest) = (acc_dk, ds, tKrQ[None, None, None, stage]), self.dk_parts
-            self.dk.issue(*dk_product, True, first)
+            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
             self.release(do_empty + stage)
             cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
-            self.dk.issue(*dk_product, True, rest, self.copies(acc_dq, shared["dq"], group, thread))
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            self.release(dq_full + group)
+            self.hand_over(acc_dq, shared["dq"], dq_full + group, group, thread)
             if const_expr(self.ahead):
                 following = (step + 1) % STAGES
                 cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
@@ -454,19 +437,18 @@ class AttentionBackward(Backward):
                 self.release(q_empty + stage)
         self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
 
-    def copies(
-        self, acc: cute.Tensor, buffer: cute.Tensor, part: Int32, thread: Int32
-    ) -> Sequence[Callable[[], None]]:  # fmt: skip
-        """Work: a part of dQ to where the copy engine adds it from, four values of each thread after the other's."""
+    @cute.jit
+    def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:
+        """Writes a part of dQ to where the copy engine adds it from: four values of each thread after the other's."""
         vectors = cute.size(acc) // 4
-        return [partial(self.copy, acc, 4 * i, buffer[None, part * vectors + i], thread) for i in range(vectors)]
-
-    def copy(self, acc: cute.Tensor, first: int, target: cute.Tensor, thread: Int32) -> None:
-        """Writes four accumulators."""
-        four = cute.make_rmem_tensor(4, Float32)
-        for i in range(4):
-            four[i] = acc[first + i]
-        cute.autovec_copy(four, cute.local_tile(target, (4,), (thread,)))
+        for i in cutlass.range_constexpr(vectors):
+            four = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(4):
+                four[j] = acc[4 * i + j]
+            cute.autovec_copy(four, cute.local_tile(buffer[None, part * vectors + i], (4,), (thread,)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.release(full)
 
     @cute.jit
     def assist(self, shared: Any, values: Values, block: Block, rank: Any, part: Int32) -> None:

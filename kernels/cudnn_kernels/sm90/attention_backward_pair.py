@@ -26,7 +26,9 @@ from cudnn_kernels.attention.backward import Block, place_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.pipeline.wgmma import MN, Product
-from cudnn_kernels.sm90.attention_backward import FIRST, GROUP, GROUPS, REST, ROWS, STAGES, Backward, Box
+from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
+
+FIRST, REST = slice(2), slice(2, None)  # instructions of a product that a warp can issue at once, and the others
 
 
 class PairedBackward(Backward):
@@ -155,6 +157,13 @@ class PairedBackward(Backward):
         if const_expr(c.deterministic):
             self.added(shared["added"])
         self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
+
+    def exponentials(
+        self, scores: cute.Tensor, scale: Float32, log_sums: cute.Tensor
+    ) -> Sequence[Callable[[], None]]:  # fmt: skip
+        """Work: turns scores into P, four at a time."""
+        found = list(self.each(log_sums))
+        return [partial(self.exponentiate, scores, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
 
     def additions(
         self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TILES: dict[tuple[int, int], dict[str, Any]] = {
     (64, 64): {"tile": (128, 128)},
-    (96, 96): {"tile": (64, 128)},
+    (96, 96): {"tile": (64, 128), "v_in_registers": True},
     (128, 128): {"tile": (80, 128)},
     (192, 128): {"tile": (64, 112), "pair": True},
     (192, 192): {"tile": (64, 96), "pair": True},
