@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cudnn.bench.sass import disassemble
-from cudnn.sdpa import backward as table
+from cudnn.sdpa.bwd import api as table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
