@@ -224,6 +224,18 @@ def test_few_rows_split_the_keys(rows: int, arch: str, splits: int) -> None:
         assert plan.workspace_size(attention.sizes(attention.descs)) >= splits * q.numel() * 4
 
 
+@pytest.mark.parametrize(
+    ("options", "drawn"), [(CAUSAL, True), ({}, False), ({"is_causal": True, "window_size": (40, 0)}, False)]
+)
+def test_ctas_draw_tiles_of_packed_sequences(options: dict[str, Any], drawn: bool) -> None:
+    q, ends = torch.randn(70, 2, 128).bfloat16(), offsets(0, 30, 70)
+    attention = SdpaForward(q, q, q, q, torch.empty(70, 2), ends, ends, arch="sm_90a", **options)
+    sizes = attention.sizes(attention.descs)
+    plan = attention.plan("sm_90a", sizes)
+    assert ("workspace" in [slot.name for slot in plan.slots]) == drawn
+    assert (plan.workspace_size(sizes) > 0) == drawn
+
+
 def test_rows_that_see_nothing() -> None:
     q, k = matrix(1, 8, 1), matrix(1, 4, 1)
     o, lse = sdpa_fwd_wrapper_sm100_d256(q, k, k, **CAUSAL)

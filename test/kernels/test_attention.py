@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
+from cudnn_kernels.sm90.attention_forward import AttentionForward
 from support.compiled import compile_kernel
 from support.dense_attention import attend, band
 from support.selection import brief
@@ -27,6 +30,7 @@ machine = pytest.importorskip("ptx_emulator.machine")
 
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
+DRAWING = ForwardConfiguration("bfloat16", 128, 128, (128, 128), queue=True)
 DECODE = DecodeConfiguration("bfloat16", 256, 256, (64, 64), right=True, left=True, sink=True, cached=True, page=16)
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
@@ -99,7 +103,8 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
             sequence(found, problem, index)[name].fill_(math.nan)
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
     ends = {"right": problem.right or 0, "left": problem.left or 0}
-    return {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
+    given = {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
+    return given | {"workspace": torch.full((64,), 255, dtype=torch.uint8)}
 
 
 def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
@@ -163,7 +168,7 @@ ONE_END: dict[str, Any] = {"packed": False, "right": True, "left": False, "deter
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
-SECTIONS = Problem(((150, 150),), heads=(3, 3), right=0, softcap=1.5, sink=True)
+SECTIONS = Problem(((100, 150),), heads=(5, 5), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
 
 
@@ -173,10 +178,11 @@ CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
         [
             ("sm_90a", FORWARD, replace(PACKED, softcap=1.5)),
             ("sm_90a", FORWARD, WINDOW),
-            ("sm_90a", replace(FORWARD, head=128, head_v=128, tile=(128, 128)), SECTIONS),
+            ("sm_90a", DRAWING, replace(SECTIONS, lengths=((100, 150), (0, 10), (9, 7)), packed=True)),
             ("sm_100a", TWO_TILES, PACKED),
             ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
             ("sm_90a", replace(FORWARD, head=64, head_v=64, tile=(192, 128)), WINDOW),
+            ("sm_90a", replace(DRAWING, queue=False), SECTIONS),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),
             ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
@@ -190,10 +196,37 @@ CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
 def test_forward(
     arch: str, configuration: ForwardConfiguration, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "L2_BYTES", 200_000)  # two of three heads of SECTIONS
+    monkeypatch.setattr(forward, "L2_BYTES", 240_000)  # three of five heads of SECTIONS
     given = drawn(problem, configuration.head, configuration.head_v)
     run(arch, problem.configured(configuration), given)
     assert_right(given, problem, ("o",))
+
+
+class Counting(AttentionForward):
+    """Writes how many blocks of keys each CTA takes where LSE would be."""
+
+    @cute.jit
+    def body(self, call: Any) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            self.each_tile(call, lambda p, before, phase: self.count(call, p, before))
+
+    def count(self, call: Any, p: Any, before: Any) -> None:
+        cta, _, _ = cute.arch.block_idx()
+        begin, _, _, end = self.blocks(p)
+        call.lse[cta, 0, 0] = cutlass.Float32(before + end - begin)
+
+
+def test_ctas_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads that do not make up whole sections, and rows of which the last ones see most."""
+    monkeypatch.setattr(forward, "L2_BYTES", 3 * 256 * 1024)  # three of eight heads
+    c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), right=True)
+    given = drawn(Problem(((1024, 1024),), heads=(8, 8), right=0), 64, 64) | {"multiprocessors": 17}
+    with ptx_emulator.emulate("sm_90a"):
+        compiler.compile_for("sm_90a", Counting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
+    counts = given["lse"][0, 0, :17]
+    assert counts.sum() == 8 * sum(range(4, 33, 4))
+    assert counts.max() <= 1.1 * counts.mean()
 
 
 @pytest.mark.full
@@ -276,6 +309,7 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
     [
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
+        pytest.param(replace(DRAWING, packed=True, right=True), 10, marks=pytest.mark.full),
         pytest.param(DECODE, 10, marks=pytest.mark.full),
         (replace(PAIRED, right=True), 6),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),

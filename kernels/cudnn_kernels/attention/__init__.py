@@ -62,13 +62,14 @@ class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
     ``tile`` is (query rows, keys) of a CTA. ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every
-    head has a logit without a value. ``ends`` is the type of offsets.
+    head has a logit without a value. ``ends`` is the type of offsets. ``queue``: CTAs stay and draw their tiles.
     """
 
     stages: int = 2
     softcap: bool = False
     sink: bool = False
     ends: str = "int32"
+    queue: bool = False
 
     kernel = "attention_forward:AttentionForward"
 
@@ -81,8 +82,19 @@ class ForwardConfiguration(AttentionConfiguration):
             *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
-            *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS, Stream(),
+            *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,
+            *[Workspace((Drawn("drawn"),))] * self.queue, Stream(),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A region of the workspace: how many tiles CTAs have drawn."""
+
+    name: str
+
+    def bytes(self, sizes: Sizes) -> int:
+        return 4
 
 
 @dataclass(frozen=True)

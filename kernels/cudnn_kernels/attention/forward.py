@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, select_
+from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
@@ -61,6 +61,7 @@ class Work:
     offsets_k: Any
     right: Int32
     left: Int32
+    drawn: Any  # how many tiles CTAs have drawn, if they draw them
 
 
 @dataclass
@@ -110,7 +111,9 @@ class Forward:
         given = bind(c.slots(), arguments)
         work = self.work(given)
         ctas = work.tiles * work.all_heads
-        if const_expr(self.stays):
+        if const_expr(c.queue):
+            self.restart(work.drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
+        if const_expr(self.stays or c.queue):
             ctas = cutlass.min(given["multiprocessors"], ctas)
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
         copies = [self.copy(which, sequences.copied(given["qkvo"[which]], c.packed)) for which in (Q, K, V, O)]
@@ -154,29 +157,47 @@ class Forward:
         all_heads = together = Int32(q.shape[2] if c.packed else q.shape[2] * q.shape[3])
         if const_expr(c.right):
             keys = k.shape[0] // cutlass.max(Int32(batches), 1) if c.packed else k.shape[0]  # on average
-            head_bytes = Int64(cutlass.max(Int32(keys), 1)) * ((c.head + c.head_v) * self.dtype.width // 8)
-            together = cutlass.max(Int32(L2_BYTES // head_bytes), 1) * (q.shape[2] // k.shape[2])
-            together = cutlass.max(cutlass.min(Int32(together), all_heads), 1)
+            keys_in_l2 = L2_BYTES // ((c.head + c.head_v) * self.dtype.width // 8)
+            share = q.shape[2] // k.shape[2]
+            key_heads = cutlass.max(Int32(all_heads // share), 1)
+            together = cutlass.min(cutlass.max(keys_in_l2 // cutlass.max(Int32(keys), 1), 1), key_heads)
+            if const_expr(self.stays):
+                together = fewest_turns(together, key_heads, share * tiles, given["multiprocessors"])
+            together = together * share
         section, turns = together * tiles, Int32(1)
         if const_expr(self.stays):
             section = cute.ceil_div(section, given["multiprocessors"])
             turns = section * cute.ceil_div(all_heads, together)
+        drawn = None
+        if const_expr(c.queue):
+            drawn = cute.make_tensor(
+                cute.recast_ptr(given["workspace"].iterator.align(16), dtype=Int32), cute.make_layout(1)
+            )
         divisors = (section, together, all_heads % together if c.right else tiles, q.shape[2], q.shape[2] // k.shape[2])
         return Work(
             tiles, all_heads, turns, Int32(q.shape[0]), Int32(k.shape[0]),
             *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors], offsets,
-            given.get("cum_seqlen_k"), given["right"], given["left"],
+            given.get("cum_seqlen_k"), given["right"], given["left"], drawn,
         )  # fmt: skip
+
+    @cute.kernel
+    def restart(self, drawn: cute.Tensor) -> None:
+        """One thread: no tile was drawn."""
+        drawn[0] = Int32(0)
+
+    name(restart, "cudnn_attention_restart")
 
     @cute.jit
     def tile(self, work: Work, turn: Any = None) -> tuple[Int32, Int32]:
         """A CTA's tile in a turn, and its head among all heads; the tile is negative where there is none.
 
+        What is drawn is a CTA's number, as if each had one tile.
+
         With a causal mask the last rows come first, since they take longest. CTAs take tiles in rising order in one
         turn and in falling order in the next, so that none gets only long ones.
         """
         cta, _, _ = cute.arch.block_idx()
-        section, index = divmod(turn if const_expr(self.stays) else cta, work.section)
+        section, index = divmod(turn if const_expr(self.stays or self.c.queue) else cta, work.section)
         if const_expr(self.stays):
             ctas, _, _ = cute.arch.grid_dim()
             index = index * ctas + Int32(select_((section + index) % 2 == 1, ctas - 1 - cta, cta))
@@ -270,6 +291,22 @@ class Forward:
     def place(self, p: Problem, row: Int32) -> tuple[Any, ...]:
         """Of a row's LSE."""
         return p.first_query + row, p.head, 0 if self.c.packed else p.batch
+
+
+@cute.jit
+def fewest_turns(most: Int32, heads: Int32, tiles: Int32, ctas: Int32) -> Int32:
+    """Heads of K in a section, at most so many: such that CTAs take the fewest turns. A section begins with a turn.
+
+    The more of a turn is not used, the more CTAs are done before the others. ``tiles`` are those of a head.
+    """
+    best, least = Int32(most), Int32((1 << 31) - 1)
+    fewest = cute.ceil_div(heads, most)
+    for sections in cutlass.range(fewest, 2 * fewest + 1, unroll=1):
+        some = cute.ceil_div(heads, sections)
+        turns = cute.ceil_div(some * tiles, ctas) * cute.ceil_div(heads, some)
+        if turns < least:
+            best, least = some, turns
+    return best
 
 
 def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:

@@ -30,6 +30,7 @@ GROUP = 128  # threads of a warpgroup
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
 GROUP_BARRIER = 1  # and those of other warpgroups
 TURN_BARRIER = 4  # likewise
+DRAWN = 2  # numbers of tiles on their way
 
 
 @dataclass
@@ -79,7 +80,7 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     @property
     def stays(self) -> bool:
-        """Whether a CTA takes several tiles. Those of packed sequences differ too much in what they cost."""
+        """Whether a CTA takes a tile in each turn. Those of packed sequences differ too much in what they cost."""
         return not self.c.packed
 
     @property
@@ -124,12 +125,16 @@ class AttentionForward(WarpgroupProducts, Forward):
         )
         full, empty = (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
         rings = [ring.Ring.allocate(smem, c.stages) for _ in range(2)]
+        if const_expr(c.queue):  # not in the room, whose fields a loop would take for changed
+            self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout(DRAWN))
         if thread == 0:
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(full + group, self.query_arrivals)
                 cute.arch.mbarrier_init(empty + group, 4)
             for each in cutlass.range_constexpr(2):
                 ring.initialise(rings[each], 1, self.warps)
+            if const_expr(c.queue):
+                ring.initialise(self.queue[0], 1, self.warps + 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return Room(sQ, made["k"], made["v"], sO, full, empty, *rings)
@@ -138,15 +143,52 @@ class AttentionForward(WarpgroupProducts, Forward):
     def each_tile(self, call: Call, visit: Any) -> None:
         """Does something for every tile of the CTA, told what it is, how many blocks came before, and Q's phase."""
         place, phase = Int32(0), Int32(0)
-        for turn in cutlass.range(call.work.turns, unroll=1):
-            tile, head = self.tile(call.work, turn)
-            if tile >= 0:
-                p = self.problem(call.work, tile, head)
-                if self.exists(p):
-                    visit(p, place, phase)
-                    begin, _, _, end = self.blocks(p)
-                    place += end - begin
-                    phase ^= 1
+        if const_expr(self.c.queue):
+            self.each_drawn_tile(call, visit)
+        else:
+            for turn in cutlass.range(call.work.turns, unroll=1):
+                tile, head = self.tile(call.work, turn)
+                if tile >= 0:
+                    p = self.problem(call.work, tile, head)
+                    if self.exists(p):
+                        visit(p, place, phase)
+                        begin, _, _, end = self.blocks(p)
+                        place += end - begin
+                        phase ^= 1
+
+    @cute.jit
+    def each_drawn_tile(self, call: Call, visit: Any) -> None:
+        """The same where CTAs draw tiles. The warp that fetches draws a tile while others still compute the one before,
+        and tells them through shared memory.
+        """
+        queue, drawn = self.queue
+        thread, _, _ = cute.arch.thread_idx()
+        draws = cute.arch.make_warp_uniform(thread // 32) == 0
+        place, phase, turn, number = Int32(0), Int32(0), Int32(0), Int32(0)
+        total, address = call.work.tiles * call.work.all_heads, call.work.drawn.iterator.toint()
+        while number < total:
+            stage, parity = turn % DRAWN, turn // DRAWN % 2
+            if draws:
+                cute.arch.mbarrier_wait(queue.empty + stage, parity ^ 1)
+                if cute.arch.lane_idx() == 0:
+                    drawn[stage] = cute.arch.inline_ptx(
+                        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
+                    )
+                    cute.arch.mbarrier_arrive(queue.full + stage)
+            cute.arch.mbarrier_wait(queue.full + stage, parity)
+            number = cute.arch.make_warp_uniform(drawn[stage])
+            cute.arch.sync_warp()
+            self.release(queue.empty + stage)
+            if number < total:
+                tile, head = self.tile(call.work, number)
+                if tile >= 0:
+                    p = self.problem(call.work, tile, head)
+                    if self.exists(p):
+                        visit(p, place, phase)
+                        begin, _, _, end = self.blocks(p)
+                        place += end - begin
+                        phase ^= 1
+            turn += 1
 
     @cute.jit
     def fetch_tile(self, call: Call, room: Room, p: Problem, place: Int32, phase: Int32) -> None:
