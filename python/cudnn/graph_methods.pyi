@@ -872,7 +872,7 @@ class GraphMethods:
             diagonal_band_left_bound: Column greater than the diagonal less this. ``sliding_window_length`` is the same.
             diagonal_band_right_bound: Column up to the diagonal plus this.
             implementation: One operation of cuDNN (UNIFIED), a pattern of several (COMPOSITE), the kernels of
-                :mod:`cudnn.sdpa` (FUSED: this node alone in its graph), or what fits (AUTO).
+                :mod:`cudnn.sdpa` (FUSED: this node alone in its graph), or the fastest that fits (AUTO).
             block_mask: UINT8 ``[b, h_q, ceil(s_q / 128), ceil(ceil(s_kv / 128) / 8)]``: bit i of byte j keeps the tile
                 of 128 columns number 8 j + i. UNIFIED only.
             use_alibi_mask: Adds ``slope * (column - row)`` with a slope for each head (Press et al., 2022); with
@@ -1018,7 +1018,7 @@ class GraphMethods:
             diagonal_band_left_bound: Column greater than the diagonal less this. ``sliding_window_length`` is the same.
             diagonal_band_right_bound: Column up to the diagonal plus this.
             implementation: One operation of cuDNN (UNIFIED), a pattern of several (COMPOSITE), the kernels of
-                :mod:`cudnn.sdpa` (FUSED: this node alone in its graph), or what fits (AUTO).
+                :mod:`cudnn.sdpa` (FUSED: this node alone in its graph), or the fastest that fits (AUTO).
             block_mask: UINT8 ``[b, h_q, ceil(s_q / 128), ceil(ceil(s_kv / 128) / 8)]``: bit i of byte j keeps the tile
                 of 128 columns number 8 j + i. UNIFIED only.
             use_alibi_mask: Adds ``slope * (column - row)`` with a slope for each head (Press et al., 2022); with

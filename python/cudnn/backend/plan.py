@@ -446,8 +446,8 @@ class PlanList:
         return len(self.configs)
 
     def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
-        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place. Its
-        workspace then has room for the first of theirs that fills CUDA graphs, which it does not.
+        """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place. Its plan
+        cannot fill CUDA graphs, so its workspace is made large enough for the first of theirs that can.
 
         ``build`` makes its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run rather
         than fast ones, does not bring it in.

@@ -162,10 +162,10 @@ def in_atoms(where: str, name: str, scales: Any, shape: Sequence[int], vector: i
 
 
 def is_raw(a: Any, sfa: Any, vector: int, otherwise: bool) -> bool:
-    """Whether bytes (m, k, 1) stand for one element of four bits each, whose scale factors there are; ``otherwise``
-    where there are as many factors for two elements to a byte.
+    """Whether bytes (m, k, 1) stand for one element of four bits each, not two: the number of scale factors tells.
+    Where it fits both, ``otherwise``.
 
-    Their elements lie where the strides say, two to a byte: in the first half of the memory.
+    Such elements lie where the strides say, two to a byte: in the first half of the memory.
     """
     if a.ndim != 3 or sfa.ndim != 6:
         return False

@@ -149,7 +149,7 @@ class FusedAPI(APIBase):
         """Raises for sizes that this API does not take, of the samples or of a call's tensors."""
 
     def ruled_by(self) -> tuple[str, ...]:
-        """Tensors that tell sizes of :meth:`check_sizes` which no shape does that a kernel cannot relate."""
+        """Tensors whose shapes each call compares with those of the last check, for :meth:`check_sizes`."""
         return ()
 
     def unused(self) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ class _Kept:
         self.versions = versions
 
     def noted(self) -> int:
-        """The current stream, which reads them next."""
+        """The current stream, noted as one that reads or writes the pair."""
         x = self.pair[0]
         stream = launch.raw_stream(None, x.get_device())
         if stream not in self.readers:
@@ -85,7 +85,7 @@ class _Kept:
         return stream
 
     def read(self, captures: bool) -> Pair:
-        """They, for the current stream. A capture begins when the GPU has done what was queued."""
+        """The pair, for the current stream. A capture begins when the GPU has done what was queued."""
         if self.pair[0].is_cuda and not captures:
             stream = self.noted()
             if stream != self.stream:
@@ -94,7 +94,7 @@ class _Kept:
         return self.pair
 
     def written(self) -> Pair:
-        """They, to be made anew on the current stream, which waits for the others that have read them."""
+        """The pair, to be written anew on the current stream, which first waits for other streams that have read it."""
         if self.pair[0].is_cuda:
             before, self.readers = self.readers, {}
             stream = self.noted()

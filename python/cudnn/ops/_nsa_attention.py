@@ -293,7 +293,7 @@ def _compressed(
 
 
 def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: int, best: int) -> bool:
-    """Whether a kernel has both compression and top-k: where the compressed keys of every sequence are one tile."""
+    """Whether one kernel computes compression and top-k: where the compressed keys of every sequence fit one tile."""
     heads, group = (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1]
     fits = 0 < most_keys <= one_pass.KEYS[-1] and heads in one_pass.HEADS and group <= one_pass.MOST_HEADS
     return q.dtype in _NARROW and fits and best <= one_pass.MOST
@@ -304,8 +304,8 @@ def nsa_compression_top_k(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
     count: int, block_size: int, compress_stride: int, most_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The results of nsa_compression and nsa_top_k, where a sequence has at most so many compressed keys."""
-    say("one kernel attends to compressed keys and chooses blocks, since those of a sequence are few")
+    """What nsa_compression and nsa_top_k compute, in one kernel. ``most_keys``: compressed ones of a sequence."""
+    say("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
     o, lse, lists = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _whole_lists(q, k, count)
     tensors = {
         "q": q, "k": k, "v": v, "o": o, "lse": lse, "topk_indices": lists, "cum_seqlen_q": ends_q,

@@ -113,7 +113,7 @@ def nsa_gated_selection(
     block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """What nsa_gates makes of nsa_selection and the other branches, in one kernel. It has no gradient."""
-    say("without gradients, selection's kernel adds up the branches")
+    say("no gradients are needed, so selection's kernel multiplies the branches by their gates and adds them up")
     heads, index, out = (q.shape[-1], v.shape[-1]), q.get_device(), torch.empty_like(compressed)
     configuration = GatedSelectionConfiguration(
         name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype)

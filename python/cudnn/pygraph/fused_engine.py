@@ -103,7 +103,7 @@ def refuse(node: Any, reason: str = "") -> None:
 def chosen(
     nodes: Sequence[Node], bindings: Bindings, capability: tuple[int, int] | None, offered: bool
 ) -> FusedConfig | None:  # fmt: skip
-    """The engine's configuration: for a graph that asks for it or, if ``offered``, attention measured faster.
+    """The engine's configuration, for a graph that asks for it or, if ``offered``, where it was measured to be faster.
 
     Raises:
         cudnnGraphNotSupportedError: the graph asks for it, and the kernels cannot compute it.

@@ -47,8 +47,9 @@ def obstacle(
 def is_faster(
     arch: str, rows: int, keys: int, heads: tuple[int, int], is_causal: bool, passes: str
 ) -> bool:  # fmt: skip
-    """Whether docs/performance.md has the kernels faster than cuDNN, on a chip, in the passes named, and with so many
-    rows of all heads.
+    """Whether docs/performance.md has the kernels faster than cuDNN's, on this architecture, in the passes named.
+
+    ``rows`` are those of all heads and batches.
     """
     large = rows >= _LARGE[0] and keys >= _LARGE[1]
     return large and (*heads, is_causal) in FASTER.get(arch, {}).get(passes, ())

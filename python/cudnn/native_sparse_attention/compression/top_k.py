@@ -24,7 +24,7 @@ HEADS = ((64, 64), (128, 128))
 """Elements of a head, in Q and K and in V."""
 MOST_HEADS = 64
 ROWS, KEYS = 192, (64, 128)
-"""Rows of heads of a CTA, and compressed keys of a sequence that the kernels take."""
+"""Rows of a CTA's tile, one for each head of a row of Q, and the compressed keys of a sequence that the tiles have."""
 
 
 class CompressionTopK(Sparse):
@@ -48,7 +48,7 @@ class CompressionTopK(Sparse):
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
         k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
         compress_stride: rows for each compressed key.
-        max_s_k: at least the most compressed keys of a sequence, up to 128; those behind are not seen. None: rows of k.
+        max_s_k: most compressed keys of a sequence, up to 128; those beyond may be ignored. None: the rows of k.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
         arch: as that of :class:`CompressionAttention`.
     """
@@ -108,7 +108,7 @@ class CompressionTopK(Sparse):
             raise self.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
 
     def most_keys(self, sizes: Sizes) -> int:
-        """Of a sequence."""
+        """The most compressed keys of a sequence."""
         return sizes["sk"] if self.max_s_k is None else self.max_s_k
 
     def check_rules(self, sizes: Sizes) -> None:
