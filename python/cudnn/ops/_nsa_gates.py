@@ -21,7 +21,7 @@ _SOURCE = "cudnn_kernels.attention.gates:Gates"
 
 @functools.cache
 def say(choice: str) -> None:
-    """Says in the log, once, which kernels nsa_attention runs."""
+    """Says in the log which kernels nsa_attention runs, each sentence once."""
     settings.configure_logging().info("nsa_attention: %s", choice)
 
 
