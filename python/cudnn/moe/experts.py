@@ -118,7 +118,7 @@ class _Table:
 
 
 _TABLES: dict[Any, _Table] = {}
-MOVES = 4  # tables of a memory that comes to lie elsewhere, as one that is resized to 0 and back
+MOVES = 4  # tables kept of a storage that gets other memory, as one that is resized to 0 and back
 
 
 def pointers(tensors: Sequence[Tensor]) -> Tensor:
