@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -630,6 +631,27 @@ def test_what_the_kernel_refuses_is_worded_anew(family: Family, kernels: Recorde
         gemm.execute(**{**on_gpu(problem), "a_tensor": OnGpu(problem.tensors["a"].half())})
     with pytest.raises(ValueError, match=f"{family.cls.__name__}: sfa tensor: got a tensor; allowed: None"):
         gemm.execute(**{**on_gpu(problem), "sfa_tensor": OnGpu(torch.empty(1))})
+
+
+def test_results_without_rows_follow_the_stream_given(kernels: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an API does there, zeros for example, and not PyTorch's current stream."""
+    done: list[Any] = []
+
+    @contextlib.contextmanager
+    def within(stream: Any) -> Any:
+        done.append(stream)
+        yield
+        done.append("left")
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream, device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    gemm = compiled(case("gemm_amax"))
+    monkeypatch.setattr(gemm, "run_empty", lambda tensors: done.append("run"))
+    for stream, expected in ((None, ["run"]), (3, [3, "run", "left"])):
+        done.clear()
+        gemm.execute(**on_gpu(case("gemm_amax", 0)), current_stream=stream)
+        assert done == expected
+    assert not kernels.calls
 
 
 def test_no_rows_start_no_kernel(family: Family, kernels: Recorded) -> None:

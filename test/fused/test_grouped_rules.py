@@ -12,7 +12,7 @@ from cudnn import registry
 from cudnn.fused.call import _unrelated
 from support import grouped
 from support.gemm_families import case
-from support.gemms import BF16, F32
+from support.gemms import BF16, E4M3, F32
 
 I32 = torch.int32
 BACKWARD = {"c": BF16, "beta": F32, "prob": F32, "dprob": F32}
@@ -103,6 +103,20 @@ def test_a_tensor_that_is_not_written_may_be_left_out(name: str) -> None:
     made.execute(**{api.parameters[key]: x for key, x in samples.items()}, d_col_tensor=d_col)
     with pytest.raises(ValueError, match="b tensor: got None; allowed: a tensor, as the sample"):
         made.execute(**{api.parameters[key]: x for key, x in samples.items() if key != "b"})
+
+
+def test_float32_factors_of_a_result_may_not_be_left_out() -> None:
+    """They are written though there are none by columns: a warm call looks at their shape."""
+    api = cudnn.GroupedGemmGlu
+    given = api.blank((256, 256, 128, 2), "fp8_128", "meta")
+    sizes = api.example_sizes({"m": 256, "n": 256, "k": 128, "experts": 2}) | {"vector": 128}
+    for name, dtype in (("d", E4M3), ("sfd_row", F32)):
+        given[name] = api.spec(name).layout.allocate(sizes, "n", dtype, "meta")
+    made = api(**api.samples(given), sf_vec_size=128, arch="sm_90a")
+    assert made.check_support()
+    assert "sfd_row" in _unrelated(made)
+    with pytest.raises(ValueError, match="sfd_row tensor: got None; allowed: a tensor, as the sample"):
+        made.check_as_many({**dict.fromkeys(made.names), **given, "sfd_row": None})
 
 
 def test_a_counter_of_several_numbers() -> None:

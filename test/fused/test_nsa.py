@@ -12,6 +12,7 @@ import torch
 
 import cudnn
 from cudnn import NSA, registry
+from cudnn.fused.call import _unrelated
 from cudnn.native_sparse_attention.selection import inverse
 from cudnn_kernels.attention.sparse import InverseConfiguration
 from support.dense_attention import attend, attend_selected, times_seen
@@ -262,6 +263,27 @@ def test_compression_and_top_k_in_one_are_both(arch: str) -> None:
 def test_what_compression_with_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         NSA.compression_top_k_wrapper(**{**one_pass_call(), **change})
+
+
+def test_compressed_keys_of_later_calls() -> None:
+    """As many as the tile has that the samples chose, and each sequence at most as many as was said."""
+
+    def tensors(call: dict[str, Any]) -> tuple[Any, ...]:
+        q, ends = call["q_tensor"], [call[f"cum_seqlen_{x}_tensor"] for x in "qk"]
+        lists = torch.empty(len(q), 2, 7, dtype=torch.int32)
+        results = torch.empty_like(q), torch.empty(q.shape[:2]), lists
+        return q, call["k_tensor"], call["v_tensor"], *results, *ends
+
+    few, many = (one_pass_call(80, keys) for keys in (10, 40))
+    options = {x: few[x] for x in ("k_value", "selection_block_size", "compress_stride")}
+    for most, error in ((None, "compressed keys: got 80 rows of k; allowed: at most 64, after samples of 20"),
+                        (20, "compressed keys of a sequence: got 40; allowed: at most 20")):  # fmt: skip
+        made = NSA.CompressionTopK(*tensors(few), **options, max_s_k=most)
+        made.compile()
+        assert ("k" in _unrelated(made)) == (most is None)
+        made.execute(*tensors(few))
+        with pytest.raises(ValueError, match=error):
+            made.execute(*tensors(many))
 
 
 def test_top_k_before_compile() -> None:

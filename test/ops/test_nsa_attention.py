@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.ops import _nsa_attention, _nsa_decode, _streams, nsa_attention, nsa_decode
-from cudnn.ops._nsa_gates import nsa_gates
+from cudnn.ops import _nsa_attention, _nsa_decode, _nsa_gates, _streams, nsa_attention, nsa_decode
+from cudnn.ops._nsa_gates import nsa_gates, selection_takes_gates
 from support.dense_attention import attend, band
 from support.selection import brief
 
@@ -217,6 +217,28 @@ def test_gates_by_the_kernel(heads: int, d: int, dtype: torch.dtype, gates: torc
     torch.library.opcheck(nsa_gates, [x.detach() for x in given])
 
 
+def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the type of the branches, which autocast gave them, not that of the caller's tensors."""
+    taken: list[Any] = []
+    monkeypatch.setattr(_nsa_gates, "run", lambda _, kind, *given: taken.append([kind.dtype, *given[:6]]))
+    q, k, v = (torch.zeros(8, heads, 64).half() for heads in (2, 1, 1))
+    branches = [torch.zeros(8, 2, 64).bfloat16() for _ in range(2)]
+    rest = torch.zeros(8, 1, 1).int(), torch.tensor([0, 8]).int(), 0.1, 16, *branches, torch.zeros(8, 2, 3).half()
+    with cudnn.emulation("sm_90a"), torch.autocast("cpu", torch.bfloat16):
+        out = _nsa_gates.nsa_gated_selection(q, k, v, *rest)
+    ((kind, *given),) = taken
+    assert kind == "bfloat16"
+    assert {x.dtype for x in (out, *given)} == {torch.bfloat16}
+
+
+def test_what_is_compiled_for_the_cpu_has_no_gated_selection() -> None:
+    """The compiler cannot ask whether the emulator runs."""
+    q = torch.zeros(8, 2, 64).half()
+    with cudnn.emulation("sm_90a"):
+        assert selection_takes_gates(q, q, 16)
+        assert not torch.compile(selection_takes_gates, fullgraph=True, backend="eager")(q, q, 16)
+
+
 def test_lists_of_the_caller() -> None:
     call = tensors()
     lists = torch.randint(-1, 8, (sum(LENGTHS), 2, 3), dtype=torch.int32)
@@ -324,6 +346,8 @@ def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype
         ({"block_size": 0}, "block_size and compress_stride"),
         ({"scale": 0.0}, "scale: got 0.0"),
         ({"block_indices": torch.zeros(152, 2, 3)}, "type of block_indices: got torch.float32"),
+        ({"block_indices": torch.zeros(152, 1, 3).int()}, r"shape of block_indices: got .152, 1, 3.; .* .152, 2, n."),
+        ({"block_indices": torch.zeros(152, 2, 0).int()}, r"shape of block_indices: got .152, 2, 0.; .* n of 1 and mo"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

@@ -72,7 +72,7 @@ def run(tensors, scalars, stream, workspace):
         {names}, = tensors
         {known}known = checked
         if {unseen} or (workspace is not None and workspace is not known()):
-            accepted = check(tensors, workspace)
+            accepted = check(tensors, stream, workspace)
             if accepted is None:
                 return
             checked = accepted
@@ -190,12 +190,14 @@ class Call:
         known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
         eval(f"kernel({_arguments(self.api, self.plan)})", known)
 
-    def _check(self, tensors: tuple[Any, ...], workspace: Any) -> tuple[Any, ...] | None:
-        """Checks shapes and workspace, and returns what to remember of them; None where there is nothing to compute."""
+    def _check(self, tensors: tuple[Any, ...], stream: Any, workspace: Any) -> tuple[Any, ...] | None:
+        """Checks shapes and workspace, and returns what to remember of them; None where nothing is left to compute."""
         named = dict(zip(self.api.names, tensors, strict=True))
         self.api.check_as_many(named)
         if 0 in tensors[self.leading].shape:
-            self.api.run_empty(tensors)
+            first = tensors[0]
+            with _following(launch.raw_stream(stream, first.get_device()), first):
+                self.api.run_empty(tensors)
             return None
         self.api.check_shapes(named)
         known: Callable[[], Any] = _none
@@ -215,7 +217,7 @@ class Call:
         if shapes != known:
             size = self.plan.workspace_size(self.api.sizes_now(tensors))
             self.room = (shapes, size)
-        with _allocating_for(stream, first):
+        with _following(stream, first):
             return torch.empty(size, dtype=torch.uint8, device=first.device)
 
 
@@ -266,8 +268,8 @@ def _none() -> None:
     """Stands for a reference to a workspace that there is not."""
 
 
-def _allocating_for(stream: int, tensor: Any) -> Any:
-    """A context in which PyTorch's allocator knows that memory is used on ``stream``."""
+def _following(stream: int, tensor: Any) -> Any:
+    """A context in which PyTorch queues work on ``stream``, and its allocator knows that memory is used there."""
     if not tensor.is_cuda or stream == launch.raw_stream(None, tensor.get_device()):
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=tensor.device))

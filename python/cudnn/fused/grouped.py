@@ -288,7 +288,9 @@ class ExpertsGemm(FusedGemm):
         return all(map(self.given, ("sfd_row", "sfd_col", "norm_const")))
 
     def unused(self) -> tuple[str, ...]:
-        return () if self.quantizes() else ("d_col", "sfd_row", "sfd_col", "norm_const")
+        if self.quantizes() or self.kind("sfd_row") == SUM_SCALES:
+            return ()
+        return "d_col", "sfd_row", "sfd_col", "norm_const"
 
     @classmethod
     def in_blocks(cls, given: Mapping[str, Any]) -> bool:

@@ -103,6 +103,10 @@ def nsa_attention(
     window = (ends if packed else None, factor, window_size, longest)
     lists = block_indices
     if lists is not None:
+        expected = (*key.shape[:-1], max(lists.shape[-1], 1) if lists.ndim else 1)
+        if lists.shape != expected:
+            allowed = f"({', '.join(map(str, key.shape[:-1]))}, n), n of 1 and more"
+            raise ValueError(refusal(_WHERE, "shape of block_indices", tuple(lists.shape), allowed))
         lists = (lists if packed else lists.transpose(1, 2).flatten(0, 1)).int().contiguous()
     g = g if g.element_size() <= q.element_size() else g.float()
     differentiated = torch.is_grad_enabled() and any(

@@ -101,13 +101,15 @@ nsa_gates.register_autograd(_differentiate, setup_context=_setup)
 
 
 def selection_takes_gates(q: torch.Tensor, v: torch.Tensor, block_size: int) -> bool:
-    """Whether there is a kernel of :func:`nsa_gated_selection` for tensors like these."""
+    """Whether there is a kernel of :func:`nsa_gated_selection` for tensors like these. What is compiled for the CPU has
+    none: the emulator may not be there when it runs.
+    """
     heads = (q.shape[-1], v.shape[-1])
-    by_kernel = q.is_cuda or bool(launch.emulated_architecture())
+    by_kernel = q.is_cuda or (not torch.compiler.is_compiling() and bool(launch.emulated_architecture()))
     return by_kernel and q.element_size() == 2 and q.numel() > 0 and heads in TILES and block_size in BLOCKS
 
 
-@custom_op("nsa_gated_selection")
+@custom_op("nsa_gated_selection", autocast=("q", "k", "v", "compressed", "near"))
 def nsa_gated_selection(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
     block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,

@@ -50,7 +50,7 @@ def zero_results(api: FusedAPI, tensors: Sequence[Any]) -> None:
     """Writes zeros to all results of a call."""
     for name, tensor in zip(api.names, tensors, strict=True):
         if tensor is not None and api.spec(name).written:
-            tensor.zero_()
+            tensor.detach().zero_()
 
 
 class Attention(FusedAPI):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -48,7 +48,8 @@ class CompressionTopK(Sparse):
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
         k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
         compress_stride: rows for each compressed key.
-        max_s_k: most compressed keys of a sequence, up to 128; those beyond may be ignored. None: the rows of k.
+        max_s_k: most compressed keys of a sequence, up to 128; those beyond may be ignored. None: the rows of k, of
+            which later calls may have up to 64, or up to 128 if the samples have more.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
         arch: as that of :class:`CompressionAttention`.
     """
@@ -111,6 +112,22 @@ class CompressionTopK(Sparse):
         """The most compressed keys of a sequence."""
         return sizes["sk"] if self.max_s_k is None else self.max_s_k
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        most, sampled = self.most_keys(sizes), self.most_keys(self.sizes(self.descs))
+        if most > max(_tile(sampled), sampled):
+            got, cure = f"{most} rows of k", "pass max_s_k"
+            raise self.error("compressed keys", got, f"at most {_tile(sampled)}, after samples of {sampled}", cure)
+
+    def ruled_by(self) -> tuple[str, ...]:
+        return ("k",) if self.max_s_k is None else ()
+
+    def check_values(self, tensors: Sequence[Any]) -> None:
+        super().check_values(tensors)
+        ends, most = tensors[self.names.index("cum_seqlen_k")], self.most_keys(self.sizes_now(tensors))
+        longest = int(ends.flatten().diff().max())
+        if longest > most:
+            raise self.error("compressed keys of a sequence", longest, f"at most {most}, as max_s_k says")
+
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         if self.most_keys(sizes) > KEYS[-1]:
@@ -118,7 +135,7 @@ class CompressionTopK(Sparse):
             raise self.unsupported("compressed keys of a sequence", got, f"at most {KEYS[-1]}", cure)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        tile = (ROWS, next(x for x in KEYS if x >= self.most_keys(sizes)))
+        tile = (ROWS, _tile(self.most_keys(sizes)))
         configuration = CompressionTopKConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], sizes["d"], sizes["dv"], self.k_value,
             self.selection_block_size, self.compress_stride, tile,
@@ -137,6 +154,11 @@ class CompressionTopK(Sparse):
         s, hq, hk, d = shape
         sizes = {"b": 1, "hq": hq, "hk": hk, "sq": s, "sk": s // 64, "d": d, "dv": d, "listed": 16, "ends": 2}
         return [{"packed": True, **sizes}]
+
+
+def _tile(keys: int) -> int:
+    """The keys of the tile that takes so many; the largest, if none does."""
+    return next((x for x in KEYS if x >= keys), KEYS[-1])
 
 
 def compression_top_k_wrapper(
