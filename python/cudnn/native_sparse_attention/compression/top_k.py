@@ -113,13 +113,16 @@ class CompressionTopK(Sparse):
         return sizes["sk"] if self.max_s_k is None else self.max_s_k
 
     def check_sizes(self, sizes: Sizes) -> None:
+        if not sizes["sk"]:
+            cure = "use CompressionAttention and TopKReduction"
+            raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", cure)
         most, sampled = self.most_keys(sizes), self.most_keys(self.sizes(self.descs))
         if most > max(_tile(sampled), sampled):
             got, cure = f"{most} rows of k", "pass max_s_k"
             raise self.error("compressed keys", got, f"at most {_tile(sampled)}, after samples of {sampled}", cure)
 
     def ruled_by(self) -> tuple[str, ...]:
-        return ("k",) if self.max_s_k is None else ()
+        return ("k",)
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         super().check_values(tensors)
