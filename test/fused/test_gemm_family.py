@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from cudnn import launch
-from cudnn.fused.host import FusedAPI
 from cudnn_kernels.signature import bind, signature
 from support import gemms
 from support.gemm_families import ARCHITECTURES, BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.recorded import OnGpu, Recorded
 from support.selection import in_turn
 
 NAMES = [family.name for family in FAMILIES]
@@ -475,41 +475,6 @@ def test_the_wrapper_gives_cached_objects_other_sizes(family: Family, monkeypatc
 
 
 # The call of a compiled kernel, with tensors that say they are on a GPU.
-
-
-class OnGpu:
-    """A CPU tensor that says it is on a GPU; a slice or view of it is an ordinary one."""
-
-    is_cuda = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-    def get_device(self) -> int:
-        return 0
-
-
-class Recorded:
-    """Kernels that only remember how they were called."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.refusing = False
-        monkeypatch.setattr(launch, "kernel", self.load)
-        monkeypatch.setattr(launch, "raw_stream", lambda stream, index: 17 if stream is None else stream)
-        monkeypatch.setattr(FusedAPI, "multiprocessors", staticmethod(lambda index: 78))
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 17, raising=False)
-
-    def load(self, source: str, configuration: Any, arch: str) -> Any:
-        def run(*arguments: Any) -> None:
-            if self.refusing:
-                raise ValueError("Mismatched Tensor on argument #0")
-            self.calls.append((source.rpartition(":")[2], arguments))
-
-        return run
 
 
 @pytest.fixture

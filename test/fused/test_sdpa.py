@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tempfile
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from cudnn.sdpa import (
     sdpa_fwd_wrapper_sm100_d256,
 )
 from support.dense_attention import attend
+from support.recorded import OnGpu, Recorded
 from support.selection import brief, within
 
 CAUSAL: dict[str, Any] = {"is_causal": True, "window_size": (-1, 0)}
@@ -332,6 +334,29 @@ def test_windows_that_hide_nothing_and_empty_matrices(rows: int, keys: int, left
     backward.execute(q, k, v, o, do, lse, *found)
     for mine, other in zip(found, torch.autograd.grad(expected, wide, do.double()), strict=True):
         torch.testing.assert_close(mine.double(), other, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("missing", ["q", "k"])
+def test_gradients_where_nothing_is_attended_launch_no_kernel(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of no CTAs is an error on a GPU. Objects take such a call between others."""
+    kernels, streams = Recorded(monkeypatch), list[Any]()
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: streams.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: address)
+
+    def tensors(rows: int, keys: int) -> list[torch.Tensor]:
+        sizes = (rows, keys, keys, rows, rows)
+        q, k, v, o, do = (torch.randn(1, 2, n, 64).half() for n in sizes)
+        return [q, k, v, o, do, torch.zeros(1, 2, rows), *(torch.full_like(x, torch.nan) for x in (q, k, v))]
+
+    samples = tensors(32, 48)
+    backward = SdpaBackward(*samples, arch="sm_90a")
+    backward.compile()
+    for given, launches in ((samples, 1), (tensors(*((0, 48) if missing == "q" else (32, 0))), 1), (samples, 2)):
+        backward.execute(*map(OnGpu, given), current_stream=3)
+        assert len(kernels.calls) == launches
+        if given is not samples:
+            assert not any(x.any() for x in given[6:])
+    assert streams.count(3) == len(streams) > 0
 
 
 @pytest.mark.parametrize("ends", [(0, 33), (1, 32), (0, 20, 10, 32), (0, -1, 32)])

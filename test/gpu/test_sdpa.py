@@ -167,3 +167,19 @@ def test_capture() -> None:
     graph.replay()
     expected, *_ = formula(q, k, v, True, 1 / 16)
     torch.testing.assert_close(o.float(), expected, atol=4e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(200, 0), (5, 0), (0, 64)])
+def test_nothing_to_attend(rows: int, keys: int) -> None:
+    q, k, v, do = (drawn(n, 2, 128) for n in (rows, keys, keys, rows))
+    o, lse = torch.full_like(q, math.nan), torch.full((2, 2, rows), math.nan, device="cuda")
+    attention = SdpaForward(q, k, v, o, lse)
+    attention.compile()
+    attention.execute(q, k, v, o, lse)
+    assert not o.any()
+    assert (lse == -math.inf).all()
+    gradients = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    backward = SdpaBackward(q, k, v, o, do, lse, *gradients)
+    backward.compile()
+    backward.execute(q, k, v, o, do, lse, *gradients)
+    assert not any(x.any() for x in gradients)

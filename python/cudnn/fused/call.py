@@ -72,7 +72,7 @@ def run(tensors, scalars, stream, workspace):
         {names}, = tensors
         {known}known = checked
         if {unseen} or (workspace is not None and workspace is not known()):
-            accepted = check(tensors, stream, workspace)
+            accepted = check(tensors, workspace, stream)
             if accepted is None:
                 return
             checked = accepted
@@ -102,7 +102,6 @@ class Call:
         self.api, self.plan, self.kernel = api, plan, kernel
         if plan.notice:
             say(api._title(), plan.notice)
-        self.leading = api.names.index(api.leading(api.descs))
         self.refits, self.viewing = self._refits(api.refitted), api.views
         self.sized = [name for name in (*api.sized_by, *api.counted_by) if api.given(name)]
         self.room: tuple[Any, int] = (None, 0)  # shapes, and the bytes of their workspace
@@ -190,13 +189,12 @@ class Call:
         known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
         eval(f"kernel({_arguments(self.api, self.plan)})", known)
 
-    def _check(self, tensors: tuple[Any, ...], stream: Any, workspace: Any) -> tuple[Any, ...] | None:
-        """Checks shapes and workspace, and returns what to remember of them; None where nothing is left to compute."""
+    def _check(self, tensors: tuple[Any, ...], workspace: Any, stream: Any) -> tuple[Any, ...] | None:
+        """Checks shapes and workspace, and returns what to remember of them; None where there is nothing to compute."""
         named = dict(zip(self.api.names, tensors, strict=True))
         self.api.check_as_many(named)
-        if 0 in tensors[self.leading].shape:
-            first = tensors[0]
-            with _following(launch.raw_stream(stream, first.get_device()), first):
+        if self.api.is_empty(tensors):
+            with on_stream(stream, tensors[0]):
                 self.api.run_empty(tensors)
             return None
         self.api.check_shapes(named)
@@ -217,7 +215,7 @@ class Call:
         if shapes != known:
             size = self.plan.workspace_size(self.api.sizes_now(tensors))
             self.room = (shapes, size)
-        with _following(stream, first):
+        with on_stream(stream, first):
             return torch.empty(size, dtype=torch.uint8, device=first.device)
 
 
@@ -268,8 +266,14 @@ def _none() -> None:
     """Stands for a reference to a workspace that there is not."""
 
 
-def _following(stream: int, tensor: Any) -> Any:
-    """A context in which PyTorch queues work on ``stream``, and its allocator knows that memory is used there."""
-    if not tensor.is_cuda or stream == launch.raw_stream(None, tensor.get_device()):
+def on_stream(stream: Any, tensor: Any) -> Any:
+    """A context in which PyTorch launches its own kernels on ``stream``, and its allocator knows that memory is used
+    there.
+    """
+    if not tensor.is_cuda:
         return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+    index = tensor.get_device()
+    address = launch.raw_stream(stream, index)
+    if address == launch.raw_stream(None, index):
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(address, device=tensor.device))

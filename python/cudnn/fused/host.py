@@ -169,8 +169,12 @@ class FusedAPI(APIBase):
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Types and majors of what the wrapper allocates, from its arguments and its tensors by name."""
 
+    def is_empty(self, tensors: Sequence[Any]) -> bool:
+        """Whether :meth:`run_empty` is all that a call does: its first tensor has no elements."""
+        return 0 in tensors[self.names.index(self.leading(self.descs))].shape
+
     def run_empty(self, tensors: Sequence[Any]) -> None:
-        """What a call does whose first tensor has no elements."""
+        """What a call does that has nothing to compute."""
 
     def check_alignment(self, descs: Mapping[str, TensorDesc | None]) -> None:
         """Raises for extents that the copy engine does not take, of samples or of a call's tensors."""
@@ -466,7 +470,7 @@ class FusedAPI(APIBase):
         call = self._emulated_call(arch) if arch else None
         if workspace is not None:
             self.check_workspace(tensors, workspace, call.plan if call else None)
-        if 0 in tensors[self.names.index(self.leading(self.descs))].shape:
+        if self.is_empty(tensors):
             self.run_empty(tensors)
             return
         self.check_values(tensors)

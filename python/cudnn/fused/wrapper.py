@@ -11,6 +11,7 @@ from typing import Any
 from cudnn import settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refusal
+from cudnn.fused.call import on_stream
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import torch_type
 from cudnn.lazy import torch
@@ -37,15 +38,17 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     tensors = {**made.given, **made.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
     operation: Any = api.objects.get(made.key)
+    stream = arguments["stream"] if "stream" in arguments else arguments.get("current_stream")
     if operation is None:
         operation = api(**api.samples(tensors), **made.options)
         operation.check_support()
         if made.empty:
-            operation.run_empty([tensors.get(name) for name in api.names])
+            every = [tensors.get(name) for name in api.names]
+            with on_stream(stream, every[0]):
+                operation.run_empty(every)
             return returned
         operation.compile()
         api.objects[made.key] = operation
-    stream = arguments["stream"] if "stream" in arguments else arguments.get("current_stream")
     scalars = {name: arguments[name] for name in api.run_time if name in arguments}
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)

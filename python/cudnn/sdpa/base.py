@@ -46,11 +46,19 @@ def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
     return values
 
 
-def zero_results(api: FusedAPI, tensors: Sequence[Any]) -> None:
-    """Writes zeros to all results of a call."""
-    for name, tensor in zip(api.names, tensors, strict=True):
-        if tensor is not None and api.spec(name).written:
-            tensor.detach().zero_()
+class Gradients(FusedAPI):
+    """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
+
+    def ruled_by(self) -> tuple[str, ...]:
+        return ("k",)
+
+    def is_empty(self, tensors: Sequence[Any]) -> bool:
+        return super().is_empty(tensors) or 0 in tensors[self.names.index("k")].shape
+
+    def run_empty(self, tensors: Sequence[Any]) -> None:
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if tensor is not None and self.spec(name).written:
+                tensor.detach().zero_()
 
 
 class Attention(FusedAPI):
@@ -171,10 +179,6 @@ class Attention(FusedAPI):
         if (cum_seqlen_q is not None, cum_seqlen_k is not None) != (self.packed, self.packed):
             allowed = "given, for packed sequences" if self.packed else "None, for (b, h, s, d)"
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
-
-    def run_empty(self, tensors: Sequence[Any]) -> None:
-        """No rows of Q: the gradients of K and V are zeros."""
-        zero_results(self, tensors)
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for offsets, lengths and pages outside the tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -12,7 +12,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.sdpa.base import OFFSETS, keys, queries, zero_results
+from cudnn.sdpa.base import OFFSETS, Gradients, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
@@ -24,7 +24,7 @@ HEADS = ((64, 64), (128, 128))
 """Elements of a head, in Q and K and in V."""
 
 
-class CompressionAttentionBackward(Sparse):
+class CompressionAttentionBackward(Gradients, Sparse):
     """The gradients of :class:`CompressionAttention`, where its factors are 1 but for ``scale_softmax``.
 
         p  = exp(scale_softmax * q k^T - lse)    over the keys that row i sees; d[i] = the sum of o do over row i
@@ -76,10 +76,6 @@ class CompressionAttentionBackward(Sparse):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
                    dk_tensor, dv_tensor, *ends)  # fmt: skip
         self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
-
-    def run_empty(self, tensors: Sequence[Any]) -> None:
-        """No rows of Q: the gradients of K and V are zeros."""
-        zero_results(self, tensors)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]

@@ -11,7 +11,7 @@ from cudnn.fused.layouts import Sizes
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, called, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, keys, queries, row_values
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 
@@ -41,7 +41,7 @@ def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str,
     return choices[arch]()
 
 
-class SdpaBackward(Attention):
+class SdpaBackward(Gradients, Attention):
     """The gradients of attention.
 
         p  = exp(scale_softmax * q k^T - lse)    0 where the mask hides a key; d[i] = the sum of o do over row i
