@@ -9,7 +9,7 @@ import torch
 
 import cudnn
 from cudnn import registry
-from cudnn.fused.call import _unrelated
+from cudnn.fused.call import Call, _unrelated
 from support import grouped
 from support.gemm_families import case
 from support.gemms import BF16, E4M3, F32
@@ -117,6 +117,19 @@ def test_float32_factors_of_a_result_may_not_be_left_out() -> None:
     assert "sfd_row" in _unrelated(made)
     with pytest.raises(ValueError, match="sfd_row tensor: got None; allowed: a tensor, as the sample"):
         made.check_as_many({**dict.fromkeys(made.names), **given, "sfd_row": None})
+
+
+def test_flat_factors_at_the_first_calls_of_two_threads() -> None:
+    """One thread's call may fail after another one has found that factors are flat."""
+    p = grouped.problem("grouped_gemm_quant", "mxfp8", (256,), n=64, k=64)
+    api: Any = cudnn.GroupedGemmQuant
+    given = {name: p.given.get(name) for name in api.names} | {"d": torch.empty(256, 64, 1).bfloat16()}
+    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
+    call = Call(made, made.plan("sm_90a", made.sizes(made.descs)), lambda *_: None)
+    given |= {key: given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    for _ in range(2):
+        assert call._otherwise(tuple(given.values()), ()) is made.run
+    assert [call._otherwise(call._refitted(tuple(given.values())), ()) for _ in range(2)] == [made.run, None]
 
 
 def test_a_counter_of_several_numbers() -> None:

@@ -158,7 +158,7 @@ class Call:
         Raises:
             TypeError, ValueError: what is wrong with the call, where a tensor or number is at fault.
         """
-        if not self.viewing and self.api.viewed_call(tensors) is not tensors:
+        if self.api.viewed_call(tensors) is not tensors:  # also where another thread has just found out
             self.viewing = True
         else:
             self.api.explain(tensors, scalars)  # says it better than the error
