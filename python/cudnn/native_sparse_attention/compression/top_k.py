@@ -113,7 +113,7 @@ class CompressionTopK(Sparse):
         return sizes["sk"] if self.max_s_k is None else self.max_s_k
 
     def check_sizes(self, sizes: Sizes) -> None:
-        if not sizes["sk"]:
+        if sizes["sq"] and not sizes["sk"]:
             cure = "use CompressionAttention and TopKReduction"
             raise self.unsupported("compressed keys", "0 rows of k", "1 row and more", cure)
         most, sampled = self.most_keys(sizes), self.most_keys(self.sizes(self.descs))
