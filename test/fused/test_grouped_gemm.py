@@ -197,11 +197,7 @@ def test_flat_scale_factors_and_bytes_of_one_element(name: str) -> None:
         cudnn.grouped_gemm_quant_wrapper(p.given["a"], p.given["sfa"][1:], *[None] * 2, p.given["b"], sf_vec_size=32)
     p = grouped.problem(name, "mxfp4", (256, 512), n=192, k=256, inputs={"prob": F32})
     for key in ("a", "b"):
-        packed = p.given[key].view(torch.uint8)
-        rows, half, experts = packed.shape
-        memory = torch.zeros(experts, rows, 2 * half, dtype=torch.uint8)
-        memory.view(-1)[: packed.numel()] = packed.permute(2, 0, 1).reshape(-1)
-        p.given[key] = memory.permute(1, 2, 0)
+        p.given[key] = grouped.spread(p.given[key])
     grouped.run(p, "reference")
     grouped.check(p)
 

@@ -169,14 +169,8 @@ def test_bytes_that_may_be_one_element_or_two(name: str, k: int) -> None:
     inputs = {"prob": F32} | ({"c": BF16} if name == "grouped_gemm_dsrelu" else {})
     p = grouped.problem(name, "mxfp4", (256,), n=64, k=k, inputs=inputs)
     for key in ("a", "b"):
-        packed = p.given[key].view(torch.uint8)
-        rows, half, experts = packed.shape
-        if name in ("grouped_gemm_glu", "grouped_gemm_quant"):
-            p.given[key] = packed
-            continue
-        memory = torch.zeros(experts, rows, 2 * half, dtype=torch.uint8)
-        memory.view(-1)[: packed.numel()] = packed.permute(2, 0, 1).reshape(-1)
-        p.given[key] = memory.permute(1, 2, 0)
+        two = name in ("grouped_gemm_glu", "grouped_gemm_quant")
+        p.given[key] = p.given[key].view(torch.uint8) if two else grouped.spread(p.given[key])
     grouped.run(p, "reference")
     grouped.check(p)
 

@@ -71,6 +71,17 @@ def by_expert(scales: torch.Tensor, ends: Sequence[int], vector: int) -> torch.T
     return gemms.atoms_by_part(scales, ends, vector).view(torch.uint8).view(shape).view(scales.dtype)
 
 
+def spread(pairs: torch.Tensor) -> torch.Tensor:
+    """Pairs of elements of four bits (rows, k / 2, experts) as bytes that count as one element each (rows, k, experts):
+    the pairs are in the first half of the memory.
+    """
+    packed = pairs.view(torch.uint8)
+    rows, half, experts = packed.shape
+    memory = torch.zeros(experts, rows, 2 * half, dtype=torch.uint8)
+    memory.view(-1)[: packed.numel()] = packed.permute(2, 0, 1).reshape(-1)
+    return memory.permute(1, 2, 0)
+
+
 def addressed(p: Problem) -> None:
     """The problem's weights, and their factors, as tensors that lie anywhere, and their addresses."""
     b, scales = p.given.pop("b"), p.given.pop("sfb")

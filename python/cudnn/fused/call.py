@@ -270,10 +270,7 @@ def on_stream(stream: Any, tensor: Any) -> Any:
     """A context in which PyTorch launches its own kernels on ``stream``, and its allocator knows that memory is used
     there.
     """
-    if not tensor.is_cuda:
+    if stream is None or not tensor.is_cuda or stream == launch.raw_stream(None, tensor.get_device()):
         return contextlib.nullcontext()
-    index = tensor.get_device()
-    address = launch.raw_stream(stream, index)
-    if address == launch.raw_stream(None, index):
-        return contextlib.nullcontext()
+    address = launch.raw_stream(stream, tensor.get_device())
     return torch.cuda.stream(torch.cuda.ExternalStream(address, device=tensor.device))

@@ -12,7 +12,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.native_sparse_attention.top_k.api import MOST
+from cudnn.native_sparse_attention.top_k.api import check_lists
 from cudnn.sdpa.base import OFFSETS, keys, queries
 from cudnn.sdpa.layouts import Heads
 from cudnn_kernels.attention.sparse import ALWAYS, CompressionTopKConfiguration
@@ -101,12 +101,7 @@ class CompressionTopK(Sparse):
         if not self.packed:
             raise self.error("q tensor", "four dimensions", "packed sequences: (t, h, d) and offsets")
         self.check_offsets()
-        if not 0 < self.k_value <= MOST:
-            raise self.error("k_value", self.k_value, f"1 to {MOST}")
-        block, stride = self.selection_block_size, self.compress_stride
-        if stride <= 0 or block <= 0 or block % stride:
-            allowed = "a block that is a multiple of the stride"
-            raise self.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+        check_lists(self)
 
     def most_keys(self, sizes: Sizes) -> int:
         """The most compressed keys of a sequence."""

@@ -24,6 +24,16 @@ TILES = {64: (128, 128), 128: (128, 128), 192: (128, 64), 256: (128, 64)}
 MOST = 64  # blocks that a warp keeps
 
 
+def check_lists(api: Any) -> None:
+    """Raises for lists that no kernel makes: too long, or of blocks that do not hold whole compressed keys."""
+    if not 0 < api.k_value <= MOST:
+        raise api.error("k_value", api.k_value, f"1 to {MOST}")
+    block, stride = api.selection_block_size, api.compress_stride
+    if stride <= 0 or block <= 0 or block % stride:
+        allowed = "a block that is a multiple of the stride"
+        raise api.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+
+
 class TopKReduction(Sparse):
     """The blocks of keys that each row should attend to: those with the largest probabilities of compressed keys.
 
@@ -117,12 +127,7 @@ class TopKReduction(Sparse):
 
     def check_options(self) -> None:
         self.check_offsets()
-        if not 0 < self.k_value <= MOST:
-            raise self.error("k_value", self.k_value, f"1 to {MOST}")
-        block, stride = self.selection_block_size, self.compress_stride
-        if stride <= 0 or block <= 0 or block % stride:
-            allowed = "a block that is a multiple of the stride"
-            raise self.error("selection_block_size and compress_stride", f"{block} and {stride}", allowed)
+        check_lists(self)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
