@@ -10,6 +10,7 @@ from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
+from cudnn.native_sparse_attention.top_k.api import MOST
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.attention.sparse import ALWAYS
@@ -300,7 +301,7 @@ def _in_one_pass(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, most_keys: i
     """Whether one kernel computes compression and top-k: where the compressed keys of every sequence fit one tile."""
     heads, group = (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1]
     fits = 0 < most_keys <= one_pass.KEYS[-1] and heads in one_pass.HEADS and group <= one_pass.MOST_HEADS
-    return q.dtype in _NARROW and fits and best <= one_pass.MOST
+    return q.dtype in _NARROW and fits and best <= MOST
 
 
 @custom_op("nsa_compression_top_k", autocast=("q", "k", "v"))
