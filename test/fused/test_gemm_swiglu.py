@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import cudnn
 from cudnn.gemm_swiglu import GemmSwiglu, gemm_swiglu_wrapper
 from cudnn.gemm_swiglu.gradients import swiglu_backward
 from support import gemms
@@ -104,6 +105,19 @@ def test_halves_of_weights_with_factors_are_whole_atoms() -> None:
     assert operation(problem, arch="sm_90a", glu_layout="concatenated").check_support()
     with pytest.raises(NotImplementedError, match="on sm_100a: got 384; allowed: multiples of 256, whole atoms"):
         operation(problem, arch="sm_100a", glu_layout="concatenated").check_support()
+
+
+def test_a_later_call_has_halves_of_whole_atoms_too() -> None:
+    first, later = (case("gemm_swiglu", dtype=FP4, scale=E8M0, n=n) for n in (512, 384))
+    made = operation(first, arch=None, glu_layout="concatenated")
+    made.compile()
+    given = {parameter: later.tensors.get(name) for name, parameter in made.parameters.items()}
+    made.execute(**given)  # the reference takes them, and so does Hopper
+    with (
+        cudnn.emulation("sm_100a"),
+        pytest.raises(NotImplementedError, match="on sm_100a: got 384; allowed: multiples of 256, whole atoms"),
+    ):
+        made.execute(**given)
 
 
 @pytest.mark.parametrize(

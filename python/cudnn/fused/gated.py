@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from cudnn import launch
 from cudnn.fused.dense import DenseGemm, amax, operands, quantizer
 from cudnn.fused.gemm import NARROW, scale_type
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
@@ -120,6 +121,13 @@ class GatedGemm(GluLayout):
         else:
             self._check_scaled(a, ab12, c, sizes)
 
+    def check_sizes(self, sizes: Sizes) -> None:
+        super().check_sizes(sizes)
+        n, of_atoms = sizes["n"], self.scaled and self.kind("sfa") != SUM_SCALES
+        if n % 256 and self.halves and of_atoms and (self._target() or launch.emulated_architecture()) == "sm_100a":
+            allowed = "multiples of 256, whole atoms of both halves, for glu_layout='concatenated'"
+            raise self.unsupported("columns of the product, on sm_100a", n, allowed, "pad both halves")
+
     def _check_halves(self) -> None:
         """The copy engine moves 16 bytes at least, which only rows along k have."""
         if self.major("b") != "k":
@@ -131,10 +139,6 @@ class GatedGemm(GluLayout):
 
     def _check_architecture(self, arch: str) -> None:
         super()._check_architecture(arch)
-        n = self.sizes(self.descs)["n"]
-        if arch == "sm_100a" and self.halves and self.scaled and self.kind("sfa") != SUM_SCALES and n % 256:
-            allowed = "multiples of 256, whole atoms of both halves, for glu_layout='concatenated'"
-            raise self.unsupported("columns of the product, on sm_100a", n, allowed, "pad both halves")
         if not self.given("sfc") or self.kind("sfc") != SUM_SCALES:
             return
         of_sums = self.kind("sfa") == SUM_SCALES
