@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -506,6 +507,29 @@ def test_compiled_without_graph_breaks(main: bool) -> None:
             assert torch.equal(x.grad, expected[name]), name
 
 
+def test_compiled_once_for_any_number_of_tokens() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = MoE(64, 32, 4, 2, shared_experts=1)
+    step = torch.compile(layer, backend=counter, fullgraph=True)
+    for tokens in (33, 64, 7, 100):
+        x = torch.randn(tokens, 64).bfloat16()
+        torch.testing.assert_close(step(x), layer(x))
+    assert counter.frame_count == 2  # for the first number, and for any
+
+
+def test_vmap_is_a_loop() -> None:
+    layer, x = MoE(64, 32, 4, 2), torch.randn(3, 9, 64).bfloat16().requires_grad_()
+    y = torch.vmap(layer)(x)
+    assert torch.equal(y, torch.stack([layer(each) for each in x]))
+    (gradient,) = torch.autograd.grad(y.float().sum(), x)
+    assert gradient.any(2).all()
+
+
+def test_shapes_on_the_device_meta() -> None:
+    layer, x = MoE(64, 32, 4, 2, shared_experts=1, device="meta"), torch.empty(2, 9, 64, dtype=BF16, device="meta")
+    assert layer(x).shape == x.shape
+
+
 def test_checkpointed_and_in_autocast() -> None:
     c = case()
     expected = results(c, ours, c.leaves())
@@ -622,9 +646,13 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     layer.load_gate_up(torch.cat([gate, up], 1))
     assert torch.equal(layer.up[:, :32], gate)
     assert torch.equal(layer.up[:, 32:], up)
+    x = torch.randn(9, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"^MoE: main_grad of up and down: got None"):
+        layer(x)
+    with torch.no_grad():
+        assert layer(x).shape == x.shape
     for weight in (layer.up, layer.down):
         weight.main_grad = torch.zeros(weight.shape)
-    x = torch.randn(9, 64).bfloat16()
     layer(x).sum().backward()
     halves = MoE(64, 32, 4, 2, correction_bias=True, glu_layout="concatenated")
     halves.load_state_dict(layer.state_dict())

@@ -16,7 +16,7 @@ from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Ro
 from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.ops._moe_mlp import checked, moe_mlp
-from cudnn.ops._registration import is_seen
+from cudnn.ops._registration import autocast_type, is_seen
 
 
 class _Kept(NamedTuple):
@@ -82,7 +82,7 @@ class _Router(torch.nn.Linear):
 
     def check(self, tokens: Tensor) -> None:
         """Raises for tokens of another type or size."""
-        cast, weight = torch.is_autocast_enabled(tokens.device.type), self.weight
+        cast, weight = autocast_type(tokens) is not None, self.weight
         if (tokens.dtype is not weight.dtype and not cast) or tokens.shape[-1] != weight.shape[1]:
             got, allowed = f"{tokens.dtype} [..., {tokens.shape[-1]}]", f"{weight.dtype} [..., {weight.shape[1]}]"
             raise ValueError(refusal("MoE", "x", got, allowed, "use x.to(layer.up.dtype), or torch.autocast"))
@@ -206,18 +206,21 @@ class MoE(torch.nn.Module):
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """The shared experts' weights (T, shared_experts)."""
-        weight = tokens.new_ones(len(tokens), self.shared_experts, dtype=torch.float32)
+        weight = tokens.new_ones(tokens.shape[0], self.shared_experts, dtype=torch.float32)
         return weight if self.shared_gate is None else weight * self.shared_gate(tokens).float().sigmoid()
 
     def _with_shared(self, indices: Tensor) -> Tensor:
         """The shared experts as further choices of every token."""
         shared = torch.arange(self.experts, len(self.up), dtype=torch.int32, device=indices.device)
-        return torch.cat([indices, shared.expand(len(indices), -1)], 1)
+        return torch.cat([indices, shared.expand(indices.shape[0], -1)], 1)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
         if not self._agreed:
             self._agree(x)
+        if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
+            cure = "set both, or call the layer under torch.no_grad()"
+            raise ValueError(refusal("MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure))
         tokens = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         parameters = (self.up, self.down, self.up_bias, self.down_bias)
         if routing is None and self._is_unseen(tokens, parameters):
@@ -243,7 +246,7 @@ class MoE(torch.nn.Module):
     def _is_unseen(self, tokens: Tensor, parameters: Sequence[Tensor | None]) -> bool:
         """Whether nobody has to see the operators that a call consists of."""
         router, own_choice = self.router, type(self).route is not MoE.route
-        if own_choice or self._ranks["group"] is not None or not len(tokens):
+        if own_choice or self._ranks["group"] is not None or not tokens.shape[0]:
             return False
         if type(router) is not _Router or router.has_hooks:
             return False
@@ -277,8 +280,8 @@ class MoE(torch.nn.Module):
         return Experts([up], [down], up_bias, down_bias, *options)
 
     def _main_grads(self) -> tuple[Tensor, Tensor] | None:
-        both: tuple[Any, Any] = (self.up, self.down)
-        return (both[0].main_grad, both[1].main_grad) if self.into_main_grad else None
+        up, down = (getattr(w, "main_grad", None) if self.into_main_grad else None for w in (self.up, self.down))
+        return None if up is None or down is None else (up, down)
 
     def _sums(self) -> tuple[list[Tensor], list[Tensor]]:
         """What the gradients of up and down are added to, if they are."""
@@ -287,8 +290,8 @@ class MoE(torch.nn.Module):
 
     def _agree(self, x: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""
-        kind, words = x.device.type, f"{self.extra_repr()}, {self.glu_layout}, {self.up.dtype}, {self._numbers}"
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.up.dtype
+        words = f"{self.extra_repr()}, {self.glu_layout}, {self.up.dtype}, {self._numbers}"
+        dtype = autocast_type(x) or self.up.dtype
         sizes, tokens = (self.experts, self.top_k, x.shape[-1], dtype), x.reshape(-1, x.shape[-1])
         agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
         self._agreed = True

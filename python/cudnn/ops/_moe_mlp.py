@@ -12,7 +12,8 @@ from cudnn.moe import layer
 from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Products, Rows, environment, is_list, products, shape_of
 from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
 from cudnn.moe.routing import Routing, sort
-from cudnn.ops._registration import custom_op, in_type
+from cudnn.ops._registration import autocast_type, custom_op, in_type
+from cudnn.ops._vmap import one_by_one
 
 _WHERE = "moe_mlp"
 _TYPES = (torch.bfloat16, torch.float16)
@@ -99,11 +100,10 @@ def _on_ranks(
     x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Any, group: Any, time_limit: float
 ) -> torch.Tensor:
     """The layer whose experts on this rank are ``e``."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        cast = functools.partial(in_type, dtype=torch.get_autocast_dtype(kind))
+    if dtype := autocast_type(x):
+        cast = functools.partial(in_type, dtype=dtype)
         e = e._replace(**{name: cast(getattr(e, name)) for name in ("up", "down", "up_bias", "down_bias")})
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
     _check(x, indices, weights, e, sums)
     experts, top_k = shape_of(e.up)[0] * ranks_of(group), indices.shape[1]
@@ -134,7 +134,7 @@ def _listed(weights: Weights) -> list[torch.Tensor]:
 
 def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
-    if indices.ndim != 2 or indices.shape != weights.shape or len(indices) != len(x):
+    if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
         raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
     if indices.is_floating_point() or weights.dtype is not torch.float32:
         got = f"{indices.dtype} and {weights.dtype}"
@@ -356,3 +356,12 @@ def _of_each(gradient: torch.Tensor | None, like: list[torch.Tensor], sums: Sequ
 
 
 moe_mlp_fwd_primitive.register_autograd(_backward, setup_context=_setup)
+
+
+def _in_turn(operator: Any) -> Any:
+    """The rule for ``torch.vmap``, whose own loop takes no lists of tensors."""
+    return lambda info, dims, *arguments: one_by_one(operator, info.batch_size, dims, arguments)
+
+
+for _operator in (moe_mlp_fwd_primitive, moe_mlp_bwd_primitive):
+    _operator.register_vmap(_in_turn(_operator))

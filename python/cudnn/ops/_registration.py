@@ -152,6 +152,12 @@ def _cast(operator: Any, device: str, places: Collection[int]) -> Callable[..., 
     return call
 
 
+def autocast_type(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast, where it is on for the tensor's device, makes of its type. It knows no device "meta"."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+
+
 def in_type(x: Any, dtype: torch.dtype) -> Any:
     """A tensor, or each of a list, in a type, as autocast has it."""
     if isinstance(x, (list, tuple)):

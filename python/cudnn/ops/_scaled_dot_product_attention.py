@@ -9,7 +9,7 @@ from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import attend, sdpa
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import _sinks
-from cudnn.ops._registration import in_type
+from cudnn.ops._registration import autocast_type, in_type
 
 _WHERE = "scaled_dot_product_attention"
 _SEEDS = 2**63 - 1
@@ -82,9 +82,8 @@ def scaled_dot_product_attention(
         raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
     if backend not in (None, "cudnn", "fused"):
         raise ValueError(refusal(_WHERE, "backend", backend, 'None, "cudnn" or "fused"'))
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # before anything is chosen by type, or kept
-        cast = functools.partial(in_type, dtype=torch.get_autocast_dtype(kind))
+    if dtype := autocast_type(query):  # before anything is chosen by type, or kept
+        cast = functools.partial(in_type, dtype=dtype)
         query, key, value, attn_mask = map(cast, (query, key, value, attn_mask))
     if backend != "cudnn":
         others = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))

@@ -14,13 +14,19 @@ def in_front(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 
 def one_by_one(
-    operator: Callable[..., Any], size: int, dims: Sequence[int | None], arguments: Sequence[Any]
+    operator: Callable[..., Any], size: int, dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Calls the operator for each place along the dimension: the results, stacked, and where they have it."""
-    results = [
-        operator(*(x if dim is None else x.select(dim, place) for x, dim in zip(arguments, dims, strict=True)))
-        for place in range(size)
-    ]
+    """Calls the operator for each place along the dimension: the results, stacked, and where they have it.
+
+    A list of tensors has a list of dimensions.
+    """
+
+    def at(place: int, x: Any, dim: Any) -> Any:
+        if isinstance(dim, (list, tuple)):
+            return [at(place, *pair) for pair in zip(x, dim, strict=True)]
+        return x if dim is None else x.select(dim, place)
+
+    results = [operator(*(at(place, *pair) for pair in zip(arguments, dims, strict=True))) for place in range(size)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
     stacked = type(results[0])(map(torch.stack, zip(*results, strict=True)))
