@@ -1,4 +1,4 @@
-"""Faults planted in the emulator itself: the GEMM tests must notice each, or their passing would mean little."""
+"""Faults planted in the emulator itself: products must notice each, or their passing would mean little."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from emulator import gemm
-from emulator.kernels.blackwell_gemm import BlackwellGemm
-from emulator.kernels.hopper_gemm import HopperGemm
+from cudnn_kernels.epilogue import StoreTile
+from emulator.gemm import block_scaled
 from ptx_emulator import EmulatorError, matrix, mma, tcgen05, tensormap, tma
 from ptx_emulator.sync import Sync
+from support import gemm
+
+
+def product(arch: str, cluster: int, **options: Any) -> None:
+    c = gemm.configuration((StoreTile("d", "bfloat16"),), cluster=(cluster, 1), part=32, **options)
+    given, expected, _ = gemm.run(arch, c, 256, 64, 128)
+    assert torch.equal(given["d"], expected["d"])
 
 
 def hopper(cluster: int = 1) -> None:
-    gemm.run(HopperGemm(cluster_m=cluster), "sm_90a", (128, 128, 128), torch.bfloat16, torch.bfloat16)
+    product(gemm.HOPPER, cluster, tile=(64, 64), pingpong=True)
 
 
 def blackwell() -> None:
-    gemm.run(BlackwellGemm((256, 64), True), "sm_100a", (256, 64, 128), torch.bfloat16, torch.float32)
+    product(gemm.BLACKWELL, 2, tile=(256, 64))
 
 
 def unswizzled(address: Any, mode: int) -> Any:
@@ -65,8 +71,8 @@ CONTROLS = [
     ("descriptors without swizzle", blackwell),
     ("no swizzle at all", hopper),
     ("TMEM lane flipped", blackwell),
-    ("scale factor id ignored", lambda: gemm.block_scaled("mxfp8")),
-    ("E4M3 scales wrong", lambda: gemm.block_scaled("nvfp4")),
+    ("scale factor id ignored", lambda: block_scaled("mxfp8")),
+    ("E4M3 scales wrong", lambda: block_scaled("nvfp4")),
     ("stmatrix transposed", hopper),
     ("multicast ignored", lambda: hopper(2)),
     ("TMA completes no bytes", hopper),

@@ -137,14 +137,14 @@ def test_waits_for_registers_are_missed_under_every_schedule(name: str, attempt:
     assert {mutant.outcome for mutant in results} == {"RaceError"}
 
 
-@pytest.mark.parametrize("name", names("plain"))
+@pytest.mark.parametrize("name", names("ping-pong", "plain"))
 def test_no_false_alarm_over_many_seeds(name: str, pytestconfig: pytest.Config) -> None:
     run = launcher(*CASES[name][:2], *CASES[name][2])
     for seed in range(20 if pytestconfig.getoption("full") else 2):
         assert run("random" if seed % 2 else "lazy", seed)
 
 
-@pytest.mark.parametrize("name", names("ping-pong"))
+@pytest.mark.parametrize("name", names("ping-pong", "plain"))
 @pytest.mark.timeout(1200)
 def test_each_synchronisation_is_missed(name: str, pytestconfig: pytest.Config) -> None:
     """Barriers, fences, arrivals, commits and waits, dropped one at a time."""

@@ -173,7 +173,7 @@ FAULTS = [
     # the emulator
     Fault(
         "a barrier's next phase needs one arrival", f"{EMULATOR}/sync.py",
-        "barrier.pending = barrier.count", "barrier.pending = 1", _test("emulator/test_gemm.py::test_hopper"),
+        "barrier.pending = barrier.count", "barrier.pending = 1", _test(f"{_GEMM}test_odd_sizes", "sm_90a"),
     ),
     Fault(
         "writes of other components are no races", f"{EMULATOR}/race.py",
@@ -183,7 +183,7 @@ FAULTS = [
     Fault(
         "beyond its tensor a copy brings what is there", f"{EMULATOR}/tma.py",
         "high = [min(b, d - c) for", "high = [b for",
-        _test("emulator/test_gemm.py::test_ragged_sizes_are_filled_with_zeros_and_clipped"),
+        _test(f"{_GEMM}test_odd_sizes", "sm_90a"),
     ),
 ]  # fmt: skip
 
