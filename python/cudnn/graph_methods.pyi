@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
 from cudnn import enums
-from cudnn.pygraph.attention.fp8 import Dropout, ScoreModifier
+from cudnn.pygraph.attention.fp8 import ScoreModifier
+from cudnn.pygraph.attention.mxfp8 import Dropout
 from cudnn.pygraph.tensor import Results, Tensor
 
 class Array(Protocol):
@@ -1254,6 +1255,61 @@ class GraphMethods:
 
         Raises:
             RuntimeError, ValueError, TypeError, cudnnGraphNotSupportedError: as ``sdpa``.
+        """
+    def sdpa_mxfp8_backward(
+        self,
+        q: Tensor | Array,
+        q_T: Tensor | Array,
+        k: Tensor | Array,
+        k_T: Tensor | Array,
+        v: Tensor | Array,
+        o_f16: Tensor | Array,
+        dO_f16: Tensor | Array,
+        dO: Tensor | Array,
+        dO_T: Tensor | Array,
+        stats: Tensor | Array,
+        descale_q: Tensor | Array,
+        descale_q_T: Tensor | Array,
+        descale_k: Tensor | Array,
+        descale_k_T: Tensor | Array,
+        descale_v: Tensor | Array,
+        descale_dO: Tensor | Array,
+        descale_dO_T: Tensor | Array,
+        attn_scale: float | Tensor | Array | None = None,
+        use_padding_mask: bool = False,
+        seq_len_q: Tensor | Array | None = None,
+        seq_len_kv: Tensor | Array | None = None,
+        use_causal_mask: bool = False,
+        use_causal_mask_bottom_right: bool = False,
+        diagonal_alignment: enums.diagonal_alignment = enums.diagonal_alignment.TOP_LEFT,
+        left_bound: int | None = None,
+        right_bound: int | None = None,
+        use_deterministic_algorithm: bool = False,
+        dropout: Dropout = None,
+        compute_data_type: object = enums.data_type.NOT_SET,
+        name: str = "",
+        sink_token: Tensor | Array | None = None,
+        dSink_token: Tensor | Array | None = None,
+    ) -> list[Tensor]:
+        """Gradients of scaled dot-product attention on MXFP8 tensors: on the reference executor only.
+
+        Args:
+            q, k, v, dO: Inputs of ``sdpa_mxfp8``, and the gradient of O, FP8_E4M3 or FP8_E5M2, with a scale for 32
+                elements along the head size: V too, unlike in the forward pass.
+            q_T, k_T, dO_T: The same values and logical shapes, with a scale for 32 elements along the sequence.
+            o_f16, dO_f16: O and its gradient, HALF or BFLOAT16.
+            stats: What ``sdpa_mxfp8`` returned with ``generate_stats=True``.
+            descale_q, descale_k, descale_v, descale_dO: FP8_E8M0 ``[b, h, s, d / 32]``, as for ``sdpa_mxfp8``.
+            descale_q_T, descale_k_T, descale_dO_T: The same ``[b, h, s / 32, d]``.
+            left_bound, right_bound: As for ``sdpa_fp8``; all others as for ``sdpa_backward``.
+
+        Returns:
+            ``[dQ, dK, dV, Amax_dQ, Amax_dK, Amax_dV]``: the gradients, by default with the shapes and stride orders of
+            q, k and v, and their largest absolute values, FLOAT ``[1, 1, 1, 1]``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as ``sdpa``.
+            cudnnGraphNotSupportedError: from ``validate()``, on a GPU.
         """
     def sigmoid(
         self,

@@ -199,6 +199,8 @@ def attention_gradients(
     score_scale: Any = None,
     store_weights: Callable[[Any], Any] = lambda x: x,
     store_scores: Callable[[Any], Any] = lambda x: x,
+    d_o_of_rows: Any = None,
+    again: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """dQ, dK, dV, dS of the scores, and dSink ``[1, h_q, 1, 1]``, from the forward pass's O and Stats.
 
@@ -208,23 +210,28 @@ def attention_gradients(
         row_scale, d_weights_scale: Factors on ``rowsum(dO * O)`` and on ``dO V^T``, where these are in fp8.
         score_scale: Factor on dS before it is multiplied with Q and K; None for ``masks.scale``.
         store_weights, store_scores: How P, for dV, and dS, for dQ and dK, are rounded.
+        d_o_of_rows: dO as ``rowsum(dO * O)`` has it, where that is another rounding of it.
+        again: Q, K and dO as dK, dQ and dV are products of, where those are other roundings of them.
     """
-    q, o, d_o, stats = (_valid(x, masks.seq_len_q) for x in (q, o, d_o, stats))
-    k, v = (_valid(x, masks.seq_len_kv) for x in (k, v))
+    q_again, k_again, d_o_again = again or (q, k, d_o)
+    d_o_of_rows = d_o if d_o_of_rows is None else d_o_of_rows
+    of_rows = (q, o, d_o, stats, d_o_of_rows, q_again, d_o_again)
+    q, o, d_o, stats, d_o_of_rows, q_again, d_o_again = (_valid(x, masks.seq_len_q) for x in of_rows)
+    k, v, k_again = (_valid(x, masks.seq_len_kv) for x in (k, v, k_again))
     k_heads, v_heads = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     scores = masks.scores(q, k_heads)
     # A row without any visible key has weights of 0; one with NaN among its scores has NaN everywhere.
     p = torch.exp(scores - stats).masked_fill(torch.isneginf(scores) & ~torch.isnan(stats), 0.0)
-    row_sums = (d_o * o).sum(-1, keepdim=True) * row_scale
-    d_v = store_weights(masks.dropped(p)).transpose(-1, -2) @ d_o
+    row_sums = (d_o_of_rows * o).sum(-1, keepdim=True) * row_scale
+    d_v = store_weights(masks.dropped(p)).transpose(-1, -2) @ d_o_again
     d_weights = masks.dropped(d_o @ v_heads.transpose(-1, -2) * d_weights_scale)
     d_scores = p * (d_weights - row_sums)
     inner = d_scores if masks.modifiers is None else masks.modifiers(1, d_scores)
     factor = masks.scale if score_scale is None else score_scale
     scaled = store_scores(inner if factor is None else inner * factor)
     found = {
-        "dQ": scaled @ k_heads,
-        "dK": _grouped(scaled.transpose(-1, -2) @ q, k.shape[1]),
+        "dQ": scaled @ _heads(k_again, q.shape[1]),
+        "dK": _grouped(scaled.transpose(-1, -2) @ q_again, k.shape[1]),
         "dV": _grouped(d_v, v.shape[1]),
         "dS": d_scores,
     }

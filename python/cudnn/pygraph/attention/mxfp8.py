@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from cudnn.enums import attention_implementation, diagonal_alignment
 from cudnn.pygraph.attention import support
+from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
-from cudnn.pygraph.attention.methods import shared, wants_stats
+from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
 from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
 from cudnn.pygraph.node import NOT_SET, Context, NodeList, where_of
 from cudnn.pygraph.tensor import Results, Tensor
-from cudnn.reference.attention import attention_forward, largest
+from cudnn.reference.attention import attention_forward, attention_gradients, largest
 
 BLOCK = 32
 
@@ -30,6 +31,7 @@ class AttentionMxfp8Forward(AttentionForward):
     tag = "SDPA_MXFP8_FWD"
     method = "sdpa_mxfp8"
     fp8_ports = ("Q", "K", "V")
+    BLOCKS: ClassVar = {"Q": 3, "K": 3, "V": 2}  # along which dimension 32 elements have one scale
 
     def check(self, context: Context) -> None:
         support.check_mxfp8_forward(self, context, support.loaded_version())
@@ -55,19 +57,52 @@ class AttentionMxfp8Forward(AttentionForward):
         return y.set_dim(x.dim).set_stride(x.stride)
 
     def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
-        q, k, v = (_dequantize(values, port, axis) for port, axis in (("Q", 3), ("K", 3), ("V", 2)))
+        q, k, v = (_dequantize(values, port, axis) for port, axis in self.BLOCKS.items())
         found = attention_forward(q, k, v, self.masks(values))
         return {**found, "Amax_O": largest(found["O"])}
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
+class AttentionMxfp8Backward(AttentionBackward):
+    """dQ, dK, dV (and dSink), and the amax of each; only the reference executor runs it.
+
+    Q, K and dO come twice, each with a scale for 32 elements along the dimension that a product sums over: along the
+    head size for the scores and their gradient, and, as Q_T, K_T and dO_T, along the sequence for dK, dQ and dV. O and
+    dO_f16, of 16 bits, are for the sums of dO * O over rows.
+    """
+
+    tag = "SDPA_MXFP8_BWD"
+    method = "sdpa_mxfp8_backward"
+    fp8_ports = ("Q", "Q_T", "K", "K_T", "V", "dO", "dO_T")
+    BLOCKS: ClassVar = {"Q": 3, "Q_T": 2, "K": 3, "K_T": 2, "V": 3, "dO": 3, "dO_T": 2}
+
+    def infer(self, context: Context) -> None:
+        for port, like in {"Q_T": "Q", "K_T": "K", "dO_T": "dO", "dO_f16": "dO"}.items():
+            dims = self.inputs[like].dim
+            self.check_shape(port, lambda dim, dims=dims: dim == dims, f"dim={dims}, as {like}")
+        super().infer(context)
+
+    def check(self, context: Context) -> None:
+        support.check_mxfp8_backward(self, context, support.loaded_version())
+
+    def evaluate(self, values: dict[str, Any]) -> dict[str, Any]:
+        exact = {port: _dequantize(values, port, axis) for port, axis in self.BLOCKS.items()}
+        q, k, v, d_o = (exact[port] for port in ("Q", "K", "V", "dO"))
+        found = attention_gradients(
+            q, k, v, values["O"], d_o, values["Stats"], self.masks(values), d_o_of_rows=values["dO_f16"],
+            again=[exact[port] for port in ("Q_T", "K_T", "dO_T")],
+        )  # fmt: skip
+        return {**found, **{f"Amax_{port}": largest(found[port]) for port in ("dQ", "dK", "dV")}}
+
+
 def _dequantize(values: Mapping[str, Any], port: str, axis: int) -> Any:
     x = values[port]
-    scale = values[f"Descale_{port.lower()}"].repeat_interleave(BLOCK, axis)
+    scale = values[support.scale_of(port)].repeat_interleave(BLOCK, axis)
     return x * scale[:, :, : x.shape[2], : x.shape[3]]
 
 
 class Mxfp8AttentionMethods(NodeList):
-    """The method that adds attention on MXFP8 tensors; shapes and strides as in ``sdpa``."""
+    """The methods that add attention on MXFP8 tensors; shapes and strides as in ``sdpa``."""
 
     def sdpa_mxfp8(
         self,
@@ -118,3 +153,77 @@ class Mxfp8AttentionMethods(NodeList):
             implementation=attention_implementation.COMPOSITE, unfuse_fma=bool(unfuse_fma), **attributes,
         )  # fmt: skip
         return [node.outputs.get(port) for port in ("O", "Stats", "Amax_O")]
+
+    def sdpa_mxfp8_backward(
+        self,
+        q: Tensor,
+        q_T: Tensor,
+        k: Tensor,
+        k_T: Tensor,
+        v: Tensor,
+        o_f16: Tensor,
+        dO_f16: Tensor,
+        dO: Tensor,
+        dO_T: Tensor,
+        stats: Tensor,
+        descale_q: Tensor,
+        descale_q_T: Tensor,
+        descale_k: Tensor,
+        descale_k_T: Tensor,
+        descale_v: Tensor,
+        descale_dO: Tensor,
+        descale_dO_T: Tensor,
+        attn_scale: float | Tensor | None = None,
+        use_padding_mask: bool = False,
+        seq_len_q: Tensor | None = None,
+        seq_len_kv: Tensor | None = None,
+        use_causal_mask: bool = False,
+        use_causal_mask_bottom_right: bool = False,
+        diagonal_alignment: diagonal_alignment = diagonal_alignment.TOP_LEFT,
+        left_bound: int | None = None,
+        right_bound: int | None = None,
+        use_deterministic_algorithm: bool = False,
+        dropout: Dropout = None,
+        compute_data_type: object = NOT_SET,
+        name: str = "",
+        sink_token: Tensor | None = None,
+        dSink_token: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Gradients of scaled dot-product attention on MXFP8 tensors: on the reference executor only.
+
+        Args:
+            q, k, v, dO: Inputs of ``sdpa_mxfp8``, and the gradient of O, FP8_E4M3 or FP8_E5M2, with a scale for 32
+                elements along the head size: V too, unlike in the forward pass.
+            q_T, k_T, dO_T: The same values and logical shapes, with a scale for 32 elements along the sequence.
+            o_f16, dO_f16: O and its gradient, HALF or BFLOAT16.
+            stats: What ``sdpa_mxfp8`` returned with ``generate_stats=True``.
+            descale_q, descale_k, descale_v, descale_dO: FP8_E8M0 ``[b, h, s, d / 32]``, as for ``sdpa_mxfp8``.
+            descale_q_T, descale_k_T, descale_dO_T: The same ``[b, h, s / 32, d]``.
+            left_bound, right_bound: As for ``sdpa_fp8``; all others as for ``sdpa_backward``.
+
+        Returns:
+            ``[dQ, dK, dV, Amax_dQ, Amax_dK, Amax_dV]``: the gradients, by default with the shapes and stride orders of
+            q, k and v, and their largest absolute values, FLOAT ``[1, 1, 1, 1]``.
+
+        Raises:
+            RuntimeError, ValueError, TypeError: as ``sdpa``.
+            cudnnGraphNotSupportedError: from ``validate()``, on a GPU.
+        """
+        where = where_of(name, "sdpa_mxfp8_backward")
+        inputs, attributes = shared(
+            where, q, k, v, attn_scale, None, use_padding_mask, seq_len_q, seq_len_kv, use_causal_mask,
+            use_causal_mask_bottom_right, None, diagonal_alignment, left_bound, right_bound, dropout, sink_token, False,
+        )  # fmt: skip
+        inputs |= {
+            "Q_T": q_T, "K_T": k_T, "O": o_f16, "dO_f16": dO_f16, "dO": dO, "dO_T": dO_T, "Stats": stats,
+            "Descale_q": descale_q, "Descale_q_T": descale_q_T, "Descale_k": descale_k, "Descale_k_T": descale_k_T,
+            "Descale_v": descale_v, "Descale_dO": descale_dO, "Descale_dO_T": descale_dO_T,
+        }  # fmt: skip
+        node = self._add(
+            AttentionMxfp8Backward, name, compute_data_type, inputs,
+            ["dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV"],
+            use_deterministic_algorithm=bool(use_deterministic_algorithm), **attributes,
+        )  # fmt: skip
+        results = [*node.outputs.values()]
+        add_outputs(node, dSink=dSink_token)
+        return results

@@ -7,7 +7,7 @@ cuDNN is found: then the reference executor may run the graph.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cudnn.pygraph.attention.backward import AttentionBackward
     from cudnn.pygraph.attention.fp8 import AttentionFp8Backward, AttentionFp8Forward
     from cudnn.pygraph.attention.methods import AttentionForward
-    from cudnn.pygraph.attention.mxfp8 import AttentionMxfp8Forward
+    from cudnn.pygraph.attention.mxfp8 import AttentionMxfp8Backward, AttentionMxfp8Forward
     from cudnn.pygraph.attention.scores import Attention
     from cudnn.pygraph.tensor import Tensor
 
@@ -453,10 +453,32 @@ def check_mxfp8_forward(node: AttentionMxfp8Forward, context: Context, version: 
              "10.0 or 10.3 (Blackwell)", "use sdpa_fp8()"),
     ])  # fmt: skip
     _apply(node, _layout(node, ("Q", "K", "V", "O")), _masks(node, version), _types(context))
-    for port, axis in (("Q", 3), ("K", 3), ("V", 2)):
-        scale, dims = node.inputs[f"Descale_{port.lower()}"], [*node.inputs[port].dim]
+    _check_block_scales(node, node.BLOCKS)
+
+
+def check_mxfp8_backward(node: AttentionMxfp8Backward, context: Context, version: int) -> None:
+    """Refuses what the backward pass on MXFP8 tensors does not support: GPUs."""
+    _apply(node, [
+        Rule(context.sm_version is not None, UNSUPPORTED, "the backward pass on MXFP8 tensors",
+             f"compute capability {context.sm_version}", "the reference executor", "use sdpa_fp8_backward()"),
+    ])  # fmt: skip
+    _apply(node, _layout(node, (*GRADIENTS, "dO_f16")), _masks(node, version), _types(context), _sink(node, version))
+    check_types(node, *node.fp8_ports)
+    _check_block_scales(node, node.BLOCKS)
+
+
+def scale_of(port: str) -> str:
+    """The input that has an input's block scales: Descale_q for Q, Descale_dO for dO."""
+    return f"Descale_{port if port.startswith('d') else port.replace(port[0], port[0].lower(), 1)}"
+
+
+def _check_block_scales(node: Attention, blocks: Mapping[str, int]) -> None:
+    """Refuses scales that are not one for every 32 elements, as tiles of 128 x 4."""
+    for port, axis in blocks.items():
+        name = scale_of(port)
+        scale, dims = node.inputs[name], [*node.inputs[port].dim]
         dims[axis] = -(-dims[axis] // 32)
-        what = f"descale_{port.lower()} (tensor {scale.name!r})"
+        what = f"{'d' + name[1:]} (tensor {scale.name!r})"
         _apply(node, [
             Rule(scale.data_type is not data_type.FP8_E8M0, ValueError, what, scale.data_type.name, "FP8_E8M0",
                  "convert the scales"),
