@@ -71,6 +71,25 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
         torch.autograd.grad(operator(*leaves, "silu").sum(), [x], create_graph=True)
 
 
+# torch.func.
+
+
+def test_one_derivative_by_torch_func() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d(x, weight, None, "silu").sin().sum()
+
+    x, weight = torch.randn(2, 8, 20, requires_grad=True), torch.randn(8, 4)
+    (expected,) = torch.autograd.grad(call(x), [x])
+    torch.testing.assert_close(torch.func.grad(call)(x.detach()), expected)
+    with torch.autocast("cpu", dtype=BF16):
+        (expected,) = torch.autograd.grad(call(x), [x])
+        torch.testing.assert_close(torch.func.grad(call)(x.detach()), expected)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.func.grad(lambda x: torch.func.grad(call)(x).sum())(x.detach())
+    with pytest.raises(NotImplementedError, match="jvp"):  # not 0
+        torch.func.jvp(call, (x.detach(),), (x.detach(),))
+
+
 # Autocast.
 
 

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 
 P = ParamSpec("P")
@@ -42,9 +43,9 @@ def custom_op(
     def register(function: Callable[P, R]) -> Operator[P, R]:
         operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
         operator.__class__ = _Operator
-        operator.prepare(bool(autocast))
         names = list(inspect.signature(function).parameters)
         places = frozenset(names.index(each) for each in autocast)
+        operator.prepare(places)
         for device in ("cpu", "cuda") if autocast else ():
             _library.impl(name, _cast(operator, device, places), f"Autocast{device.upper()}")
         return operator
@@ -59,13 +60,17 @@ class _Operator(CustomOpDef):
     autocast, the profiler, tracing, compilers and tensors of other classes go that way.
     """
 
-    def prepare(self, has_autocast: bool) -> None:
+    def prepare(self, cast: Collection[int]) -> None:
         """What a call needs to know of the operator."""
         arguments = self._opoverload._schema.arguments
-        self._count, self._has_autocast = len(arguments), has_autocast
+        self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
         self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
         self._function: Any = None
+        self._last = _differentiable(self._init_fn, self._places, self._refuse, lambda **_: None)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(f"{self._qualname} has no gradient: nothing here is differentiated twice")
 
     def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
         super().register_autograd(backward, setup_context=setup_context)
@@ -81,6 +86,11 @@ class _Operator(CustomOpDef):
                 tensors += given
             elif given is not None:
                 tensors.append(given)
+        if not self._mutated and differentiating():
+            device = tensors[0].device.type
+            if self._has_autocast and torch.is_autocast_enabled(device):
+                return _cast(self, device, self._cast)(*args)
+            return (self._function or self._last).apply(args, *tensors)
         if is_seen(tensors, self._has_autocast):
             return self._opoverload(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -88,6 +98,14 @@ class _Operator(CustomOpDef):
         for place in self._mutated:
             torch.autograd.graph.increment_version(args[place])
         return self._init_fn(*args)
+
+
+def differentiating() -> bool:
+    """Whether the innermost transform of ``torch.func`` is a derivative. PyTorch's own way to an operator refuses it in
+    reverse mode, and finds 0 in forward mode.
+    """
+    top = peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    return top is not None and top.key() in (TransformType.Grad, TransformType.Jvp)
 
 
 def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
@@ -112,12 +130,16 @@ def _differentiable(
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
+        def forward(arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             result = function(*arguments)
-            setup(ctx=ctx, inputs=arguments, output=result)
+            return tuple(result) if isinstance(result, list) else result  # a list would have no gradient
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            arguments = inputs[0]
+            setup(ctx=ctx, inputs=arguments, output=output)
             given = [arguments[place] for place in places]
             ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None if x is None else -1 for x in given]
-            return result
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
