@@ -549,7 +549,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(40, 64)}, "types: got"),
     ({"x": torch.zeros(39, 64).bfloat16()}, "shapes of a routing: got"),
     ({"x": torch.zeros(40, 32).bfloat16()}, "shapes: got"),
-    ({"weights": torch.zeros(40, 2).bfloat16()}, "types of indices and weights: got torch.int64 and torch.bfloat16"),
+    ({"x": None}, r"x: got NoneType; allowed: a tensor \[\.\.\., H\]"),
+    ({"weights": torch.zeros(40, 2).bfloat16()}, r"got torch.int64 and torch.bfloat16; .* pass weights\.float\(\)"),
     ({"up": torch.zeros(4, 64, 64).bfloat16().mT}, "strides of up: got"),
     ({"up": [torch.zeros(64, 64).bfloat16()] * 3}, "shapes: got"),
     ({"glu_layout": "halves"}, "glu_layout: got 'halves'; allowed: 'interleaved' or 'concatenated'"),
@@ -664,9 +665,9 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
     assert layer.up.main_grad._version > 0  # autograd knows that it changed
     assert layer.router.weight.grad is not None
     assert "correction" in layer.state_dict()
-    for wrong in (x.float(), x[:, :56]):
+    for wrong, allowed in ((x.float(), "torch.bfloat16"), (x[:, :56], "torch.bfloat16"), (x[0, 0], "a tensor")):
         for call in (layer, layer.route):
-            with pytest.raises(ValueError, match=r"^MoE: x: got .*; allowed: torch.bfloat16 \[\.\.\., 64\]"):
+            with pytest.raises(ValueError, match=rf"^MoE: x: got .*; allowed: {allowed} \[\.\.\., "):
                 call(wrong)
     for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):
         with pytest.raises(ValueError, match=r"^MoE: "):

@@ -15,7 +15,7 @@ from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
-from cudnn.ops._moe_mlp import checked, moe_mlp
+from cudnn.ops._moe_mlp import checked, moe_mlp, tokens_of
 from cudnn.ops._registration import autocast_type, is_seen
 
 
@@ -198,8 +198,7 @@ class MoE(torch.nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Routing]:
         """The router's logits (T, experts) and its choice, without shared experts: for a loss that balances, say."""
-        tokens = x.reshape(-1, x.shape[-1])
-        logits = self.router(tokens)
+        logits = self.router(tokens_of("MoE", x))
         names = ("score", "pre_softmax", "renormalize", "n_group", "topk_group")
         rule: dict[str, Any] = dict(zip(names, self._rule, strict=True))
         return logits, route(logits, self.top_k, bias=self.correction, scaling_factor=self._scaling_factor, **rule)
@@ -216,12 +215,12 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """``[..., hidden]`` of the same shape. ``routing``: what :meth:`route` returned for x, if it was called."""
+        tokens = tokens_of("MoE", x)
         if not self._agreed:
-            self._agree(x)
+            self._agree(tokens)
         if self.into_main_grad and torch.is_grad_enabled() and self._main_grads() is None:
             cure = "set both, or call the layer under torch.no_grad()"
             raise ValueError(refusal("MoE", "main_grad of up and down", None, "float32 tensors of their shapes", cure))
-        tokens = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         parameters = (self.up, self.down, self.up_bias, self.down_bias)
         if routing is None and self._is_unseen(tokens, parameters):
             self.router.check(tokens)
@@ -288,11 +287,10 @@ class MoE(torch.nn.Module):
         both = self._main_grads()
         return ([], []) if both is None else ([both[0]], [both[1]])
 
-    def _agree(self, x: Tensor) -> None:
+    def _agree(self, tokens: Tensor) -> None:
         """At the first call all ranks say what their layer is: see the operator's errors."""
         words = f"{self.extra_repr()}, {self.glu_layout}, {self.up.dtype}, {self._numbers}"
-        dtype = autocast_type(x) or self.up.dtype
-        sizes, tokens = (self.experts, self.top_k, x.shape[-1], dtype), x.reshape(-1, x.shape[-1])
+        sizes = (self.experts, self.top_k, tokens.shape[-1], autocast_type(tokens) or self.up.dtype)
         agreed("MoE", words=words, sizes=sizes, x=tokens, **self._ranks)
         self._agreed = True
 

@@ -81,7 +81,7 @@ def moe_mlp(
         ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
         RuntimeError: a rank of the group did not call within the time limit.
     """
-    (up, down), tokens = (_listed(w) for w in (up, down)), x.reshape(-1, x.shape[-1])
+    (up, down), tokens = (_listed(w) for w in (up, down)), tokens_of(_WHERE, x)
     up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
@@ -128,6 +128,18 @@ def _on_one_rank(
     return y
 
 
+def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
+    """``[..., H]`` as ``[T, H]``.
+
+    Raises:
+        ValueError: x is no tensor, or has no dimension.
+    """
+    if not isinstance(x, torch.Tensor) or not x.ndim:
+        got = "a tensor of no dimension" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(refusal(where, "x", got, "a tensor [..., H]"))
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _listed(weights: Weights) -> list[torch.Tensor]:
     return [weights] if isinstance(weights, torch.Tensor) else list(weights)
 
@@ -138,7 +150,8 @@ def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
         raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
     if indices.is_floating_point() or weights.dtype is not torch.float32:
         got = f"{indices.dtype} and {weights.dtype}"
-        raise ValueError(refusal(_WHERE, "types of indices and weights", got, "integers and float32"))
+        cure = "pass weights.float()" if weights.is_floating_point() and not indices.is_floating_point() else ""
+        raise ValueError(refusal(_WHERE, "types of indices and weights", got, "integers and float32", cure))
 
 
 def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Sequence[Any]) -> None:
