@@ -344,6 +344,14 @@ def test_its_workspace_has_room_for_the_plan_that_fills_cuda_graphs(
     assert graph.get_plan_name() == "fused_sdpa_bwd_d64"
     assert graph.get_workspace_size() >= 1 << 20
     assert graph._cudnn().plans.native(1 << 20).config.tag.startswith("eng")
+    graph = attending(faster, True)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans(MODES)
+    graph.deselect_workspace_greater_than(1 << 19)  # which bars those: no room is made, and ours stays
+    graph.build_plans()
+    assert graph.get_plan_name() == "fused_sdpa_bwd_d64"
+    assert graph.get_workspace_size() <= 1 << 19
     graph = attending(faster, True, implementation=FUSED)
     graph.build(MODES)
     assert graph.get_workspace_size() < 1 << 20

@@ -401,11 +401,12 @@ class ExecutionPlan:
 
 
 class _Offered(NamedTuple):
-    """A configuration that is not cuDNN's, what builds its plan, and whether it stands for all."""
+    """A configuration that is not cuDNN's, what builds its plan, whether it stands for all, and its own workspace."""
 
     config: EngineConfig
     build: Callable[[], ExecutionPlan]
     alone: bool
+    workspace: int
 
 
 class PlanList:
@@ -447,12 +448,12 @@ class PlanList:
 
     def offer(self, config: EngineConfig, build: Callable[[], ExecutionPlan], alone: bool) -> None:
         """Puts a configuration that is not cuDNN's before what heuristics give, or, ``alone``, in their place. Its plan
-        cannot fill CUDA graphs, so its workspace is made large enough for the first of theirs that can.
+        cannot fill CUDA graphs, so its workspace is made large enough for the first of theirs that can and may be used.
 
         ``build`` makes its plan, or raises :class:`CudnnError`. The mode FALLBACK, which asks for plans that run rather
         than fast ones, does not bring it in.
         """
-        self._offered = _Offered(config, build, alone)
+        self._offered = _Offered(config, build, alone, config.workspace_size)
 
     def add(self, modes: Iterable[heur_mode]) -> None:
         """Appends the configurations that these heuristic modes give.
@@ -472,12 +473,18 @@ class PlanList:
             answer = heuristics(self.graph, mode, self._device_properties, self._sm_count)
             self.configs += answer.configs
             reasons += [answer.reason] if answer.reason else []
-            if ours is not None and ours in self.configs:  # for a plan that fills CUDA graphs in its place
-                native = next((config for config in answer.configs if _fills_cuda_graphs(config)), ours)
-                ours.workspace_size = max(ours.workspace_size, native.workspace_size)
+        self._make_room()
         if not self.configs or (self.configs == [ours] and not alone):
             what = "cuDNN has no engine configuration for this graph"
             raise self._refused(what, reasons or ["no heuristic mode was asked"])
+
+    def _make_room(self) -> None:
+        """In the workspace of what was offered, for the plan that fills CUDA graphs in its place."""
+        ours = self._offered
+        if ours is not None and ours.config in self.configs:
+            theirs = (config for config in self.configs if config is not ours.config and _fills_cuda_graphs(config))
+            native = next((config.workspace_size for config in theirs if not self._obstacle(config)), 0)
+            ours.config.workspace_size = max(ours.workspace, native)
 
     def append(self, config: EngineConfig) -> None:
         """Adds one configuration, chosen by hand."""
@@ -517,6 +524,7 @@ class PlanList:
     def bar(self, bar: Callable[[EngineConfig], str]) -> None:
         """Excludes configurations for the reason that the function gives, the empty string for none."""
         self._bars.append(bar)
+        self._make_room()
         if self.chosen is not None and bar(self.configs[self.chosen]):
             self.chosen = None
 
