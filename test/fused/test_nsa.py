@@ -4,87 +4,62 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-import cudnn
 from cudnn import NSA, registry
 from cudnn.fused.call import _unrelated
 from cudnn.native_sparse_attention.selection import inverse
-from cudnn_kernels.attention.sparse import InverseConfiguration
-from support.dense_attention import attend, attend_selected, times_seen
+from cudnn_kernels.attention.sparse import InverseConfiguration, SelectionConfiguration
+from kernels import test_nsa as nsa
+from kernels.test_nsa import Choice, Ranking
+from support.dense_attention import attend
 from support.selection import brief, within
 
+C, CHOICE = SelectionConfiguration("float16", 4, 2, 64, 64, 16), Choice((12, 0, 38), 3, spare=0)
 ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
 
 
-def selection_call(heads: int = 4, d: int = 64, block: int = 16, chosen: int = 3) -> dict[str, Any]:
+def named(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of the kernels' arguments, as the wrappers call them."""
+    return {f"{name}_tensor": given[name] for name in names} | {"scale_softmax": given["scale_softmax"]}
+
+
+def selection_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Tensors of a call with two heads of K and different blocks for all rows."""
-    rows = int(ENDS[-1])
-    indices, counts = torch.zeros(rows, 2, chosen, dtype=torch.int32), torch.zeros(rows, 2, dtype=torch.int32)
-    for first, last in pairwise(ENDS.tolist()):
-        for row in range(first, last):
-            for head in range(2):
-                blocks = torch.randperm(-(-(last - first) // block))[: int(torch.randint(0, chosen + 1, ()))]
-                indices[row, head, : len(blocks)], counts[row, head] = blocks.int(), len(blocks)
-    return {
-        "q_tensor": torch.randn(rows, heads, d).half(), "k_tensor": torch.randn(rows, 2, d).half(),
-        "v_tensor": torch.randn(rows, 2, d).half(), "block_indices_tensor": indices, "block_counts_tensor": counts,
-        "cum_seqlen_q_tensor": ENDS, "cum_seqlen_k_tensor": ENDS, "block_size": block,
-    }  # fmt: skip
-
-
-def dense(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """O and the log-sum-exp by a mask over all pairs of rows and keys, in float64."""
-    q, k, v = (call[f"{name}_tensor"].double() for name in "qkv")
-    lists = (call["block_indices_tensor"], call["block_counts_tensor"], call["cum_seqlen_q_tensor"])
-    times = times_seen(*lists, call["block_size"], call.get("is_causal", False))
-    found = attend_selected(q, k, v, times, q.shape[-1] ** -0.5)
-    return found.o.transpose(0, 1), found.lse.T
+    given = given or nsa.selection_inputs(C, CHOICE)
+    call = named(given, "q", "k", "v", "block_indices", "block_counts", "cum_seqlen_q")
+    return call | {"cum_seqlen_k_tensor": given["cum_seqlen_q"], "block_size": C.block}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_selection_is_a_masked_softmax(is_causal: bool) -> None:
-    call = {**selection_call(), "is_causal": is_causal}
-    o, sums, maxima = NSA.selection_attention_wrapper(**call)
-    expected, lse = dense(call)
-    torch.testing.assert_close(o.double(), expected, atol=1e-3, rtol=1e-3)
+@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
+    c = replace(C, causal=is_causal)
+    given = nsa.selection_inputs(c, CHOICE)
+    with within(arch):
+        o, sums, maxima = NSA.selection_attention_wrapper(**selection_call(given), is_causal=is_causal)
     assert sums.shape == maxima.shape == (50, 4, 1)
-    torch.testing.assert_close((maxima + sums.log())[..., 0].double(), lse, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.full
-def test_selection_by_the_kernel() -> None:
-    call = selection_call(chosen=2)
-    expected = NSA.selection_attention_wrapper(**call)
-    with cudnn.emulation("sm_90a", races=True):
-        found = NSA.selection_attention_wrapper(**call)
-    for name in ("o_tensor", "l_tensor", "m_tensor"):
-        torch.testing.assert_close(found[name], expected[name], atol=1e-3, rtol=1e-3)
-
-
-def dense_gradients(call: dict[str, Any], d_o: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """dQ, dK and dV by a mask over all pairs of rows and keys, in float64."""
-    leaves = {f"{x}_tensor": call[f"{x}_tensor"].double().requires_grad_() for x in "qkv"}
-    o, _ = dense({**call, **leaves})
-    return torch.autograd.grad(o, list(leaves.values()), d_o.double())
+    nsa.assert_selected(given | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
 def test_selection_backward(is_causal: bool, arch: str) -> None:
-    call = {**selection_call(chosen=2), "is_causal": is_causal}
-    o, sums, maxima = NSA.selection_attention_wrapper(**call)
-    d_o = torch.randn_like(o)
-    inputs = {name: x for name, x in call.items() if name != "cum_seqlen_k_tensor"}
-    given = {**inputs, "o_tensor": o, "do_tensor": d_o, "lse_tensor": maxima + sums.log()}
+    c = replace(C, causal=is_causal)
+    given = nsa.selection_inputs(c, CHOICE)
+    given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
+    given["expected"] = nsa.selection_gradients(given, c)
+    given["lse"] = given["lse"].unsqueeze(2)
+    call = selection_call(given) | named(given, "o", "do", "lse")
+    del call["cum_seqlen_k_tensor"]
     with within(arch):
-        found = NSA.selection_attention_backward_wrapper(**given)
-    for gradient, expected in zip(found, dense_gradients(call, d_o), strict=True):
-        torch.testing.assert_close(gradient.double(), expected, atol=4e-3, rtol=4e-3)
+        found = NSA.selection_attention_backward_wrapper(**call, is_causal=is_causal)
+    nsa.assert_differentiated(given | dict(zip(("dq", "dk", "dv"), found, strict=True)), c)
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a"])
@@ -116,7 +91,7 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_a_list_may_say() -> None:
     """A count beyond the list ends with it, blocks outside the sequence have no keys, one listed twice counts twice."""
-    call = selection_call(chosen=3)
+    call = selection_call()
     call["block_indices_tensor"][:] = torch.tensor([1, -1, 1 << 27], dtype=torch.int32)
     call["block_counts_tensor"][:] = 9
     o, sums, _ = NSA.selection_attention_wrapper(**call)
@@ -159,50 +134,26 @@ def test_what_selection_refuses(change: dict[str, Any], error: type[Exception], 
         NSA.selection_attention_wrapper(**{**selection_call(), **change})
 
 
-def top_k_call(queries: int = 150, heads: int = 4, block: int = 16, stride: int = 8) -> dict[str, Any]:
+TOP_K, RANKING = replace(nsa.RANK, heads=4, packed=False), Ranking(((150, 18), (150, 18)))
+
+
+def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
     """Two sequences of one length, with the log-sum-exp of compression attention."""
-    keys = queries // stride
-    q, k = torch.randn(2, queries, heads, 64).half().transpose(1, 2), torch.randn(2, keys, 2, 64).half().transpose(1, 2)
-    row = torch.arange(queries)[:, None]
-    found = attend(q.double(), k.double(), k.double(), (torch.arange(keys) + 1) * stride <= row + 1)
-    return {
-        "q_tensor": q, "k_tensor": k, "lse_tensor": (-found.lse / math.log(2)).float(), "k_value": 3,
-        "selection_block_size": block, "compress_stride": stride, "probabilities": found.weights,
-    }  # fmt: skip
-
-
-def ranked(call: dict[str, Any], block: int = 16, stride: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores of all blocks, from the probabilities of compression attention, and the candidates."""
-    p = call.pop("probabilities").unflatten(1, (2, -1)).sum(2)
-    blocks = p.shape[-1] * stride // block
-    scores = torch.stack([p[..., b * 2 : b * 2 + 2].sum(-1) for b in range(blocks)], -1)
-    row, index = torch.arange(p.shape[2])[:, None], torch.arange(blocks)
-    return scores.masked_fill((index == 0) | (index >= (row + 1) // block - 2), -math.inf), scores
+    call = named(given or nsa.top_k_inputs(TOP_K, RANKING), "q", "k", "lse")
+    return call | {"k_value": TOP_K.count, "selection_block_size": TOP_K.block, "compress_stride": TOP_K.stride}
 
 
 @pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
 @pytest.mark.parametrize("packed", [False, True])
 def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
-    call = top_k_call()
-    candidates, scores = ranked(call)
-    expected, _ = candidates.topk(3)
+    c = replace(TOP_K, packed=packed)
+    given = nsa.top_k_inputs(c, RANKING)
+    call = top_k_call(given)
     if packed:
-        for name in ("q_tensor", "k_tensor"):
-            call[name] = call[name].transpose(1, 2).flatten(0, 1)
-        call["lse_tensor"] = call["lse_tensor"].transpose(1, 2).reshape(300, 4, 1)
-        call |= {"cum_seqlen_q_tensor": torch.tensor([0, 150, 300]).int()}
-        call |= {"cum_seqlen_k_tensor": torch.tensor([0, 18, 36]).int()}
-    if arch:
-        with cudnn.emulation(arch, races=True):
-            found, indices = NSA.topk_reduction_wrapper(**call)
-    else:
-        found, indices = NSA.topk_reduction_wrapper(**call)
-    if packed:
-        found, indices = (x.unflatten(0, (2, 150)).transpose(1, 2) for x in (found, indices))
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
-    assert torch.equal(indices == -1, expected == -math.inf)
-    own = scores.gather(-1, indices.clamp(min=0).long())
-    torch.testing.assert_close(own[indices >= 0], expected[indices >= 0], atol=1e-6, rtol=1e-4)
+        call |= named(given, "cum_seqlen_q", "cum_seqlen_k") | {"lse_tensor": given["lse"].unsqueeze(2)}
+    with within(arch):
+        scores, indices = NSA.topk_reduction_wrapper(**call)
+    nsa.assert_ranked(given | {"topk_scores": scores, "topk_indices": indices}, c, RANKING)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +173,6 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
 )  # fmt: skip
 def test_what_top_k_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     call = top_k_call()
-    del call["probabilities"]
     with pytest.raises(error, match=message):
         NSA.topk_reduction_wrapper(**{**call, **change})
 
@@ -316,7 +266,6 @@ def test_wrappers_as_existing_programs_stub_them(name: str, monkeypatch: pytest.
     monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
     monkeypatch.setattr(api, "execute", lambda self, **named: None)
     call = selection_call() if name == "SelectionAttention" else top_k_call()
-    call.pop("probabilities", None)
     wrapper = NSA.selection_attention_wrapper if name == "SelectionAttention" else NSA.topk_reduction_wrapper
     api.objects.clear()
     for _ in range(2):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import cudnn
-from cudnn.launch import emulate, emulation
-from cudnn.launch.kernels import compile_kernel
+from cudnn.launch import emulate
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, rmsnorm_rht_amax_wrapper
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration
 from support.rmsnorm import assert_right
@@ -91,31 +88,3 @@ def test_nothing_is_compiled_for_a_gpu_meanwhile() -> None:
     with cudnn.emulation("sm_90a"), pytest.raises(RuntimeError, match="compilation for a GPU: got a call within cudnn"):
         norm.compile()
     norm.compile()
-
-
-def _spoiled(monkeypatch: pytest.MonkeyPatch, method: str, replacement: Any) -> Any:
-    """The kernel compiled with one of its methods replaced, ready to be called on CPU tensors."""
-    from cudnn_kernels.norm import rmsnorm_rht_amax as module
-
-    class Spoiled(module.RmsNormRhtAmax):
-        pass
-
-    setattr(Spoiled, method, replacement)
-    monkeypatch.setattr(module, "Spoiled", Spoiled, raising=False)
-    configuration = RmsNormRhtAmaxConfiguration("bfloat16", 512, threads=64, teams=4, stages=2)
-    return compile_kernel(SOURCE.replace(":RmsNormRhtAmax", ":Spoiled"), configuration, "sm_90a")
-
-
-def test_a_missing_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = problem(32, 512, 4)
-    with pytest.raises(ptx_emulator.Fault), emulation("sm_90a", races=True):
-        _spoiled(monkeypatch, "barrier", lambda self, team: None)(*tensors, 1e-5, 0)
-
-
-def test_the_real_kernel_passes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cudnn_kernels.norm.rmsnorm_rht_amax import RmsNormRhtAmax as Kernel
-
-    tensors = problem(32, 512, 4)
-    with emulation("sm_90a", races=True):
-        _spoiled(monkeypatch, "barrier", Kernel.barrier)(*tensors, 1e-5, 0)
-    assert_right(*tensors)

@@ -173,7 +173,7 @@ FAULTS = [
     # the emulator
     Fault(
         "a barrier's next phase needs one arrival", f"{EMULATOR}/sync.py",
-        "barrier.pending = barrier.count", "barrier.pending = 1", _test(f"{_GEMM}test_odd_sizes", "sm_90a"),
+        "barrier.pending = barrier.count", "barrier.pending = 1", _test(f"{_GEMM}test_clusters", "sm_90a"),
     ),
     Fault(
         "writes of other components are no races", f"{EMULATOR}/race.py",
