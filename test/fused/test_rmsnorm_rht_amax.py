@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, api, best_num_threads, pick_rows_per_cta, rmsnorm_rht_amax_wrapper
 from support.rmsnorm import definition
-from support.selection import within
+from support.selection import in_turn, within
 
 WHERE = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
 
@@ -71,8 +71,10 @@ def test_trailing_dimensions_of_size_one() -> None:
     assert torch.equal(amax, expected["amax_tensor"])
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("shape", [(1, 512), (7, 512), (3, 5, 512), (2, 3, 2, 512), (4, 6, 512, 1)], ids=str)
+SHAPES = [(1, 512), (7, 512), (3, 5, 512), (2, 3, 2, 512), (4, 6, 512, 1)]
+
+
+@pytest.mark.parametrize(("where", "shape"), in_turn([(shape,) for shape in SHAPES], None, WHERE), ids=str)
 def test_odd_rows_and_more_dimensions(where: str, shape: tuple[int, ...]) -> None:
     """Dimensions before the last are rows; of an odd number of them each has an amax of its own."""
     device = "cuda" if where == "gpu" else "cpu"

@@ -98,7 +98,10 @@ CALLS += [(name, dtype, False) for name, dtypes in DEFAULTS.items() for dtype in
 
 
 @pytest.mark.parametrize(("name", "dtype", "typed"), CALLS)
-def test_the_kernels_of_usual_calls_are_among_them(name: str, dtype: str, typed: bool) -> None:
+def test_the_kernels_of_usual_calls_are_among_them(
+    name: str, dtype: str, typed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(find(name), "reference", lambda *_: None)  # nothing looks at the results
     objects = find(name).objects
     objects.clear()
     _call(name, dtype, (torch.float16 if dtype == "fp16" else torch.bfloat16) if typed else None)

@@ -70,17 +70,6 @@ def test_the_past_alone_counts() -> None:
     assert torch.equal(causal_conv1d(later, weight, bias)[:, :, :9], causal_conv1d(x, weight, bias)[:, :, :9])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
-    def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return causal_conv1d(x * 2, weight, bias, "silu") + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for one, other in zip(with_gradients(compiled, operands()), with_gradients(layer, operands()), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("activation", ["identity", "silu"])
 def test_operators_are_registered_right(activation: str) -> None:
     x, weight, bias, d_y = operands(torch.bfloat16)

@@ -136,20 +136,6 @@ def test_one_graph_for_each_configuration() -> None:
         assert len(_graph_cache) == count
 
 
-@pytest.mark.parametrize(("mode", "dynamic"), [("none", False), ("gather", True), ("scatter", True)])
-def test_compiled(mode: str, dynamic: bool) -> None:
-    given = indices(mode)
-    tensors = operands(rows=24 if mode == "gather" else M)
-
-    def layer(token: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return moe_grouped_matmul(2 * token, weight, offsets([0, 1, 7]), **given) + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for one, other in zip(gradients(compiled, tensors), gradients(layer, tensors), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("mode", MODES_OF_ROWS)
 def test_operators_are_registered_right(mode: str) -> None:
     given = indices(mode)

@@ -213,21 +213,6 @@ def test_the_oldest_graph_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first not in _fprop_cache
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", SOME)
-def test_compiled(name: str, dynamic: bool) -> None:
-    problem = CASES[name]
-    tensors, keywords = problem.tensors(F64), problem.keywords()
-
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(2 * q, k, v, **keywords) + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for one, other in zip(with_gradients(compiled, tensors), with_gradients(layer, tensors), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_operators_are_registered_right(name: str) -> None:
     problem = CASES[name]

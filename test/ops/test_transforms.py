@@ -1,4 +1,4 @@
-"""Operators under ``torch.autocast`` and ``torch.vmap``, beside PyTorch's own of the kind."""
+"""Operators under ``torch.compile``, ``torch.autocast`` and ``torch.vmap``, beside PyTorch's own of the kind."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cudnn.experimental.ops.sdpa import sdpa, sdpa_bwd
 from cudnn.ops import _causal_conv1d as conv_module
 from cudnn.ops import causal_conv1d, scaled_dot_product_attention
 from cudnn.ops._causal_conv1d import causal_conv1d_bwd_primitive
+from support.dense_attention import with_gradients
 from support.torch_attention import CASES
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -90,9 +91,6 @@ def test_one_derivative_by_torch_func() -> None:
         torch.func.jvp(call, (x.detach(),), (x.detach(),))
 
 
-# Autocast.
-
-
 def attention(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
     x = [torch.randn(2, 4, 24, 16).to(dtype) for _ in range(3)]
     return scaled_dot_product_attention, F.scaled_dot_product_attention, x
@@ -110,17 +108,60 @@ def convolution(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., A
     return causal_conv1d, peer, [torch.randn(*shape).to(dtype) for shape in ((2, 8, 20), (8, 4), (8,))]
 
 
-def experts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
-    first = torch.tensor([0, 7], dtype=torch.int32)
+FIRST = torch.tensor([0, 7], dtype=torch.int32)
 
+
+def experts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
     def peer(token: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.cat([token[:, :7] @ weight[0], token[:, 7:] @ weight[1]], 1)
 
     token, weight = torch.randn(1, 16, 32).to(dtype), torch.randn(2, 24, 32).to(dtype).mT
-    return lambda token, weight: moe_grouped_matmul(token, weight, first), peer, [token, weight]
+    return lambda token, weight: moe_grouped_matmul(token, weight, FIRST), peer, [token, weight]
 
 
 CASE = pytest.mark.parametrize("make", [attention, masked, convolution, experts], ids=lambda make: make.__name__)
+
+
+# Compiled.
+
+
+def lengths(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    problem = CASES[name]
+    ours = functools.partial(scaled_dot_product_attention, **problem.keywords())
+    return ours, problem.solve, problem.tensors(dtype)[:3]
+
+
+def numbers(mode: str, dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:
+    _, peer, tensors = experts(dtype)
+    place = torch.randperm(16).int().view(1, 16, 1)
+    index = {"token_index": place // 2, "token_ks": place % 2, "top_k": 2} if mode == "scatter" else {}
+    given = {"first_token_offset": FIRST, "mode": mode, "token_index": place} | index
+    return functools.partial(moe_grouped_matmul, **given), peer, tensors
+
+
+COMPILED = [
+    *(attention, masked, convolution, experts),
+    *(functools.partial(lengths, name) for name in ("lengths, bottom right", "packed, causal, grouped heads")),
+    *(functools.partial(numbers, mode) for mode in ("gather", "scatter")),
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("make", COMPILED, ids=lambda make: make.args[0] if hasattr(make, "args") else make.__name__)
+def test_compiled(make: Any, dynamic: bool) -> None:
+    ours, _, tensors = make(F32)
+
+    def layer(first: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return ours(2 * first, *rest) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    given = [*tensors, torch.randn_like(layer(*tensors))]
+    for one, other in zip(with_gradients(compiled, given), with_gradients(layer, given), strict=True):
+        assert torch.equal(one, other)
+
+
+# Autocast.
 
 
 @CASE
