@@ -559,6 +559,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"up_bias": torch.zeros(4, 32).bfloat16()}, "shape of up_bias"),
     ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),
     ({"down": torch.zeros(4, 64, 32, dtype=BF16, device="meta")}, "devices: got"),
+    ({"routing": torch.zeros(2)}, "routing: got Tensor; allowed: what cudnn.moe.route returned, or indices"),
+    ({"up": []}, r"up: got \[\]; allowed: a tensor, or a list"),
+    ({"main_grads": ()}, "main_grads: got 0 of them; allowed: those of up and of down"),
     ({"fp8": True}, "fp8: got 'swiglu', 'interleaved', H 64, I 32; allowed: gates, interleaved, multiples of 128"),
 ]
 
@@ -569,7 +572,7 @@ def test_refusals(changed: dict[str, Any], words: str) -> None:
     given = {**c.tensors, "activation": c.activation, **changed}
     x, weights, up, down = (given.pop(name) for name in ("x", "weights", "up", "down"))
     with pytest.raises(ValueError, match=f"^moe_mlp: .*{words}"):
-        moe_mlp(x, (c.indices, weights), up, down, **given)
+        moe_mlp(x, given.pop("routing", (c.indices, weights)), up, down, **given)
 
 
 # The module.
@@ -669,9 +672,11 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
         for call in (layer, layer.route):
             with pytest.raises(ValueError, match=rf"^MoE: x: got .*; allowed: {allowed} \[\.\.\., "):
                 call(wrong)
-    for sizes, activation in (((64, 30, 4, 2), "swiglu"), ((64, 32, 4, 2), "relu")):
-        with pytest.raises(ValueError, match=r"^MoE: "):
-            MoE(*sizes, activation=activation)
+    for wrong, name in (({"intermediate": 30}, "sizes"), ({"activation": "relu"}, "activation"), ({"fp8": True}, "fp8"),
+                        ({"glu_layout": "halves"}, "glu_layout"), ({"shared_experts": -1}, "shared_experts"),
+                        ({"shared_gate": True}, "shared_experts")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^MoE: {name}: got"):
+            MoE(**{"hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2, **wrong})
     for rule, words in (({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"), ({"score": "max"}, "score: got"),
                         ({"n_group": 3}, "n_group: got 3")):  # fmt: skip
         with pytest.raises(ValueError, match=f"^MoE: {words}"):

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.errors import refusal
+from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
@@ -151,6 +152,15 @@ class MoE(torch.nn.Module):
             raise ValueError(
                 refusal("MoE", "sizes", got, "hidden a multiple of 8, intermediate of 32, one expert or more")
             )
+        if glu_layout not in LAYOUTS or (glu_layout != LAYOUTS[0] and activation not in GATED):
+            got = f"{glu_layout!r} with {activation!r}"
+            raise ValueError(refusal("MoE", "glu_layout", got, f"{LAYOUTS[0]!r}, or {LAYOUTS[1]!r} for gates"))
+        if fp8 and (activation not in GATED or glu_layout != LAYOUTS[0] or hidden % 128 or intermediate % 128):
+            got = f"{activation!r}, {glu_layout!r}, hidden={hidden}, intermediate={intermediate}"
+            raise ValueError(refusal("MoE", "fp8", got, "gates, interleaved, multiples of 128", "leave fp8 out"))
+        if shared_experts < 0 or (shared_gate and not shared_experts):
+            got = f"{shared_experts}{', with shared_gate' * shared_gate}"
+            raise ValueError(refusal("MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more"))
         rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
         check_rule("MoE", experts, rule, correction_bias)
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation

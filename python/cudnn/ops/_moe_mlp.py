@@ -1,7 +1,7 @@
 # No `from __future__ import annotations`: PyTorch reads the types.
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,14 +81,17 @@ def moe_mlp(
         ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
         RuntimeError: a rank of the group did not call within the time limit.
     """
-    (up, down), tokens = (_listed(w) for w in (up, down)), tokens_of(_WHERE, x)
-    up_sums, down_sums = ([], []) if main_grads is None else (_listed(w) for w in main_grads)
+    up, down, tokens = _listed("up", up), _listed("down", down), tokens_of(_WHERE, x)
+    up_sums, down_sums = [], []
+    if main_grads is not None:
+        of_up, of_down = _pair("main_grads", main_grads, "those of up and of down")
+        up_sums, down_sums = _listed("main_grads of up", of_up), _listed("main_grads of down", of_down)
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
         here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8), (up_sums, down_sums)
         return _on_ranks(tokens, routing[0], routing[1], here, sums, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
-        indices, weights = routing
+        indices, weights = _pair("routing", routing, "what cudnn.moe.route returned, or indices and weights")
         _check_choices(tokens, indices, weights)
         indices = indices.int().contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
@@ -140,8 +143,18 @@ def tokens_of(where: str, x: torch.Tensor) -> torch.Tensor:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _listed(weights: Weights) -> list[torch.Tensor]:
-    return [weights] if isinstance(weights, torch.Tensor) else list(weights)
+def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
+    found = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
+    if not found:
+        raise ValueError(refusal(_WHERE, name, weights, "a tensor, or a list of the experts'"))
+    return found
+
+
+def _pair(name: str, given: Any, allowed: str) -> tuple[Any, Any]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(given).__name__
+        raise ValueError(refusal(_WHERE, name, got, allowed))
+    return given[0], given[1]
 
 
 def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> None:
