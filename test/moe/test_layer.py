@@ -517,6 +517,14 @@ def test_compiled_once_for_any_number_of_tokens() -> None:
     assert counter.frame_count == 2  # for the first number, and for any
 
 
+def test_tokens_at_odd_addresses_are_copied() -> None:
+    c = case()
+    expected = results(c, ours, c.leaves())
+    x, c.out = (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (c.tensors["x"], c.out))
+    again = results(c, ours, {**c.leaves(), "x": x.requires_grad_()})
+    assert all(torch.equal(again[name], x) for name, x in expected.items())
+
+
 def test_vmap_is_a_loop() -> None:
     layer, x = MoE(64, 32, 4, 2), torch.randn(3, 9, 64).bfloat16().requires_grad_()
     y = torch.vmap(layer)(x)

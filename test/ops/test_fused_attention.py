@@ -54,6 +54,13 @@ def test_agrees_with_cudnns_graph(rows: tuple[int, int], options: dict[str, Any]
     assert found[0].is_contiguous()
 
 
+def test_tensors_at_odd_addresses_are_copied() -> None:
+    tensors = drawn(rows=(30, 30))
+    moved = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in tensors]
+    for one, other in zip(passes(moved, backend="fused"), passes(tensors, backend="fused"), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_is_refused() -> None:
     q, k, v, _ = drawn()
     for arguments, options, message in [

@@ -16,6 +16,7 @@ from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
+from cudnn.ops._memory import aligned
 from cudnn.ops._moe_mlp import checked, moe_mlp, tokens_of
 from cudnn.ops._registration import autocast_type, is_seen
 
@@ -59,7 +60,7 @@ class _Layer(torch.autograd.Function):
         e, rows = layer._experts(parameters), Rows(kept.offsets, kept.token_of_row, kept.row_of_choice)
         needed = (of_tokens, of_tokens or of_shared or of_router, *rest)
         given = (kept.tokens, kept.hidden, kept.indices, kept.weights, rows, e, needed, sums)
-        found = passes.backward(ctx.kind, gradients[0].contiguous(), *given)
+        found = passes.backward(ctx.kind, aligned(gradients[0]), *given)
         by_tokens, by_shared, by_router = found.x, None, None
         if found.weights is not None:
             by_chosen = found.weights
@@ -265,7 +266,7 @@ class MoE(torch.nn.Module):
         self, tokens: Tensor, shared: Tensor | None, router: Tensor, parameters: Sequence[Any], keeps: bool
     ) -> tuple[Tensor, _Kept, Products]:
         """The result, what the backward pass needs, and the products."""
-        logits, tokens = torch.nn.functional.linear(tokens, router), tokens.contiguous()
+        logits, tokens = torch.nn.functional.linear(tokens, router), aligned(tokens)
         weights, indices, *sorted_ = routed(
             logits, self.correction, rule_of(self.top_k, *self._rule), self._scaling_factor
         )

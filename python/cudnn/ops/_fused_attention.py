@@ -10,6 +10,7 @@ from cudnn import launch
 from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
+from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn.sdpa import SdpaBackward, SdpaForward, choice
 from cudnn.sdpa.base import called
@@ -63,7 +64,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     sizes = dict(zip(("b", "h", "s", "d"), x.shape, strict=True))
     layout = SdpaForward.spec("q").layout
     readable = layout.accepts(x.shape, x.stride(), {**sizes, "packed": 0}, 8 * x.element_size(), False)
-    return x if readable and x.data_ptr() % 16 == 0 else x.contiguous()
+    return x if readable and x.data_ptr() % 16 == 0 else aligned(x)
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from cudnn.moe import layer
 from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Products, Rows, environment, is_list, products, shape_of
 from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
 from cudnn.moe.routing import Routing, sort
+from cudnn.ops._memory import aligned
 from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn.ops._vmap import one_by_one
 
@@ -271,7 +272,7 @@ def moe_mlp_fwd_primitive(
         y, kept = _empty(x, token_of_row, experts, keeps)
         return y.zero_(), kept
     rows = Rows(offsets, token_of_row, row_of_choice)
-    return layer.forward(kind, x.contiguous(), weights.contiguous(), rows, experts, keeps)
+    return layer.forward(kind, aligned(x), weights.contiguous(), rows, experts, keeps)
 
 
 def _empty(x: torch.Tensor, token_of_row: torch.Tensor, e: Experts, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,7 +322,7 @@ def moe_mlp_bwd_primitive(
         made = _gradients_like(x, weights, experts, needed, (up_sums, down_sums))
         return tuple(gradient.zero_() for gradient in made)  # pyright: ignore[reportReturnType]
     rows, sums = Rows(offsets, token_of_row, row_of_choice), (up_sums, down_sums)
-    gradient, x, weights = gradient.contiguous(), x.contiguous(), weights.contiguous()
+    gradient, x, weights = aligned(gradient), aligned(x), weights.contiguous()
     kind = products(x, experts)
     found = layer.backward(kind, gradient, x, hidden, indices, weights, rows, experts, needed, sums)
     return tuple(x.new_empty(0) if each is None else each for each in found)  # pyright: ignore[reportReturnType]

@@ -11,6 +11,7 @@ from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.top_k.api import MOST
+from cudnn.ops._memory import aligned
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.attention.sparse import ALWAYS
@@ -460,7 +461,7 @@ def nsa_window(
     Sequences are packed, or, without ``ends``, have ``longest`` rows each.
     """
     results = _window_results(q, v, ends, longest)
-    inputs = {name: _graphs.aligned(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    inputs = {name: aligned(x) for name, x in (("q", q), ("k", k), ("v", v))}
     outputs = {"o": results[0], "stats": results[1]}
     _window(_window_cache, describe_forward, inputs, outputs, ends, scale, window, longest)
     return results
@@ -485,7 +486,7 @@ def nsa_window_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     rows = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
-    inputs = {**{name: _graphs.aligned(x) for name, x in rows.items()}, "stats": stats}
+    inputs = {**{name: aligned(x) for name, x in rows.items()}, "stats": stats}
     gradients = _like(q), _like(k), _like(v)
     outputs = {f"d{x}": out for x, out in zip("qkv", gradients, strict=True)}
     _window(_window_backward_cache, describe_backward, inputs, outputs, ends, scale, window, longest)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from cudnn import launch, settings
-from cudnn.experimental.ops._graphs import aligned
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention.selection.api import TILES
 from cudnn.native_sparse_attention.selection.base import BLOCKS
+from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import GateConfiguration, GatedSelectionConfiguration

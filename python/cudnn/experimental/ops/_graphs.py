@@ -79,15 +79,3 @@ def build(
         tensors[name].set_dim([*x.shape]).set_stride([*x.stride()])
     graph.build([heur_mode.A, heur_mode.FALLBACK])
     return graph, tensors
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """The tensor as graphs take it, contiguous and at a multiple of 16 bytes: a part of another one may be neither."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def is_readable(x: torch.Tensor) -> bool:
-    """Whether cuDNN's kernels can read the tensor in place: 16 bytes at a time, along the last dimension."""
-    steps = [step * x.element_size() for step, extent in zip(x.stride()[:-1], x.shape[:-1], strict=True) if extent > 1]
-    return x.stride(-1) == 1 and all(step and step % 16 == 0 for step in steps) and x.data_ptr() % 16 == 0

@@ -10,6 +10,7 @@ from cudnn.enums import moe_grouped_matmul_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops._graphs import GraphCache, Tensors
+from cudnn.ops._memory import aligned, is_readable
 from cudnn.ops._registration import custom_op
 from cudnn.pygraph.graph import pygraph
 
@@ -81,7 +82,7 @@ def _check(token: torch.Tensor, weight: torch.Tensor, given: dict[str, torch.Ten
 def _integers(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point():
         raise ValueError(refusal(_WHERE, "type of offsets and indices", x.dtype, "integers"))
-    return _graphs.aligned(x.int()).view(-1, 1, 1)
+    return aligned(x.int()).view(-1, 1, 1)
 
 
 def _rows(token: torch.Tensor, weight: torch.Tensor, token_index: torch.Tensor | None, mode: str) -> torch.Tensor:
@@ -117,7 +118,7 @@ def _compute(graph: pygraph) -> dict[str, Any]:
 
 def _run(describe: Any, inputs: dict[str, torch.Tensor], out: torch.Tensor, options: dict[str, Any]) -> None:
     for name in inputs.keys() & {"token", "doutput"}:
-        if not _graphs.is_readable(inputs[name]):
+        if not is_readable(inputs[name]):
             inputs[name] = inputs[name].clone(memory_format=torch.contiguous_format)
     try:
         _graphs.run(_graph_cache, describe, inputs, {"out": out}, options)

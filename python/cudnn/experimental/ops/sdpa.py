@@ -10,7 +10,8 @@ import torch
 
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import refusal
-from cudnn.experimental.ops._graphs import GraphCache, Tensors, aligned, is_readable, run
+from cudnn.experimental.ops._graphs import GraphCache, Tensors, run
+from cudnn.ops._memory import aligned, is_readable
 from cudnn.ops._registration import custom_op
 from cudnn.ops._vmap import in_front, one_by_one
 from cudnn.pygraph.graph import pygraph
