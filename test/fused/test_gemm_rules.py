@@ -179,8 +179,10 @@ def test_default_tile_and_cluster(name: str) -> None:
         ("gemm_amax", [], []),
         ("gemm_srelu", [0.5, "m", F32, BF16], [(1.0, "n", BF16, E4M3, torch.ones(1), 32)]),
         ("gemm_dsrelu", [0.5, "n", F16], [(1.0, "n", E4M3, torch.ones(1), 32)]),
+        ("gemm_swiglu", [0.5, "m", None, F16],
+         [(1.0, "n", BF16, BF16), (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32)]),
     ],
-)
+)  # fmt: skip
 def test_operator(name: str, numbers: list[Any], more: list[tuple[Any, ...]]) -> None:
     rows = (40, 64, 40) if name == "gemm_dsrelu" else (40, 64)
     tensors: list[Any] = [gemms.plain(count, 64, 2).tensor for count in rows]

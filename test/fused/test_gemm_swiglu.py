@@ -145,44 +145,6 @@ def test_ab12_and_c_have_one_major() -> None:
 # The operator.
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [(0.5, "m", BF16, BF16), (1.0, "n", None, F16), (1.0, "n", BF16, E4M3, None, None, torch.ones(1), 32)],
-    ids=["plain", "no ab12", "quantised"],
-)
-def test_operator(arguments: tuple[Any, ...]) -> None:
-    from cudnn.ops import gemm_swiglu
-
-    a, b = gemms.plain(40, 64, 2).tensor, gemms.plain(64, 64, 2).tensor
-    found = torch.ops.cudnn.gemm_swiglu(a, b, *arguments)
-    names = (
-        "alpha",
-        "c_major",
-        "ab12_dtype",
-        "c_dtype",
-        "sfa_tensor",
-        "sfb_tensor",
-        "norm_const_tensor",
-        "sf_vec_size",
-    )
-    expected = gemm_swiglu_wrapper(a, b, **dict(zip(names, arguments, strict=False)))
-    for tensor, other in zip(found, expected, strict=True):
-        assert torch.equal(tensor.float(), other.float()) if other is not None else tensor.numel() == 0
-    results = torch.library.opcheck(gemm_swiglu, (a, b, *arguments))
-    assert set(results.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_operator_in_a_compiled_function(backend: str) -> None:
-    from cudnn.ops import gemm_swiglu
-
-    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return gemm_swiglu(x * 2, w, 1.0, "n", BF16, BF16)[1] + 1
-
-    a, b = gemms.plain(40, 64, 2).tensor, gemms.plain(64, 64, 2).tensor
-    assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(a, b), layer(a, b))
-
-
 @pytest.mark.parametrize(("compiled", "halves"), [(False, False), (True, True)])
 def test_gradients(compiled: bool, halves: bool) -> None:
     """Those of PyTorch for the definition, in float64; of both results and of one; with halves, gates first."""

@@ -101,25 +101,6 @@ def test_backward(name: str, dtype: torch.dtype, deterministic: bool) -> None:
     check(CASES[name], found, exact, rough)
 
 
-SHAPES = {
-    "one head of K and V": {"h_k": 1, "h_v": 1},
-    "heads of 128": {"d_qk": 128, "d_v": 128},
-    "heads of 192 and 128": {"d_qk": 192, "d_v": 128},
-    "heads of 256": {"d_qk": 256, "d_v": 256},
-    "heads of 72 and 40": {"d_qk": 72, "d_v": 40},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["padding, causal", "ragged, causal", "dropout, causal", "sink, causal", "softcap"])
-def test_head_sizes(name: str, shape: str) -> None:
-    problem = dataclasses.replace(CASES[name], **SHAPES[shape])
-    _, found, exact, rough = forward(problem, torch.bfloat16)
-    check(problem, found, exact, rough)
-    _, found, exact, rough = backward(problem, torch.bfloat16)
-    check(problem, found, exact, rough)
-
-
 @pytest.mark.parametrize("implementation", [AUTO, COMPOSITE])
 @pytest.mark.parametrize("name", ["padding", "padding, causal"])
 def test_rows_of_padding(name: str, implementation: Any) -> None:

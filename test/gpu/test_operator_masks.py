@@ -1,4 +1,4 @@
-"""Masks, dropout, autocast and vmap of the operators on PyTorch tensors, on the GPU against PyTorch."""
+"""Masks, dropout and autocast of the operators on PyTorch tensors, on the GPU against PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import cudnn
-from cudnn.ops import causal_conv1d, scaled_dot_product_attention
+from cudnn.ops import scaled_dot_product_attention
 from gpu.common import outputs_hold_nan
 from support.dense_attention import attend, with_gradients
 
@@ -142,29 +142,3 @@ def test_autocast(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, peer, atol=2e-2, rtol=2e-2)
     for x in torch.autograd.grad(out.sum(), leaves):
         assert x.dtype == torch.float32
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_vmap(masked: bool) -> None:
-    q, k, v, d_out = (torch.stack([x, -x, 2 * x]) for x in tensors(torch.float16, 64, 64))
-    more = [torch.randn(3, H, 64, 64, device="cuda").half()] if masked else []
-    given = [q, k, v, *more, d_out]
-    found = with_gradients(torch.vmap(scaled_dot_product_attention), given)
-    for entry in range(3):
-        each = with_gradients(scaled_dot_product_attention, [x[entry] for x in given])
-        for one, other in zip(found, each, strict=True):
-            torch.testing.assert_close(one[entry], other, atol=2e-3, rtol=2e-3)
-
-
-@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0)], ids=str)
-def test_vmap_of_convolutions(dims: tuple[int | None, ...]) -> None:
-    if cudnn.backend_version() < 92200:
-        pytest.skip("cuDNN 9.22 has the convolution")
-    shapes = ((2, 16, 40), (16, 4), (16,))
-    given = [
-        torch.randn(*([3] * (dim is not None)), *shape, device="cuda") for shape, dim in zip(shapes, dims, strict=True)
-    ]
-    found = torch.vmap(causal_conv1d, dims)(*given)
-    for entry in range(3):
-        each = causal_conv1d(*(x if dim is None else x[entry] for x, dim in zip(given, dims, strict=True)))
-        torch.testing.assert_close(found[entry], each)

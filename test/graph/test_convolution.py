@@ -205,21 +205,6 @@ def test_cudnn_has_engines(spatial: int, kind: object, device_properties: Any) -
         assert configurations(graph) > 0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pre_padding": [1, 0], "post_padding": [0, 2]},
-        {"padding": [1, 1], "stride": [2, 2]},
-        {"padding": [2, 2], "dilation": [2, 2]},
-        {"padding": [1, 1], "convolution_mode": convolution_mode.CONVOLUTION},
-    ],
-)
-def test_cudnn_has_engines_for_options(options: dict[str, Any], device_properties: Any) -> None:
-    graph = planned_graph(device_properties)
-    graph.conv_fprop(nhwc(graph, 4, 64, 16, 16), nhwc(graph, 32, 64, 3, 3), **options).set_output(True)
-    assert configurations(graph) > 0
-
-
 @pytest.mark.deviceless_919
 def test_cudnn_builds_fusions(device_properties: Any) -> None:
     graph = planned_graph(device_properties)

@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "a damaged kernel is loaded", f"{HOST}/launch/cache.py",
-        "if digest != hashlib.sha256(content).hexdigest():", "if False:", _test("fused/test_launch.py"),
+        "if digest != hashlib.sha256(content).hexdigest():", "if False:", _test("fused/test_kernel_cache.py"),
     ),
     Fault(
         "relocations forget the table that they are relative to", f"{HOST}/launch/elf.py",
