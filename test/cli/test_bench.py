@@ -42,7 +42,6 @@ from cudnn.bench import (
 )
 from cudnn.cli import bench as command_line
 from cudnn.cli.bench import table
-from cudnn.fused.gemm import OPERAND_TYPES
 from support.cli import invoke, words
 
 PEER = "benchmarks/triton_gemm_swiglu.py"
@@ -318,47 +317,10 @@ def test_monitor() -> None:
         assert watched.read() is None
 
 
-@pytest.mark.parametrize(("dtype", "vector"), [("mxfp8", 32), ("nvfp4", 16)])
-def test_block_scaled_operands_hold_what_the_plain_ones_do(
-    dtype: str, vector: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
-    torch.manual_seed(0)
-    rows, columns = 200, 5 * vector
-    x = torch.randn(rows, columns)
-    made = operands.operand(dtype, x)
-    assert made.scale.shape == (32, 4, 2, 4, 2, 1)
-    codes = made.tensor[:, :, 0].view(torch.uint8)
-    factors = made.scale.float()
-    fp4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    for r, k in [(0, 0), (1, 17), (31, 40), (32, 3), (127, 70), (128, 5), (199, columns - 1)]:
-        j = k // vector
-        factor = factors[r % 32, r // 32 % 4, r // 128, j % 4, j // 4, 0]
-        if dtype == "mxfp8":
-            value = float(made.tensor[r, k, 0])
-        else:
-            code = int(codes[r, k // 2]) >> 4 * (k % 2) & 15
-            value = fp4[code & 7] * (-1 if code & 8 else 1)
-        assert float(made.plain[r, k]) == value * float(factor)
-    assert (made.plain.float() - x).abs().max() < (0.25 if dtype == "mxfp8" else 0.75)
-
-
 def timed(problem: Problem, yardsticks: tuple[str, ...]) -> list[Row]:
     """Every call takes a millisecond."""
     clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
     return bench.measure(dataclasses.replace(problem, clock=clock), yardsticks)
-
-
-def test_swiglu_takes_up_first() -> None:
-    z = torch.zeros(1, 128)
-    z[0, 5], z[0, 32 + 5] = 3.0, 2.0  # up, gate
-    z[0, 64 + 7], z[0, 96 + 7] = -1.0, 4.0
-    _, after = declared.split(declared.operations(registry.find("gemm_swiglu"), OPERAND_TYPES["bf16"]))
-    c = declared.formula(after, declared.widths(after), {}, z, {}, torch.float32)["c"]
-    assert c.shape == (1, 64)
-    assert c[0, 5] == pytest.approx(3 * 2 / (1 + math.exp(-2)))
-    assert c[0, 32 + 7] == pytest.approx(-4 / (1 + math.exp(-4)))
-    assert c.count_nonzero() == 2
 
 
 @pytest.mark.parametrize(

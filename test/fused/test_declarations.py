@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,58 @@ DEFAULTS = {
     "accumulate_on_output": False, "use_single_group_runtime_offsets": False, "sf_fp8_dtype_override": None,
     "norm_const": 1.0, "rht_norm_const": 1.0, "round_dgrad_to_input_dtype": False, "use_dsrelu_reuse": False,
 }  # fmt: skip
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+Q, LSE, I32 = zeros(1, 32, 2, 256).transpose(1, 2), torch.zeros(1, 2, 32), torch.int32
+ROWS, PAIR = zeros(8, 2, 64), torch.tensor([8], dtype=I32)
+STUBBED: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "attention": (cudnn.sdpa.SdpafwdSm100D256, lambda _: cudnn.sdpa.sdpa_fwd_wrapper_sm100_d256(Q, Q, Q)),
+    "its gradients": (
+        cudnn.sdpa.SdpabwdSm100D256, lambda _: cudnn.sdpa.sdpa_bwd_wrapper_sm100_d256(Q, Q, Q, Q, Q, LSE)
+    ),
+    "a sliding window": (
+        cudnn.NSA.SlidingWindowAttention,
+        lambda _: cudnn.NSA.sliding_window_attention_wrapper(
+            ROWS, ROWS, ROWS, seq_len_q_tensor=PAIR, seq_len_kv_tensor=PAIR, left_bound=8
+        ),
+    ),
+    "selection": (
+        cudnn.NSA.SelectionAttention,
+        lambda _: cudnn.NSA.selection_attention_wrapper(
+            ROWS, ROWS, ROWS, zeros(8, 2, 1, dtype=I32), zeros(8, 2, dtype=I32), torch.tensor([0, 8], dtype=I32)
+        ),
+    ),
+    "top-k": (
+        cudnn.NSA.TopKReduction,
+        lambda _: cudnn.NSA.topk_reduction_wrapper(zeros(1, 2, 64, 64), zeros(1, 2, 8, 64), torch.zeros(1, 2, 64)),
+    ),
+    "gradients of experts' weights, of any tokens": (
+        cudnn.GroupedGemmWgrad,
+        lambda tokens: cudnn.grouped_gemm_wgrad_wrapper(
+            zeros(64, tokens), zeros(tokens, 96), zeros(128, 4), zeros(128, 4), torch.tensor([8, tokens], dtype=I32)
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STUBBED)
+def test_stubs_of_existing_programs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replace ``check_support``, ``compile``, and ``execute``, which takes names alone; wrappers keep objects."""
+    (api, call), calls = STUBBED[name], list[str]()
+    monkeypatch.setattr(api, "check_support", lambda self: True)
+    monkeypatch.setattr(api, "compile", lambda self: calls.append("compile"))
+    monkeypatch.setattr(api, "execute", lambda self, **named: calls.append("execute"))
+    api.objects.clear()
+    for tokens in (20, 160):
+        call(tokens)
+    assert calls == ["compile", "execute", "execute"]
+    module = importlib.import_module(api.__module__)
+    assert len(getattr(module, f"_cache_of_{api.__name__}Objects", api.objects)) == len(api.objects) == 1
+    api.objects.clear()
 
 
 @pytest.mark.parametrize("name", GROUPED)

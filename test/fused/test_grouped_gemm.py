@@ -287,25 +287,6 @@ def test_operators_are_traced(name: str) -> None:
     assert likeness[0] == likeness[1]
 
 
-def test_stubs_are_called_by_name_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What programs' tests replace: ``check_support``, ``compile``, and ``execute`` that takes names alone."""
-    api: Any = registry.find("grouped_gemm_wgrad")
-    calls: list[str] = []
-    monkeypatch.setattr(api, "check_support", lambda self: True)
-    monkeypatch.setattr(api, "compile", lambda self: calls.append("compile"))
-    monkeypatch.setattr(api, "execute", lambda self, **given: calls.append("execute"))
-    api.objects.clear()
-    for tokens in (20, 160):
-        a, b = torch.zeros(64, tokens).bfloat16(), torch.zeros(tokens, 96).bfloat16()
-        scales = torch.zeros(128, 4).bfloat16()
-        offsets = torch.tensor([8, tokens], dtype=torch.int32)
-        (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(a, b, scales, scales, offsets)
-        assert wgrad.shape == (2, 64, 96)
-    assert calls == ["compile", "execute", "execute"]
-    assert len(api.objects) == 1
-    api.objects.clear()
-
-
 # Weights behind addresses.
 
 ADDRESSED: list[dict[str, Any]] = [

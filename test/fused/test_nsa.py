@@ -258,22 +258,6 @@ def test_the_kernels_of_usual_calls_are_known(name: str) -> None:
             assert len(api.kernels()) == 1
 
 
-@pytest.mark.parametrize("name", ["SelectionAttention", "TopKReduction"])
-def test_wrappers_as_existing_programs_stub_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compilation for equal calls, and an ``execute`` that takes keywords only."""
-    api, compiled = getattr(NSA, name), []
-    monkeypatch.setattr(api, "check_support", lambda self: True)
-    monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
-    monkeypatch.setattr(api, "execute", lambda self, **named: None)
-    call = selection_call() if name == "SelectionAttention" else top_k_call()
-    wrapper = NSA.selection_attention_wrapper if name == "SelectionAttention" else NSA.topk_reduction_wrapper
-    api.objects.clear()
-    for _ in range(2):
-        wrapper(**call)
-    assert len(compiled) == len(api.objects) == 1
-    api.objects.clear()
-
-
 def compression_call(queries: int, keys: int, d: int = 64, key_heads: int = 1) -> dict[str, Any]:
     """Two sequences of one length, two heads of Q for one of K."""
     names = {"q_tensor": (queries, 2 * key_heads), "k_tensor": (keys, key_heads), "v_tensor": (keys, key_heads)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import tempfile
 from dataclasses import dataclass
 from itertools import pairwise
@@ -287,31 +286,6 @@ def test_a_calls_scale_is_checked() -> None:
     attention.compile()
     with pytest.raises(ValueError, match=r"scale_softmax: got -0\.1; allowed: numbers above 0"):
         attention.execute(q, q, q, q, torch.empty(1, 2, 32), scale_softmax=-0.1)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "wrapper", "given"),
-    [
-        ("cudnn.sdpa.fwd.api", "SdpafwdSm100D256", sdpa_fwd_wrapper_sm100_d256, 3),
-        ("cudnn.sdpa.bwd.api", "SdpabwdSm100D256", sdpa_bwd_wrapper_sm100_d256, 6),
-    ],
-)
-def test_wrappers_keep_objects_as_existing_programs_expect(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str, wrapper: Any, given: int
-) -> None:
-    """Programs replace the methods, and look at the dictionary of the objects."""
-    api, compiled, executed = getattr(cudnn.sdpa, name), [], []
-    monkeypatch.setattr(api, "check_support", lambda self: True)
-    monkeypatch.setattr(api, "compile", lambda self: compiled.append(self))
-    monkeypatch.setattr(api, "execute", lambda self, **tensors: executed.append(tensors))
-    objects = getattr(importlib.import_module(module), f"_cache_of_{name}Objects")
-    objects.clear()
-    q, lse = matrix(1, 32, 2), torch.zeros(1, 2, 32)
-    for _ in range(2):
-        wrapper(*(q, q, q, q, q, lse)[:given])
-    assert len(compiled) == len(objects) == 1
-    assert [tensors["q_tensor"] is q for tensors in executed] == [True, True]
-    objects.clear()
 
 
 @pytest.mark.parametrize(("rows", "keys", "left"), [(1, 12, -1), (1, 12, 3), (9, 9, 40), (0, 9, -1), (9, 0, -1)])

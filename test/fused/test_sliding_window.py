@@ -143,15 +143,3 @@ def test_lengths_belong_to_packed_tensors() -> None:
     given = {**same_length(call((64,), (64,)), 1), "seq_len_q_tensor": torch.tensor([64])}
     with pytest.raises(ValueError, match="seq_len_q"):
         NSA.sliding_window_attention_wrapper(**given, left_bound=8)
-
-
-def test_the_wrapper_as_existing_programs_stub_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    monkeypatch.setattr(NSA.SlidingWindowAttention, "check_support", lambda self: True)
-    monkeypatch.setattr(NSA.SlidingWindowAttention, "compile", lambda self: compiled.append(self))
-    monkeypatch.setattr(NSA.SlidingWindowAttention, "execute", lambda self, **named: None)
-    NSA.SlidingWindowAttention.objects.clear()
-    for _ in range(2):
-        NSA.sliding_window_attention_wrapper(**call((64,), (64,)), left_bound=8)
-    assert len(compiled) == len(NSA.SlidingWindowAttention.objects) == 1
-    NSA.SlidingWindowAttention.objects.clear()

@@ -348,34 +348,3 @@ def forward_and_backward_of_nvfp4(act_func: str) -> None:
     gemms.assert_rounded(dprob, (g * y).sum(1), 1e-5)
     dbias = torch.zeros(EXPERTS, dz.shape[1], dtype=torch.float64).index_add_(0, owners(), dz)
     gemms.assert_rounded(down["dbias_tensor"].squeeze(-1), dbias, 1e-3)
-
-
-def test_squared_relu_in_mxfp8() -> None:
-    """FC1 and FC2's gradient: results by rows and by columns, and what the forward pass made, again."""
-    torch.manual_seed(0)
-    common: dict[str, Any] = {"padded_offsets": torch.tensor(ENDS, dtype=torch.int32), "cd_major": "n",
-                              "alpha_tensor": torch.ones(EXPERTS, dtype=BF16), "norm_const_tensor": torch.ones(1),
-                              "sf_vec_size": 32, "use_dynamic_sched": True, "discrete_col_sfd": True}  # fmt: skip
-    x, dy = quantized(torch.randn(TOKENS, HIDDEN)), quantized(torch.randn(TOKENS, HIDDEN))
-    w1, w2 = (quantized(torch.randn(EXPERTS, FFN, HIDDEN) / 8) for _ in range(2))
-    prob = (torch.rand(TOKENS) + 0.5).to(BF16)
-    up = cudnn.grouped_gemm_srelu_wrapper_sm100(
-        **tokens(x, HIDDEN), **weights(w1, FFN, HIDDEN, "k", packed=False), **common, bias_tensor=None,
-        prob_tensor=column(prob), acc_dtype=F32, c_dtype=BF16, d_dtype=E4M3, current_stream=None,
-    )  # fmt: skip
-    z = product(x.values, w1.values)
-    gemms.assert_rounded(up["c_tensor"][..., 0], z, 1e-5)
-    h = z.clamp(min=0) ** 2 * prob.double()[:, None]
-    assert_near(dequantized(up["d_tensor"].view(TOKENS, FFN), up["sfd_row_tensor"]), h, 2**-4)
-    down = cudnn.grouped_gemm_dsrelu_wrapper_sm100(
-        **tokens(dy, HIDDEN), **weights(w2, FFN, HIDDEN, "n", packed=False), **common, c_tensor=up["c_tensor"],
-        prob_tensor=column(prob.float()), dprob_tensor=column(torch.zeros(TOKENS)), generate_dbias=False,
-        d_dtype=E4M3, use_dsrelu_reuse=True, current_stream=None,
-    )  # fmt: skip
-    c = up["c_tensor"][..., 0].double().clamp(min=0)
-    dz = 2 * product(dy.values, w2.values) * c * prob.double()[:, None]
-    assert_near(dequantized(down["d_row_tensor"].view(TOKENS, FFN), down["sfd_row_tensor"]), dz, 2**-4)
-    memory = down.get("sfd_col_d_srelu_tensor").permute(5, 2, 4, 0, 1, 3).view(-1).view(torch.uint8)
-    again = dequantized_columns(down.get("d_srelu_tensor").view(TOKENS, FFN), memory)
-    assert_near(again, c**2 * prob.double()[:, None], 2**-4)
-    kept.clear()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from support.drawing import shapes, strided
-from support.graphs import FLOAT, HALF, configurations, evaluate, planned_graph, reference_graph, run
+from support.graphs import FLOAT, configurations, evaluate, planned_graph, reference_graph, run
 from support.refusals import check_refused
 
 MODE = cudnn.reduction_mode
@@ -159,23 +159,6 @@ def test_what_no_lowering_makes_is_refused(h200: Any) -> None:
     for mode in ("AVG", "NORM1", "MUL_NO_ZEROS"):
         with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=rf"compute_data_type for mode {mode}: got INT32"):
             configurations(after_matmul(h200, mode, [4, 64, 1], INT32))
-
-
-def convolution(graph: cudnn.pygraph) -> cudnn.tensor:
-    x = graph.tensor([4, 64, 16, 16], [16384, 1, 1024, 64])
-    return graph.conv_fprop(x, graph.tensor([32, 64, 3, 3], [576, 1, 192, 64]), [1, 1])
-
-
-def test_cudnn_has_engines_after_convolution(device_properties: Any) -> None:
-    graph = planned_graph(device_properties)
-    graph.reduction(convolution(graph), MODE.ADD).set_output(True).set_data_type(FLOAT).set_dim([1, 32, 1, 1])
-    assert configurations(graph) > 0
-
-    graph = planned_graph(device_properties)
-    y = convolution(graph).set_output(True).set_data_type(HALF)
-    for statistic in graph.genstats(y):
-        statistic.set_output(True).set_data_type(FLOAT)
-    assert configurations(graph) > 0
 
 
 @pytest.mark.deviceless_919

@@ -79,12 +79,3 @@ def test_by_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     o, amax = rmsnorm_rht_amax_wrapper(x, w, rows_per_cta=2)
     assert_right(x, w, o, amax)
     assert not [message for message in caplog.messages if "reference" in message]
-
-
-def test_nothing_is_compiled_for_a_gpu_meanwhile() -> None:
-    """It would call the emulator, also from the disk cache."""
-    x, w, o, amax = problem(8, 1024, 4)
-    norm = RmsNormRhtAmax(x, w, o, amax, num_threads=32, rows_per_cta=4, arch="sm_90a")
-    with cudnn.emulation("sm_90a"), pytest.raises(RuntimeError, match="compilation for a GPU: got a call within cudnn"):
-        norm.compile()
-    norm.compile()
