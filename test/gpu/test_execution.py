@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,162 +11,142 @@ import torch
 
 import cudnn
 from cudnn.backend.plan import ExecutionPlan
-from gpu.common import assert_allocates_nothing_and_waits_for_nothing
+from gpu.common import (
+    BATCH,
+    FP16,
+    K,
+    M,
+    N,
+    assert_allocates_nothing_and_waits_for_nothing,
+    check,
+    data,
+    product,
+    workspace,
+)
 from support.graphs import FLOAT, HALF, MODES
 
 pytestmark = pytest.mark.gpu
 
 
-class Linear(NamedTuple):
-    """relu(A B + bias), [4, 128, 256] x [4, 256, 64], with its tensors."""
-
-    graph: cudnn.pygraph
-    a: cudnn.tensor
-    b: cudnn.tensor
-    bias: cudnn.tensor
-    y: cudnn.tensor
-
-    def data(self) -> dict[cudnn.tensor, torch.Tensor]:
-        """Fresh inputs, and an output full of NaN."""
-        half: Any = {"dtype": torch.float16, "device": "cuda"}
-        return {
-            self.a: torch.randn(4, 128, 256, **half),
-            self.b: torch.randn(4, 256, 64, **half),
-            self.bias: torch.randn(1, 128, 64, **half),
-            self.y: torch.full((4, 128, 64), float("nan"), **half),
-        }
-
-    def workspace(self) -> torch.Tensor:
-        return torch.empty(self.graph.get_workspace_size(), dtype=torch.uint8, device="cuda")
-
-    def check(self, data: dict[cudnn.tensor, torch.Tensor]) -> None:
-        a, b, bias = (data[tensor].float() for tensor in (self.a, self.b, self.bias))
-        torch.testing.assert_close(data[self.y].float(), torch.relu(a @ b + bias), atol=3e-2, rtol=3e-3)
-
-
-def linear(**options: Any) -> Linear:
-    graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT, **options)
-    a = graph.tensor(dim=[4, 128, 256], stride=[128 * 256, 256, 1], name="a", uid=1)
-    b = graph.tensor(dim=[4, 256, 64], stride=[256 * 64, 64, 1], name="b", uid=2)
-    bias = graph.tensor(dim=[1, 128, 64], stride=[128 * 64, 64, 1], name="bias", uid=3)
-    y = graph.relu(graph.bias(graph.matmul(a, b, name="mm"), bias, name="shift"), name="act")
-    y.set_output(True).set_uid(4)
+def built(**options: Any) -> cudnn.pygraph:
+    graph = product(**options)
     graph.build(MODES)
-    return Linear(graph, a, b, bias, y)
+    return graph
 
 
 def test_new_tensors_at_every_call() -> None:
     """More sets of buffers than a plan keeps packs for, all alive at once, then each once more."""
-    it = linear()
-    workspace = it.workspace()
-    sets = [it.data() for _ in range(ExecutionPlan.MAX_PACKS + 20)]
-    for data in sets:
-        it.graph.execute(data, workspace)
-    for data in sets:
-        it.check(data)
-        data[it.y].fill_(float("nan"))
-    for data in reversed(sets):
-        it.graph.execute(data, workspace)
-    for data in sets:
-        it.check(data)
+    graph = built()
+    space = workspace(graph)
+    sets = [data() for _ in range(ExecutionPlan.MAX_PACKS + 20)]
+    for pack in sets:
+        graph.execute(pack, space)
+    for pack in sets:
+        check(pack)
+        pack[3].fill_(float("nan"))
+    for pack in reversed(sets):
+        graph.execute(pack, space)
+    for pack in sets:
+        check(pack)
 
 
 def test_packs_are_forgotten_when_buffers_keep_changing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExecutionPlan, "MAX_PACKS", 2)
     monkeypatch.setattr(ExecutionPlan, "MAX_MISSES", 5)
-    it = linear()
-    workspace = it.workspace()
-    sets = [it.data() for _ in range(12)]
+    graph = built()
+    space = workspace(graph)
+    sets = [data() for _ in range(12)]
     for _ in range(2):
-        for data in sets:
-            it.graph.execute(data, workspace)
-            it.check(data)
+        for pack in sets:
+            graph.execute(pack, space)
+            check(pack)
 
 
 def test_keys_and_data_of_every_kind() -> None:
-    it = linear()
-    data, workspace = it.data(), it.workspace()
-    by_uid = {tensor.get_uid(): value for tensor, value in data.items()}
-    addresses = {uid: value.data_ptr() for uid, value in by_uid.items()}
-    mixed = {it.a: data[it.a].data_ptr(), 2: data[it.b], it.bias: data[it.bias], 4: data[it.y], None: 0, 99: data[it.a]}
-    for pack in (data, by_uid, addresses, mixed, by_uid, data):
-        data[it.y].fill_(float("nan"))
-        it.graph.execute(pack, workspace)
-        it.check(data)
-    data[it.y].fill_(float("nan"))
-    it.graph.execute(data, workspace.data_ptr())
-    it.check(data)
+    graph = built()
+    pack, space = data(), workspace(graph)
+    tensors = {tensor.get_uid(): tensor for tensor in graph.nodes[0].tensors()}
+    by_tensor = {tensors[uid]: value for uid, value in pack.items()}
+    addresses = {uid: value.data_ptr() for uid, value in pack.items()}
+    mixed = {1: pack[1].data_ptr(), tensors[2]: pack[2], 3: pack[3], None: 0, 99: pack[1]}
+    for given in (by_tensor, pack, addresses, mixed, pack, by_tensor):
+        pack[3].fill_(float("nan"))
+        graph.execute(given, space)
+        check(pack)
+    pack[3].fill_(float("nan"))
+    graph.execute(pack, space.data_ptr())
+    check(pack)
 
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_capture_and_replay_with_changed_data(warm: bool) -> None:
     """Also of a first call: preparing it does nothing that a capture forbids."""
-    it = linear()
-    data, workspace = it.data(), it.workspace()
+    graph = built()
+    pack, space = data(), workspace(graph)
     if warm:
-        it.graph.execute(data, workspace)
+        graph.execute(pack, space)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        it.graph.execute(data, workspace)
+        graph.execute(pack, space)
     for _ in range(3):
-        for tensor in (it.a, it.b, it.bias):
-            data[tensor].normal_()
-        data[it.y].fill_(float("nan"))
+        for uid in (1, 2):
+            pack[uid].normal_()
+        pack[3].fill_(float("nan"))
         captured.replay()
         torch.cuda.synchronize()
-        it.check(data)
+        check(pack)
 
 
 def test_without_a_handle_the_current_stream_runs_it() -> None:
     """The input is written late on a stream of its own: only a call on that stream sees it."""
-    it = linear()
-    data, workspace = it.data(), it.workspace()
-    late = data[it.a].clone()
-    data[it.a].zero_()
+    graph = built()
+    pack, space = data(), workspace(graph)
+    late = pack[1].clone()
+    pack[1].zero_()
     torch.cuda.synchronize()
     for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
-            data[it.a].zero_()
+            pack[1].zero_()
             torch.cuda._sleep(20_000_000)
-            data[it.a].copy_(late)
-            it.graph.execute(data, workspace)
+            pack[1].copy_(late)
+            graph.execute(pack, space)
         stream.synchronize()
-        it.check(data)
+        check(pack)
 
 
 def test_a_handle_on_a_stream() -> None:
-    it = linear()
+    graph = built()
     handle, stream = cudnn.create_handle(), torch.cuda.Stream()
     cudnn.set_stream(handle=handle, stream=stream.cuda_stream)
     assert cudnn.get_stream(handle) == stream.cuda_stream
-    data, workspace = it.data(), it.workspace()
-    late = data[it.a].clone()
+    pack, space = data(), workspace(graph)
+    late = pack[1].clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        data[it.a].zero_()
+        pack[1].zero_()
         torch.cuda._sleep(20_000_000)
-        data[it.a].copy_(late)
-    it.graph.execute(data, workspace, handle=handle)
+        pack[1].copy_(late)
+    graph.execute(pack, space, handle=handle)
     stream.synchronize()
-    it.check(data)
+    check(pack)
     cudnn.destroy_handle(handle)
 
 
 def test_workspace_is_not_overrun() -> None:
     """The first candidate plans, each run between guard bytes."""
-    it = linear()
+    graph = built()
     guard, ran = 4096, 0
-    for index in range(min(it.graph.get_execution_plan_count(), 8)):
+    for index in range(min(graph.get_execution_plan_count(), 8)):
         try:
-            it.graph.build_plan_at_index(index)
+            graph.build_plan_at_index(index)
         except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
             continue
-        size = it.graph.get_workspace_size_plan_at_index(index)
+        size = graph.get_workspace_size_plan_at_index(index)
         memory = torch.full((size + 2 * guard,), 0x5A, dtype=torch.uint8, device="cuda")
-        data = it.data()
-        it.graph.execute_plan_at_index(data, memory[guard : guard + size], index)
-        it.check(data)
+        pack = data()
+        graph.execute_plan_at_index(pack, memory[guard : guard + size], index)
+        check(pack)
         assert bool((memory[:guard] == 0x5A).all())
         assert bool((memory[guard + size :] == 0x5A).all())
         ran += 1
@@ -214,19 +194,19 @@ def test_a_scalar_on_the_device_is_refused() -> None:
 # Refusals.
 @pytest.mark.parametrize("warm", [False, True])
 def test_refusals(warm: bool) -> None:
-    it = linear()
-    data, workspace = it.data(), it.workspace()
+    graph = built()
+    pack, space = data(), workspace(graph)
     if warm:
-        it.graph.execute(data, workspace)
-    for tensor in data:
-        with pytest.raises(ValueError, match=rf"tensor {tensor.get_name()!r} \(uid {tensor.get_uid()}\): got no data"):
-            it.graph.execute({key: value for key, value in data.items() if key is not tensor}, workspace)
-        with pytest.raises(ValueError, match=rf"uid {tensor.get_uid()}\): got a tensor on cpu; allowed: cuda:0"):
-            it.graph.execute({**data, tensor: data[tensor].cpu()}, workspace)
-        with pytest.raises(TypeError, match=rf"uid {tensor.get_uid()}\): got list; allowed: a torch.Tensor"):
-            it.graph.execute({**data, tensor: [1]}, workspace)
-    it.graph.execute(data, workspace)
-    it.check(data)
+        graph.execute(pack, space)
+    for uid, name in ((1, "a"), (2, "b"), (3, "mm::C")):
+        with pytest.raises(ValueError, match=rf"tensor {name!r} \(uid {uid}\): got no data"):
+            graph.execute({key: value for key, value in pack.items() if key != uid}, space)
+        with pytest.raises(ValueError, match=rf"uid {uid}\): got a tensor on cpu; allowed: cuda:0"):
+            graph.execute({**pack, uid: pack[uid].cpu()}, space)
+        with pytest.raises(TypeError, match=rf"uid {uid}\): got list; allowed: a torch.Tensor"):
+            graph.execute({**pack, uid: [1]}, space)
+    graph.execute(pack, space)
+    check(pack)
 
 
 def test_a_workspace_that_is_too_small() -> None:
@@ -254,121 +234,117 @@ def test_a_workspace_that_is_too_small() -> None:
 
 
 def test_dead_and_foreign_handles() -> None:
-    it = linear()
-    data, workspace = it.data(), it.workspace()
+    graph = built()
+    pack, space = data(), workspace(graph)
     handle = cudnn.create_handle()
-    it.graph.execute(data, workspace, handle=handle)
-    it.graph.execute(data, workspace, handle=int(handle))
+    graph.execute(pack, space, handle=handle)
+    graph.execute(pack, space, handle=int(handle))
     cudnn.destroy_handle(handle)
     for _ in range(2):
         with pytest.raises(ValueError, match="live handle"):
-            it.graph.execute(data, workspace, handle=handle)
+            graph.execute(pack, space, handle=handle)
         with pytest.raises(ValueError, match="no live handle"):
-            it.graph.execute(data, workspace, handle=0x1234)
-        it.graph.execute(data, workspace)
-    it.check(data)
+            graph.execute(pack, space, handle=0x1234)
+        graph.execute(pack, space)
+    check(pack)
 
 
 def test_a_graph_whose_handle_was_destroyed() -> None:
     handle = cudnn.create_handle()
-    it = linear(handle=handle)
-    data, workspace = it.data(), it.workspace()
-    it.graph.execute(data, workspace)
-    it.check(data)
+    graph = built(handle=handle)
+    pack, space = data(), workspace(graph)
+    graph.execute(pack, space)
+    check(pack)
     cudnn.destroy_handle(handle)
     with pytest.raises(ValueError, match="live handle"):
-        it.graph.execute(data, workspace)
+        graph.execute(pack, space)
 
 
 # Kept graphs.
 def test_serialise_restore_execute() -> None:
     """In each form, also of what was restored, without the graph that it was at first."""
-    it = linear()
-    serialized = it.graph.serialize()
+    graph = built()
+    serialized = graph.serialize()
     assert json.loads(serialized)["plan"]
-    about = it.graph.get_plan_name(), it.graph.get_behavior_notes()
-    it.graph._forget_program()
+    about = graph.get_plan_name(), graph.get_behavior_notes()
+    graph._forget_program()
     for arguments in ((serialized,), (list(serialized),), (cudnn.create_handle(), serialized)):
         first, restored = cudnn.pygraph(), cudnn.pygraph()
         first.deserialize(*arguments)
         restored.deserialize(first.serialize())
         assert (restored.get_plan_name(), restored.get_behavior_notes()) == about
-        data = it.data()
-        pack = {tensor.get_uid(): value for tensor, value in data.items()}
+        pack = data()
         for graph in (first, restored, restored):
-            data[it.y].fill_(float("nan"))
-            graph.execute(pack, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device="cuda"))
-            it.check(data)
+            pack[3].fill_(float("nan"))
+            graph.execute(pack, workspace(graph))
+            check(pack)
 
 
 def test_what_the_reference_executor_serialised_is_built_here() -> None:
-    reference = linear(backend="reference")
-    restored = cudnn.pygraph()
-    restored.deserialize(reference.graph.serialize())
+    restored, pack = cudnn.pygraph(), data()
+    restored.deserialize(built(backend="reference").serialize())
     assert restored.get_plan_name().startswith("eng")
-    data = reference.data()
-    pack = {tensor.get_uid(): value for tensor, value in data.items()}
-    restored.execute(pack, torch.empty(restored.get_workspace_size(), dtype=torch.uint8, device="cuda"))
-    reference.check(data)
+    restored.execute(pack, workspace(restored))
+    check(pack)
 
 
 # Which executor.
 def test_the_reference_executor_on_gpu_tensors() -> None:
-    it = linear(backend="reference")
-    assert it.graph.get_plan_name() == "reference"
-    data = it.data()
-    it.graph.execute(data, it.workspace())
-    it.check(data)
+    graph = built(backend="reference")
+    assert graph.get_plan_name() == "reference"
+    pack = data()
+    graph.execute(pack, workspace(graph))
+    check(pack)
 
 
 def test_nothing_is_allocated() -> None:
-    it = linear()
-    data, workspace = it.data(), it.workspace()
-    assert_allocates_nothing_and_waits_for_nothing(lambda: it.graph.execute(data, workspace))
+    graph = built()
+    pack, space = data(), workspace(graph)
+    assert_allocates_nothing_and_waits_for_nothing(lambda: graph.execute(pack, space))
 
 
 def test_a_tensor_that_no_operation_uses_is_an_extra_entry() -> None:
-    net = linear()
-    data = net.data()
-    unused = net.graph.tensor_like(data[net.bias])
+    graph = built()
+    pack = data()
+    unused = graph.tensor_like(pack[1])
     for _ in range(2):  # the second call takes the path for data like those of the first
-        net.graph.execute({**data, unused: data[net.bias]}, net.workspace())
-        net.check(data)
+        graph.execute({**pack, unused: pack[1]}, workspace(graph))
+        check(pack)
 
 
 def test_arrays_of_other_types_and_layouts_are_refused() -> None:
     """Types at every call, also where the addresses are known; layouts where an address is new."""
-    net = linear()
-    workspace = net.workspace()
-    data = net.data()
-    a = data[net.a]
+    graph = built()
+    space = workspace(graph)
+    pack = data()
+    a = pack[1]
     for change in (a.bfloat16(), a.float(), a.to(torch.int32), a.mT.contiguous()):
         with pytest.raises(ValueError, match=r"execute: tensor 'a' \(uid 1\): got "):
-            net.graph.execute({**data, net.a: change}, workspace)
+            graph.execute({**pack, 1: change}, space)
     for _ in range(3):  # from the second call on, the path for data like these
-        net.graph.execute(data, workspace)
-    net.check(data)
+        graph.execute(pack, space)
+    check(pack)
     others = {
-        net.a: [data[net.a].view(torch.bfloat16), torch.randn(8, 128, 256, device="cuda").half()],
-        net.b: [data[net.b].view(torch.int16), torch.randn(4, 64, 256, device="cuda").half().mT],
-        net.y: [torch.empty(4, 64, 128, device="cuda").half()],
+        1: [pack[1].view(torch.bfloat16), torch.randn(2 * BATCH, M, K, **FP16)],
+        2: [pack[2].view(torch.int16), torch.randn(BATCH, N, K, **FP16).mT],
+        3: [torch.empty(BATCH, N, M, **FP16)],
     }
-    for tensor, arrays in others.items():
+    for uid, arrays in others.items():
         for other in arrays:
-            with pytest.raises(ValueError, match=rf"execute: tensor .* \(uid {tensor.get_uid()}\): got "):
-                net.graph.execute({**data, tensor: other}, workspace)
+            with pytest.raises(ValueError, match=rf"execute: tensor .* \(uid {uid}\): got "):
+                graph.execute({**pack, uid: other}, space)
 
 
 def test_other_views_of_the_same_memory_run() -> None:
-    net = linear()
-    data = net.data()
-    flat = {tensor: array.flatten() for tensor, array in data.items()}
-    merged = {**data, net.a: data[net.a].view(512, 256), net.bias: data[net.bias][0]}
-    raw = {tensor: array.view(-1).view(torch.uint8) for tensor, array in data.items()}
-    for pack in (flat, merged, raw, data, flat, {**data, net.a: DLPackOnly(data[net.a])}):
-        data[net.y].fill_(float("nan"))
-        net.graph.execute(pack, net.workspace())
-        net.check(data)
+    graph = built()
+    pack = data()
+    flat = {uid: array.flatten() for uid, array in pack.items()}
+    merged = {**pack, 1: pack[1].view(BATCH * M, K)}
+    raw = {uid: array.view(-1).view(torch.uint8) for uid, array in pack.items()}
+    for given in (flat, merged, raw, pack, flat, {**pack, 1: DLPackOnly(pack[1])}):
+        pack[3].fill_(float("nan"))
+        graph.execute(given, workspace(graph))
+        check(pack)
 
 
 class DLPackOnly:
