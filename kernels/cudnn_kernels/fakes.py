@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
 from typing import Any
 
 import cutlass
@@ -11,7 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.runtime import make_fake_stream
 
-from cudnn_kernels.signature import Configuration, Scalar, Slot, Stream, Tensor, Workspace, signature
+from cudnn_kernels.signature import Configuration, Scalar, Slot, Stream, Workspace, signature
 
 DTYPES: Mapping[str, Any] = {
     "float32": cutlass.Float32,
@@ -45,36 +44,20 @@ def stand_ins(slots: Sequence[Slot]) -> tuple[Any, ...]:
     return tuple(stand_in(slot, symbols) for slot in slots)
 
 
-@singledispatch
-def stand_in(slot: Any, symbols: Symbols) -> Any:
+def stand_in(slot: Slot, symbols: Symbols) -> Any:
     """The stand-in for a slot; ``symbols`` are the sizes by name so far."""
-    raise TypeError(f"stand_in: got {type(slot).__name__}; allowed: a slot of a signature")
-
-
-@stand_in.register
-def _(slot: Scalar, symbols: Symbols) -> Any:
-    return DTYPES[slot.dtype](0)
-
-
-@stand_in.register
-def _(slot: Stream, symbols: Symbols) -> Any:
-    return make_fake_stream()
-
-
-@stand_in.register
-def _(slot: Workspace, symbols: Symbols) -> Any:
-    return make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16)
-
-
-@stand_in.register
-def _(slot: Tensor, symbols: Symbols) -> Any:
+    match slot:
+        case Scalar():
+            return DTYPES[slot.dtype](0)
+        case Stream():
+            return make_fake_stream()
+        case Workspace():
+            return make_fake_tensor(cutlass.Uint8, (cute.sym_int64(),), (1,), assumed_align=16)
     packed = slot.packed
     element = cutlass.Uint8 if packed > 1 else DTYPES[slot.dtype]
     step = max(1, slot.align * 8 // element.width)
-    shape = [
-        dim if isinstance(dim, int) else _symbol(symbols, dim, packed if stride == 1 else 1)
-        for dim, stride in zip(slot.shape, slot.strides, strict=True)
-    ]
+    sizes = zip(slot.shape, slot.strides, strict=True)
+    shape = [x if isinstance(x, int) else _symbol(symbols, x, packed if stride == 1 else 1) for x, stride in sizes]
     strides = [cute.sym_int64(divisibility=step) if stride is None else stride for stride in slot.strides]
     return make_fake_tensor(element, tuple(shape), tuple(strides), assumed_align=max(slot.align, element.width // 8))
 

@@ -6,6 +6,7 @@ and adds them up in float32, in the order of the choices.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -14,26 +15,24 @@ from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.moe.configuration import WARP, CombineConfiguration
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 
-class Combine:
+class Combine(Kernel):
     """The kernel for one :class:`CombineConfiguration`."""
 
     streams = False  # rows, which leave the cache first then
 
     def __init__(self, configuration: CombineConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.dtype = DTYPES[c.dtype]
         self.columns = c.hidden // c.vector
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         tokens = max(1, c.most_threads // c.width)  # of a CTA
         self.kernel(given["rows"], given["row_of_choice"], given.get("weights"), given["out"], tokens).launch(
             grid=[cute.ceil_div(given["out"].shape[0], tokens) * c.slices, 1, 1],
@@ -48,8 +47,7 @@ class Combine:
         tokens: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         token = block // c.slices * tokens + thread // c.width
         column = block % c.slices * c.width + thread % c.width
         if (thread < tokens * c.width) & (token < out.shape[0]) & (column < self.columns):
@@ -121,10 +119,7 @@ class CombineGradient(Combine):
     Without weights it copies each token to its rows.
     """
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         threads = min(self.c.most_threads, -(-self.columns // WARP) * WARP)
         tensors = [given.get(x) for x in ("rows", "row_of_choice", "weights", "out", "d_rows", "d_weights")]
         self.gradients(*tensors, threads).launch(
@@ -138,8 +133,7 @@ class CombineGradient(Combine):
         d_weights: Any, threads: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        token, _, _ = cute.arch.block_idx()
+        thread, token = here()
         smem = SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.top_k, threads // WARP)), byte_alignment=16)
         row, factor = self.choices(row_of_choice, weights, token)

@@ -8,16 +8,17 @@ many of its experts are here. Meanwhile it adds what comes from other ranks to t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 
+from cudnn_kernels.kernel import here
 from cudnn_kernels.moe.combining import Combine
 from cudnn_kernels.moe.configuration import WARP
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 
 def at(dtype: Any, start: Int64, place: Int64, count: int) -> cute.Tensor:
@@ -30,12 +31,9 @@ def at(dtype: Any, start: Int64, place: Int64, count: int) -> cute.Tensor:
 class Dispatch(Combine):
     """The kernel for one :class:`DispatchConfiguration`."""
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
-        rows = given["most"] if const_expr(c.announced) else given["tokens"].shape[0]
+        rows = given["most"] if c.announced else given["tokens"].shape[0]
         names = ("tokens", "indices", "targets", "weights", "choice_targets", "row_of_rank", "rank", "most")
         self.dispatch(*(given.get(x) for x in names)).launch(
             grid=[rows * c.slices, 1, 1], block=[-(-c.width // WARP) * WARP, 1, 1], stream=given["stream"]
@@ -47,8 +45,7 @@ class Dispatch(Combine):
         row_of_rank: Any, rank: Int32, most: Int32,
     ) -> None:  # fmt: skip
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         token, column = block // c.slices, block % c.slices * c.width + thread
         is_here = token < tokens.shape[0]
         source = select_(is_here, token, Int32(0))
@@ -93,11 +90,8 @@ class GiveBack(Combine):
 
     streams = True
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         names = ("rows", "row_of_choice", "weights", "targets", "row_of_rank", "out", "word_targets", "values",
                  "own_values", "rank", "most", "limit")  # fmt: skip
         turns = given["most"] + cutlass.min(c.ahead, given["most"])
@@ -113,8 +107,7 @@ class GiveBack(Combine):
         rank: Int32, most: Int32, limit: Int32,
     ) -> None:  # fmt: skip
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         blocks, _, _ = cute.arch.grid_dim()
         turn, column = block // c.slices, block % c.slices * c.width + thread
         target, token = (rank + 1 + turn % c.ranks) % c.ranks, turn // c.ranks

@@ -7,6 +7,7 @@ all rows of its choices, whose numbers are read before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -18,29 +19,26 @@ from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.epilogue.quantize import magnitude, number
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.moe.configuration import BLOCK, NARROW, WARP, QuantizeConfiguration
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 THREADS = 256  # of a CTA, or about as many
 VALUES = 8  # of a thread, in a row
 MOST_THREADS = 512  # of a row
 
 
-class Quantize:
+class Quantize(Kernel):
     """The kernel for one :class:`QuantizeConfiguration`."""
 
     def __init__(self, configuration: QuantizeConfiguration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.lanes = BLOCK // VALUES  # that have a row
         self.step = THREADS // self.lanes  # rows at a time
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         x, quantized, factors, count = given["x"], given["quantized"], given["factors"], given["x"].shape[0]
-        if const_expr(self.c.blocks):
+        if self.c.blocks:
             self.blocks(x, quantized, factors).launch(
                 grid=[cute.ceil_div(count, BLOCK) * (self.c.columns // BLOCK), 1, 1],
                 block=[THREADS, 1, 1],
@@ -63,8 +61,7 @@ class Quantize:
         self, x: cute.Tensor, row_of_choice: Any, quantized: cute.Tensor, factors: cute.Tensor,
         width: cutlass.Constexpr[int], height: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         row, lane = block * height + thread // width, thread % width
         mine = (thread < width * height) & (row < x.shape[0])
         row = Int32(select_(mine, row, Int32(0)))
@@ -77,7 +74,7 @@ class Quantize:
             factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
             narrow = rounded([v * inverse for v in part])
             for target in targets:
-                self.store(quantized, factors, target, piece, there, narrow, factor)
+                self.store(quantized, factors, target, piece, there & (target >= 0), narrow, factor)
 
     name(rows, "cudnn_moe_quantize")
 
@@ -91,8 +88,7 @@ class Quantize:
 
     @cute.kernel
     def blocks(self, x: cute.Tensor, quantized: cute.Tensor, factors: cute.Tensor) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         across = self.c.columns // BLOCK
         first, column, lane = block // across * BLOCK + thread // self.lanes, block % across, thread % self.lanes
         rows = [first + i * self.step for i in range(BLOCK // self.step)]
@@ -101,7 +97,7 @@ class Quantize:
         most = self.of_block([magnitude(part) for part in parts], thread)
         factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
         for row, part in zip(rows, parts, strict=True):
-            self.store_block(quantized, factors, row, piece, rounded([v * inverse for v in part]), factor)
+            self.store(quantized, factors, row, piece, True, rounded([v * inverse for v in part]), factor)
 
     name(blocks, "cudnn_moe_quantize_weights")
 
@@ -128,24 +124,15 @@ class Quantize:
 
     @cute.jit
     def store(
-        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, there: cutlass.Boolean,
-        part: cute.Tensor, factor: Float32,
+        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, there: Any, part: cute.Tensor,
+        factor: Float32,
     ) -> None:  # fmt: skip
-        """A thread's part of a row, and one thread the factor, if there is such a row."""
-        if there & (row >= 0) & (row < quantized.shape[0]):
+        """A thread's part of a row, if there is such a row, and one thread the factor of the row, or of the block."""
+        height = const_expr(BLOCK if self.c.blocks else 1)  # rows that share a factor
+        if there & (row < quantized.shape[0]):
             cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
-            if piece % self.lanes == 0:
-                factors[row, piece // self.lanes] = factor
-
-    @cute.jit
-    def store_block(
-        self, quantized: cute.Tensor, factors: cute.Tensor, row: Int32, piece: Int32, part: cute.Tensor, factor: Float32
-    ) -> None:
-        """The same for a row of a block, whose first thread stores the block's factor."""
-        if row < quantized.shape[0]:
-            cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
-            if (piece % self.lanes == 0) & (row % BLOCK == 0):
-                factors[row // BLOCK, piece // self.lanes] = factor
+            if (piece % self.lanes == 0) & (row % height == 0):
+                factors[row // height, piece // self.lanes] = factor
 
 
 def rounded(values: list) -> cute.Tensor:

@@ -14,6 +14,7 @@ Nothing depends on the order in which warps run. Only integers are counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -21,9 +22,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.moe.configuration import WARP, WARPS, RouteConfiguration, RouteGradientConfiguration
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 THREADS = WARP * WARPS
 REMOVED = -(2**31)  # below the key of every number
@@ -77,20 +78,18 @@ class Softmax:
         return exponential(value - self.largest) / self.total
 
 
-class Route:
+class Route(Kernel):
     """The kernels for one :class:`RouteConfiguration`."""
 
     def __init__(self, configuration: RouteConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.is_sorted = c.share <= MOST_SORTED and c.rule is not None and c.rule.n_group == 1
         self.steps = c.share  # without, a lane reads every 32nd expert's logit ...
         self.pitch = c.share | 1  # ... and finds the best of `share` consecutive ones, each lane in banks of its own
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         stream, counts, indices = given["stream"], given["counts"], given["indices"]
         blocks = counts.shape[0] - 1
         per_warp = cute.ceil_div(indices.shape[0], blocks * WARPS)
@@ -112,8 +111,7 @@ class Route:
     ) -> None:  # fmt: skip
         """``per_warp`` tokens for each warp; ``row_of_choice``: how many choices of the expert the CTA made before."""
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
         counters = smem.allocate_tensor(Int32, cute.make_layout((c.experts, WARPS)), byte_alignment=16)
@@ -351,8 +349,7 @@ class Route:
     @cute.kernel
     def add_up(self, counts: cute.Tensor, blocks: Int32) -> None:
         """Counts become those of all earlier CTAs, and the last row those of all. A lane has an expert."""
-        thread, _, _ = cute.arch.thread_idx()
-        column, _, _ = cute.arch.block_idx()
+        thread, column = here()
         lane, warp = thread % WARP, thread // WARP
         most = -(-self.c.blocks(2**31) // ADDING_WARPS)
         smem = SmemAllocator()
@@ -389,8 +386,7 @@ class Route:
     ) -> None:  # fmt: skip
         """Every choice's row, and every row's token."""
         c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         smem = SmemAllocator()
         starts = smem.allocate_tensor(Int32, cute.make_layout(c.experts), byte_alignment=16)
         sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
@@ -452,17 +448,14 @@ class Route:
         return rows
 
 
-class RouteGradient:
+class RouteGradient(Kernel):
     """The kernel for one :class:`RouteGradientConfiguration`. A warp has a token."""
 
     def __init__(self, configuration: RouteGradientConfiguration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.steps = -(-configuration.experts // WARP)
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         tensors = [given[x] for x in ("gradient", "logits", "indices", "d_logits")]
         self.kernel(*tensors, given["scaling_factor"]).launch(
             grid=[cute.ceil_div(tensors[0].shape[0], WARPS), 1, 1], block=[THREADS, 1, 1], stream=given["stream"]
@@ -474,8 +467,7 @@ class RouteGradient:
         scaling_factor: Float32,
     ) -> None:  # fmt: skip
         c, rule = self.c, self.c.rule
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         lane, warp = thread % WARP, cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.experts, WARPS)), byte_alignment=16)[None, warp]

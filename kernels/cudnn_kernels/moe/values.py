@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from cudnn_kernels.moe.configuration import ValuesConfiguration
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 THREADS = 256
 
 
-class Values:
-    """The kernel for one :class:`ValuesConfiguration`. A thread has a choice."""
+class Values(Kernel):
+    """The kernel for one ``ValuesConfiguration``. A thread has a choice."""
 
-    def __init__(self, configuration: ValuesConfiguration) -> None:
-        self.c = configuration
-
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         tensors = [given.get(x) for x in ("row_of_choice", "of_choices", "of_rows", "sums")]
         self.kernel(*tensors).launch(
             grid=[cute.ceil_div(cute.size(tensors[0]), THREADS), 1, 1], block=[THREADS, 1, 1], stream=given["stream"]
@@ -31,8 +25,7 @@ class Values:
 
     @cute.kernel
     def kernel(self, row_of_choice: cute.Tensor, of_choices: cute.Tensor, of_rows: cute.Tensor, sums: Any) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         choice = block * THREADS + thread
         if choice < cute.size(row_of_choice):
             place = (choice // self.c.top_k, choice % self.c.top_k)

@@ -18,15 +18,18 @@ other their sums of squares, row by row, and the group's largest magnitude.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.epilogue.arithmetic import maximum
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
 from cudnn_kernels.norm.heuristics import BLOCK, WARP
 from cudnn_kernels.norm.heuristics import RmsNormRhtAmaxConfiguration as Configuration
@@ -43,24 +46,16 @@ class Told:
     full: cute.Pointer
 
 
+def each(operation: Callable[..., Any]) -> Any:
+    """An operation on both values of pairs."""
+    return staticmethod(lambda *pairs: tuple(operation(*values) for values in zip(*pairs, strict=True)))
+
+
 class Pairs:
     """Arithmetic on two float32 values at once: two instructions."""
 
-    @staticmethod
-    def add(a: tuple, b: tuple) -> tuple:
-        return a[0] + b[0], a[1] + b[1]
-
-    @staticmethod
-    def subtract(a: tuple, b: tuple) -> tuple:
-        return a[0] - b[0], a[1] - b[1]
-
-    @staticmethod
-    def multiply(a: tuple, b: tuple) -> tuple:
-        return a[0] * b[0], a[1] * b[1]
-
-    @staticmethod
-    def add_product(a: tuple, b: tuple, c: tuple) -> tuple:
-        return c[0] + a[0] * b[0], c[1] + a[1] * b[1]
+    add, subtract, multiply = each(operator.add), each(operator.sub), each(operator.mul)
+    add_product = each(lambda a, b, c: c + a * b)
 
 
 class PackedPairs(Pairs):
@@ -72,55 +67,39 @@ class PackedPairs(Pairs):
     add_product = staticmethod(cute.arch.fma_packed_f32x2)
 
 
-class RmsNormRhtAmax:
+class RmsNormRhtAmax(Kernel):
     """The kernel for one :class:`Configuration`, on Hopper."""
 
     pairs: type[Pairs] = Pairs
 
     def __init__(self, configuration: Configuration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.warps = configuration.threads // WARP
         self.columns = configuration.share
         self.blocks = self.columns // BLOCK
         self.blocks_per_thread = -(-self.blocks // configuration.threads)
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        o: cute.Tensor,
-        amax: cute.Tensor,
-        eps: Float32,
-        stream: CUstream,
-    ) -> None:
-        """Launches on ``stream``: a CTA for each group of rows or, where groups have few rows, for several of them."""
+    def launch(self, given: Mapping[str, Any]) -> None:
+        """A CTA for each group of rows or, where groups have few rows, for several of them."""
+        x, w, o, amax, eps, stream = given.values()
         groups = cute.size(amax)
         rows = cute.size(x, mode=[0]) // groups
         at_once = cutlass.max(self.c.teams // rows, 1)
         self.kernel(x, w, o, amax, eps, rows, at_once, self.c.teams // at_once).launch(
             grid=[cute.ceil_div(groups, at_once) * self.c.ctas, 1, 1],
             block=[self.c.threads * self.c.teams, 1, 1],
-            cluster=[self.c.ctas, 1, 1] if const_expr(self.c.ctas > 1) else None,
+            cluster=[self.c.ctas, 1, 1] if self.c.ctas > 1 else None,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        o: cute.Tensor,
-        amax: cute.Tensor,
-        eps: Float32,
-        rows: Int32,
-        at_once: Int32,
-        members: Int32,
-    ) -> None:
+        self, x: cute.Tensor, w: cute.Tensor, o: cute.Tensor, amax: cute.Tensor, eps: Float32, rows: Int32,
+        at_once: Int32, members: Int32,
+    ) -> None:  # fmt: skip
         """``rows`` share one amax; a CTA takes ``at_once`` such groups, with ``members`` teams for each."""
         c = self.c
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = here()
         cta, part = block // c.ctas, block % c.ctas
         team = cute.arch.make_warp_uniform(tid // c.threads)
         thread = tid % c.threads

@@ -10,44 +10,44 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint8
 
 from cudnn_kernels.configuration import GemmConfiguration
-from cudnn_kernels.epilogue.operation import Epilogue, Plan
+from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
+from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.copy import ending, matrices
 from cudnn_kernels.pipeline.factors import Factors, Side
 from cudnn_kernels.pipeline.gather import ENTRY, selected
 from cudnn_kernels.pipeline.regions import divided
-from cudnn_kernels.schedule.tiles import tiles_of
+from cudnn_kernels.schedule.feed import Feed
+from cudnn_kernels.schedule.tiles import Work, tiles_of
 from cudnn_kernels.shared_memory import ring_stages
-from cudnn_kernels.signature import bind
 
 
-class Mainloop(ABC):
+class Mainloop(Kernel, ABC):
     """A GEMM for one configuration. ``rows`` are those of a CTA's own tile, ``threads`` those of a CTA."""
 
     splits_sums: ClassVar[bool]  # whether what has one factor may be several k tiles
+    group_barrier: ClassVar[int]  # of the first group of the epilogue
     kernel: Any
     threads: int
+    epilogue: Epilogue
+    feed: Feed
 
     def __init__(self, configuration: GemmConfiguration, rows: int) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.rows = rows
         self.tiles = tiles_of(c.schedule, rows * c.cluster[0], c.tile[1] * c.cluster[1])
         self.sides = self.factor_sides()
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        slots = self.c.slots()
-        named = bind(slots, arguments)
-        self.launch({**named, **divided(slots, named, self.c.regions)})
-
-    def launch(self, arguments: Mapping[str, Any]) -> None:
-        """Launches the kernel on arguments by name, and on pointers to the workspace's regions."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         cm, cn = self.c.cluster
+        own = [region for region in self.c.regions if region.name not in given]  # else whoever launches divides it
+        arguments = {**given, **divided(self.c.slots(), given, own)}
         operands = {name: self.operand(name, arguments) for name in "ab"}
         gathered = tuple((self.lines(arguments[x]), arguments[getattr(self.c, x).index]) for x in self.c.gathers)
         a, b = operands.values()
-        arguments = {**arguments, "m": a.shape[0], "n": b.shape[0]}
+        arguments |= {"m": a.shape[0], "n": b.shape[0]}
         scheduled = self.tiles.prepare(a, b, arguments)
         parameters = self.epilogue.prepare(arguments)
         clusters = self.tiles.clusters(scheduled, arguments["multiprocessors"] // (cm * cn))
@@ -118,3 +118,19 @@ class Mainloop(ABC):
         m, n, _ = cute.arch.block_idx()
         column = work.column * self.c.cluster[1] + n
         return work.row + m * self.rows, column * self.c.tile[1]
+
+    def tile(self, work: Work, place: Any, share: Any, count: Int32, thread: Int32, group: Any) -> Tile:
+        """What a group of threads of the CTA at a ``place`` has of its cluster's tile: a ``share``, by number."""
+        return Tile(
+            row=work.row + place[0] * self.rows + share * self.epilogue.plan.rows,
+            start=work.start,
+            end=work.end,
+            column=work.column * self.c.cluster[1] + place[1],
+            n=self.feed.extent().n,
+            batch=self.tiles.last(work.group)[2],
+            expert=work.group,
+            count=count,
+            thread=thread,
+            group=Int32(group),
+            barrier=lambda: barriers.wait(self.group_barrier + group, self.epilogue.plan.threads),
+        )

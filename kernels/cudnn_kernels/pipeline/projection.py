@@ -9,40 +9,35 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.pipeline.arrange import ArrangeScales, matrix, turned
 from cudnn_kernels.projection import BLOCK, E8M0, HEAD
 from cudnn_kernels.projection import ProjectionConfiguration as Configuration
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import START, Workspace
 
 
-class ViewedProjection:
+class ViewedProjection(Kernel):
     """The kernels for one :class:`Configuration`. A subclass makes the GEMM for its configuration."""
 
     def __init__(self, configuration: Configuration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.gemm = self.gemm_of(configuration.inner)
 
     def gemm_of(self, inner: Any) -> Any:
         """The GEMM for a configuration."""
         raise NotImplementedError
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        self.launch(bind(self.c.slots(), arguments))
-
-    def launch(self, named: Mapping[str, Any]) -> None:
-        """Launches the kernels on arguments by name."""
-        x, w = (matrix(named[name]) for name in self.c.operands)
-        n = named["out_fp8_row"].shape[1] * HEAD
-        ready = {**named, "a": x, "b": w if self.c.w_out_in else turned(w)}
+    def launch(self, given: Mapping[str, Any]) -> None:
+        x, w = (matrix(given[name]) for name in self.c.operands)
+        n = given["out_fp8_row"].shape[1] * HEAD
+        ready = {**given, "a": x, "b": w if self.c.w_out_in else turned(w)}
         for out in ("out_fp8_row", "out_fp8_col"):
-            ready[out] = matrix(named[out], n)
-        ready["out_scales_row"] = matrix(named["out_scales_row"], n // BLOCK)
-        ready["out_scales_col"] = turned(matrix(named["out_scales_col"], n))
+            ready[out] = matrix(given[out], n)
+        ready["out_scales_row"] = matrix(given["out_scales_row"], n // BLOCK)
+        ready["out_scales_col"] = turned(matrix(given["out_scales_col"], n))
         workspace = Workspace(self.c.regions)
         places, _ = workspace.places({"m": Int64(x.shape[0]), "n": Int64(n), "k": Int64(x.shape[1]), "l": Int64(1)})
         for name, scales in self.c.scales.items():
-            start = (named[workspace.name].iterator + cute.assume(Int64(places[name]), START)).align(16)
-            ready[name] = ArrangeScales().launch(matrix(named[scales]), start, DTYPES[E8M0], named["stream"])
+            start = (given[workspace.name].iterator + cute.assume(Int64(places[name]), START)).align(16)
+            ready[name] = ArrangeScales().launch(matrix(given[scales]), start, DTYPES[E8M0], given["stream"])
         self.gemm.launch(ready)

@@ -38,10 +38,8 @@ from cudnn_kernels.configuration import GemmConfiguration as Configuration
 from cudnn_kernels.epilogue import BLOCK
 from cudnn_kernels.epilogue.arithmetic import fma
 from cudnn_kernels.epilogue.fragment import Fragment
-from cudnn_kernels.epilogue.operation import Tile
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
 from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.pipeline.factors import Factors
@@ -61,7 +59,7 @@ CHUNK = 32  # columns of sums that are added up at a time
 class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
-    splits_sums = False
+    splits_sums, group_barrier = False, Barrier.GROUP
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration, ROWS)
@@ -119,17 +117,9 @@ class Gemm(Mainloop):
 
     @cute.kernel
     def kernel(
-        self,
-        mma: cute.TiledMma,
-        whole: cute.TiledMma,
-        atoms: list,
-        tensors: list,
-        pointers: list,
-        gathered: Any,
-        factors: Any,
-        scheduled: Any,
-        parameters: Any,
-    ) -> None:
+        self, mma: cute.TiledMma, whole: cute.TiledMma, atoms: list, tensors: list, pointers: list, gathered: Any,
+        factors: Any, scheduled: Any, parameters: Any,
+    ) -> None:  # fmt: skip
         """The roles of the warps."""
         stages = const_expr(self.stages())
         thread, _, _ = cute.arch.thread_idx()
@@ -239,15 +229,9 @@ class Gemm(Mainloop):
 
     @cute.jit
     def load(
-        self,
-        operands: cutlass.Constexpr[list],
-        atoms: list,
-        tensors: list,
-        pointers: list,
-        shared: list,
-        ring: Any,
+        self, operands: cutlass.Constexpr[list], atoms: list, tensors: list, pointers: list, shared: list, ring: Any,
         rank: Int32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One warp: fills the ring with the operands of all tiles."""
         c = self.c
         several = const_expr(c.cluster[0] * c.cluster[1] > 1)
@@ -276,14 +260,7 @@ class Gemm(Mainloop):
         ring.tail()
 
     @cute.jit
-    def multiply(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        shared: list,
-        ring: Any,
-        accumulators: Any,
-    ) -> None:
+    def multiply(self, mma: cute.TiledMma, acc: cute.Tensor, shared: list, ring: Any, accumulators: Any) -> None:
         """One warp, of a pair's first CTA: the products of all tiles, one accumulator after the other."""
         c = self.c
         tCrA, tCrB = mma.make_fragment_A(shared[0]), mma.make_fragment_B(shared[1])
@@ -291,23 +268,13 @@ class Gemm(Mainloop):
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            if const_expr(self.sides):
-                for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
-                    empty = accumulators.acquire_and_advance()
-                    mma.set(tcgen05.Field.ACCUMULATE, False)
-                    filled = ring.wait_and_advance()
-                    sums = acc[None, None, None, empty.index]
-                    for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                        which = (None, None, block, filled.index)
-                        cute.gemm(mma, sums, tCrA[which], tCrB[which], sums)
-                        mma.set(tcgen05.Field.ACCUMULATE, True)
-                    filled.release()
-                    empty.commit()
-            else:
+            k_tiles = work.k_tiles(c.tile[2])
+            turns, depth = (k_tiles, 1) if const_expr(self.sides) else (1, k_tiles)  # accumulators, k tiles of each
+            for _ in cutlass.range(turns, unroll=1):
                 free = accumulators.acquire_and_advance()
                 target = acc[None, None, None, free.index]
                 mma.set(tcgen05.Field.ACCUMULATE, False)
-                for _ in cutlass.range(work.k_tiles(c.tile[2]), unroll=1):
+                for _ in cutlass.range(depth, unroll=1):
                     full = ring.wait_and_advance()
                     for i in cutlass.range_constexpr(len(copies)):
                         copy, source, place = copies[i]
@@ -348,8 +315,7 @@ class Gemm(Mainloop):
     @cute.jit
     def finish(self, acc: cute.Tensor, accumulators: Any, thread: Int32) -> None:
         """Four warps: the epilogue of all tiles, part by part."""
-        c, plan = self.c, self.epilogue.plan
-        bm, bn, _ = cute.arch.block_idx()
+        c, plan, place = self.c, self.epilogue.plan, cute.arch.block_idx()
         copy, source = self.pieces(acc, tcgen05.Ld32x32bOp, self.taken(), thread)
         if const_expr(self.sides):
             sum_copy, sum_source = self.pieces(acc, tcgen05.Ld32x32bOp, CHUNK, thread)
@@ -358,19 +324,7 @@ class Gemm(Mainloop):
         cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            tile = Tile(
-                row=work.row + bm * ROWS,
-                start=work.start,
-                end=work.end,
-                column=work.column * c.cluster[1] + bn,
-                n=self.feed.extent().n,
-                batch=self.tiles.last(work.group)[2],
-                expert=work.group,
-                count=count,
-                thread=thread,
-                group=Int32(0),
-                barrier=lambda: barriers.wait(Barrier.GROUP, ROWS),
-            )
+            tile = self.tile(work, place, 0, count, thread, 0)
             self.epilogue.begin(tile)
             if const_expr(self.sides):
                 sums = plan.fragment(Float32, c.tile[1])

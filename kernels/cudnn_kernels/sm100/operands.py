@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,33 +35,12 @@ class Place:
     k: Int32
 
 
-@dataclass(frozen=True)
-class Makers:
-    """What the DSL has for A, or for B, and for its factors."""
-
-    layouts: tuple[Callable[..., Any], Callable[..., Any]]
-    atoms: tuple[Callable[..., Any], Callable[..., Any]]
-    descriptor: Callable[..., Any]
-
-
-MAKERS = (
-    Makers(
-        (sm100.make_smem_layout_a, blockscaled.make_smem_layout_sfa),
-        (sm100.cluster_shape_to_tma_atom_A, sm100.cluster_shape_to_tma_atom_A), cute.nvgpu.make_tiled_tma_atom_A,
-    ),
-    Makers(
-        (sm100.make_smem_layout_b, blockscaled.make_smem_layout_sfb),
-        (sm100.cluster_shape_to_tma_atom_B, sm100.cluster_shape_to_tma_atom_SFB), cute.nvgpu.make_tiled_tma_atom_B,
-    ),
-)  # fmt: skip
-
-
 class TileOperand(tile_operand.TileOperand):
     """An operand, or its factors. ``mma`` says how the CTAs of a pair share it."""
 
     def __init__(self, c: GemmConfiguration, side: int, mma: cute.TiledMma, clips: bool) -> None:
         super().__init__(c, side, clips)
-        self.mma, self.makers = mma, MAKERS[side]
+        self.mma = mma
 
     @abstractmethod
     def viewed(self, arguments: Any) -> cute.Tensor:
@@ -73,6 +51,10 @@ class TileOperand(tile_operand.TileOperand):
         """The tile (m, n, k), as modes of the view."""
 
     @abstractmethod
+    def engine(self) -> Any:
+        """The copy engine's operation."""
+
+    @abstractmethod
     def tile(self, tensor: cute.Tensor, place: Place, last: Any) -> cute.Tensor:
         """A tile of the copy engine's view, of the last index ``last``."""
 
@@ -80,9 +62,10 @@ class TileOperand(tile_operand.TileOperand):
         """The CTAs of a cluster, by pair, row, column."""
         return cute.tiled_divide(cute.make_layout((*self.c.cluster, 1)), (self.mma.thr_id.shape,))
 
-    def one(self) -> Any:
-        """The layout of one tile in shared memory."""
-        return cute.slice_(self.layout(1), (None, None, None, 0))
+    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
+        make = (cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B)[self.side]
+        one, shape = cute.slice_(self.layout(1), (None, None, None, 0)), self.cluster().shape
+        return make(self.engine(), tensor, one, self.tiler(), self.mma, shape, internal_type=self.kind)
 
     def place(self, row: int, k: int) -> int:
         layout = self.layout(1).outer
@@ -121,12 +104,12 @@ class Values(TileOperand):
         return self.part(tensor, place.start[self.side], place.k, place.work.k_end, last)
 
     def layout(self, stages: int) -> Any:
-        return self.makers.layouts[0](self.mma, self.c.tile, self.element, stages)
+        make = (sm100.make_smem_layout_a, sm100.make_smem_layout_b)[self.side]
+        return make(self.mma, self.c.tile, self.element, stages)
 
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = self.makers.atoms[0](self.c.cluster, self.mma.thr_id)
-        shape = self.cluster().shape
-        return self.makers.descriptor(op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=self.kind)
+    def engine(self) -> Any:
+        make = (sm100.cluster_shape_to_tma_atom_A, sm100.cluster_shape_to_tma_atom_B)[self.side]
+        return make(self.c.cluster, self.mma.thr_id)
 
     def bits(self) -> int:
         m, n, k = self.c.tile
@@ -148,7 +131,7 @@ class ScaleFactors(TileOperand):
         assert c.tensor_core_scale is not None
         super().__init__(c, side, mma, clips)
         self.element, self.vector = DTYPES[c.tensor_core_scale.dtype], c.tensor_core_scale.vector
-        self.name, self.operation = f"sf{self.name}", operation
+        self.name, self.operation, self.kind = f"sf{self.name}", operation, cutlass.Int16
         self.atom = 4 * self.vector  # values along k whose factors are in an atom
         self.atoms = c.tile[2] // self.atom  # of a k tile and 128 rows
 
@@ -190,7 +173,8 @@ class ScaleFactors(TileOperand):
         return cute.local_tile(moved, (ROWS, depth), (0, 0, (last, steps)))
 
     def layout(self, stages: int) -> Any:
-        return self.makers.layouts[1](self.operation, self.c.tile, self.vector, stages)
+        make = (blockscaled.make_smem_layout_sfa, blockscaled.make_smem_layout_sfb)[self.side]
+        return make(self.operation, self.c.tile, self.vector, stages)
 
     def allocate(self, smem: Any, stages: int) -> cute.Tensor:
         return smem.allocate_tensor(self.element, self.layout(stages), byte_alignment=1024)
@@ -201,12 +185,9 @@ class ScaleFactors(TileOperand):
         target, source, mask = super().partition(atom, tile, ring, rank)
         return cute.filter_zeros(target), cute.filter_zeros(source), mask  # repeated elements are copied once
 
-    def descriptor(self, tensor: cute.Tensor) -> tuple[Any, cute.Tensor]:
-        op = self.makers.atoms[1](self.c.cluster, self.operation.thr_id)
-        shape = self.cluster().shape
-        return self.makers.descriptor(
-            op, tensor, self.one(), self.tiler(), self.mma, shape, internal_type=cutlass.Int16
-        )
+    def engine(self) -> Any:
+        make = (sm100.cluster_shape_to_tma_atom_A, sm100.cluster_shape_to_tma_atom_SFB)[self.side]
+        return make(self.c.cluster, self.operation.thr_id)
 
     def bits(self) -> int:
         return (self.c.tile[1] if self.side else ROWS) * self.c.tile[2] // self.vector * 8

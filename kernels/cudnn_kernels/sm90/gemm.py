@@ -54,7 +54,7 @@ SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as regi
 class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
-    splits_sums = True
+    splits_sums, group_barrier = True, Barrier.GROUP
     threads = GROUP * (1 + CONSUMERS)
 
     def __init__(self, configuration: Configuration) -> None:
@@ -102,15 +102,9 @@ class Gemm(Mainloop):
 
     @cute.kernel
     def kernel(
-        self,
-        atoms: list,
-        tensors: list,
-        pointers: cute.Tensor | None,
-        gathered: Any,
-        factors: Any,
-        scheduled: Any,
+        self, atoms: list, tensors: list, pointers: cute.Tensor | None, gathered: Any, factors: Any, scheduled: Any,
         parameters: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         stages = self.stages()
         thread, _, _ = cute.arch.thread_idx()
@@ -118,8 +112,8 @@ class Gemm(Mainloop):
         group = cute.arch.make_warp_uniform(thread // GROUP)
 
         smem = SmemAllocator()
-        sA, sB = (operand.allocate(smem, stages) for operand in self.operands)
-        ring = Ring.allocate(smem, stages)
+        self.buffers = [operand.allocate(smem, stages) for operand in self.operands]
+        ring = self.ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
         readers = 1 + len(self.sides) + gatherers + CONSUMERS * WARPS
@@ -139,11 +133,11 @@ class Gemm(Mainloop):
         meet(self.cluster)
 
         if const_expr(gatherers):
-            self.gathers = self.gather(gathered, (sA, sB), ring, smem)
+            self.gathers = self.gather(gathered, smem)
         if group == 0:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == LOAD_WARP:
-                self.produce(atoms, tensors, pointers, (sA, sB), ring)
+                self.produce(atoms, tensors, pointers)
             if const_expr(self.feed.broadcast):
                 if warp == FEED_WARP:
                     self.feed.serve()
@@ -156,16 +150,16 @@ class Gemm(Mainloop):
                     self.gathers.serve(warp - MORE_WARPS[0], self.begins)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            self.consume(sA, sB, ring, group - 1, thread % GROUP)
+            self.consume(group - 1, thread % GROUP)
         if const_expr(self.cluster.size > 1):
             meet(self.cluster)  # a CTA's shared memory lives until no other one writes or signals there
 
     name(kernel, "cudnn_gemm_sm90")
 
     @cute.jit
-    def produce(self, atoms: list, tensors: list, pointers: cute.Tensor | None, buffers: tuple, ring: Ring) -> None:
+    def produce(self, atoms: list, tensors: list, pointers: cute.Tensor | None) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA that the copy engine brings."""
-        sharers = [operand.sharers(self.cluster) for operand in self.operands]
+        ring, sharers = self.ring, [operand.sharers(self.cluster) for operand in self.operands]
         counted = const_expr(self.operands if self.boxes else self.copied)  # whose bytes a buffer's barrier awaits
         stage, phase = Int32(0), Int32(1)
         cursor = self.feed.first()
@@ -181,28 +175,26 @@ class Gemm(Mainloop):
                     operand = const_expr(self.copied[i])
                     side = const_expr(operand.side)
                     tile = operand.part(tensors[i], starts[side], first, work.k_end, last[side])
-                    operand.fetch(atoms[i], tile, buffers[side], stage, full, sharers[side])
+                    operand.fetch(atoms[i], tile, self.buffers[side], stage, full, sharers[side])
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
 
-    def gather(self, gathered: Any, buffers: Sequence[cute.Tensor], ring: Ring, smem: Any) -> Gather:
-        """What brings the other operands: tensors and numbers, into buffers."""
+    def gather(self, gathered: Any, smem: Any) -> Gather:
+        """What brings the other operands: tensors and numbers."""
         lines: list[Lines] = []
         for operand, given in zip([x for x in self.operands if x not in self.copied], gathered, strict=True):
-            shape, ours = (self.c.tile[operand.side], self.tile_k), buffers[operand.side]
+            shape, ours = (self.c.tile[operand.side], self.tile_k), self.buffers[operand.side]
             if self.boxes:
                 share = (operand.share, *operand.sharers(self.cluster))
-                lines.append(Boxes(*given, ours, shape, operand.place, smem, ring, share))
+                lines.append(Boxes(*given, ours, shape, operand.place, smem, self.ring, share))
             else:
                 lines.append(Lines(operand.side, True, *given, ours, shape, operand.place, smem))
-        return Gather(tuple(lines), ring, self.feed, self.tile_k, None)
+        return Gather(tuple(lines), self.ring, self.feed, self.tile_k, None)
 
     @cute.jit
-    def consume(self, sA: cute.Tensor, sB: cute.Tensor, ring: Ring, group: Int32, thread: Int32) -> None:
+    def consume(self, group: Int32, thread: Int32) -> None:
         """A warpgroup: multiplies, then runs the epilogue, for each of its tiles."""
-        c = self.c
-        _, cn = c.cluster
-        place_m, place_n = self.cluster.place()
+        c, (sA, sB), place = self.c, self.buffers, self.cluster.place()
         mma = self.tiled_mma(self.tile_n)
         part = mma.get_slice(thread)
         share = const_expr(0) if const_expr(c.pingpong) else group
@@ -220,33 +212,21 @@ class Gemm(Mainloop):
             cursor = self.feed.first()
         while self.feed.more(cursor):
             work = self.feed.work(cursor)
-            tile = Tile(
-                row=work.row + place_m * self.tile_m + share * self.group_rows,
-                start=work.start,
-                end=work.end,
-                column=work.column * cn + place_n,
-                n=self.feed.extent().n,
-                batch=self.tiles.last(work.group)[2],
-                expert=work.group,
-                count=count,
-                thread=thread,
-                group=group,
-                barrier=lambda: barriers.wait(Barrier.GROUP + group, GROUP),
-            )
+            tile = self.tile(work, place, share, count, thread, group)
             k_tiles = work.k_tiles(self.tile_k)
             self.epilogue.begin(tile)
             if const_expr(c.pingpong):
                 cursor = self.feed.next(cursor)  # the other warpgroup's
                 self.take_turn(group)
             if const_expr(self.promotes):
-                self.promote(sA, sB, acc, ring, position, k_tiles, share, thread)
+                self.promote(acc, position, k_tiles, share, thread)
             elif const_expr(self.tiles.clips_rows and self.tiles.rows > self.group_rows):
                 if cute.arch.make_warp_uniform(tile.row) < work.end:
-                    self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+                    self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
                 else:
-                    self.pass_over(ring, position, k_tiles)
+                    self.pass_over(position, k_tiles)
             else:
-                self.multiply(mma, acc, tCrA, tCrB, ring, position, k_tiles)
+                self.multiply(mma, acc, tCrA, tCrB, position, k_tiles)
             position += k_tiles
             if const_expr(c.pingpong):
                 if self.feed.more(cursor):
@@ -269,16 +249,11 @@ class Gemm(Mainloop):
 
     @cute.jit
     def multiply(
-        self,
-        mma: cute.TiledMma,
-        acc: cute.Tensor,
-        tCrA: cute.Tensor,
-        tCrB: cute.Tensor,
-        ring: Ring,
-        position: Int32,
+        self, mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, position: Int32,
         k_tiles: Int32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The products of a tile. One k tile's are in flight while the next one's are issued."""
+        ring = self.ring
         stage, phase = position % ring.stages, position // ring.stages % 2
         last = stage
         if const_expr(self.tiles.clips_k):
@@ -307,8 +282,9 @@ class Gemm(Mainloop):
             release(self.cluster, ring.empty + last)
 
     @cute.jit
-    def pass_over(self, ring: Ring, position: Int32, k_tiles: Int32) -> None:
+    def pass_over(self, position: Int32, k_tiles: Int32) -> None:
         """Releases the operands of a tile of which this warpgroup has no rows: the other one multiplies faster then."""
+        ring = self.ring
         stage, phase = position % ring.stages, position // ring.stages % 2
         for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, phase)
@@ -316,26 +292,16 @@ class Gemm(Mainloop):
             stage, phase = advanced(ring, stage, phase)
 
     @cute.jit
-    def promote(
-        self,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        acc: cute.Tensor,
-        ring: Ring,
-        position: Int32,
-        k_tiles: Int32,
-        share: Any,
-        thread: Int32,
-    ) -> None:
+    def promote(self, acc: cute.Tensor, position: Int32, k_tiles: Int32, share: Any, thread: Int32) -> None:
         """The products of a tile, in portions; every ``together`` k tiles, their sum is added to float32 registers.
 
         Meanwhile the other warpgroup multiplies.
         """
-        together = const_expr(self.together)
+        together, ring = const_expr(self.together), self.ring
         mma = self.tiled_mma(self.summed)
         part = mma.get_slice(thread)
         portions = self.portions(share)
-        operands = [self.portion_operands(mma, part, sA, sB, portion) for portion in portions]
+        operands = [self.portion_operands(mma, part, portion) for portion in portions]
         sums = self.fragment(Float32, self.summed, 64)
         stage, phase = position % ring.stages, position // ring.stages % 2
         acc.fill(0.0)
@@ -365,12 +331,10 @@ class Gemm(Mainloop):
         rows = self.group_rows // 64
         return [(share * rows + row, column) for row in range(rows) for column in range(self.tile_n // self.summed)]
 
-    def portion_operands(
-        self, mma: Any, part: Any, sA: cute.Tensor, sB: cute.Tensor, portion: tuple[Any, int]
-    ) -> tuple[Any, Any]:
+    def portion_operands(self, mma: Any, part: Any, portion: tuple[Any, int]) -> tuple[Any, Any]:
         """A's rows and B's columns of a portion, in shared memory."""
-        a = cute.local_tile(sA, (64, self.tile_k), (portion[0], 0, None))
-        b = cute.local_tile(sB, (self.summed, self.tile_k), (portion[1], 0, None))
+        sizes = zip(self.buffers, (64, self.summed), portion, strict=True)
+        a, b = (cute.local_tile(x, (size, self.tile_k), (place, 0, None)) for x, size, place in sizes)
         return mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))
 
     def portion_factors(self, portions: Sequence[tuple[Any, int]], position: Int32, thread: Int32) -> list[Any]:

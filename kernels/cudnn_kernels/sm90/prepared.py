@@ -6,45 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from cudnn_kernels.configuration import ROW, PreparedOperand
 from cudnn_kernels.configuration import PreparedGemmConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.pipeline.regions import divided
-from cudnn_kernels.signature import START, Workspace, bind
+from cudnn_kernels.signature import START, Workspace
 from cudnn_kernels.sm90.gemm import Gemm
 from cudnn_kernels.sm90.operand import PrepareOperand
 
 
-class PreparedGemm:
+class PreparedGemm(Kernel):
     """The kernels for one :class:`Configuration`."""
 
     def __init__(self, configuration: Configuration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.gemm = Gemm(configuration.gemm)
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        self.launch(bind(self.c.slots(), arguments))
-
-    def launch(self, named: Mapping[str, Any]) -> None:
-        """Launches the kernels on arguments by name."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         (workspace,) = (slot for slot in self.c.slots() if isinstance(slot, Workspace))
         regions = {region.name: region for region in workspace.regions}
-        sizes = self.sizes(named)
+        sizes = self.sizes(given)
         places, _ = Workspace(workspace.regions[: len(self.c.steps)]).places(sizes)
-        ready = {**named, **divided(self.c.slots(), named, self.c.gemm.regions)}
+        ready = {**given, **divided(self.c.slots(), given, self.c.gemm.regions)}
         prepared = []
         for name, step in self.c.steps.items():
-            target = self.target(regions[name], sizes, named[workspace.name], places[name])
-            given = {other: named[other] for other in ("multiprocessors", "stream")}
+            target = self.target(regions[name], sizes, given[workspace.name], places[name])
+            mine = {other: given[other] for other in ("multiprocessors", "stream")}
             form = f"{name}_ptrs" if step.source.pointers else name
-            given |= {"source": named[form], "scales": named.get(f"sf{form}"), "target": target}
-            if const_expr(step.splits_k):
-                given["offsets"] = named[self.c.gemm.schedule.offsets]
-            prepared.append(given)
+            mine |= {"source": given[form], "scales": given.get(f"sf{form}"), "target": target}
+            if step.splits_k:
+                mine["offsets"] = given[self.c.gemm.schedule.offsets]
+            prepared.append(mine)
             ready[name] = target
         PrepareOperand(*self.c.steps.values()).launch(prepared)
         self.gemm.launch(ready)
