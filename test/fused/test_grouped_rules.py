@@ -41,6 +41,17 @@ def test_sizes_of_a_later_call(name: str, inputs: Any, other: Any, words: str, m
     assert list(registry.find(name).objects.values()) == [made]
 
 
+@pytest.mark.parametrize(
+    "control", [{"sf_vec_size": 32}, {"discrete_col_sfd": True}, {"norm_const_tensor": torch.ones(1)}]
+)
+def test_controls_of_scale_factors_without_any(control: dict[str, Any]) -> None:
+    a, b, ones = torch.ones(256, 64).bfloat16(), torch.ones(1, 64, 64).bfloat16(), torch.ones(256)
+    with pytest.raises(ValueError, match=f"{next(iter(control))} of scale factors: got given; allowed: none"):
+        cudnn.grouped_gemm_glu_wrapper_sm100(
+            a, None, torch.tensor([256]).int(), ones[:1], b, prob_tensor=ones, **control
+        )
+
+
 def test_sizes_of_a_later_call_of_dense_gemms() -> None:
     for name, n in (("gemm_swiglu", 96), ("gemm_dswiglu", 48)):
         made, other = (case(name, 32, columns, 32) for columns in (64, n))

@@ -85,7 +85,7 @@ def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
     """Raises for numbers that situglu cannot have, where it is asked for."""
     for name in SITU if str(arguments.get("act_func")).endswith("situglu") else ():
         if not 0 < arguments.get(name, 1.0) < math.inf:
-            raise ValueError(refusal(where, name, arguments[name], "positive numbers"))
+            raise ValueError(refusal(where, name, arguments[name], "finite positive numbers"))
 
 
 class GatedExperts(Activated):

@@ -549,6 +549,11 @@ class ExpertsGemm(FusedGemm):
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         self.check_groups(sizes)
+        if not self.scaled and not self.given("sfd_row"):
+            controls = {"norm_const_tensor": self.given("norm_const"), "discrete_col_sfd": self.discrete_col_sfd}
+            unused = [name for name, given in {**controls, "sf_vec_size": self.sf_vec_size != 16}.items() if given]
+            if unused:
+                raise self.error(f"{unused[0]} of scale factors", "given", "none, for operands without", "leave it out")
         for name in self.counted_by:
             if self.given(name) and self.kind("a") not in NARROW:
                 allowed = f"None, but for {' and '.join(NARROW)}"

@@ -86,7 +86,7 @@ class _Operator(CustomOpDef):
                 tensors += given
             elif given is not None:
                 tensors.append(given)
-        if not self._mutated and differentiating():
+        if differentiating() and not any(len(args[place]) for place in self._mutated):
             device = tensors[0].device.type
             if self._has_autocast and torch.is_autocast_enabled(device):
                 return _cast(self, device, self._cast)(*args)
