@@ -317,6 +317,18 @@ def test_monitor() -> None:
         assert watched.read() is None
 
 
+def in_torch(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """Replaces it in PyTorch too: ``lazy.torch`` takes all of PyTorch's names again when it lacks one."""
+    for module in (lazy.torch, torch):
+        monkeypatch.setattr(module, name, value)
+
+
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks run on CPU tensors, and nothing is compiled."""
+    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    in_torch(monkeypatch, "compile", lambda function, **options: function)
+
+
 def timed(problem: Problem, yardsticks: tuple[str, ...]) -> list[Row]:
     """Every call takes a millisecond."""
     clock = Clock(lambda call, calls: 1e-3, 1, 1e-3, 1e-3, min)
@@ -332,9 +344,8 @@ def timed(problem: Problem, yardsticks: tuple[str, ...]) -> list[Row]:
 )
 def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The APIs take what the benchmark gives them: on CPU tensors they run their references."""
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
+    on_the_cpu(monkeypatch)
     monkeypatch.setattr(gemm, "COPY_BYTES", 1 << 12)
-    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
     benchmark = bench.find(name)
     options = bench.Options(dtype, ((256, 256, 128),), without_optional=bool(benchmark.optional))
     rows = [row for problem in benchmark.problems(options) for row in timed(problem, benchmark.yardsticks)]
@@ -346,9 +357,8 @@ def test_candidates_of_gemms_agree_on_cpu_tensors(name: str, dtype: str, monkeyp
 
 @pytest.mark.parametrize("name", [name for name in bench.BENCHMARKS if "grouped" in name])
 def test_candidates_of_grouped_gemms_agree_on_cpu_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
-    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
-    monkeypatch.setattr(lazy.torch, "_grouped_mm", grouped_product)
+    on_the_cpu(monkeypatch)
+    in_torch(monkeypatch, "_grouped_mm", grouped_product)
     benchmark = bench.find(name)
     step = registry.find(name).group_rows
     shape = (128, 192, 100, 3) if registry.find(name).tokens == "k" else (100 // step * step or 3 * step, 128, 128, 3)
@@ -371,8 +381,7 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> tor
 
 
 def test_candidates_of_a_layer_of_experts_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
-    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    on_the_cpu(monkeypatch)
     monkeypatch.setattr(bench, "_peak", lambda call: 5e9)
     benchmark, shape = bench.find("moe"), (50, 64, 32, 4, 2)
     assert moe.products(shape) == (6 * 50 * 64 * 32 * 2, 6 * 50 * 64 * 32 * 2, 12 * 50 * 64 * 32 * 2)
@@ -444,8 +453,7 @@ def flash_attention(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[Any
 
 
 def test_candidates_of_attention_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
-    monkeypatch.setattr(lazy.torch, "compile", lambda function, dynamic: function)
+    on_the_cpu(monkeypatch)
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=flash_attention))
     deselected: list[Any] = []
@@ -517,8 +525,7 @@ def test_layers_of_models_and_routings() -> None:
 
 
 def test_candidates_of_rmsnorm_agree_on_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands, "DEVICE", "cpu")
-    monkeypatch.setattr(lazy.torch, "compile", lambda function: function)
+    on_the_cpu(monkeypatch)
     benchmark = bench.find("rmsnorm_rht_amax")
     problem = benchmark.problems(bench.Options("bf16", ((64, 512),)))[0]
     rows = timed(problem, benchmark.yardsticks)

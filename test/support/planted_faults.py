@@ -199,7 +199,7 @@ def noticed(fault: Fault, tree: Path) -> tuple[bool, str]:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     finally:
         path.write_text(text)
-    last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+    last = (done.stdout.strip() or done.stderr.strip() or f"it ended with {done.returncode}").splitlines()[-1]
     return done.returncode < 0 or (done.returncode == 1 and re.search(r"\d+ failed", last) is not None), last
 
 

@@ -116,10 +116,12 @@ class Sparse(FusedAPI):
                 spec.name: torch.empty_strided(
                     spec.layout.shape(sizes), spec.layout.strides(sizes)[0],
                     dtype=kind if "float16" in spec.types else getattr(torch, next(iter(spec.types))),
-                ).zero_()
+                )
                 for spec in cls.tensors
                 if sizes["packed"] or not spec.name.startswith("cum_seqlen")
             }  # fmt: skip
+            for name in tensors.keys() & {"cum_seqlen_q", "cum_seqlen_k"}:  # only their values are looked at
+                tensors[name].zero_()
             arguments: dict[str, Any] = {**cls.samples(tensors), "arch": arch}
             yield cls(**arguments)
 
