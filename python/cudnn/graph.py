@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from cudnn.backend.handle import Handle
 from cudnn.enums import data_type, heur_mode
+from cudnn.errors import refusal
 from cudnn.pygraph.graph import pygraph
 
 P = ParamSpec("P")
@@ -46,12 +48,16 @@ def jit(
 
     ``options`` are accepted for programs that pass any; none has an effect.
     """
-    modes = [heur_modes] if isinstance(heur_modes, heur_mode) else list(heur_modes)
+    modes: list[Any] = [*heur_modes] if isinstance(heur_modes, Iterable) else [heur_modes]
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[pygraph, list[int]]:
-            built, tensors = function(*args, **kwargs)
+            found: Any = function(*args, **kwargs)
+            if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], pygraph):
+                what, allowed = f"what {function.__name__}() returned", "(graph, tensors)"
+                raise TypeError(refusal("jit", what, type(found).__name__, allowed, "return both, as `g, [a, b, out]`"))
+            built, tensors = found
             if built.get_execution_plan_count() <= 0:
                 built.build(modes)
             return built, [tensor.get_uid() for tensor in tensors]
@@ -66,15 +72,19 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         results: dict[Hashable, R] = {}
+        lock = threading.Lock()
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             key = key_fn(*args, **kwargs)
-            if key not in results:
-                while len(results) >= maxsize:
+            with contextlib.suppress(KeyError):  # another thread may drop it meanwhile
+                return results[key]
+            made = function(*args, **kwargs)
+            with lock:
+                made = results.setdefault(key, made)
+                while len(results) > maxsize:
                     del results[next(iter(results))]
-                results[key] = function(*args, **kwargs)
-            return results[key]
+            return made
 
         return wrapper
 

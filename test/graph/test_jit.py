@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,6 +89,18 @@ def test_the_oldest_goes_first() -> None:
     assert make(2) is two
     assert make(1) is not one
     assert made == [1, 2, 3, 1]
+
+
+def test_a_cache_of_none_and_of_threads() -> None:
+    assert cudnn.graph_cache(key_fn=lambda n: n, maxsize=0)(lambda n: n)(3) == 3
+    double = cudnn.graph_cache(key_fn=lambda n: n, maxsize=1)(lambda n: 2 * n)  # each thread drops the others' results
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(double, [*range(8)] * 200)] == [*range(0, 16, 2)] * 200
+
+
+def test_jit_says_what_a_function_has_to_return() -> None:
+    with pytest.raises(TypeError, match=r"jit: what <lambda>\(\) returned: got int; allowed: \(graph, tensors\)"):
+        cudnn.jit()(lambda: 1)()  # pyright: ignore[reportArgumentType]
 
 
 def test_keywords_reach_the_key_function() -> None:

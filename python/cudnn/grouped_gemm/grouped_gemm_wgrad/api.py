@@ -112,7 +112,7 @@ def get_grouped_gemm_wgrad_workspace_size(
     where = "get_grouped_gemm_wgrad_workspace_size"
     orders = [order.value for order in WGradInputOrder]
     for name, got, wrong, allowed in (
-        ("num_experts", num_experts, num_experts < 0, "0 or more"),
+        ("num_experts", repr(num_experts), not isinstance(num_experts, int) or num_experts < 0, "0 or more"),
         ("output_mode", repr(output_mode), output_mode not in ("dense", "discrete"), "dense, discrete"),
         ("input_order", input_order, getattr(input_order, "value", input_order) not in orders, ", ".join(orders)),
     ):
