@@ -28,6 +28,9 @@ PAIRS = BackwardConfiguration("bfloat16", 128, 128, (64, 32), pair=True)
 CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release
     "forward": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0)),  # a CTA takes both heads' tiles
+    "forward, drawn": (
+        "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96)), packed=True, right=0),
+    ),
     "decode": ("sm_90a", DECODE, Problem(((32, 208),), heads=(2, 1), right=0)),
     "decode, Blackwell": ("sm_100a", replace(DECODE, tile=(128, 128)), Problem(((3, 1152),), heads=(2, 1), right=0)),
     "forward, Blackwell, two tiles": (
@@ -63,6 +66,7 @@ PAIR = {
 }  # fmt: skip
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
+    "forward, drawn": {"bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED)},
     "decode": {
         "mbarrier.init.shared.b64": (1, "a CTA has one tile: nobody waits until Q was read"),
         "mbarrier.arrive.shared.b64": (1, "the last V, after which nobody fills its buffer"),

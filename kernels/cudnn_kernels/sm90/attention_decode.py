@@ -19,7 +19,7 @@ class AttentionDecode(SplitKeys, AttentionForward):
     query_arrivals, apart = GROUP // WARP, False
 
     @cute.jit
-    def each_tile(self, call: Call, visit: Any) -> None:
+    def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:
         visit(self.problem(call.work, *self.tile(call.work)), Int32(0), Int32(0))
 
     def fetch_queries(self, call: Call, room: Room, p: CachedProblem, phase: Int32) -> None:

@@ -103,7 +103,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         if group == 0:
             cute.arch.setmaxregister_decrease(few)
             if warp_index == 0:  # it fetches Q, K and V
-                self.each_tile(call, lambda *tile: self.fetch_tile(call, room, *tile))
+                self.each_tile(call, lambda *tile: self.fetch_tile(call, room, *tile), True)
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(call, room, group - 1, thread - GROUP * group)
@@ -140,35 +140,29 @@ class AttentionForward(WarpgroupProducts, Forward):
         return Room(sQ, made["k"], made["v"], sO, full, empty, *rings)
 
     @cute.jit
-    def each_tile(self, call: Call, visit: Any) -> None:
-        """Does something for every tile of the CTA, told what it is, how many blocks came before, and Q's phase."""
+    def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:
+        """Does something for every tile of the CTA, told what it is, how many blocks came before, and Q's phase.
+
+        Where CTAs draw tiles, one warp ``draws``.
+        """
         place, phase = Int32(0), Int32(0)
         if const_expr(self.c.queue):
-            self.each_drawn_tile(call, visit)
+            self.each_drawn_tile(call, visit, draws)
         else:
             for turn in cutlass.range(call.work.turns, unroll=1):
-                tile, head = self.tile(call.work, turn)
-                if tile >= 0:
-                    p = self.problem(call.work, tile, head)
-                    if self.exists(p):
-                        visit(p, place, phase)
-                        begin, _, _, end = self.blocks(p)
-                        place += end - begin
-                        phase ^= 1
+                place, phase = self.visit_tile(call, visit, turn, place, phase)
 
     @cute.jit
-    def each_drawn_tile(self, call: Call, visit: Any) -> None:
+    def each_drawn_tile(self, call: Call, visit: Any, draws: bool) -> None:
         """The same where CTAs draw tiles. The warp that fetches draws a tile while others still compute the one before,
         and tells them through shared memory.
         """
         queue, drawn = self.queue
-        thread, _, _ = cute.arch.thread_idx()
-        draws = cute.arch.make_warp_uniform(thread // 32) == 0
         place, phase, turn, number = Int32(0), Int32(0), Int32(0), Int32(0)
         total, address = call.work.tiles * call.work.all_heads, call.work.drawn.iterator.toint()
         while number < total:
             stage, parity = turn % DRAWN, turn // DRAWN % 2
-            if draws:
+            if const_expr(draws):
                 cute.arch.mbarrier_wait(queue.empty + stage, parity ^ 1)
                 if cute.arch.lane_idx() == 0:
                     drawn[stage] = cute.arch.inline_ptx(
@@ -180,15 +174,21 @@ class AttentionForward(WarpgroupProducts, Forward):
             cute.arch.sync_warp()
             self.release(queue.empty + stage)
             if number < total:
-                tile, head = self.tile(call.work, number)
-                if tile >= 0:
-                    p = self.problem(call.work, tile, head)
-                    if self.exists(p):
-                        visit(p, place, phase)
-                        begin, _, _, end = self.blocks(p)
-                        place += end - begin
-                        phase ^= 1
+                place, phase = self.visit_tile(call, visit, number, place, phase)
             turn += 1
+
+    @cute.jit
+    def visit_tile(self, call: Call, visit: Any, turn: Int32, place: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """One of them, if there is such a tile; the next one's place and phase."""
+        tile, head = self.tile(call.work, turn)
+        if tile >= 0:
+            p = self.problem(call.work, tile, head)
+            if self.exists(p):
+                visit(p, place, phase)
+                begin, _, _, end = self.blocks(p)
+                place += end - begin
+                phase ^= 1
+        return place, phase
 
     @cute.jit
     def fetch_tile(self, call: Call, room: Room, p: Problem, place: Int32, phase: Int32) -> None:
@@ -262,9 +262,11 @@ class AttentionForward(WarpgroupProducts, Forward):
         cute.arch.mbarrier_wait(room.q_full + part.group, phase)
         if end > begin:
             self.first(room, part, p, end - 1, place)
-            start = cutlass.max(begin, cutlass.min(end - 1, whole_end))
-            for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
-                self.step(room, part, p, n, last - n, True)
+            start = end - 1
+            if const_expr(self.c.right):  # else no row sees less of these blocks than others do
+                start = cutlass.max(begin, cutlass.min(start, whole_end))
+                for n in cutlass.range(end - 2, start - 1, -1, unroll=1):
+                    self.step(room, part, p, n, last - n, True)
             middle = cutlass.max(begin, cutlass.min(start, whole_begin)) if const_expr(self.c.left) else begin
             for n in cutlass.range(start - 1, middle - 1, -1, unroll=1):
                 self.step(room, part, p, n, last - n, False)

@@ -25,6 +25,8 @@ TILES = {
     "sm_100a": {(64, 64): (256, 128), (128, 128): (256, 128), (192, 128): (256, 128), (256, 256): (128, 128)},
 }
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200."""
+WINDOW_TILES = {("sm_90a", 256, 256): (128, 64)}
+"""Those for windows, where they differ: fewer keys waste less at both edges."""
 DECODE = {
     "sm_90a": {(64, 64): (128, 4), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (64, 2)},
     "sm_100a": {(64, 64): (128, 2), (128, 128): (128, 2), (192, 128): (128, 2), (256, 256): (128, 2)},
@@ -175,9 +177,8 @@ class SdpaForward(Attention):
             return kernel_plan(arch, self.decode(arch, sizes))
         kind, capped, sink = name_of(self.dtype("q")), self.softcap > 0, self.given("sink")
         draws = (arch, *heads) in DRAWN and ends == {"packed": True, "right": True, "left": False}
-        configuration = ForwardConfiguration(
-            kind, *heads, TILES[arch][heads], **ends, softcap=capped, sink=sink, queue=draws
-        )
+        tile = (WINDOW_TILES if ends["left"] else {}).get((arch, *heads), TILES[arch][heads])
+        configuration = ForwardConfiguration(kind, *heads, tile, **ends, softcap=capped, sink=sink, queue=draws)
         return kernel_plan(arch, configuration)
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
