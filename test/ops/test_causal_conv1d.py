@@ -63,6 +63,15 @@ def test_no_bias_and_any_strides() -> None:
         torch.testing.assert_close(one, other.float())
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 9)])
+def test_of_nothing(shape: tuple[int, ...]) -> None:
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in (shape, (4, 3), (4,)))
+    y = causal_conv1d(x, weight, bias, activation="silu")
+    assert y.shape == shape
+    for gradient in torch.autograd.grad(y.sum(), (x, weight, bias)):
+        assert not gradient.any()
+
+
 def test_the_past_alone_counts() -> None:
     x, weight, bias, _ = operands()
     later = x.clone()

@@ -71,7 +71,7 @@ def causal_conv1d_fwd_primitive(
 ) -> torch.Tensor:
     """y of :func:`causal_conv1d`, contiguous."""
     _check(x, weight, bias, activation)
-    if not x.is_cuda:
+    if not x.is_cuda and x.numel():
         z = _linear(x, weight, bias)
         return (F.silu(z) if activation == "silu" else z).to(x.dtype).contiguous()
     x, weight, bias = (tensor.contiguous() for tensor in (x, weight, bias))
@@ -93,7 +93,7 @@ def causal_conv1d_bwd_primitive(
 ) -> list[torch.Tensor]:
     """Gradients of x, weight and bias in the type of x; those of weight and bias are summed in float32."""
     _check(x, weight, bias, activation)
-    if not x.is_cuda:
+    if not x.is_cuda and x.numel():
         return [gradient.to(x.dtype).contiguous() for gradient in _gradients(grad_out, x, weight, bias, activation)]
     grad_out, x, weight, bias = (tensor.contiguous() for tensor in (grad_out, x, weight, bias))
     # cuDNN adds to the sums.
