@@ -153,7 +153,8 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
         call |= named(given, "cum_seqlen_q", "cum_seqlen_k") | {"lse_tensor": given["lse"].unsqueeze(2)}
     with within(arch):
         scores, indices = NSA.topk_reduction_wrapper(**call)
-    nsa.assert_ranked(given | {"topk_scores": scores, "topk_indices": indices}, c, RANKING)
+    found = given | {"topk_scores": scores, "topk_indices": indices}
+    nsa.assert_ranked(found, c, RANKING, ties=bool(arch))  # products of PyTorch may tell equal keys apart
 
 
 @pytest.mark.parametrize(

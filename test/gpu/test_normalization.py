@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import cudnn
 from gpu.common import gpu_graph
-from support.graphs import FLOAT, HALF, evaluate, run
+from support.graphs import HALF, evaluate, outputs, run
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -45,16 +45,6 @@ def accurate(found: torch.Tensor, formula: Callable[..., torch.Tensor], *inputs:
     bound = 2 * float((same_type - exact).abs().max()) + torch.finfo(found.dtype).eps * largest * terms**0.5
     error = float((found.double() - exact).abs().nan_to_num(float("inf")).max())
     assert error <= bound, f"error {error:.3g}, bound {bound:.3g}, largest value {largest:.3g}, seed {SEED}"
-
-
-def outputs(tensors: Sequence[Any]) -> list[Any]:
-    """Marks what is there as output: the first in the graph's type, statistics and gradients of parameters in FLOAT."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    for index, tensor in enumerate(present):
-        tensor.set_output(True)
-        if index:
-            tensor.set_data_type(FLOAT)
-    return present
 
 
 def gradient(forward: Callable[..., torch.Tensor], which: int) -> Callable[..., torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,21 +15,22 @@ from torch.nn import functional
 import cudnn
 from cudnn.pygraph.lowering import Lowering
 from support.drawing import strided
-from support.graphs import FLOAT, HALF, MODES, configurations, evaluate, packed, planned_graph, reference_graph, run
+from support.graphs import (
+    FLOAT,
+    HALF,
+    MODES,
+    configurations,
+    evaluate,
+    outputs,
+    packed,
+    planned_graph,
+    reference_graph,
+    run,
+)
 from support.selection import brief
 
 BOOLEAN = cudnn.data_type.BOOLEAN
 INFERENCE, TRAINING = cudnn.norm_forward_phase.INFERENCE, cudnn.norm_forward_phase.TRAINING
-
-
-def outputs(tensors: Iterable[Any]) -> list[Any]:
-    """Marks what is there as output: the first in the graph's type, the rest in float32."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    for index, tensor in enumerate(present):
-        tensor.set_output(True)
-        if index:
-            tensor.set_data_type(FLOAT)
-    return present
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:

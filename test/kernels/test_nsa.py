@@ -79,8 +79,8 @@ def assert_selected(given: dict[str, Any], c: SelectionConfiguration, *_: Any) -
     assert given["o"][rows:].isnan().all()
     expected = selected(c, given, *(given[x][:rows].double() for x in "qkv"))
     o, total, largest = (given[x][:rows].double().transpose(0, 1) for x in "olm")
-    torch.testing.assert_close(total, (expected.lse - expected.largest).exp().nan_to_num(0.0), rtol=2e-5, atol=0)
-    torch.testing.assert_close(largest, expected.largest, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(total, (expected.lse - expected.largest).exp().nan_to_num(0.0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(largest, expected.largest, rtol=1e-5, atol=1e-5)
     error = (o - expected.o).norm(dim=2)
     assert bool((error <= 2 * torch.finfo(given["o"].dtype).eps * expected.o.norm(dim=2) + 1e-6).all())
 
@@ -178,7 +178,7 @@ def top_k_inputs(c: TopKConfiguration, ranking: Ranking) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking) -> None:
+def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking, ties: bool = True) -> None:
     """Every row by itself: its scores, that blocks have the scores that they stand beside, and that equal ones rise.
 
     Where there are no scores, the blocks' own have to be the best.
@@ -211,7 +211,7 @@ def assert_ranked(given: dict[str, Any], c: Any, ranking: Ranking) -> None:
                 assert chosen[len(best) :] == [-1] * missing
                 assert len(set(chosen)) == len(best) + (missing > 0)
                 torch.testing.assert_close(found, own, rtol=1e-4, atol=0)
-                equal = [b for b in blocks if b % 2 and b < keys // share]
+                equal = [b for b in blocks if b % 2 and b < keys // share] if ties else []
                 listed = [b for b in chosen if b in equal]
                 assert listed == equal[: len(listed)]
                 found_any += len(best)

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import cudnn
-from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops import sdpa as module
 from cudnn.ops import scaled_dot_product_attention
 from support.dense_attention import attend, with_gradients
+from support.graphs import planned_by
 from support.torch_attention import CASES
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -249,13 +249,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("name", ["bias", "bias, no gradient", "dropout", "dropout, causal", "bias and dropout"])
 def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both graphs as on a GPU, up to the plans."""
-    built: list[cudnn.pygraph] = []
-
-    def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
-        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
-
-    monkeypatch.setattr(module, "run", plan)
-    monkeypatch.setattr(cudnn.pygraph, "build_plans", lambda graph: None)
+    built = planned_by(module, device_properties, monkeypatch)
     q, k, v, d_out = tensors(torch.float16)
     given = [q, k, v, *([torch.randn(H, S_Q, S_KV).half()] if name in ("bias", "bias and dropout") else []), d_out]
     options: dict[str, Any] = {"dropout_p": 0.1} if "dropout" in name else {}

@@ -12,6 +12,7 @@ import torch
 import cudnn
 from cudnn.experimental.ops import _graphs, moe_grouped_matmul
 from cudnn.experimental.ops.moe_grouped_matmul import _graph_cache
+from support.graphs import planned_by
 
 pytestmark = pytest.mark.filterwarnings("error")
 F64 = torch.float64
@@ -195,12 +196,7 @@ def test_what_cudnn_does_not_support_is_a_runtime_error(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mode", ["none", "gather"])
 def test_cudnn_has_plans(mode: str, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph as on a GPU."""
-    built: list[cudnn.pygraph] = []
-
-    def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
-        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
-
-    monkeypatch.setattr(_graphs, "run", plan)
+    built = planned_by(_graphs, device_properties, monkeypatch)
     token, weight, _ = operands(torch.bfloat16)
     if mode == "gather" and cudnn.backend_version() <= 91900:
         with pytest.raises(RuntimeError, match=r"mode: got GATHER with cuDNN 9\.19\.0"):

@@ -16,6 +16,7 @@ from cudnn.experimental.ops import _graphs, scaled_dot_product_attention
 from cudnn.experimental.ops import sdpa as module
 from cudnn.experimental.ops.sdpa import _bprop_cache, _fprop_cache
 from support.dense_attention import with_gradients
+from support.graphs import planned_by
 from support.torch_attention import CASES, Varying
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -290,13 +291,7 @@ def test_refused_tensors() -> None:
 @pytest.mark.parametrize("name", [*SOME, "window, bottom right", "lengths of keys"])
 def test_cudnn_has_engines(name: str, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both graphs as on a GPU, up to the plans."""
-    built: list[cudnn.pygraph] = []
-
-    def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
-        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
-
-    monkeypatch.setattr(module, "run", plan)
-    monkeypatch.setattr(cudnn.pygraph, "build_plans", lambda graph: None)
+    built = planned_by(module, device_properties, monkeypatch)
     problem = CASES[name]
     with_gradients(
         functools.partial(scaled_dot_product_attention, **problem.keywords()), problem.tensors(torch.float16)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 
 import cudnn
@@ -31,6 +32,20 @@ def planned_graph(
     )
 
 
+def planned_by(module: Any, device_properties: Any, monkeypatch: pytest.MonkeyPatch) -> list[cudnn.pygraph]:
+    """The graphs that operators of ``module`` describe from now on, as on a GPU, up to their plans; nothing runs."""
+    from cudnn.experimental.ops import _graphs
+
+    built: list[cudnn.pygraph] = []
+
+    def plan(cache: Any, describe: Any, inputs: Any, outputs: Any, options: Any) -> None:
+        built.append(_graphs.build(describe, inputs, outputs, options, {"device_property": device_properties})[0])
+
+    monkeypatch.setattr(module, "run", plan)
+    monkeypatch.setattr(cudnn.pygraph, "build_plans", lambda graph: None)
+    return built
+
+
 def configurations(graph: cudnn.pygraph) -> int:
     """How many engine configurations cuDNN has for a graph; ``cudnnGraphNotSupportedError`` where it has none."""
     graph.validate()
@@ -48,6 +63,16 @@ def packed(*dims: int) -> list[int]:
 def like(graph: cudnn.pygraph, data: torch.Tensor, name: str = "") -> cudnn.tensor:
     """A graph tensor of the shape, strides and type of the data. One element is no scalar here."""
     return graph.tensor(list(data.shape), list(data.stride()), data.dtype, name=name)
+
+
+def outputs(tensors: Iterable[Any]) -> list[Any]:
+    """Marks what is there as output: the first in the graph's type, the rest in float32."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    for index, tensor in enumerate(present):
+        tensor.set_output(True)
+        if index:
+            tensor.set_data_type(FLOAT)
+    return present
 
 
 def buffer(tensor: cudnn.tensor, device: str = "cpu") -> torch.Tensor:
