@@ -114,30 +114,35 @@ class GatedSelection(Selection):
 
     @cute.jit
     def write(self, w: Warpgroup, part: Part, mine: Tile) -> None:
-        """The sum of the branches, from values that are rounded as each branch's O is."""
-        (o, compressed, near, gates), (state, _) = w.tensors, part.row_values
-        for slot in cutlass.range_constexpr(2):
-            total = self.score_rows.across(state.sums[slot], lambda a, b: a + b)
-            factor = Float32(select_(total == 0.0, Float32(1.0), 1.0 / total))
-            row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
-            own = self.neighbours(part.acc, slot, factor)
-            if exists:
-                factors = [gates[row, head, i].to(Float32) for i in range(len(BRANCHES))]
-                for i in cutlass.range_constexpr(self.s.head_v // (4 * VECTOR)):
-                    place = (4 * i + w.thread % 4,)
-                    others = [self.load(x[row, head, None], place) for x in (compressed, near)]
-                    selected = own[None, i].load().to(Float32)
-                    found = cute.make_rmem_tensor(VECTOR, self.dtype)
-                    found.store(
-                        (others[0] * factors[0] + selected * factors[1] + others[1] * factors[2]).to(self.dtype)
-                    )
-                    cute.autovec_copy(found, cute.local_tile(o[row, head, None], (VECTOR,), place))
+        """The sum of the branches, from values that are rounded as each branch's O is.
 
-    def load(self, line: cute.Tensor, place: Any) -> Any:
-        """16 bytes of a row of a head, in float32."""
+        All that is read is on its way before anything is written, since loads do not pass stores.
+        """
+        (o, *branches, gates), (state, _) = w.tensors, part.row_values
+        columns = [4 * i + w.thread % 4 for i in range(self.s.head_v // (4 * VECTOR))]
+        read = []
+        for slot in cutlass.range_constexpr(2):
+            row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
+            row, head = Int32(select_(exists, row, mine.row)), Int32(select_(exists, head, mine.first_head))
+            others = [[self.load(x[row, head, None], column) for column in columns] for x in branches]
+            read.append((exists, o[row, head, None], others, [gates[row, head, i] for i in range(len(BRANCHES))]))
+        for slot in cutlass.range_constexpr(2):
+            exists, line, (compressed, near), of_row = read[slot]
+            total = self.score_rows.across(state.sums[slot], lambda a, b: a + b)
+            own = self.neighbours(part.acc, slot, Float32(select_(total == 0.0, Float32(1.0), 1.0 / total)))
+            factors = [x.to(Float32) for x in of_row]
+            if exists:
+                for i in cutlass.range_constexpr(len(columns)):
+                    parts = [x.load().to(Float32) for x in (compressed[i], own[None, i], near[i])]
+                    found = cute.make_rmem_tensor(VECTOR, self.dtype)
+                    found.store((parts[0] * factors[0] + parts[1] * factors[1] + parts[2] * factors[2]).to(self.dtype))
+                    cute.autovec_copy(found, cute.local_tile(line, (VECTOR,), (columns[i],)))
+
+    def load(self, line: cute.Tensor, column: Int32) -> cute.Tensor:
+        """16 bytes of a row of a head."""
         found = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.autovec_copy(cute.local_tile(line, (VECTOR,), place), found)
-        return found.load().to(Float32)
+        cute.autovec_copy(cute.local_tile(line, (VECTOR,), (column,)), found)
+        return found
 
     def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
         """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next
