@@ -28,6 +28,8 @@ PLACES = 32  # of a list that are read at a time, one by each lane
 AGAIN = 1 << 26  # is added to a block for every time that the row listed it before
 READING = 3  # warps of the loading warpgroup that read lists
 LOADING_BARRIER, READING_BARRIER, FIRST_BARRIER = 1, 2, 3  # of the loading warpgroup, of those warps, and free ones
+FAR = 1 << 30  # steps
+REACH = 2  # steps from one that a warpgroup holds to the next that it waits for, at most: fewer than buffers
 REGISTERS = {1: (56, 256), 2: (56, 224), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
 
 
@@ -75,8 +77,8 @@ class Lists:
 class Steps:
     """The ring of blocks, and in shared memory of every part of a step its tile of keys and its rows.
 
-    A tile of keys of -1 is the end of the rows' list. ``following`` are the rows of the step behind. ``rows_full`` and
-    ``rows_empty`` are for Q, and dO, of every warpgroup.
+    A tile of keys of -1 is the end of the rows' list. ``rows_full`` and ``rows_empty`` are for Q, and dO, of every
+    warpgroup.
     """
 
     ring: Ring
@@ -84,7 +86,6 @@ class Steps:
     rows_empty: Any
     tiles: cute.Tensor
     masks: cute.Tensor
-    following: cute.Tensor
 
 
 @dataclass
@@ -139,6 +140,7 @@ class SelectedRows(AttentionForward):
         self.shares = -(-s.group // ROWS)  # CTAs that share a row's heads
         self.queries = self.groups * s.together
         self.box = min(s.padded, 16)  # heads of Q that one copy fetches
+        self.reach = min(s.stages - 1, REACH)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -233,8 +235,9 @@ class SelectedRows(AttentionForward):
         """Shared memory for the ring's barriers and what they tell."""
         stages = self.s.stages
         ring, rows = Ring.allocate(smem, stages), (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
-        shapes = ((self.parts, stages), (self.parts, stages), stages)
-        told = (smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes)
+        told = (
+            smem.allocate_tensor(Int32, cute.make_layout((self.parts, stages)), byte_alignment=16) for _ in range(2)
+        )
         return Steps(ring, *rows, *told)
 
     @cute.jit
@@ -402,22 +405,17 @@ class SelectedRows(AttentionForward):
         stage, phase = number % self.s.stages, number // self.s.stages % 2
         full = steps.ring.full + stage
         tiles, masks = (cute.make_rmem_tensor(self.parts, Int32) for _ in range(2))
-        told, told_masks, following, (blocks, chosen_by) = steps.tiles, steps.masks, steps.following, union
-        behind = Int32(0)
+        told, told_masks, (blocks, chosen_by) = steps.tiles, steps.masks, union
         for part in cutlass.range_constexpr(self.parts):
             place = step // self.per_block * self.parts + part
             tiles[part], masks[part] = cute.ceil_div(mine.keys, self.size), Int32(0)  # beyond all keys
             if place < count:
                 tiles[part] = blocks[place] * self.per_block + step % self.per_block
                 masks[part] = chosen_by[place]
-            place = (step + 1) // self.per_block * self.parts + part
-            if place < count:
-                behind = behind | chosen_by[place]
         cute.arch.mbarrier_wait(steps.ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             for part in cutlass.range_constexpr(self.parts):
                 told[part, stage], told_masks[part, stage] = tiles[part], masks[part]
-            following[stage] = behind
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(self.tile_n, self.s.head + self.s.head_v))
         for part in cutlass.range_constexpr(self.parts):
             for atom, to, of in sides:
@@ -456,65 +454,67 @@ class SelectedRows(AttentionForward):
         """Issues the product that adds to the sums."""
         self.add_product(part.acc, part.rounded, part.values, part.columns, self.tile_n, stage)
 
-    def round_step(self, part: Part) -> None:
-        """Makes what was weighed an operand."""
-        part.rounded.store(part.products[0][0].load().to(self.dtype))
+    @cute.jit
+    def round_step(self, part: Part, some: Boolean) -> None:
+        """Makes what was weighed an operand: ``some`` of a warp's rows see keys, else it is 0."""
+        rounded, weighed = part.rounded, part.products[0][0]
+        if some:
+            rounded.store(weighed.load().to(self.dtype))
+        else:
+            rounded.fill(0.0)
 
     @cute.jit
     def take(self, w: Warpgroup, part: Part, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """All of a tile's steps, from one and its phase on; the one that tells the end.
 
-        While a step's last product runs, the next one's are issued and weighed, if the warpgroup takes part in it.
+        While a step's last product runs, the products of the next one that the warpgroup takes part in are issued and
+        weighed.
         """
         ring = w.steps.ring
-        stage, phase, found = self.find(w.steps, stage, phase, w.group)
+        stage, phase, found = self.find(w, stage, phase)
         while found:
             self.begin_step(part, stage)
+            seen = self.seen_keys(w, part.mine, stage)
             self.finish(0)
-            self.weigh(w, part, stage)
-            self.round_step(part)
+            self.weigh(w, part, *seen)
+            self.round_step(part, seen[1])
             before = stage
-            stage, phase = advanced(ring, stage, phase)
-            again = self.follows(w.steps, before, w.group)
+            stage, phase, again = self.find(w, *advanced(ring, stage, phase), self.reach)
             while again:
-                cute.arch.mbarrier_wait(ring.full + stage, phase)
                 self.begin_step(part, stage)
                 self.end_step(part, before)
+                seen = self.seen_keys(w, part.mine, stage)
                 self.finish(1)
-                self.weigh(w, part, stage)
+                self.weigh(w, part, *seen)
                 self.finish(0)
                 self.release(ring.empty + before)
-                self.round_step(part)
+                self.round_step(part, seen[1])
                 before = stage
-                stage, phase = advanced(ring, stage, phase)
-                again = self.follows(w.steps, before, w.group)
+                stage, phase, again = self.find(w, *advanced(ring, stage, phase), self.reach)
             self.end_step(part, before)
             self.finish(0)
             self.release(ring.empty + before)
-            stage, phase, found = self.find(w.steps, stage, phase, w.group)
+            stage, phase, found = self.find(w, stage, phase)
         self.release(ring.empty + stage)
         self.release(w.steps.rows_empty + w.group)
         return stage, phase
 
     @cute.jit
-    def find(self, steps: Steps, stage: Int32, phase: Int32, group: Int32) -> tuple[Int32, Int32, Boolean]:
+    def find(
+        self, w: Warpgroup, stage: Int32, phase: Int32, most: cutlass.Constexpr[int] = FAR
+    ) -> tuple[Int32, Int32, Boolean]:  # fmt: skip
         """The first step, from one on, that a warpgroup takes part in, and whether there is one, or it is the end.
 
-        Releases those before.
+        Releases those before. Looks at so many at ``most``: if there is none, the last one of them is not released.
         """
-        wanted = self.wanted(steps, stage, phase, group)
-        while ~wanted:
+        steps, left = w.steps, Int32(most - 1)
+        wanted = self.wanted(steps, stage, phase, w.group)
+        while ~wanted & (left > 0):
             self.release(steps.ring.empty + stage)
             stage, phase = advanced(steps.ring, stage, phase)
-            wanted = self.wanted(steps, stage, phase, group)
-        return stage, phase, cute.arch.make_warp_uniform(steps.tiles[0, stage]) >= 0
-
-    def follows(self, steps: Steps, stage: Int32, group: Int32) -> Boolean:
-        """Whether a warpgroup takes part in the step behind one that it has: it may hold this one until that arrives.
-
-        Not longer: further steps may need its buffer.
-        """
-        return self.of_group(steps.following[stage], group)
+            wanted = self.wanted(steps, stage, phase, w.group)
+            left -= 1
+        return stage, phase, wanted & (cute.arch.make_warp_uniform(steps.tiles[0, stage]) >= 0)
 
     def wanted(self, steps: Steps, stage: Int32, phase: Int32, group: Int32) -> Boolean:
         """Waits for a step. Whether rows of a warpgroup chose any part of it, or it is the end."""
@@ -529,26 +529,30 @@ class SelectedRows(AttentionForward):
         mine = (1 << self.s.together) - 1
         return cute.arch.make_warp_uniform(mask >> (group * self.s.together)) & mine != 0
 
-    @cute.jit
-    def hide_unchosen(self, w: Warpgroup, scores: cute.Tensor, mine: Tile, stage: Int32) -> Boolean:
-        """Makes scores -inf of keys that a row did not choose or does not see; whether a warp's rows see any."""
-        steps, thread = w.steps, w.thread
+    def seen_keys(self, w: Warpgroup, mine: Tile, stage: Int32) -> tuple[Any, Boolean, Boolean]:
+        """How many keys of each part of a step each of a thread's rows chose and sees; whether a warp's rows see any,
+        and whether a thread's see all.
+        """
         ends = [[Int32(0)] * self.parts for _ in range(2)]
         fewest, largest = Int32(self.size), Int32(0)
-        for slot in cutlass.range_constexpr(2):
-            row = w.group * self.s.together + self.score_rows.row(thread, slot) // self.s.padded
-            for part in cutlass.range_constexpr(self.parts):
-                chose = (steps.masks[part, stage] >> row) & 1
-                end = self.seen(mine, row) - steps.tiles[part, stage] * self.size
+        for slot in range(2):
+            row = w.group * self.s.together + self.score_rows.row(w.thread, slot) // self.s.padded
+            for part in range(self.parts):
+                chose = (w.steps.masks[part, stage] >> row) & 1
+                end = self.seen(mine, row) - w.steps.tiles[part, stage] * self.size
                 ends[slot][part] = Int32(select_(chose == 1, end, Int32(0)))
                 fewest, largest = cutlass.min(fewest, ends[slot][part]), cutlass.max(largest, ends[slot][part])
-        if fewest < self.size:
+        return ends, cute.arch.vote_any_sync(largest > 0), fewest >= self.size
+
+    @cute.jit
+    def hide_unchosen(self, scores: cute.Tensor, ends: Any, every: Boolean, thread: Int32) -> None:
+        """Makes scores -inf of keys that a row did not choose or does not see."""
+        if ~every:
             for slot in cutlass.range_constexpr(2):
                 for place, i in enumerate(self.score_rows.order(self.tile_n, slot)):
                     part = place // 2 * 8 // self.size  # four threads have eight columns next to each other
                     exists = self.score_rows.column(thread, place) - part * self.size < ends[slot][part]
                     scores[i] = Float32(select_(exists, scores[i], -Float32.inf))
-        return cute.arch.vote_any_sync(largest > 0)
 
     @cute.jit
     def release(self, empty: Any) -> None:

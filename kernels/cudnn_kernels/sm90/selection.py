@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, select_
+from cutlass import Boolean, Float32, Int32, select_
 
 from cudnn_kernels.attention import sequences, softmax
 from cudnn_kernels.attention.sparse import BRANCHES
@@ -63,20 +63,19 @@ class Selection(SelectedRows):
         return advanced(w.steps.ring, stage, phase)
 
     @cute.jit
-    def weigh(self, w: Warpgroup, part: Part, stage: Int32) -> None:
+    def weigh(self, w: Warpgroup, part: Part, ends: Any, some: Boolean, every: Boolean) -> None:
         """The exponentials of a step's scores, in place, and what sums before are to be multiplied by."""
         scores, (state, corrections) = part.products[0][0], part.row_values
         corrections.fill(1.0)
-        if self.hide_unchosen(w, scores, part.mine, stage):
+        if some:
+            self.hide_unchosen(scores, ends, every, w.thread)
             factors = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
             for slot in cutlass.range_constexpr(2):
                 corrections[slot] = factors[slot]
-        else:
-            scores.fill(0.0)
 
-    def round_step(self, part: Part) -> None:
+    def round_step(self, part: Part, some: Boolean) -> None:
         """Makes what was weighed an operand, and multiplies the sums before."""
-        super().round_step(part)
+        super().round_step(part, some)
         _, corrections = part.row_values
         self.correct_where_needed(part.acc, corrections[0], corrections[1])
 
