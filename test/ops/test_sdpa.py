@@ -258,6 +258,8 @@ def test_refusals() -> None:
     _refused(ValueError, "heads: got 8, 2, 2 of query, key and value.*pass enable_gqa=True", grouped)
     uneven = dataclasses.replace(grouped, h_q=9)
     _refused(ValueError, "heads of query: got 9; allowed: multiples of the 2 heads", uneven, enable_gqa=True)
+    with pytest.raises(TypeError, match=r"type of query: got torch\.int32; allowed: torch\.float16 or"):
+        scaled_dot_product_attention(*[torch.zeros(1, 1, 8, 8).int()] * 3)
     _refused(ValueError, "diagonal_alignment: got 2", diagonal_alignment=2)
     _refused(ValueError, "left_bound: got -2", left_bound=-2)
     _refused(ValueError, "right_bound: got -3", right_bound=-3)

@@ -223,6 +223,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alignment: int, bou
     if len(set(kinds.values())) > 1:
         got = {name: f"{dtype} on {device}" for name, (dtype, device) in kinds.items()}
         raise ValueError(refusal(_WHERE, "types and devices", got, "one type, and one device, for all three"))
+    if not q.is_floating_point() or q.element_size() < 2:
+        allowed = "torch.float16 or torch.bfloat16; torch.float32 or torch.float64 on the CPU"
+        raise TypeError(refusal(_WHERE, "type of query", q.dtype, allowed, "convert all three"))
     hq, hk = q.shape[1], k.shape[1]
     if hq % max(hk, 1):
         raise ValueError(refusal(_WHERE, "heads of query", hq, f"multiples of the {hk} heads of key and value"))
