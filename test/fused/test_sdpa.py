@@ -20,6 +20,8 @@ from cudnn.sdpa import (
     sdpa_bwd_wrapper_sm100_d256,
     sdpa_fwd_wrapper_sm100_d256,
 )
+from cudnn.sdpa.bwd import parts
+from cudnn_kernels.attention import BackwardConfiguration
 from support.dense_attention import attend
 from support.recorded import OnGpu, Recorded
 from support.selection import brief, within
@@ -254,6 +256,22 @@ def test_deterministic_is_a_kernel_of_its_own_on_hopper(head: int, head_v: int, 
         attention = SdpaBackward(q, q, v, v, v, lse, q, q, v, arch=arch, **options)
         configuration = attention.plan(arch, attention.sizes(attention.descs)).configuration
         assert getattr(configuration, "deterministic", False) == (deterministic and arch == "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "heads", "split"),
+    [
+        ({}, [512] * 26, 8, (10, 6)), ({}, [64] * 26, 32, (40, 3)), ({}, [64] * 26, 33, (0, 1)), ({}, [], 8, (0, 1)),
+        ({"right": True}, [*range(64, 12, -2)], 32, (0, 1)), ({"right": True}, [*range(512, 96, -16)], 8, (208, 2)),
+        ({"right": True, "deterministic": True}, [*range(512, 96, -16)], 8, (0, 1)), ({}, [64] * 26, 64, (0, 1)),
+    ],
+)  # fmt: skip
+def test_last_blocks_of_keys_are_split(
+    options: dict[str, bool], lengths: list[int], heads: int, split: tuple[int, int]
+) -> None:
+    """In 66 pairs of CTAs, of which 208 blocks leave 10 for a fourth turn, and 858 none."""
+    c = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True, **options)
+    assert parts.chosen(c, lengths, heads) == dict(zip(("split", "parts"), split, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
 WIDER = replace(WIDE, head_v=192, tile=(64, 96))
 
+SPLIT = {"split": 3, "parts": 3}
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -102,6 +104,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
         for name in ("q", "do", "k", "v"):
             sequence(found, problem, index)[name].fill_(math.nan)
     numbers = {"scale_softmax": 1.3 / math.sqrt(head), "scale_output": 1.0, "softcap": problem.softcap}
+    numbers |= SPLIT
     ends = {"right": problem.right or 0, "left": problem.left or 0}
     given = {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
     return given | {"workspace": torch.full((64,), 255, dtype=torch.uint8)}
@@ -145,7 +148,7 @@ def backward_arguments(configuration: BackwardConfiguration, problem: Problem) -
     heads, ends = given["q"].shape[1], len(problem.lengths)
     rows = given["q"].shape[0 if problem.packed else 2]
     slots = problem.configured(configuration).slots()
-    size = workspace_size(slots, {"sq": rows, "hq": heads, "b": ends})
+    size = workspace_size(slots, {"sq": rows, "hq": heads, "b": ends, **SPLIT})
     return given | {"workspace": torch.full((size,), 255, dtype=torch.uint8)}
 
 
@@ -273,13 +276,13 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), Problem(((130, 200),))),
             ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2))),
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
-            ("sm_90a", PAIRED, SHORT),
+            ("sm_90a", replace(PAIRED, split=True), SHORT),
             ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
             ("sm_90a", replace(BACKWARD, tile=(64, 128)), replace(PACKED, left=60)),
-            ("sm_90a", THIN, WINDOW),
+            ("sm_90a", replace(THIN, split=True), WINDOW),
             ("sm_90a", replace(THIN, deterministic=True), SHORT),
             ("sm_90a", WIDE, SHORT),
-            ("sm_90a", replace(WIDE, deterministic=True), Problem(((200, 290),), heads=(2, 1), right=0)),
+            ("sm_90a", replace(WIDE, deterministic=True, split=True), Problem(((200, 290),), heads=(2, 1), right=0)),
             ("sm_90a", WIDER, WINDOW),
             ("sm_90a", replace(WIDER, deterministic=True), SHORT),
             ("sm_100a", GradientsConfiguration("bfloat16", 96, 96), WINDOW),
@@ -291,7 +294,11 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
                 replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
                 Problem(((40, 30),), heads=(9, 9), right=0),
             ),
-            ("sm_90a", replace(BACKWARD, deterministic=True), Problem(((150, 290), (70, 400)), packed=True, left=100)),
+            (
+                "sm_90a",
+                replace(BACKWARD, tile=(64, 128), deterministic=True, split=True),
+                Problem(((150, 290), (70, 400)), packed=True, left=100),
+            ),
         ],
         1,
         3,
@@ -316,7 +323,11 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
         *(
             pytest.param(table.configuration("sm_90a", "bfloat16", heads, ends), 6, marks=pytest.mark.full)
             for heads in table.TILES
-            for ends in (ONE_END, {"packed": True, "right": True, "left": True, "deterministic": True})
+            for ends in (
+                ONE_END,
+                {**ONE_END, "split": True},
+                {"packed": True, "right": True, "left": True, "deterministic": True},
+            )
         ),
     ],
 )

@@ -153,16 +153,44 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class KeyParts:
+    """A region of the workspace: bytes for every part of the blocks of keys that are split."""
+
+    name: str
+    bytes_per_part: int
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return sizes["split"] * sizes["parts"] * self.bytes_per_part
+
+
+@dataclass(frozen=True)
 class BackwardConfiguration(AttentionConfiguration):
     """dQ, dK and dV.
 
     ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
     in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
+    ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
     """
 
     pair: bool = False
     deterministic: bool = False
     v_in_registers: bool = False
+    split: bool = False
+
+    @property
+    def keys(self) -> int:
+        """Of a CTA, or a pair."""
+        return self.tile[1] * (1 + self.pair)
+
+    @property
+    def both(self) -> int:
+        """Elements of a key in dK and dV, up to a power of 2."""
+        return 1 << (self.head + self.head_v - 1).bit_length()
+
+    @property
+    def last_first(self) -> bool:
+        """Whether CTAs start with the last keys."""
+        return self.deterministic and self.right
 
     @property
     def dq_turned(self) -> bool:
@@ -184,12 +212,14 @@ class BackwardConfiguration(AttentionConfiguration):
             row_values(self.packed, "lse"),
             *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
             *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
-            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW, Workspace(self.regions()), Stream(),
+            *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
+            *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split, Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
-    def regions(self) -> tuple[Rows, ...]:
-        """The regions of the workspace: float32 values of every row."""
+    def regions(self) -> tuple[Any, ...]:
+        """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""
         values = {"row_products": 1, "log_sums": 1, "dq_sums": self.head}
         if self.deterministic:
             values["turns"] = 1
-        return tuple(Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
+        rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
+        return *rows, *[KeyParts("key_sums", 4 * self.keys * self.both)] * self.split

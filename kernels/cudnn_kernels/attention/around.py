@@ -12,6 +12,8 @@ from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, Rows, sequences
+from cudnn_kernels.attention.backward import Work, block_of
+from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -73,12 +75,14 @@ class Values:
     """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them.
 
     Of each sequence whole blocks of rows; the first two and the last are (s, h, b), the sums (512, .., blocks, h, b).
+    ``key_sums``: dK and dV of the parts of split blocks of keys, (keys, elements of both, parts, blocks).
     """
 
     log_sums: cute.Tensor
     products: cute.Tensor
     dq_sums: Any = None
     turns: Any = None
+    key_sums: Any = None
 
 
 def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
@@ -88,6 +92,7 @@ def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
     blocks, heads = sequences.blocks_of(q.shape[0], batches, c.tile[0], c.packed), q.shape[2:]
     sizes = {"sq": Int64(q.shape[0]), "sk": Int64(k.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
+    sizes |= {x: Int64(given[x]) for x in ("split", "parts") if x in given}
     shapes = {"dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads)}
     found = {
         x.name: region(c, given["workspace"], x.name, shapes.get(x.name, (blocks * c.tile[0], *heads)), sizes)
@@ -95,6 +100,9 @@ def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
         if isinstance(x, Rows)
     }
     values = Values(found["log_sums"], found["row_products"], found.get("dq_sums"), found.get("turns"))
+    if const_expr(c.split):
+        shape = (c.both, c.keys, given["parts"], given["split"])
+        values.key_sums = turned(region(c, given["workspace"], "key_sums", shape, sizes))
     lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
     RowProducts(c).launch(o, do, lse, values, offsets, given["stream"])
     return values
@@ -240,3 +248,56 @@ class QueryGradient:
             store_rows(sdQ, out, rows - row, thread)
 
     name(kernel, "cudnn_attention_query_gradient")
+
+
+class KeyGradients:
+    """dK and dV of the blocks of keys that are split: the sums of their parts, in this order, rounded.
+
+    One CTA has 16 keys of a block, a key 16 to 64 threads, and each of them 8 elements of dK or dV.
+    """
+
+    keys = 16
+
+    def __init__(self, configuration: BackwardConfiguration) -> None:
+        c = self.c = configuration
+        self.dtype = DTYPES[c.dtype]
+        self.lanes = c.both // VECTOR
+
+    def launch(
+        self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, work: Work, scale: Float32, stream: Any
+    ) -> None:  # fmt: skip
+        """Sums (keys, elements, parts, blocks), dK and dV (s, d, h, b)."""
+        self.kernel(sums, dk, dv, work, scale).launch(
+            grid=[sums.shape[3] * (self.c.keys // self.keys), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, work: Work, scale: Float32) -> None:
+        c, chunks = self.c, self.c.keys // self.keys
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        number, first = cta // chunks, cta % chunks * self.keys
+        block = block_of(c, work, work.whole + number, c.keys, c.tile[0], False, c.last_first)
+        vector = thread % self.lanes
+        total, part = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+        rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
+        for i in cutlass.range_constexpr(self.keys * self.lanes // THREADS):
+            key = first + i * (THREADS // self.lanes) + thread // self.lanes
+            row = block.row + key
+            if (vector < (c.head + c.head_v) // VECTOR) & (row < block.mask.queries):
+                total.fill(0.0)
+                for j in cutlass.range(sums.shape[2], unroll=4):
+                    cute.autovec_copy(cute.local_tile(sums[key, None, j, number], (VECTOR,), (vector,)), part)
+                    total.store(total.load() + part.load())
+                of_k = vector < c.head // VECTOR
+                factor = Float32(select_(of_k, scale, Float32(1.0)))
+                rounded.store((total.load() * factor).to(self.dtype))
+                row += block.first_row
+                if of_k:
+                    out = dk[row, None, block.head, block.batch]
+                    cute.autovec_copy(rounded, cute.local_tile(out, (VECTOR,), (vector,)))
+                else:
+                    out = dv[row, None, block.head, block.batch]
+                    cute.autovec_copy(rounded, cute.local_tile(out, (VECTOR,), (vector - c.head // VECTOR,)))
+
+    name(kernel, "cudnn_attention_key_gradients")

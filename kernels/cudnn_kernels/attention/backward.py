@@ -34,6 +34,8 @@ class Work:
     offsets_k: Any
     right: Int32
     left: Int32
+    whole: Any = None  # blocks that are not split
+    parts: Any = None  # divisor: of the others
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Block:
     ``begin`` to before ``end`` of so many ``heads`` from ``first_head`` on. Where rows are keys, columns are queries.
 
     ``first_block`` is that of the sequence's queries among all in the workspace. ``mask`` says which columns rows see.
+    Of these blocks of all heads the CTA has ``steps`` from the ``first`` on: a ``part`` of the ``number``-th split
+    block of rows or, with a number below 0, all of a whole one.
     """
 
     row: Int32
@@ -55,11 +59,14 @@ class Block:
     begin: Int32
     end: Int32
     mask: Mask
+    first: Any = 0
+    steps: Any = None
+    part: Any = None
+    number: Any = None
 
-    @property
-    def steps(self) -> Int32:
-        """Blocks of all heads."""
-        return (self.end - self.begin) * self.heads
+    def __post_init__(self) -> None:
+        if self.steps is None:
+            self.steps = (self.end - self.begin) * self.heads
 
 
 def work_of(
@@ -78,7 +85,26 @@ def work_of(
         Int32(q.shape[0]), Int32(k.shape[0]), *divisors, all_heads, Int32(q.shape[2] // key_heads), offsets,
         given.get("cum_seqlen_k"), given["right"], given["left"],
     )  # fmt: skip
-    return work, together * blocks * sections
+    count = together * blocks * sections
+    if const_expr(c.split):
+        work.whole = cutlass.max(Int32(count) - given["split"], Int32(0))
+        work.parts = cute.FastDivmodDivisorV2(cutlass.max(given["parts"], 1))
+        count = work.whole + (count - work.whole) * given["parts"]
+    return work, count
+
+
+@cute.jit
+def part_of(c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, last_first: bool) -> Block:
+    """What a CTA, or a pair, has where the last blocks of keys are split."""
+    number, part, parts, item = index - work.whole, Int32(0), Int32(1), index
+    if number >= 0:
+        number, part = divmod(number, work.parts)
+        parts, item = work.parts.divisor, work.whole + number
+    block = block_of(c, work, item, size, step, False, last_first)
+    total = block.steps
+    block.first, block.part, block.number = total * part // parts, part, number
+    block.steps = total * (part + 1) // parts - block.first
+    return block
 
 
 @cute.jit
@@ -119,5 +145,5 @@ def block_of(
 
 def place_of(block: Block, step: Int32) -> tuple[Int32, Int32]:
     """A step's head of the columns, and its block of them."""
-    blocks = block.end - block.begin
+    step, blocks = block.first + step, block.end - block.begin
     return block.first_head + step // blocks, block.begin + step % blocks

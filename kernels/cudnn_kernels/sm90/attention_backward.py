@@ -29,8 +29,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
-from cudnn_kernels.attention.around import QueryGradient, Values, prepare, store_rows
-from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
+from cudnn_kernels.attention.around import KeyGradients, QueryGradient, Values, prepare, store_rows
+from cudnn_kernels.attention.backward import Block, Work, block_of, part_of, place_of, work_of
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import turned
@@ -116,12 +116,16 @@ class Backward:
         values = prepare(c, given)
         work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
-        sums = values.dq_sums
-        self.kernel(atoms, dk, dv, (values.log_sums, values.products, sums, values.turns), work, scale).launch(
+        sums, key_sums = values.dq_sums, values.key_sums
+        again = replace(work)
+        told = (values.log_sums, values.products, sums, values.turns, key_sums)
+        self.kernel(atoms, dk, dv, told, work, scale).launch(
             grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
         QueryGradient(c).launch(sums, dq, offsets, scale, stream)
+        if const_expr(c.split):
+            KeyGradients(c).launch(key_sums, dk, dv, again, scale, stream)
 
     @cute.kernel
     def kernel(
@@ -139,8 +143,10 @@ class Backward:
                   for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
         shared |= self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
         c, values, (index, _, _) = self.c, Values(*values), cute.arch.block_idx()
-        last_first, size = c.deterministic and c.right, self.cluster * self.n
-        block = block_of(c, work, index // self.cluster, size, self.m, False, last_first)
+        if const_expr(c.split):
+            block = part_of(c, work, index // self.cluster, c.keys, self.m, c.last_first)
+        else:
+            block = block_of(c, work, index // self.cluster, c.keys, self.m, False, c.last_first)
         block.row += rank * self.n
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
@@ -202,7 +208,7 @@ class Backward:
     def fetch_keys(self, atoms: Any, shared: Any, block: Block, places: Any) -> None:
         """Fetches the tiles that stay, if there are any steps."""
         boxes, full = self.boxes(), shared["kv_full"]
-        if block.end > block.begin:
+        if block.steps > 0:
             self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
             for x, place in places.items():
                 rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_row, block.mask.queries)
@@ -316,8 +322,34 @@ class Backward:
         arguments = [place.toint(), Int32(count)]
         cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=arguments)
 
-    def finish(self, shared: Any, block: Block, results: Any, scale: Float32, group: Int32, thread256: Int32) -> None:
-        """Writes dK and dV, the sums and the tensor of each, through the buffers of K and V."""
+    @cute.jit
+    def finish(
+        self, shared: Any, values: Values, block: Block, results: Any, scale: Float32, rank: Any, group: Int32,
+        thread256: Int32,
+    ) -> None:  # fmt: skip
+        """Writes dK and dV, the sums and the tensor of each: of a split block to the workspace."""
+        if const_expr(self.c.split):
+            if block.number >= 0:
+                self.leave(values, block, results, rank, group, thread256 - group * GROUP)
+            else:
+                self.store(shared, block, results, scale, group, thread256)
+        else:
+            self.store(shared, block, results, scale, group, thread256)
+
+    def leave(
+        self, values: Values, block: Block, results: Any, rank: Any, group: Int32, thread: Int32
+    ) -> None:  # fmt: skip
+        """Writes sums as they are, to be added to those of other parts."""
+        column = 0
+        for (acc, out), product in zip(results.values(), (self.dk, self.dv), strict=True):
+            place, head = (rank * self.n, column, block.part, block.number), cute.size(out, mode=[1])
+            tile = cute.local_tile(cute.domain_offset(place, values.key_sums)[None, None, 0, 0], (self.n, head), (0, 0))
+            target = product.mma().get_slice(thread).partition_C(self.result_part(tile, group))
+            cute.autovec_copy(acc, target)
+            column += head
+
+    def store(self, shared: Any, block: Block, results: Any, scale: Float32, group: Int32, thread256: Int32) -> None:
+        """Writes sums, rounded, through the buffers of K and V."""
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)  # both have used the buffers
         for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), (scale, None), strict=True):
             part = self.result_part(shared[x], group)
@@ -435,7 +467,8 @@ class AttentionBackward(Backward):
             else:
                 warpgroup.wait_group(0)
                 self.release(q_empty + stage)
-        self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
+        results = {"k": (acc_dk, dk), "v": (acc_dv, dv)}
+        self.finish(shared, values, block, results, scale, rank, group, thread256)
 
     @cute.jit
     def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:

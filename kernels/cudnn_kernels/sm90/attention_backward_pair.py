@@ -156,7 +156,8 @@ class PairedBackward(Backward):
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
         if const_expr(c.deterministic):
             self.added(shared["added"])
-        self.finish(shared, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, group, thread256)
+        results = {"k": (acc_dk, dk), "v": (acc_dv, dv)}
+        self.finish(shared, values, block, results, scale, rank, group, thread256)
 
     def exponentials(
         self, scores: cute.Tensor, scale: Float32, log_sums: cute.Tensor

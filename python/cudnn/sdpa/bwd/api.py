@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, keys, queries, row_values
+from cudnn.sdpa.bwd import parts
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 
@@ -27,13 +29,14 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
     (256, 256): {"tile": (64, 80), "pair": True},
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
-PACKED_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same of packed sequences, where 80 rows and a mask take more registers than there are."""
+SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
+"""The same with a mask of packed sequences, or of split blocks, where 80 rows take more registers than there are."""
 
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
-    tiles = TILES | (PACKED_TILES if ends["packed"] else {})
+    small = ends["packed"] or (ends["right"] and ends.get("split"))
+    tiles = TILES | (SMALL_TILES if small else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
         "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
@@ -65,7 +68,7 @@ class SdpaBackward(Gradients, Attention):
     returns = ("dq", "dk", "dv")
     scalars = ("scale_softmax", "right", "left")
     head_sizes = tuple(TILES)
-    usual_shapes = tuple((1, 1, 128, *heads) for heads in TILES)
+    usual_shapes = tuple((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048))
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
@@ -96,10 +99,31 @@ class SdpaBackward(Gradients, Attention):
         if tiler != (128, 64):
             raise self.error("dkdv_mma_tiler_mn", tiler, "(128, 64); the kernel chooses its tiles")
 
+    @functools.cached_property
+    def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many of the last blocks of keys are split, and in how many parts, by the samples' sizes."""
+        sizes, (right, left) = super().sizes(self.descs), (self.window.right, self.window.left)
+        heads = (sizes["d"], sizes["dv"])
+        if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
+            return {"split": 0, "parts": 1}
+        c, share = (
+            configuration("sm_90a", "bfloat16", heads, {**self.ends(), "deterministic": self.deterministic}),
+            sizes["hq"] // max(sizes["hk"], 1),
+        )
+        lengths: list[int] = []
+        for key in range(sizes["sq"] - sizes["sk"], sizes["sq"], c.keys):
+            begin = 0 if right is None else max(key - right, 0)
+            end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
+            lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
+        return parts.chosen(c, lengths, sizes["b"] * sizes["hk"])
+
+    def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
+        return {**super().sizes(descs), **self.constants}
+
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, options = (sizes["d"], sizes["dv"]), self.ends()
         if arch == "sm_90a":
-            options["deterministic"] = self.deterministic
+            options |= {"deterministic": self.deterministic, "split": self.constants["split"] > 0}
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:

@@ -1,0 +1,43 @@
+"""Which blocks of keys the backward kernels for Hopper split, so that the last turn fills the chip."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from cudnn_kernels.architecture import ARCHITECTURES
+from cudnn_kernels.attention import BackwardConfiguration
+
+STARTING, SUMMING, PART = 2.0, 2.0, 0.012
+"""In steps: what a CTA takes before the first and after the last one, the kernel that adds up parts, and each part."""
+PARTS = (2, 3, 4, 6, 8, 12, 16, 32)
+MOST = 8  # turns of parts, which bounds the workspace
+EVEN, UNEVEN = 13, 6  # turns from which on it gains nothing, where blocks take as long as each other or not
+
+
+def chosen(c: BackwardConfiguration, lengths: list[int], heads: int) -> dict[str, int]:
+    """How many of the last blocks are ``split``, and in how many ``parts``.
+
+    Every head has blocks of these numbers of steps. CTAs, or pairs, take blocks as they come, first ones first. Where
+    they take turns and start with the shortest blocks, none is split: parts would wait for each other.
+    """
+    places, count = ARCHITECTURES["sm_90a"].multiprocessors // (1 + c.pair), heads * len(lengths)
+    even = len(set(lengths)) < 2
+    split = count % places if even else count
+    if c.last_first or not split or count >= (EVEN if even else UNEVEN) * places:
+        return {"split": 0, "parts": 1}
+    blocks = [steps for steps in lengths for _ in range(heads)][count - split :]  # whole turns before change nothing
+    took = {(0, 1): makespan(blocks, places)}
+    for parts in PARTS:
+        if split * parts <= MOST * places:
+            work = [x * (i + 1) // parts - x * i // parts for x in blocks for i in range(parts)]
+            took[split, parts] = makespan(work, places) + SUMMING + split * parts * PART
+    return dict(zip(("split", "parts"), min(took, key=lambda key: took[key]), strict=True))
+
+
+def makespan(blocks: Sequence[int], places: int) -> float:
+    """When all blocks of so many steps are done, which start in this order, wherever a place is free."""
+    ends = [0.0] * places
+    for steps in blocks:
+        heapq.heapreplace(ends, ends[0] + steps + STARTING)
+    return max(ends)
