@@ -19,8 +19,8 @@ from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 Q, K, V, O = range(4)  # noqa: E741
 L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
@@ -81,7 +81,7 @@ class Call:
     scale_output: Float32
 
 
-class Forward:
+class Forward(Kernel):
     """A kernel for one :class:`ForwardConfiguration`.
 
     A subclass has what its ``threads`` do (``body``), how a buffer lies in shared memory (``layout``), which rows and
@@ -95,7 +95,8 @@ class Forward:
     stays: bool = False
 
     def __init__(self, configuration: ForwardConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.dtype = DTYPES[c.dtype]
         self.tile_m, self.tile_n = c.tile
         self.boxes = [(self.rows, c.head), (self.tile_n, c.head), (self.tile_n, c.head_v), (self.rows, c.head_v)]
@@ -104,18 +105,15 @@ class Forward:
         """Buffers in shared memory, rows of contiguous elements: (rows, columns, stages)."""
         raise NotImplementedError
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         work = self.work(given)
         ctas = work.tiles * work.all_heads
-        if const_expr(c.queue):
+        if c.queue:
             self.restart(work.drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
-        if const_expr(self.stays or c.queue):
+        if self.stays or c.queue:
             ctas = cutlass.min(given["multiprocessors"], ctas)
-        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if const_expr(c.lse) else None
+        lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if c.lse else None
         copies = [self.copy(which, sequences.copied(given["qkvo"[which]], c.packed)) for which in (Q, K, V, O)]
         self.kernel(self.call(given, copies, lse, given.get("sink"), work)).launch(
             grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=given["stream"], min_blocks_per_mp=1

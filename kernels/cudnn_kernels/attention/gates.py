@@ -5,34 +5,33 @@ A thread has 16 bytes of a row of a head; threads next to each other have a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cudnn_kernels.attention.sparse import BRANCHES, GateConfiguration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 THREADS = 256
 VECTOR = 8  # elements of 16 bits
 
 
-class Gates:
+class Gates(Kernel):
     """The kernel for one :class:`GateConfiguration`, forward or backward."""
 
     def __init__(self, configuration: GateConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.dtype, self.gate_dtype = DTYPES[c.dtype], DTYPES[c.gates]
         self.lanes = c.width // VECTOR  # of a row
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
-        kernel = self.gradients if const_expr(self.c.gradient) else self.kernel
+    def launch(self, given: Mapping[str, Any]) -> None:
+        kernel = self.gradients if self.c.gradient else self.kernel
         branches = tuple(given[x] for x in BRANCHES)
         changes = tuple(given.get("d_" + x) for x in BRANCHES)
         kernel(branches, changes, given["gates"], given.get("d_gates"), given["out"]).launch(

@@ -8,31 +8,25 @@ same block are counted in their order. So the result is the same from call to ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cudnn_kernels.attention.sparse import InverseConfiguration
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 WARP = 32
 WARPS = 4  # of a CTA
 ALL = 0xFFFFFFFF
 
 
-class Inverse:
-    """The kernel for one :class:`InverseConfiguration`."""
+class Inverse(Kernel):
+    """The kernel for one ``InverseConfiguration``."""
 
-    def __init__(self, configuration: InverseConfiguration) -> None:
-        self.c = configuration
-
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         indices = given["block_indices"]
         warps = cute.ceil_div(indices.shape[0], self.c.rows)
         self.kernel(

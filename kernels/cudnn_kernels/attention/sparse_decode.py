@@ -12,6 +12,7 @@ t, 8 + t, 16 + t, ...
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -23,8 +24,8 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import ALWAYS, NEWEST, SparseDecodeConfiguration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 WARP = 32
 WARPS = 8
@@ -35,18 +36,15 @@ VECTOR = 8  # elements of 16 bits that a thread loads at once
 NONE = 1 << 30  # behind all blocks
 
 
-class Decode:
+class Decode(Kernel):
     """The kernel for one :class:`SparseDecodeConfiguration`."""
 
     def __init__(self, configuration: SparseDecodeConfiguration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         self.dtype = DTYPES[configuration.dtype]
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         caches = tuple(given[x] for x in ("k", "v", "compressed_k", "compressed_v"))
         self.kernel(
             given["q"], caches, given["gates"], given["lengths"], given["compressed_lengths"], given["probabilities"],

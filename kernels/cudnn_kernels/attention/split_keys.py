@@ -11,6 +11,7 @@ what lies beyond is read as zeros.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V, par
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 
 GROUP, WARP = 128, 32
 VECTOR = 8  # elements in 16 bytes
@@ -71,15 +71,12 @@ class SplitKeys(Forward):
         for which in (K, V):
             self.boxes[which] = (size, self.boxes[which][1])
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         q, o = (sequences.matrix(given[x], False) for x in ("q", "o"))
         splits, batches, key_heads = given["splits"], q.shape[3], given["k"].shape[1]
         copies, by_page, by_row = [], [], []
-        for which in cutlass.range_constexpr(K, V + 1):
+        for which in (K, V):
             pool = sequences.matrix(given["qkv"[which]], False)
             page, row = (sequences.pitch(pool.stride[i], self.dtype.width) for i in (3, 0))
             step = common_step(page, row)
