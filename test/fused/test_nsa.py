@@ -48,8 +48,9 @@ def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("arch", brief(["", "sm_90a", "sm_100a"], 0, 1))
 def test_selection_backward(is_causal: bool, arch: str) -> None:
+    """With a mask, gradients are added to what there is."""
     c = replace(C, causal=is_causal)
     given = nsa.selection_inputs(c, CHOICE)
     given["lse"], given["do"] = torch.empty_like(given["l"]), torch.randn_like(given["o"])
@@ -57,9 +58,13 @@ def test_selection_backward(is_causal: bool, arch: str) -> None:
     given["lse"] = given["lse"].unsqueeze(2)
     call = selection_call(given) | named(given, "o", "do", "lse")
     del call["cum_seqlen_k_tensor"]
+    before = tuple(torch.randn_like(given[x]) for x in "qkv") if is_causal else None
+    if before:
+        call["added_to"] = tuple(x.clone() for x in before)
     with within(arch):
         found = NSA.selection_attention_backward_wrapper(**call, is_causal=is_causal)
-    nsa.assert_differentiated(given | dict(zip(("dq", "dk", "dv"), found, strict=True)), c)
+    own = [x - y for x, y in zip(found, before, strict=True)] if before else found
+    nsa.assert_differentiated(given | dict(zip(("dq", "dk", "dv"), own, strict=True)), c)
 
 
 @pytest.mark.parametrize("arch", ["", "sm_90a"])
@@ -361,6 +366,7 @@ def test_what_compression_refuses(change: dict[str, Any], error: type[Exception]
     ),
 )  # fmt: skip
 def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
+    """Of packed sequences, dQ is added to what there is."""
     call = compression_call(queries, keys, d, key_heads=2)
     of = {name: x.double().requires_grad_() for name, x in call.items()}
     o, lse = compressed(of, d**-0.5)
@@ -371,8 +377,10 @@ def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arc
     if packed:
         given, lse = {name: flat(x) for name, x in given.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
         ends = {f"cum_seqlen_{name}_tensor": torch.arange(3).int() * n for name, n in (("q", queries), ("k", keys))}
+    before = [torch.randn_like(given["q_tensor"]) if packed else 0.0, 0.0, 0.0]
     with within(arch):
-        found = NSA.compression_attention_backward_wrapper(**given, lse_tensor=lse, **ends)
-    for gradient, wanted in zip(found, expected, strict=True):
-        wanted = flat(wanted) if packed else wanted
+        added = {"added_to": before[0].clone()} if packed else {}
+        found = NSA.compression_attention_backward_wrapper(**given, lse_tensor=lse, **ends, **added)
+    for gradient, wanted, x in zip(found, expected, before, strict=True):
+        wanted = (flat(wanted) if packed else wanted) + x
         assert (gradient.double() - wanted).norm() < 2e-3 * wanted.norm()

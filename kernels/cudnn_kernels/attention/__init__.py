@@ -170,12 +170,14 @@ class BackwardConfiguration(AttentionConfiguration):
     ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
     in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
     ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
+    ``adds``: dQ is added to what its tensor has.
     """
 
     pair: bool = False
     deterministic: bool = False
     v_in_registers: bool = False
     split: bool = False
+    adds: bool = False
 
     @property
     def keys(self) -> int:

@@ -37,15 +37,24 @@ def block_of_rows(block: Int32, rows: Any, size: int, offsets: Any) -> tuple[Int
 
 
 @cute.jit
-def store_rows(buffer: cute.Tensor, out: cute.Tensor, rows: Int32, thread: Int32) -> None:
-    """Writes a buffer in shared memory, (s, d), where there are so many rows, by 256 threads."""
+def store_rows(buffer: cute.Tensor, out: cute.Tensor, rows: Int32, thread: Int32, adds: bool = False) -> None:
+    """Writes a buffer in shared memory, (s, d), where there are so many rows, by 256 threads. ``adds``: to what is
+    there.
+    """
     columns = cute.size(buffer, mode=[1]) // VECTOR
     for i in cutlass.range_constexpr(-(-cute.size(buffer, mode=[0]) * columns // THREADS)):
         vector = thread + i * THREADS
         where = (vector // columns, vector % columns)
         if where[0] < rows:
-            ready = cute.local_tile(buffer, (1, VECTOR), where)
-            cute.autovec_copy(ready, cute.local_tile(out, (1, VECTOR), where))
+            ready, target = (cute.local_tile(x, (1, VECTOR), where) for x in (buffer, out))
+            if const_expr(adds):
+                some, before = (cute.make_rmem_tensor(ready.shape, out.element_type) for _ in range(2))
+                cute.autovec_copy(ready, some)
+                cute.autovec_copy(target, before)
+                some.store((some.load().to(Float32) + before.load().to(Float32)).to(out.element_type))
+                cute.autovec_copy(some, target)
+            else:
+                cute.autovec_copy(ready, target)
 
 
 @dataclass
@@ -245,7 +254,7 @@ class QueryGradient:
                         cute.autovec_copy(pair, cute.local_tile(sdQ, (1, 2), where))
             cute.arch.sync_threads()
             out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
-            store_rows(sdQ, out, rows - row, thread)
+            store_rows(sdQ, out, rows - row, thread, c.adds)
 
     name(kernel, "cudnn_attention_query_gradient")
 

@@ -181,12 +181,14 @@ class SelectionBackwardConfiguration(Selected):
     ``tile`` and ``stages`` are those for dQ, as forward. The rows that chose block b of head h of K are ``choosing``
     from ``choosing_ends[h * blocks + b, 0]`` to the next one, where ``blocks`` are those of all sequences: sequence i
     has the blocks from ``cum_seqlen_q[i] / block + i`` on. They are taken in parts of ``part`` rows; the other columns
-    of ``choosing_ends`` count parts, and parts of lists that have several.
+    of ``choosing_ends`` count parts, and parts of lists that have several. ``adds``: gradients are added to what their
+    tensors have.
     """
 
     tile: tuple[int, int] = (128, 64)
     stages: int = 4
     part: int = PART
+    adds: bool = False
 
     kernel = "selection_backward:SelectionBackward"
 

@@ -377,6 +377,21 @@ class SelectionBackward(SelectedRows):
                     own = cute.local_tile(out[mine.first + mine.key + row, mine.head, None], (width,), (part,))
                     self.write_pairs(own, acc, width, slot, factor, member)
 
+    @cute.jit
+    def write_pairs(
+        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
+    ) -> None:  # fmt: skip
+        """A thread's values of a row, times a factor, maybe added to what is there."""
+        if const_expr(self.b.adds):
+            order = self.score_rows.order(width, slot)
+            held = [cute.make_rmem_tensor(2, self.dtype) for _ in range(0, len(order), 2)]
+            for i, pair in enumerate(held):
+                cute.autovec_copy(cute.local_tile(out, (2,), (self.score_rows.column(thread, 2 * i) // 2,)), pair)
+            for place, i in enumerate(order):
+                acc[i] = acc[i] * factor + held[place // 2][place % 2].to(Float32)
+            factor = Float32(1.0)
+        SelectedRows.write_pairs(self, out, acc, width, slot, factor, thread)
+
     @cute.kernel
     def add_parts(
         self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, ends: cute.Tensor, offsets: cute.Tensor,

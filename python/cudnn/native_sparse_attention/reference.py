@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,15 @@ def selection_backward(tensors: Mapping[str, Any], scale: float, block_size: int
         tensors["dq"][rows, heads] = (scale * gradients @ k).transpose(0, 1).to(dtype)
         tensors["dk"][rows, head] = (scale * gradients.mT @ q).sum(0).to(dtype)
         tensors["dv"][rows, head] = (wide(weights.to(dtype)).mT @ do).sum(0).to(dtype)
+
+
+@contextlib.contextmanager
+def added(tensors: Mapping[str, Any], names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """The tensors, of which those of some names are others: at the end they are added to the ones that were given."""
+    own = {name: torch.zeros_like(tensors[name]) for name in names}
+    yield {**tensors, **own}
+    for name, x in own.items():
+        tensors[name].add_(x)
 
 
 def _heads(tensors: Mapping[str, Any]) -> Iterator[tuple[slice, int, slice, Any, Any, Any]]:

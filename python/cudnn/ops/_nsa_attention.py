@@ -12,7 +12,7 @@ from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.top_k.api import MOST
 from cudnn.ops._memory import aligned
-from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, say, selection_takes_gates
+from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, nsa_gates_bwd, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.attention.sparse import ALWAYS
 
@@ -114,14 +114,13 @@ def nsa_attention(
     differentiated = torch.is_grad_enabled() and any(
         x.requires_grad for x in (query, key, value, compressed_key, compressed_value, gates)
     )
-    compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
-    near, _ = nsa_window(q, k, v, *window)
-    of_selection = (q, k, v, lists, ends, factor, block_size)
     if not differentiated and selection_takes_gates(q, v, block_size):
-        out = nsa_gated_selection(*of_selection, compressed, near, g)
+        compressed, _, lists = _compressed(q, ck, cv, lists, ends, ends_compressed, factor, best, *sizes, most_keys)
+        near, _ = nsa_window(q, k, v, *window)
+        out = nsa_gated_selection(q, k, v, lists, ends, factor, block_size, compressed, near, g)
     else:
-        selected, _ = nsa_selection(*of_selection)
-        out = nsa_gates(compressed, selected, near, g)
+        rest = (factor, best, *sizes, most_keys, window_size, longest)
+        out, *_ = nsa_branches(q, k, v, ck, cv, g, lists, ends, ends_compressed, ends if packed else None, *rest)
     return out if packed else out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 
 
@@ -514,3 +513,85 @@ def _differentiate_window(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...
 
 
 nsa_window.register_autograd(_differentiate_window, setup_context=_setup_window)
+
+
+@custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
+def nsa_branches(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
+    given_lists: Maybe, ends: torch.Tensor, ends_compressed: torch.Tensor, ends_window: Maybe, scale: float, count: int,
+    block_size: int, compress_stride: int, most_keys: int, window: int, longest: int,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """The sum of the branches, each times its gate, then O and log-sum-exp of each branch, and the lists, if none are
+    given.
+    """
+    sizes = (count, block_size, compress_stride, most_keys)
+    o, lse, lists = _compressed(q, ck, cv, given_lists, ends, ends_compressed, scale, *sizes)
+    selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
+    near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
+    own = lists if given_lists is None else lists.new_empty(0)
+    return nsa_gates(o, selected, near, gates), o, lse, selected, selected_lse, near, stats, own
+
+
+@nsa_branches.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
+    given_lists: Maybe, ends: torch.Tensor, ends_compressed: torch.Tensor, ends_window: Maybe, scale: float, count: int,
+    block_size: int, compress_stride: int, most_keys: int, window: int, longest: int,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    out, o, selected = (q.new_empty((*q.shape[:2], v.shape[2])) for _ in range(3))
+    own = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
+    return out, o, _row_values(q), selected, _row_values(q), *_window_results(q, v, ends_window, longest), own
+
+
+@custom_op("nsa_branches_bwd")
+def nsa_branches_bwd(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor,
+    gates: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, selected: torch.Tensor, selected_lse: torch.Tensor,
+    near: torch.Tensor, stats: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, ends_compressed: torch.Tensor,
+    ends_window: Maybe, scale: float, block_size: int, window: int, longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k, v, ck, cv and gates. Selection's and compression's kernels add theirs to the window's."""
+    d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, o, selected, near, gates)
+    sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)
+    if _by_kernels(q):
+        chosen = _lists(lists, ends)
+        given = (q, k, v, selected, d_selected, selected_lse, chosen["block_indices"], chosen["block_counts"], ends)
+        NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, added_to=sums)
+        given = (q, ck, cv, o, d_o, lse, ends, ends_compressed)
+        _, d_ck, d_cv = NSA.compression_attention_backward_wrapper(*given, scale, added_to=sums[0]).values()
+    else:
+        more = nsa_selection_bwd(d_selected, q, k, v, selected, selected_lse, lists, ends, scale, block_size)
+        dq, d_ck, d_cv = nsa_compression_bwd(d_o, q, ck, cv, o, lse, ends, ends_compressed, scale)
+        for x, y in zip((*sums, sums[0]), (*more, dq), strict=True):
+            x.add_(y)
+    return *sums, d_ck, d_cv, d_gates
+
+
+@nsa_branches_bwd.register_fake
+def _(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor,
+    gates: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, selected: torch.Tensor, selected_lse: torch.Tensor,
+    near: torch.Tensor, stats: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, ends_compressed: torch.Tensor,
+    ends_window: Maybe, scale: float, block_size: int, window: int, longest: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _like(q), _like(k), _like(v), _like(ck), _like(cv), _like(gates)
+
+
+def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *parts, lists = output[1:]
+    given = inputs[6]
+    ctx.save_for_backward(*inputs[:6], *parts, lists if given is None else given, *inputs[7:10])
+    scale, _, block_size, _, _, window, longest = inputs[10:]
+    ctx.options = (scale, block_size, window, longest)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate_branches(ctx: Any, d_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    return *nsa_branches_bwd(d_out.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 11
+
+
+nsa_branches.register_autograd(_differentiate_branches, setup_context=_setup_branches)

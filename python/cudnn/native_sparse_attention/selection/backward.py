@@ -53,6 +53,7 @@ class SelectionAttentionBackward(Selected):
         block_size, scale_softmax, is_causal, arch: as those of :class:`SelectionAttention`.
         part: rows of a block's list that the kernel takes at a time: that of ``choosing_rows``. Small ones spread short
             sequences over the multiprocessors; they take more workspace.
+        adds: gradients are added to what their tensors have.
     """
 
     title = "selection attention, backward"
@@ -68,13 +69,14 @@ class SelectionAttentionBackward(Selected):
     head_sizes = tuple(TILES)
 
     part: int
+    adds: bool
 
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
         sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor, sample_block_indices: Tensor,
         sample_block_counts: Tensor, sample_cum_seqlen_q: Tensor, sample_choosing: Tensor,
         sample_choosing_ends: Tensor, block_size: int = 64, scale_softmax: float | None = None,
-        arch: str | None = None, is_causal: bool = False, part: int = PART,
+        arch: str | None = None, is_causal: bool = False, part: int = PART, adds: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -101,25 +103,30 @@ class SelectionAttentionBackward(Selected):
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionBackwardConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            part=self.part, **TILES[heads],
+            part=self.part, adds=self.adds, **TILES[heads],
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        reference.selection_backward(tensors, tensors["scale_softmax"], self.block_size, self.is_causal)
+        rest = tensors["scale_softmax"], self.block_size, self.is_causal
+        with reference.added(tensors, self.returns if self.adds else ()) as own:
+            reference.selection_backward(own, *rest)
 
 
 def selection_attention_backward_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
     block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, block_size: int = 64,
     scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
+    added_to: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> TupleDict:  # fmt: skip
     """Turns the lists around, allocates the results, compiles where that was not done yet, and executes.
 
-    Returns ``dq_tensor, dk_tensor, dv_tensor``. Arguments and errors as those of :class:`SelectionAttentionBackward`.
+    Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. Arguments and errors as
+    those of :class:`SelectionAttentionBackward`.
     """
     given = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
-    results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
+    made = added_to or [torch.empty_like(x) for x in (q_tensor, k_tensor, v_tensor)]
+    results = dict(zip(("dq", "dk", "dv"), made, strict=True))
     part = PART
     while part > LEAST_PART and part * PARTS > block_indices_tensor.numel():
         part //= 2
@@ -130,6 +137,7 @@ def selection_attention_backward_wrapper(
         "cum_seqlen_q": cum_seqlen_q_tensor, "choosing": choosing, "choosing_ends": ends,
     }  # fmt: skip
     options = {"block_size": block_size, "scale_softmax": scale_softmax, "is_causal": is_causal, "part": part}
+    options["adds"] = added_to is not None
     operation = cached(SelectionAttentionBackward, tensors, options)
     operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
     return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
