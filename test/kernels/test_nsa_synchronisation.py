@@ -76,6 +76,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "selection": (
         SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 40), 3)
     ),
+    "gradients by rows": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
     "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
@@ -87,7 +88,7 @@ IN_ONE = {
     "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
     "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
 }
-KERNELS = {"gradients by blocks": "_blocks"}  # a part of its name, where a call has several
+KERNELS = {"gradients by rows": "_rows", "gradients by blocks": "_blocks"}  # a part of its name, where a call has several
 OF_TOP_K = {
     "bar.warp.sync": (1, LANES),
     "fence.mbarrier_init.release.cluster": (1, "the fence between proxies, before all meet, orders these writes too"),

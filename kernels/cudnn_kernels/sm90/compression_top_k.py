@@ -252,12 +252,12 @@ class CompressionTopK(TopK):
     ) -> None:  # fmt: skip
         """One warp: the list of a row of Q, from sums of so many keys. A lane has some scores, as bits."""
         s, lane = rows.sequence, cute.arch.lane_idx()
-        end = self.candidates(s, query)
+        end = cutlass.min(self.candidates(s, query), self.blocks)  # none behind the tile's keys
         bits, chosen = cute.make_rmem_tensor(self.held, Int32), cute.make_rmem_tensor(self.halves, Int32)
         chosen.fill(-1)
         for each in cutlass.range_constexpr(self.held):
             block, found = each * WARP + lane, Int32(NEVER)
-            if (block < self.blocks) & (block > 0) & (block < end):
+            if (block > 0) & (block < end):
                 score = Float32(0.0)
                 for x in cutlass.range_constexpr(self.share):
                     if block * self.share + x < cutlass.min(s.keys, width):

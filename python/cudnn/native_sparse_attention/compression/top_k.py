@@ -48,7 +48,8 @@ class CompressionTopK(Sparse):
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
         k_value: 1 to 64. selection_block_size: rows of a block, a multiple of compress_stride.
         compress_stride: rows for each compressed key.
-        max_s_k: most compressed keys of a sequence, up to 128; those beyond may be ignored. None: the rows of k, of
+        max_s_k: most compressed keys of a sequence, up to 128. On a GPU nothing checks this: of a longer sequence the
+            first 64 or 128 keys are attended to, and only their blocks can be among the best. None: the rows of k, of
             which later calls may have up to 64, or up to 128 if the samples have more.
         scale_softmax: above 0. None or 0: 1 / sqrt(d).
         arch: as that of :class:`CompressionAttention`.
