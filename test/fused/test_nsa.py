@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +13,7 @@ import torch
 from cudnn import NSA, registry
 from cudnn.fused.call import _unrelated
 from cudnn.native_sparse_attention.selection import inverse
-from cudnn_kernels.attention.sparse import InverseConfiguration, SelectionConfiguration
+from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
 from kernels.test_nsa import Choice, Ranking
 from support.dense_attention import attend
@@ -76,7 +75,7 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     counts = torch.tensor([[2], [1], [9], [2], [2], [0], [1], [2]], dtype=torch.int32)
     ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
 
-    monkeypatch.setattr(inverse, "InverseConfiguration", functools.partial(InverseConfiguration, rows=3))
+    monkeypatch.setattr(inverse, "ROWS", (3,))
 
     def by_block(is_causal: bool) -> list[list[int]]:
         with within(arch):

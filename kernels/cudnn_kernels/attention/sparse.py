@@ -228,7 +228,7 @@ class InverseConfiguration:
     block: int
     causal: bool
     puts: bool
-    rows: int = 128
+    rows: int
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""

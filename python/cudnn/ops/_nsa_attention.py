@@ -588,9 +588,12 @@ def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tenso
     scale, _, block_size, _, _, window, longest = inputs[10:]
     ctx.options = (scale, block_size, window, longest)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros for the branches take time
 
 
-def _differentiate_branches(ctx: Any, d_out: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+def _differentiate_branches(ctx: Any, d_out: Maybe, *_: Any) -> tuple[Any, ...]:
+    if d_out is None:
+        return (None,) * 17
     return *nsa_branches_bwd(d_out.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 11
 
 

@@ -9,6 +9,9 @@ from cudnn.lazy import torch
 from cudnn_kernels.attention.sparse import PART, InverseConfiguration
 
 _SOURCE = "cudnn_kernels.attention.inverse:Inverse"
+ROWS = (16, 32, 64, 128)
+WARPS = 2048
+"""Rows of lists that a warp may have, one after the other, and how many warps are enough for all multiprocessors."""
 
 
 def choosing_rows(
@@ -54,8 +57,10 @@ def _sorted(indices: Any, counts: Any, ends: Any, block: int, causal: bool, bloc
     """By the kernel: rows by block, and where each block's begin and the last one's end."""
     from cudnn.moe._run import run
 
-    passes = [InverseConfiguration(block, causal, puts) for puts in (False, True)]
-    places = indices.new_zeros(blocks, -(-indices.shape[0] // passes[0].rows))
+    rows, heads, _ = indices.shape
+    each = next((x for x in ROWS if x * WARPS >= rows * heads), ROWS[-1])
+    passes = [InverseConfiguration(block, causal, puts, each) for puts in (False, True)]
+    places = indices.new_zeros(blocks, -(-rows // each))
     run(_SOURCE, passes[0], indices, counts, ends, places)
     total = places.view(-1).cumsum(0, dtype=torch.int32)
     begins = (total - places.view(-1)).view(places.shape)
