@@ -3,7 +3,6 @@
 The yardstick is fla-core's Triton kernels. Beside the whole there is dense causal attention of FlashAttention-4. All
 have the same tensors, selection the same lists: of random blocks, which neighbouring rows choose independently of each
 other, or lists of which a row has nine tenths in common with the row before, as rows of a trained model may have.
-fla-core tunes its compression backward for more than a minute: only ``--all`` waits for that.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def problems(options: Options) -> list[Problem]:
     shapes = options.shapes or (ALL if options.all else SHAPES)
     return [
         Problem(f"{'x'.join(map(str, shape))} {part.label}",
-                functools.partial(candidates, shape, part, options.all), products(shape, part))
+                functools.partial(candidates, shape, part), products(shape, part))
         for shape in shapes
         for part in PARTS
     ]  # fmt: skip
@@ -135,7 +134,7 @@ def lists(tokens: int, heads: int, alike: bool) -> Any:
     return found.masked_fill(twice, -1).sort(-1, descending=True).values.int()[None]
 
 
-def candidates(shape: tuple[int, ...], part: Part, patient: bool) -> list[Candidate]:
+def candidates(shape: tuple[int, ...], part: Part) -> list[Candidate]:
     """Ours and the peers, on the same values; each is also compared with dense attention, on few tokens."""
     given, small = tensors(shape, part.alike), tensors((CHECKED, *shape[1:]), part.alike)
 
@@ -148,12 +147,7 @@ def candidates(shape: tuple[int, ...], part: Part, patient: bool) -> list[Candid
 
         return Candidate(name, lambda: call(part, functions(BLOCK, CHOSEN, WINDOW), given), check, name == OURS)
 
-    def left_out() -> Call:
-        raise RuntimeError("left out: it tunes its compression backward for more than a minute; --all waits for that")
-
     made = [candidate(PEER, nsa_peers.fla, part), candidate(OURS, nsa_peers.ours, part)]
-    if part.backward and part.name in ("compression", "whole") and not patient:
-        made[0] = replace(made[0], prepare=left_out)
     if part.name == "whole" and nsa_peers.has_flash_attention():
         made.append(candidate(DENSE, lambda *sizes: {"dense": nsa_peers.dense}, replace(part, name="dense")))
     return made

@@ -74,12 +74,17 @@ def dense(q: Any, k: Any, v: Any) -> Any:
 def fla(block: int, chosen: int, window: int) -> Functions:
     """fla-core's kernels; its window attention, for which it wants FlashAttention-2, is cuDNN's, as ours.
 
+    For the gradients of compression it would try forms of one and two warps too, in which a call takes seconds. Here it
+    has those of four warps, which are the fastest.
+
     Raises:
         ModuleNotFoundError: it is not installed.
     """
     from fla.ops.nsa import compression as compressing  # pyright: ignore[reportMissingImports]
     from fla.ops.nsa import parallel  # pyright: ignore[reportMissingImports]
 
+    tuned = compressing.parallel_nsa_compression_bwd_kernel_dkv.fn
+    tuned.configs = [x for x in tuned.configs if x.num_warps >= 4]
     parallel.flash_attn_func = lambda q, k, v, causal, window_size: near(q, k, v, window_size[0] + 1)
 
     def compression(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
