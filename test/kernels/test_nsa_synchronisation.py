@@ -52,16 +52,16 @@ def assert_sorted(given: dict[str, Any], *_: Any) -> None:
     assert torch.equal(given["choosing"][: len(given["expected"])], given["expected"])
 
 
-def one_cta(c: CompressionTopKConfiguration, ranking: Ranking) -> dict[str, Any]:
+def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
-    return nsa.one_pass_inputs(c, ranking) | {"multiprocessors": 1}
+    return lambda *given: inputs(*given) | {"multiprocessors": 1}
 
 
 ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]] = {
     # what makes a kernel's arguments, and what judges its results
-    CompressionTopKConfiguration: (one_cta, nsa.assert_one_pass),
+    CompressionTopKConfiguration: (one_cta(nsa.one_pass_inputs), nsa.assert_one_pass),
     SelectionConfiguration: (nsa.selection_inputs, nsa.assert_selected),
-    SelectionBackwardConfiguration: (nsa.selection_backward_inputs, nsa.assert_differentiated),
+    SelectionBackwardConfiguration: (one_cta(nsa.selection_backward_inputs), nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
     InverseConfiguration: (sorted_rows, assert_sorted),
 }
@@ -76,6 +76,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "selection": (
         SelectionConfiguration("float16", 16, 1, 64, 64, 16, tile=(128, 16), stages=3), Choice((1, 2, 40), 3)
     ),
+    "gradients by rows": (BACKWARD, Choice((1, 2, 90), 3, spare=0)),
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
     "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
@@ -87,7 +88,7 @@ IN_ONE = {
     "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, QUERIES),
     "wgmma.fence.sync.aligned": (1, "no register of Q K^T was written since the product before, on one of two paths"),
 }
-KERNELS = {"gradients by blocks": "_blocks"}  # a part of its name, where a call has several
+KERNELS = {"gradients by rows": "_rows", "gradients by blocks": "_blocks"}  # parts of names, where a call has several
 OF_TOP_K = {
     "bar.warp.sync": (1, LANES),
     "fence.mbarrier_init.release.cluster": (1, "the fence between proxies, before all meet, orders these writes too"),
@@ -95,6 +96,12 @@ OF_TOP_K = {
 NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction, and why
     "lists": LISTS,
     "selection": {"bar.warp.sync": (6, LANES)},
+    "gradients by rows": {
+        "bar.warp.sync": (8, LANES),
+        "wait_loop.mbarrier.try_wait.parity.shared.b64": (1, "a step that was looked at already is waited for again"),
+        "wgmma.commit_group.sync.aligned": (2, "the scores' product, which is waited for together with the one behind"),
+        "wgmma.fence.sync.aligned": (2, "no register of a product was written since the one before"),
+    },
     "gradients by blocks": {
         "bar.warp.sync": (1, LANES),
         "wgmma.fence.sync.aligned": (1, "no register of a product was written since the one before"),
