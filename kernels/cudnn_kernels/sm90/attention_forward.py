@@ -378,7 +378,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         rounded = cute.make_rmem_tensor(part.acc.shape, self.dtype)
         rounded.store(part.acc.load().to(self.dtype))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.product(self.c.head_v)).get_slice(thread)
+        copy = cute.make_tiled_copy_C(atom, self.product(self.c.head_v).mma()).get_slice(thread)
         sO = room.o[None, None, group]
         if const_expr(self.apart):  # the tile before was read
             cute.arch.cp_async_bulk_wait_group(0, read=True)

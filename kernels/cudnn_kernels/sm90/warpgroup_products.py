@@ -9,14 +9,13 @@ from typing import Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import Int32
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cudnn_kernels.pipeline.wgmma import register_operand
+from cudnn_kernels.pipeline.wgmma import MN, K, Product, register_operand
 
 ROWS = 64
-DEPTH = 16  # of one instruction
 
 
 class WarpgroupProducts:
@@ -36,51 +35,32 @@ class WarpgroupProducts:
             for x, layout in layouts.items()
         }
 
-    def product(self, columns: int, transposed: bool = False, registers: bool = False) -> cute.TiledMma:
+    def product(self, columns: int, transposed: bool = False, registers: bool = False) -> Product:
         """The product. ``transposed``: columns of the right operand follow each other; ``registers`` have the left."""
-        source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
-        major = OperandMajorMode.MN if transposed else OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (ROWS, columns, DEPTH), source, OperandMajorMode.K, major
-        )  # fmt: skip
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
+        return Product(self.dtype, columns, b=MN if transposed else K, registers=registers)
 
     def accumulator(self, columns: int) -> cute.Tensor:
         """A thread's sums."""
-        return cute.make_rmem_tensor(self.product(columns).partition_shape_C((ROWS, columns)), Float32)
+        return self.product(columns).accumulator()
 
     def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
         """A left operand in shared memory, (rows, depth)."""
-        mma = self.product(ROWS)
-        return mma.make_fragment_A(mma.get_slice(thread).partition_A(tensor))
+        return self.product(ROWS).left(tensor, thread)
 
     def right(self, tensor: cute.Tensor, thread: Int32, transposed: bool = False) -> Any:
         """A right operand in shared memory, (columns, depth, stages); ``transposed``: columns follow each other."""
-        mma = self.product(cute.size(tensor, mode=[0]), transposed)
-        return mma.make_fragment_B(mma.get_slice(thread).partition_B(tensor))
+        return self.product(cute.size(tensor, mode=[0]), transposed).right(tensor, thread)
 
     def multiply_shared(self, acc: cute.Tensor, left: Any, right: Any, columns: int, depth: int, stage: Any) -> None:
         """Issues acc = left right^T."""
-        mma = self.product(columns)
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in range(depth // DEPTH):
-            cute.gemm(mma, acc, left[None, None, k], right[None, None, k, stage], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        self.product(columns).issue(acc, left, right[None, None, None, stage], False)
 
     def add_product(
         self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Any, adds: bool = True
     ) -> None:
         """Issues acc += left right^T, or =: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
-        mma = self.product(columns, True, True)
-        operand = register_operand(mma, left, (ROWS, depth))
-        warpgroup.fence()
-        mma.set(warpgroup.Field.ACCUMULATE, adds)
-        for k in range(depth // DEPTH):
-            cute.gemm(mma, acc, operand[None, None, k], right[None, None, k, stage], acc)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
+        product = self.product(columns, True, True)
+        product.issue(acc, register_operand(product.mma(), left, (ROWS, depth)), right[None, None, None, stage], adds)
 
     def finish(self, more: int) -> None:
         """Waits for products but the last ones, so many."""
