@@ -371,6 +371,10 @@ class Described:
             self.lengths[name] = lengths
             self._make_ragged(tensor.set_dim(list(dim)), lengths)
 
+    def give_largest(self, tensors: Sequence[Any], *names: str) -> None:
+        """What methods for fp8 return beside their results."""
+        self.outputs |= {f"Amax_{name}": x.set_output(True) for name, x in zip(names, tensors, strict=False)}
+
     def run(self) -> dict[str, torch.Tensor]:
         """Builds and executes the graph; nothing may be written outside the outputs and the workspace.
 
@@ -412,9 +416,13 @@ def describe(
     data: dict[str, torch.Tensor],
     scale: torch.Tensor | None = None,
     stats: bool = True,
+    factors: dict[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> Described:
-    """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number."""
+    """The backward pass where ``data`` has O and Stats, else the forward pass. ``scale`` replaces the number.
+
+    ``factors``: those of tensors of fp8, by the names of the call's arguments.
+    """
     device = data["q"].device
     made = Described(graph, problem, torch.device("cpu") if device.type == "meta" else device)
     rows = [problem.rows(entry) for entry in range(problem.b)]
@@ -432,6 +440,7 @@ def describe(
             arguments[name] = made.rows(name, data[name], columns)
     if problem.page:
         arguments["paged_attention_max_seq_len_kv"] = problem.s_kv
+    arguments |= {name: made.tensor(name, value.to(made.device)) for name, value in (factors or {}).items()}
     arguments |= {name: made.tensor(name, data[name]) for name in ("bias", "block_mask") if name in data}
     if problem.lengths_q:
         lengths = problem.lengths(str(made.device))
@@ -439,14 +448,15 @@ def describe(
     if problem.sink:
         arguments["sink_token"] = made.tensor("sink", data["sink"])
     if problem.own_mask:
-        factors = (1 / (1 - OWN_DROPOUT), 1 - OWN_DROPOUT)[: 1 + backward]
-        scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in factors)
+        numbers = (1 / (1 - OWN_DROPOUT), 1 - OWN_DROPOUT)[: 1 + backward]
+        scales = (made.tensor("factor", torch.full((1, 1, 1, 1), x, device=made.device)) for x in numbers)
         arguments["dropout"] = (made.tensor("mask", data["mask"]), *scales)
     elif problem.dropout:
         seeds = (made.tensor(name, torch.full((1, 1, 1, 1), value, device=made.device))
                  for name, value in (("seed", 1234567), ("offset", 89)))  # fmt: skip
         arguments["dropout"] = (problem.dropout, *seeds)
-        arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
+        if not (backward and factors):
+            arguments["rng_dump"] = made.output("RNG_DUMP", [problem.b, problem.h_q, problem.s_q, problem.s_kv], FLOAT)
     if problem.modifier:
         make, value = MODIFIERS[problem.modifier]
         modifier = make(made.number(value))
@@ -460,18 +470,22 @@ def describe(
             arguments["dSink_token"] = made.output("dSink", data["sink"].shape, FLOAT)
         given = (("o", "O"), ("dO", "dO"), ("stats", "Stats"))
         arguments |= {name: made.rows(name, data[port], rows) for name, port in given}
-        for name, gradient in zip("qkv", graph.sdpa_backward(**arguments), strict=True):
+        call = graph.sdpa_fp8_backward if factors else graph.sdpa_backward
+        gradients = call(**arguments)
+        for name, gradient in zip("qkv", gradients[:3], strict=True):
             made.give(f"d{name.upper()}", gradient, data[name].shape, rows if name == "q" else columns)
+        made.give_largest(gradients[3:], "dQ", "dK", "dV", "dP")
     else:
         shape = [problem.b, problem.h_q, problem.s_q, 1]
         if problem.statistics:
             arguments |= {"score_max": made.output("Max", shape, FLOAT),
                           "score_sum_exp": made.output("Sum_exp", shape, FLOAT)}  # fmt: skip
-        o, statistics = graph.sdpa(**arguments, generate_stats=stats)
+        o, statistics, *largest = (graph.sdpa_fp8 if factors else graph.sdpa)(**arguments, generate_stats=stats)
         assert o is not None
         made.give("O", o, [*shape[:3], problem.d_v], rows)
         if statistics is not None:
             made.give("Stats", statistics, shape, rows)
+        made.give_largest(largest, "S", "O")
     return made
 
 

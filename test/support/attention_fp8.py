@@ -9,7 +9,7 @@ import torch
 
 import cudnn
 from cudnn.enums import reduction_mode
-from support.attention import Described, Problem
+from support.attention import Described, Problem, describe
 from support.dense_attention import attend
 from support.fuzz.approx import SUM, Approx, apply, contraction, reduce
 from support.gemms import either_way
@@ -50,7 +50,7 @@ def tensors(problem: Problem, kind: torch.dtype = E4M3, device: str = "cpu") -> 
     """q, k, v in ``kind`` and dO in E5M2: normal values, divided by their descales."""
     made = problem.tensors(torch.float32, device)
     scaled = {name: made[name] / SCALES[f"descale_{name}"] for name in ("q", "k", "v", "dO")}
-    return {name: fp8(x, E5M2 if name == "dO" else kind) for name, x in scaled.items()}
+    return made | {name: fp8(x, E5M2 if name == "dO" else kind) for name, x in scaled.items()}
 
 
 def meant(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -131,37 +131,8 @@ def describe_fp8(
     **options: Any,
 ) -> Described:
     """The backward pass where ``data`` has O and Stats, else the forward pass; ``change`` gets the outputs."""
-    made = Described(graph, problem, torch.device("cpu") if data["q"].is_meta else data["q"].device)
-    backward = "Stats" in data
-    arguments: dict[str, Any] = {**problem.options, **options, "name": "attention", "attn_scale": problem.scale}
-    arguments |= {name: made.tensor(name, data[name]) for name in "qkv"}
-    for name in BACKWARD if backward else FORWARD:
-        arguments[name] = made.tensor(name, torch.full((1, 1, 1, 1), SCALES[name], device=made.device))
-    if problem.lengths_q:
-        lengths = problem.lengths(str(made.device))
-        arguments |= {"use_padding_mask": True, **{name: made.tensor(name, value) for name, value in lengths.items()}}
-    if problem.sink:
-        arguments["sink_token"] = graph.tensor([1, problem.h_q, 1, 1], [problem.h_q, 1, 1, 1], FLOAT)
-    shape = [problem.b, problem.h_q, problem.s_q]
-    if problem.dropout:
-        seeds = (made.tensor(name, torch.full((1, 1, 1, 1), 5, device=made.device)) for name in ("seed", "offset"))
-        arguments["dropout"] = (problem.dropout, *seeds)
-        if not backward:
-            arguments["rng_dump"] = made.output("RNG_DUMP", [*shape, problem.s_kv], FLOAT)
-    if backward:
-        given = (("o", "O"), ("dO", "dO"), ("stats", "Stats"))
-        arguments |= {name: made.tensor(name, data[port]) for name, port in given}
-        names = ("dQ", "dK", "dV", "Amax_dQ", "Amax_dK", "Amax_dV", "Amax_dP")
-        made.outputs |= dict(zip(names, graph.sdpa_fp8_backward(**arguments), strict=True))
-    else:
-        if problem.statistics:
-            arguments |= {"score_max": made.output("Max", [*shape, 1], FLOAT),
-                          "score_sum_exp": made.output("Sum_exp", [*shape, 1], FLOAT)}  # fmt: skip
-        stats = not problem.statistics
-        results = graph.sdpa_fp8(**arguments, generate_stats=stats)
-        found = zip(("O", "Stats", "Amax_S", "Amax_O"), results, strict=True)
-        made.outputs |= {name: tensor for name, tensor in found if tensor is not None}
-    for tensor in made.outputs.values():
-        tensor.set_output(True)
+    names = BACKWARD if "Stats" in data else FORWARD
+    factors = {name: torch.full((1, 1, 1, 1), SCALES[name]) for name in names}
+    made = describe(graph, problem, data, stats=not problem.statistics, factors=factors, **options)
     change(made.outputs)
     return made
