@@ -282,6 +282,25 @@ def test_compiled_it_is_the_same() -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_compilers_know_how_gradients_lie_in_memory(dtype: torch.dtype) -> None:
+    """Also where heads come before rows, as in a batch of one."""
+    q, k, v, ck, cv = (torch.randn(2, n, 64, dtype=dtype).transpose(0, 1) for n in (32, 32, 32, 4, 4))
+    gates, ends, small = torch.rand(32, 2, 3, dtype=dtype), *(torch.tensor([0, n]).int() for n in (32, 4))
+    lists, ops = torch.zeros(32, 2, 1).int(), _nsa_attention
+    one = ops.nsa_compression(q, ck, cv, ends, small, 0.5)
+    two = ops.nsa_selection(q, k, v, lists, ends, 0.5, 16)
+    three = ops.nsa_window(q, k, v, None, 0.5, WINDOW, 32)
+    given = [*one, *two, *three, lists, ends, small, None, 0.5, 16, WINDOW, 32]
+    for operator, arguments in (
+        (ops.nsa_compression_bwd, [one[0], q, ck, cv, *one, ends, small, 0.5]),
+        (ops.nsa_selection_bwd, [two[0], q, k, v, *two, lists, ends, 0.5, 16]),
+        (ops.nsa_window_bwd, [three[0], q, k, v, *three, None, 0.5, WINDOW, 32]),
+        (ops.nsa_branches_bwd, [one[0], q, k, v, ck, cv, gates, *given]),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
 class Stream:
     def __init__(self, name: str, done: list[tuple[str, str]]) -> None:
         self.name, self.done, self.cuda_stream = name, done, 0

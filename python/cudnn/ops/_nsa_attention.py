@@ -213,8 +213,8 @@ def nsa_compression_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     if _by_kernels(q):
-        dq, dk, dv = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
-        return dq, dk, dv
+        found = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
+        return _contiguous(*found.values())
     dq, dk, dv = _like(q), _like(k), _like(v)
     tensors = {
         "q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "cum_seqlen_q": ends_q,
@@ -235,6 +235,13 @@ def _(
 def _like(x: torch.Tensor) -> torch.Tensor:
     """Memory for a gradient."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _contiguous(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients as compilers are told that they lie; wrappers of ``cudnn.NSA`` give them the order of Q, K and V."""
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _setup_compression(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -380,10 +387,10 @@ def nsa_selection_bwd(
     """The gradients of q, k and v."""
     chosen = _lists(lists, ends)
     if _by_kernels(q):
-        dq, dk, dv = NSA.selection_attention_backward_wrapper(
+        found = NSA.selection_attention_backward_wrapper(
             q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
         )
-        return dq, dk, dv
+        return _contiguous(*found.values())
     dq, dk, dv = _like(q), _like(k), _like(v)
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **chosen}
     reference.selection_backward(tensors, scale, block_size, causal=True)
@@ -562,7 +569,8 @@ def nsa_branches_bwd(
         given = (q, k, v, selected, d_selected, selected_lse, chosen["block_indices"], chosen["block_counts"], ends)
         NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, added_to=sums)
         given = (q, ck, cv, o, d_o, lse, ends, ends_compressed)
-        _, d_ck, d_cv = NSA.compression_attention_backward_wrapper(*given, scale, added_to=sums[0]).values()
+        found = NSA.compression_attention_backward_wrapper(*given, scale, added_to=sums[0])
+        _, d_ck, d_cv = _contiguous(*found.values())
     else:
         more = nsa_selection_bwd(d_selected, q, k, v, selected, selected_lse, lists, ends, scale, block_size)
         dq, d_ck, d_cv = nsa_compression_bwd(d_o, q, ck, cv, o, lse, ends, ends_compressed, scale)
