@@ -77,7 +77,7 @@ def test_as_existing_programs_do(layout: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head", "head_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("head", "head_v"), SdpaForward.head_sizes)
 def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
     q, k = drawn(500, 8, head, integers=False), drawn(700, 2, head, integers=False)
     v = drawn(700, 2, head_v, integers=False)
@@ -96,7 +96,10 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize(("head", "head_v", "page"), [(64, 64, 256), (128, 128, 16), (192, 128, 64), (256, 256, 128)])
+@pytest.mark.parametrize(
+    ("head", "head_v", "page"),
+    [(64, 64, 256), (96, 96, 32), (128, 128, 16), (192, 128, 64), (192, 192, 16), (256, 256, 128)],
+)
 def test_pages_of_keys(head: int, head_v: int, page: int, rows: int) -> None:
     lengths = torch.tensor([3000, 1, 777], device="cuda", dtype=torch.int32)
     table = torch.randperm(3 * 4096 // page, device="cuda").view(3, -1).int()

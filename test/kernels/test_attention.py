@@ -15,6 +15,7 @@ import torch
 
 from cudnn.bench.sass import disassemble
 from cudnn.sdpa.bwd import api as table
+from cudnn.sdpa.fwd import api as forward_table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
@@ -59,13 +60,17 @@ class Problem:
     softcap: float = 0.0
     sink: bool = False
 
+    @property
+    def ends(self) -> dict[str, bool]:
+        """Options of a configuration."""
+        return {"packed": self.packed, "right": self.right is not None, "left": self.left is not None}
+
     def configured(self, configuration: Any) -> Any:
         """A configuration for this problem."""
         dtype = str(self.dtype).removeprefix("torch.")
-        ends = {"right": self.right is not None, "left": self.left is not None}
         if isinstance(configuration, ForwardConfiguration):
             configuration = replace(configuration, softcap=self.softcap > 0, sink=self.sink)
-        return replace(configuration, dtype=dtype, packed=self.packed, **ends)
+        return replace(configuration, dtype=dtype, **self.ends)
 
 
 def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) -> dict[str, torch.Tensor]:
@@ -173,6 +178,12 @@ SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True,
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
 SECTIONS = Problem(((100, 150),), heads=(5, 5), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
+GROUPED = Problem(((200, 330),) * 2, heads=(4, 2), dtype=torch.float16)
+TABLE = [
+    (heads, problem)
+    for heads in ((96, 96), (192, 192))
+    for problem in (GROUPED, replace(PACKED, heads=(2, 1), left=60), WINDOW, SECTIONS)
+]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +202,11 @@ CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
             ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
             ("sm_100a", replace(TWO_TILES, head=192, head_v=128), CAPPED),
             ("sm_100a", BLACKWELL, Problem(((130, 1030),), (4, 2))),
+            *(
+                (arch, forward_table.configuration(arch, "", heads, problem.ends), problem)
+                for heads, problem in TABLE
+                for arch in ("sm_90a", "sm_100a")
+            ),
         ],
         2,
         3,
@@ -318,6 +334,14 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
         pytest.param(replace(DRAWING, packed=True, right=True), 10, marks=pytest.mark.full),
         pytest.param(DECODE, 10, marks=pytest.mark.full),
+        *(
+            pytest.param(
+                problem.configured(forward_table.configuration("sm_90a", "", heads, problem.ends)),
+                10,
+                marks=pytest.mark.full,
+            )
+            for heads, problem in TABLE
+        ),
         (replace(PAIRED, right=True), 6),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),
         *(
@@ -344,6 +368,8 @@ def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
         [
             replace(TWO_TILES, head=192, head_v=128, packed=True, right=True, left=True, softcap=True, sink=True),
             replace(BLACKWELL, right=True, left=True, softcap=True),
+            replace(BLACKWELL, head=192, head_v=192, packed=True, right=True, left=True, softcap=True, sink=True),
+            replace(TWO_TILES, head=96, head_v=96, packed=True, right=True, left=True, softcap=True, sink=True),
             GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True),
             GradientsConfiguration("bfloat16", 256, 256, packed=True, right=True, left=True),
             GradientsConfiguration("bfloat16", 96, 96, packed=True, right=True, left=True),
