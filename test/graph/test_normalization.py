@@ -1,4 +1,4 @@
-"""Normalisations: shapes and formulas against PyTorch's own, call forms, messages, and plans by cuDNN without a GPU."""
+"""Normalisations: results and gradients by their formula, shapes, call forms, messages, cuDNN's plans without a GPU."""
 
 from __future__ import annotations
 
@@ -46,126 +46,78 @@ def arrays(draw: st.DrawFn, min_rank: int = 2) -> torch.Tensor:
     return draw(strided(dims))
 
 
-@st.composite
-def arrays_with_axes(draw: st.DrawFn) -> tuple[torch.Tensor, list[int]]:
-    x = draw(arrays())
-    return x, sorted(draw(st.sets(st.integers(1, x.dim() - 1), min_size=1)))
-
-
 def parameter(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     return torch.randn([extent if axis in axes else 1 for axis, extent in enumerate(x.shape)])
 
 
-def to_last(t: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    return t.movedim(tuple(axes), tuple(range(-len(axes), 0)))
+def formula(
+    x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, axes: Sequence[int], epsilon: float, centred: bool
+) -> list[torch.Tensor]:
+    """Y, the mean and the inverse deviation of what ``axes`` bring together. One value has no deviation."""
+    mean = x.mean(axes, keepdim=True)
+    x = x - mean if centred else x
+    inv = (x.square().mean(axes, keepdim=True) + epsilon).rsqrt()
+    return [x * inv * scale + bias, mean, inv]
 
 
-def from_last(t: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    return t.movedim(tuple(range(-len(axes), 0)), tuple(axes))
-
-
-def check_gradients(
-    found: list[torch.Tensor], y: torch.Tensor, dy: torch.Tensor, inv: torch.Tensor, *leaves: torch.Tensor
-) -> None:
-    for result, reference in zip(found, torch.autograd.grad(y, leaves, dy), strict=True):
-        close(result, reference, max(1.0, float(inv.max())))
-
-
-def leaf(t: torch.Tensor) -> torch.Tensor:
-    # Contiguous: PyTorch 2.13 gets batch_norm's gradient wrong on the CPU where X is channels-last and DY is not.
-    return t.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-
-
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "instancenorm", "batchnorm", "adalayernorm"])
 @settings(deadline=None, max_examples=25)
-@given(arrays_with_axes(), st.sampled_from([1e-5, 1e-2]), st.booleans())
-def test_layernorm_and_its_gradients(
-    drawn: tuple[torch.Tensor, list[int]], epsilon: float, zero_centered: bool
-) -> None:
-    data, axes = drawn
-    weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
-    shape = [data.shape[axis] for axis in axes]
-
-    (y, *_), (found, mean, inv) = evaluate(
-        "layernorm", TRAINING, data, weight, offset, epsilon, zero_centered_gamma=zero_centered
+@given(data=st.data())
+def test_results_and_gradients(name: str, data: st.DataObject) -> None:
+    """In float64, differentiated by PyTorch."""
+    x = data.draw(arrays(min_rank=3 if name in ("instancenorm", "adalayernorm") else 2))
+    x = x.flatten(2) if name == "adalayernorm" else x
+    chosen = sorted(data.draw(st.sets(st.integers(1, x.dim() - 1), min_size=1)))
+    space = range(2, x.dim())
+    axes, varying = {
+        "instancenorm": ([*space], [1]), "batchnorm": ([0, *space], [1]), "adalayernorm": ([2], [0, 2])
+    }.get(name, (chosen, chosen))  # fmt: skip
+    scale, bias, dy = parameter(x, varying), parameter(x, varying), torch.randn(x.shape)
+    epsilon, centred = data.draw(st.sampled_from([1e-5, 1e-2])), name != "rmsnorm"
+    has_bias = name not in ("rmsnorm", "adalayernorm") or data.draw(st.booleans())
+    options = {"zero_centered_gamma": True} if name == "layernorm" and data.draw(st.booleans()) else {}
+    phase = [] if name == "batchnorm" else [TRAINING]
+    (y, *statistics), (found, *values) = evaluate(
+        name, *phase, x, scale, bias if has_bias else None, epsilon=epsilon, **options
     )
-    assert y.get_stride() == list(data.stride())
-
-    held = [leaf(data), leaf(weight), leaf(offset)]
-    gamma = held[1] + 1 if zero_centered else held[1]
-    expected = from_last(
-        functional.layer_norm(to_last(held[0], axes), shape, gamma.reshape(shape), held[2].reshape(shape), epsilon),
-        axes,
-    )
+    held = [t.double().requires_grad_() for t in (x, scale, bias)]
+    gamma = held[1] + 1 if options else held[1]
+    beta = held[2] if has_bias else held[2] - held[2].detach()
+    expected, *of_rows = formula(held[0], gamma, beta, axes, epsilon, centred)
     close(found, expected.detach())
-    close(mean, data.mean(axes))
-    # One value per row has no variance of the sample; the formula of the population holds for it too.
-    close(inv, (data.var(axes, unbiased=False) + epsilon).rsqrt(), 10)
-    if zero_centered:
+    assert len(values) == 1 + centred
+    for tensor, value, wanted in zip(statistics, values, of_rows[-len(values) :], strict=True):
+        assert tensor.get_dim() == list(wanted.shape)
+        close(value, wanted.detach(), 10)
+    assert y.get_stride() == list(x.stride())
+    if options:
         return
 
-    (dx, *_), got = evaluate("layernorm_backward", dy, data, weight, mean, inv)
-    assert dx.get_stride() == list(data.stride())
-    check_gradients(got, expected, dy, inv, *held)
-
-
-@settings(deadline=None, max_examples=25)
-@given(arrays_with_axes(), st.booleans())
-def test_rmsnorm_and_its_gradients(drawn: tuple[torch.Tensor, list[int]], has_bias: bool) -> None:
-    data, axes = drawn
-    weight, offset, dy = parameter(data, axes), parameter(data, axes), torch.randn(data.shape)
-    shape = [data.shape[axis] for axis in axes]
-
-    _, (found, inv) = evaluate("rmsnorm", TRAINING, data, weight, offset if has_bias else None, 1e-3)
-
-    held = [leaf(data), leaf(weight), leaf(offset)]
-    expected = from_last(functional.rms_norm(to_last(held[0], axes), shape, held[1].reshape(shape), 1e-3), axes)
-    if has_bias:
-        expected = expected + held[2]
-    close(found, expected.detach())
-    close(inv, ((data**2).mean(axes) + 1e-3).rsqrt())
-
-    _, got = evaluate("rmsnorm_backward", dy, data, weight, inv, has_bias)
-    check_gradients(got, expected, dy, inv, *held[: 2 + has_bias])
-
-
-@settings(deadline=None, max_examples=25)
-@given(arrays(min_rank=3))
-def test_instancenorm_and_its_gradients(data: torch.Tensor) -> None:
-    weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
-    wanted, (found, mean, inv) = evaluate("instancenorm", TRAINING, data, weight, offset, 1e-3)
-    assert wanted[1].get_dim() == [*data.shape[:2], *[1] * (data.dim() - 2)]
-
-    held = [leaf(data), leaf(weight), leaf(offset)]
-    expected = functional.instance_norm(held[0], weight=held[1].flatten(), bias=held[2].flatten(), eps=1e-3)
-    close(found, expected.detach())
-    close(mean, data.flatten(2).mean(2))
-
-    _, got = evaluate("instancenorm_backward", dy, data, weight, mean, inv)
-    check_gradients(got, expected, dy, inv, *held)
+    more = [] if centred else [has_bias]
+    outputs, got = evaluate(f"{name}_backward", dy, x, scale, *values, *more)
+    assert outputs[0].get_stride() == list(x.stride())
+    names = ["::DX", "::DSCALE", "::DBIAS"][: 3 if centred else 2 + has_bias]
+    assert [tensor.get_name().upper() for tensor in outputs] == names
+    gradients = torch.autograd.grad(expected, held[: len(got)], dy.double())
+    for result, wanted in zip(got, gradients, strict=True):
+        close(result, wanted, max(1.0, float(values[-1].max())))
 
 
 @settings(deadline=None, max_examples=25)
 @given(arrays(), st.floats(0, 1, width=16), st.booleans())
-def test_batchnorm_and_its_gradients(data: torch.Tensor, momentum: float, by_tensor: bool) -> None:
-    weight, offset, dy = parameter(data, [1]), parameter(data, [1]), torch.randn(data.shape)
-    old_mean, old_var = parameter(data, [1]), parameter(data, [1]).exp()
+def test_running_statistics(data: torch.Tensor, momentum: float, by_tensor: bool) -> None:
+    weight, offset, old_mean = (parameter(data, [1]) for _ in range(3))
+    old_var = parameter(data, [1]).exp()
     scalars = [torch.full([1] * data.dim(), value) if by_tensor else value for value in (1e-3, momentum)]
-    wanted, (found, mean, inv, new_mean, new_var) = evaluate(
-        "batchnorm", data, weight, offset, old_mean, old_var, *scalars
-    )
+    wanted, (found, *_, new_mean, new_var) = evaluate("batchnorm", data, weight, offset, old_mean, old_var, *scalars)
     assert [t.get_dim() for t in wanted[1:]] == [list(weight.shape)] * 4
-
-    held = [leaf(data), leaf(weight), leaf(offset)]
     running = [old_mean.flatten().clone(), old_var.flatten().clone()]
     expected = functional.batch_norm(
-        held[0], *running, held[1].flatten(), held[2].flatten(), training=True, momentum=momentum, eps=1e-3
+        data, *running, weight.flatten(), offset.flatten(), training=True, momentum=momentum, eps=1e-3
     )
-    close(found, expected.detach())
+    close(found, expected)
     close(new_mean, running[0])
     close(new_var, running[1])
-
-    _, got = evaluate("batchnorm_backward", dy, data, weight, mean, inv)
-    check_gradients(got, expected, dy, inv, *held)
 
 
 def test_batchnorm_without_running_statistics_returns_none_for_them() -> None:
@@ -186,27 +138,6 @@ def test_batchnorm_inference(data: torch.Tensor) -> None:
         found,
         functional.batch_norm(data, mean.flatten(), inv.flatten() ** -2, weight.flatten(), offset.flatten(), eps=1e-30),
     )
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 6), st.booleans())
-def test_adalayernorm_and_its_gradients(batch: int, tokens: int, hidden: int, has_bias: bool) -> None:
-    data, dy = torch.randn(batch, tokens, hidden), torch.randn(batch, tokens, hidden)
-    weight, offset = torch.randn(batch, 1, hidden), torch.randn(batch, 1, hidden)
-    wanted, (found, mean, inv) = evaluate("adalayernorm", TRAINING, data, weight, offset if has_bias else None, 1e-3)
-    assert wanted[1].get_dim() == [batch, tokens, 1]
-
-    held = [leaf(data), leaf(weight), leaf(offset)]
-    shift = held[2] if has_bias else 0 * held[2]
-    expected = torch.stack(
-        [functional.layer_norm(held[0][b], [hidden], held[1][b, 0], shift[b, 0], 1e-3) for b in range(batch)]
-    )
-    close(found, expected.detach())
-
-    results, (*got, dbias) = evaluate("adalayernorm_backward", dy, data, weight, mean, inv)
-    assert [t.get_name() for t in results] == ["::DX", "::DSCALE", "::DBIAS"]
-    check_gradients(got, expected, dy, inv, *held[:2])
-    close(dbias, dy.sum(1))
 
 
 def test_half_precision_outputs_are_the_float_results_rounded_once() -> None:
