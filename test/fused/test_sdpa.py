@@ -178,7 +178,7 @@ CACHES: list[tuple[Cache, dict[str, Any]]] = [
     ),
     (Cache((300, 140), (6, 2), 40, 256, head=(192, 128), sink=True), CAUSAL),
     (Cache((200, 300), (12, 2), 3, 32, head=(96, 96), sink=True, splits=2), CAUSAL),
-    (Cache((300, 140), (6, 2), 40, 16, head=(192, 192), dtype=torch.float16), CAUSAL),
+    (Cache((300, 140), (6, 2), 40, 16, head=(192, 192), dtype=torch.float16), {"window_size": (40, 6)}),
     (Cache((40, 20), (2, 1), page=16, splits=1, far=9 << 30), {}),  # beyond 2^31 steps of 16 bytes
     (Cache((40, 20), (2, 1), page=16, splits=1, far=4272), {}),  # a page is no whole number of rows
 ]
@@ -300,6 +300,19 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
 
 
+def test_a_right_end_beside_is_causal() -> None:
+    """Refused, save by the names of existing programs, for which it is 0."""
+    q, lse = matrix(1, 32, 2), torch.empty(1, 2, 32)
+    options: dict[str, Any] = {"is_causal": True, "window_size": (8, 4)}
+    for attention in (SdpaForward(q, q, q, q, lse, **options), SdpaBackward(q, q, q, q, q, lse, q, q, q, **options)):
+        with pytest.raises(ValueError, match=r"window_size: got \(8, 4\); allowed: \(left, -1\) or \(left, 0\)"):
+            attention.check_support()
+    for one, other in zip(
+        *(sdpa_fwd_wrapper_sm100_d256(q, q, q, is_causal=True, window_size=(8, x)) for x in (4, 0)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
 def test_a_calls_scale_is_checked() -> None:
     q = matrix(1, 32, 2)
     attention = SdpaForward(q, q, q, q, torch.empty(1, 2, 32))
@@ -308,18 +321,23 @@ def test_a_calls_scale_is_checked() -> None:
         attention.execute(q, q, q, q, torch.empty(1, 2, 32), scale_softmax=-0.1)
 
 
-@pytest.mark.parametrize(("rows", "keys", "left"), [(1, 12, -1), (1, 12, 3), (9, 9, 40), (0, 9, -1), (9, 0, -1)])
-def test_windows_that_hide_nothing_and_empty_matrices(rows: int, keys: int, left: int) -> None:
-    """They are refused by the names of existing programs alone. Gradients of keys that no row sees are zeros."""
+@pytest.mark.parametrize(
+    ("rows", "keys", "left", "right"),
+    [(1, 12, -1, 0), (1, 12, 3, 0), (9, 9, 40, 0), (0, 9, -1, 0), (9, 0, -1, 0), (9, 14, 3, 2), (70, 80, -1, 4)],
+)
+def test_windows_that_existing_programs_expect_to_be_refused(rows: int, keys: int, left: int, right: int) -> None:
+    """Those that hide nothing, also of no rows or keys, and others than causal ones. Gradients of keys that no row sees
+    are zeros.
+    """
     q, k, v, do = (torch.randn(1, 2, n, 64).half() for n in (rows, keys, keys, rows))
     o, lse = torch.empty_like(q), torch.empty(1, 2, rows)
-    options: dict[str, Any] = {"is_causal": True, "window_size": (left, -1)}
+    options: dict[str, Any] = {"is_causal": right == 0, "window_size": (left, right or -1)}
     forward = SdpaForward(q, k, v, o, lse, **options)
     forward.compile()
     forward.execute(q, k, v, o, lse)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     row, key = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)
-    seen = (key <= row) & ((key >= row - left) | (left < 0))
+    seen = (key <= row + right) & ((key >= row - left) | (left < 0))
     expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
     torch.testing.assert_close(o.double(), expected, atol=2e-3, rtol=2e-3)
     found = [torch.full_like(x, torch.nan) for x in (q, k, v)]

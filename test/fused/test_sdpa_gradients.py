@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype
     causal: bool
     left: int
+    right: int
     rows_first: bool
     large: float
     seed: int
@@ -63,8 +64,9 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         lengths, packed, draw(st.integers(1, 2)), draw(st.integers(1, 3)),
         draw(st.sampled_from(SdpaBackward.head_sizes)),
-        draw(st.sampled_from([torch.float16, torch.bfloat16])), causal, draw(st.integers(-1, 45)) if causal else -1,
-        draw(st.booleans()), draw(st.sampled_from([0.1, 1.0, 4.0])), draw(st.integers(0, 1 << 30)),
+        draw(st.sampled_from([torch.float16, torch.bfloat16])), causal, draw(st.integers(-1, 45)),
+        -1 if causal else draw(st.integers(-1, 45)), draw(st.booleans()), draw(st.sampled_from([0.1, 1.0, 4.0])),
+        draw(st.integers(0, 1 << 30)),
     )  # fmt: skip
 
 
@@ -79,7 +81,8 @@ def test_gradients(case: Case) -> None:
         shapes = {"q": (heads, rows, case.head[0]), "k": (case.key_heads, keys, case.head[0]),
                   "v": (case.key_heads, keys, case.head[1]), "do": (heads, rows, case.head[1])}  # fmt: skip
         x = {name: (case.large * torch.randn(shape)).to(case.dtype) for name, shape in shapes.items()}
-        seen = band(rows, keys, case.left if case.left >= 0 else None, 0 if case.causal else None, bottom_right=True)
+        left, right = (x if x >= 0 else None for x in (case.left, 0 if case.causal else case.right))
+        seen = band(rows, keys, left, right, bottom_right=True)
 
         def attended(*tensors: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
             q, k, v = tensors
@@ -93,7 +96,7 @@ def test_gradients(case: Case) -> None:
     results = {f"d{name}": torch.full_like(given[name], torch.nan) for name in "qkv"}
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in zip(*case.lengths, strict=True)]
     samples: list[Any] = [*given.values(), *results.values(), *(ends if case.packed else ())]
-    options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.left, -1), "scale_softmax": scale}
+    options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.left, case.right), "scale_softmax": scale}
     backward = SdpaBackward(*samples, **options)
     backward.compile()
     backward.execute(*samples)

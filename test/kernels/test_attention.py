@@ -207,6 +207,8 @@ TABLE = [
                 for heads, problem in TABLE
                 for arch in ("sm_90a", "sm_100a")
             ),
+            ("sm_90a", replace(FORWARD, tile=(128, 64)), replace(WINDOW, right=None)),
+            ("sm_100a", TWO_TILES, replace(WINDOW, right=None)),
         ],
         2,
         3,
@@ -315,6 +317,8 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
                 replace(BACKWARD, tile=(64, 128), deterministic=True, split=True),
                 Problem(((150, 290), (70, 400)), packed=True, left=100),
             ),
+            ("sm_90a", BACKWARD, replace(WINDOW, right=None)),
+            ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, right=None)),
         ],
         1,
         3,

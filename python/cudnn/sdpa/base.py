@@ -72,7 +72,8 @@ class Attention(FusedAPI):
     """Elements of a head, in Q and K and in V."""
     as_existing: ClassVar[bool] = False
     """Whether it refuses what existing programs expect to be refused: matrices in another order in memory than
-    (b, s, h, d) and (t, h, d), and windows that hide no key.
+    (b, s, h, d) and (t, h, d), windows without ``is_causal``, and those that hide no key. With ``is_causal``, the right
+    end that is given does not count.
     """
 
     is_causal: bool
@@ -153,13 +154,15 @@ class Attention(FusedAPI):
         for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):
             if getattr(self, name, torch.float32) != torch.float32:
                 raise self.error(name, getattr(self, name), "torch.float32")
-        left, right = self.window_size
-        if not self.is_causal and (left, right) != (-1, -1):
-            raise self.unsupported("window_size", (left, right), "(-1, -1), unless is_causal=True")
         if self.as_existing:
             self._check_as_existing()
+        elif self.is_causal and self.window_size[1] > 0:
+            allowed = "(left, -1) or (left, 0) with is_causal=True, which is a right end of 0"
+            raise self.error("window_size", self.window_size, allowed, "pass is_causal=False for a right end")
 
     def _check_as_existing(self) -> None:
+        if not self.is_causal and tuple(self.window_size) != (-1, -1):
+            raise self.unsupported("window_size", self.window_size, "(-1, -1), unless is_causal=True")
         for name, desc in self.descs.items():
             if desc is not None and isinstance(self.spec(name).layout, Heads):
                 order = (0, 1) if self.packed else (0, 2, 1)

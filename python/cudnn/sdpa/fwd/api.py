@@ -91,7 +91,8 @@ class SdpaForward(Attention):
         max_s_q, max_s_k: at least the lengths of the longest sequences, which the kernel finds by itself.
         qk_acc_dtype, pv_acc_dtype: torch.float32. mma_tiler_mn: (128, 128); the kernel chooses its own tiles.
         is_causal: row i of q sees the keys up to i + sk - sq: the diagonal ends in the lower right corner.
-        window_size: (left, right) with ``is_causal``: row i sees keys from i + sk - sq - left on; -1: from the first.
+        window_size: (left, right): row i sees the keys from i + sk - sq - left to i + sk - sq + right; -1: no end on
+            that side. With ``is_causal`` the right end is 0, and may be given as -1.
         scale_softmax: None or 0: 1 / sqrt(d).
         arch: ``"sm_90a"`` or ``"sm_100a"``, to check and compile where there is no GPU; default: that of the tensors'
             device. On CPU tensors ``execute`` runs the reference in PyTorch, or, within ``cudnn.emulation``, the
@@ -215,7 +216,10 @@ class SdpaForward(Attention):
 
 
 class SdpafwdSm100D256(SdpaForward):
-    """:class:`SdpaForward` for heads of 256 elements, by the name that existing programs use."""
+    """:class:`SdpaForward` for heads of 256 elements, by the name that existing programs use.
+
+    It takes windows with ``is_causal`` alone, whose right end is 0 whatever is given.
+    """
 
     head_sizes = ((256, 256),)
     as_existing = True
