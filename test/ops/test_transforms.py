@@ -122,6 +122,20 @@ def experts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any],
 CASE = pytest.mark.parametrize("make", [attention, masked, convolution, experts], ids=lambda make: make.__name__)
 
 
+@CASE
+def test_torch_func_differentiates_with_vmap_too(make: Any) -> None:
+    ours, _, (first, *rest) = make(F32)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return ours(x, *rest).sin().sum()
+
+    leaves = [x.requires_grad_() for x in (first.clone(), -first)]
+    expected, many = torch.stack(torch.autograd.grad(sum(map(call, leaves)), leaves)), torch.stack([first, -first])
+    torch.testing.assert_close(torch.func.grad(call)(first), expected[0])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(call))(many), expected)
+    torch.testing.assert_close(torch.func.grad(lambda x: torch.vmap(call)(x).sum())(many), expected)
+
+
 # Compiled.
 
 

@@ -8,8 +8,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._C._autograd import _profiler_enabled
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
+
+from cudnn.ops._vmap import one_by_one
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,19 +68,30 @@ class _Operator(CustomOpDef):
         self._count, self._cast, self._has_autocast = len(arguments), cast, bool(cast)
         self._places = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
-        self._function: Any = None
-        self._last = _differentiable(self._init_fn, self._places, self._refuse, lambda **_: None)
+        self._function, self._rule = None, None
+        self._last = _differentiable(self, self._refuse, lambda **_: None)
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(f"{self._qualname} has no gradient: nothing here is differentiated twice")
 
     def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
         super().register_autograd(backward, setup_context=setup_context)
-        self._function = _differentiable(self._init_fn, self._places, backward, setup_context)
+        self._function = _differentiable(self, backward, setup_context)
+
+    def register_vmap(self, func: Callable[..., Any]) -> Any:
+        self._rule = func
+        return super().register_vmap(func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or kwargs or len(args) != self._count:
+        if torch.compiler.is_compiling():
             return self._opoverload(*args, **kwargs)
+        derived = differentiating()
+        if kwargs or len(args) != self._count:
+            if not derived:
+                return self._opoverload(*args, **kwargs)
+            bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
         tensors: list[torch.Tensor] = []
         for place in self._places:
             given = args[place]
@@ -86,7 +99,7 @@ class _Operator(CustomOpDef):
                 tensors += given
             elif given is not None:
                 tensors.append(given)
-        if differentiating() and not any(len(args[place]) for place in self._mutated):
+        if derived and not any(len(args[place]) for place in self._mutated):
             device = tensors[0].device.type
             if self._has_autocast and torch.is_autocast_enabled(device):
                 return _cast(self, device, self._cast)(*args)
@@ -101,11 +114,11 @@ class _Operator(CustomOpDef):
 
 
 def differentiating() -> bool:
-    """Whether the innermost transform of ``torch.func`` is a derivative. PyTorch's own way to an operator refuses it in
-    reverse mode, and finds 0 in forward mode.
+    """Whether a transform of ``torch.func`` is a derivative. PyTorch's own way to an operator refuses it in reverse
+    mode, and finds 0 in forward mode.
     """
-    top = peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
-    return top is not None and top.key() in (TransformType.Grad, TransformType.Jvp)
+    stack = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    return any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack or ())
 
 
 def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
@@ -123,10 +136,9 @@ def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
     return any(type(x) not in _PLAIN or not torch._C._has_storage(x) or x.is_meta or x.is_neg() for x in tensors)
 
 
-def _differentiable(
-    function: Callable[..., Any], places: list[int], backward: Callable[..., Any], setup: Callable[..., Any]
-) -> Any:
-    """The function for autograd: of its arguments, those at ``places`` being tensors or lists of them, and of these."""
+def _differentiable(operator: Any, backward: Callable[..., Any], setup: Callable[..., Any]) -> Any:
+    """The operator's function for autograd: of its arguments, and of the tensors among them, some of them in lists."""
+    function, places = operator._init_fn, operator._places
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -140,6 +152,12 @@ def _differentiable(
             setup(ctx=ctx, inputs=arguments, output=output)
             given = [arguments[place] for place in places]
             ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None if x is None else -1 for x in given]
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if operator._rule is None:
+                return one_by_one(operator, info.batch_size, in_dims[0], arguments)
+            return operator._rule(info, in_dims[0], *arguments)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
