@@ -178,7 +178,10 @@ CACHES: list[tuple[Cache, dict[str, Any]]] = [
     ),
     (Cache((300, 140), (6, 2), 40, 256, head=(192, 128), sink=True), CAUSAL),
     (Cache((200, 300), (12, 2), 3, 32, head=(96, 96), sink=True, splits=2), CAUSAL),
-    (Cache((300, 140), (6, 2), 40, 16, head=(192, 192), dtype=torch.float16), {"window_size": (40, 6)}),
+    (
+        Cache((300, 140), (6, 2), 40, 16, head=(192, 192), dtype=torch.float16),
+        {"window_size": (99, 6), "top_left": True},
+    ),
     (Cache((40, 20), (2, 1), page=16, splits=1, far=9 << 30), {}),  # beyond 2^31 steps of 16 bytes
     (Cache((40, 20), (2, 1), page=16, splits=1, far=4272), {}),  # a page is no whole number of rows
 ]

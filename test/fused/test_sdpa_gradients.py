@@ -30,6 +30,7 @@ class Case:
     causal: bool
     left: int
     right: int
+    top_left: bool
     rows_first: bool
     large: float
     seed: int
@@ -65,8 +66,8 @@ def cases(draw: st.DrawFn) -> Case:
         lengths, packed, draw(st.integers(1, 2)), draw(st.integers(1, 3)),
         draw(st.sampled_from(SdpaBackward.head_sizes)),
         draw(st.sampled_from([torch.float16, torch.bfloat16])), causal, draw(st.integers(-1, 45)),
-        -1 if causal else draw(st.integers(-1, 45)), draw(st.booleans()), draw(st.sampled_from([0.1, 1.0, 4.0])),
-        draw(st.integers(0, 1 << 30)),
+        -1 if causal else draw(st.integers(-1, 45)), draw(st.booleans()), draw(st.booleans()),
+        draw(st.sampled_from([0.1, 1.0, 4.0])), draw(st.integers(0, 1 << 30)),
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_gradients(case: Case) -> None:
                   "v": (case.key_heads, keys, case.head[1]), "do": (heads, rows, case.head[1])}  # fmt: skip
         x = {name: (case.large * torch.randn(shape)).to(case.dtype) for name, shape in shapes.items()}
         left, right = (x if x >= 0 else None for x in (case.left, 0 if case.causal else case.right))
-        seen = band(rows, keys, left, right, bottom_right=True)
+        seen = band(rows, keys, left, right, bottom_right=not case.top_left)
 
         def attended(*tensors: torch.Tensor, seen: torch.Tensor = seen) -> torch.Tensor:
             q, k, v = tensors
@@ -97,6 +98,7 @@ def test_gradients(case: Case) -> None:
     ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in zip(*case.lengths, strict=True)]
     samples: list[Any] = [*given.values(), *results.values(), *(ends if case.packed else ())]
     options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.left, case.right), "scale_softmax": scale}
+    options["top_left"] = case.top_left
     backward = SdpaBackward(*samples, **options)
     backward.compile()
     backward.execute(*samples)

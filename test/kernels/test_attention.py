@@ -59,11 +59,13 @@ class Problem:
     nan: tuple[int, ...] = ()
     softcap: float = 0.0
     sink: bool = False
+    top_left: bool = False
 
     @property
     def ends(self) -> dict[str, bool]:
         """Options of a configuration."""
-        return {"packed": self.packed, "right": self.right is not None, "left": self.left is not None}
+        right, left = (end is not None for end in (self.right, self.left))
+        return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     def configured(self, configuration: Any) -> Any:
         """A configuration for this problem."""
@@ -77,7 +79,7 @@ def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) 
     """Results of one sequence in float64, from (h, s, d) and, with ``do``, the gradients."""
     q, k, v = (tensors[name].double().clone().requires_grad_() for name in "qkv")
     cap, sink = problem.softcap, tensors["sink"] if problem.sink else None
-    seen = band(q.shape[1], k.shape[1], problem.left, problem.right, bottom_right=True)
+    seen = band(q.shape[1], k.shape[1], problem.left, problem.right, bottom_right=not problem.top_left)
     modify = (lambda x: cap * (x / cap).tanh()) if cap else None
     o, lse, *_ = attend(q, k, v, seen, scale=scale, modify=modify, sink=sink)
     o.backward(tensors["do"].double())
@@ -209,6 +211,8 @@ TABLE = [
             ),
             ("sm_90a", replace(FORWARD, tile=(128, 64)), replace(WINDOW, right=None)),
             ("sm_100a", TWO_TILES, replace(WINDOW, right=None)),
+            ("sm_90a", DRAWING, replace(PACKED, top_left=True)),
+            ("sm_100a", TWO_TILES, replace(PACKED, top_left=True)),
         ],
         2,
         3,
@@ -319,6 +323,9 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ),
             ("sm_90a", BACKWARD, replace(WINDOW, right=None)),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, right=None)),
+            ("sm_90a", replace(PAIRED, deterministic=True), replace(SHORT, left=None, top_left=True)),
+            ("sm_90a", replace(BACKWARD, tile=(64, 128), split=True), replace(WINDOW, top_left=True)),
+            ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
         ],
         1,
         3,

@@ -43,7 +43,8 @@ class AttentionConfiguration:
 
     ``right`` and ``left``: the window ends on that side; a causal mask is a right end. ``compressed``: the right end is
     that of compressed keys, one for every so many rows, of which a row sees those that are complete. ``lse`` says where
-    that of packed sequences is: "by head", whatever its strides say, or "by strides"; "" is none.
+    that of packed sequences is: "by head", whatever its strides say, or "by strides"; "" is none. ``top_left``: the
+    diagonal begins at the first row and key, else it ends at the last ones.
     """
 
     dtype: str
@@ -55,6 +56,7 @@ class AttentionConfiguration:
     left: bool = False
     compressed: bool = False
     lse: str = "by head"
+    top_left: bool = False
 
 
 @dataclass(frozen=True)

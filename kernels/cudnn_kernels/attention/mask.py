@@ -106,7 +106,8 @@ def mask_of(configuration: Any, queries: Int32, keys: Int32, right: Int32, left:
         return CompressedMask(
             queries, keys, Int32(0), None, None, cutlass.max(queries // cutlass.max(keys, 1), 1)
         )  # fmt: skip
-    return Mask(queries, keys, keys - queries, right if c.right else None, left if c.left else None)
+    offset = Int32(0) if c.top_left else keys - queries
+    return Mask(queries, keys, offset, right if c.right else None, left if c.left else None)
 
 
 @dataclass

@@ -125,8 +125,8 @@ class SplitKeys(Forward):
         if const_expr(work.lengths is not None):
             keys = Int32(work.lengths[batch])
         mask = SharedMask(
-            work.queries * share, keys, keys - work.queries, work.right if const_expr(c.right) else None,
-            work.left if const_expr(c.left) else None, share,
+            work.queries * share, keys, Int32(0) if const_expr(c.top_left) else keys - work.queries,
+            work.right if const_expr(c.right) else None, work.left if const_expr(c.left) else None, share,
         )  # fmt: skip
         return CachedProblem(tile * self.tile_m, key_head * share, key_head, batch, Int32(0), Int32(0), mask, work)
 

@@ -79,6 +79,7 @@ class Attention(FusedAPI):
     is_causal: bool
     window_size: tuple[int, int]
     mma_tiler_mn: tuple[int, int]
+    top_left: bool
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         packed = given["sample_cum_seqlen_q"] is not None
@@ -89,7 +90,7 @@ class Attention(FusedAPI):
         samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
         left, right = given["window_size"]
         right = 0 if given["is_causal"] else right
-        self.window = Window(right if right >= 0 else None, left if left >= 0 else None)
+        self.window = Window(right if right >= 0 else None, left if left >= 0 else None, given["top_left"])
         scale = given["scale_softmax"] or given["sample_q"].shape[-1] ** -0.5
         super().__init__({**samples, "scale_softmax": scale, "right": max(right, 0), "left": max(left, 0)})
         self.longest = self._longest(given)
@@ -203,8 +204,9 @@ class Attention(FusedAPI):
                 raise self.error("page_table", table.tolist(), allowed)
 
     def ends(self) -> dict[str, Any]:
-        """Options of a configuration: on which sides the window ends."""
-        return {"packed": self.packed, "right": self.window.right is not None, "left": self.window.left is not None}
+        """Options of a configuration: on which sides the window ends, and where the diagonal lies."""
+        right, left = (end is not None for end in (self.window.right, self.window.left))
+        return {"packed": self.packed, "right": right, "left": left, "top_left": self.top_left}
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -15,15 +15,16 @@ from cudnn.sdpa.layouts import by_head
 class Window:
     """The keys that a row sees: as many more and fewer than the one on its diagonal; None: all on that side.
 
-    The diagonal ends in the lower right corner.
+    The diagonal begins in the upper left corner or, else, ends in the lower right one.
     """
 
     right: int | None
     left: int | None
+    top_left: bool = False
 
     def hidden(self, queries: int, keys: int, device: Any) -> Any:
         """True for keys that a row does not see: (queries, keys)."""
-        row = torch.arange(queries, device=device)[:, None] + keys - queries
+        row = torch.arange(queries, device=device)[:, None] + (0 if self.top_left else keys - queries)
         key = torch.arange(keys, device=device)
         hidden = torch.zeros(queries, keys, dtype=torch.bool, device=device)
         if self.right is not None:

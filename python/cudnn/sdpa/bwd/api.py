@@ -77,7 +77,7 @@ class SdpaBackward(Gradients, Attention):
         max_s_q: int | None = None, max_s_k: int | None = None, acc_dtype: dtype = torch.float32,
         mma_tiler_mn: tuple[int, int] = (128, 128), dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
         is_causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None,
-        arch: str | None = None, deterministic: bool = False,
+        arch: str | None = None, deterministic: bool = False, top_left: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -111,7 +111,8 @@ class SdpaBackward(Gradients, Attention):
             sizes["hq"] // max(sizes["hk"], 1),
         )
         lengths: list[int] = []
-        for key in range(sizes["sq"] - sizes["sk"], sizes["sq"], c.keys):
+        first = 0 if self.top_left else sizes["sq"] - sizes["sk"]
+        for key in range(first, first + sizes["sk"], c.keys):
             begin = 0 if right is None else max(key - right, 0)
             end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
             lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))

@@ -54,7 +54,7 @@ def configuration(
     arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
 ) -> ForwardConfiguration:  # fmt: skip
     """What an architecture's kernel is compiled for."""
-    draws = (arch, *heads) in DRAWN and ends == {"packed": True, "right": True, "left": False}
+    draws = (arch, *heads) in DRAWN and ends["packed"] and ends["right"] and not ends["left"]
     tile = (WINDOW_TILES if ends["left"] else {}).get((arch, *heads), TILES[arch][heads])
     return ForwardConfiguration(dtype, *heads, tile, **ends, queue=draws, **options)
 
@@ -105,6 +105,7 @@ class SdpaForward(Attention):
             are not read. A page has a power of 2 of keys, 8 or more. Needs ``sample_seqlen_k``.
         num_splits: CTAs that share a sequence's keys where rows are few, or keys a cache; 0: from the samples' sizes.
             The result is the same bit for bit with the same number.
+        top_left: the diagonal begins in the upper left corner: row i stands at key i, not at i + sk - sq.
     """
 
     softcap: float
@@ -130,6 +131,7 @@ class SdpaForward(Attention):
         window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
         arch: str | None = None, softcap: float = 0.0, sample_sink: Tensor | None = None,
         sample_seqlen_k: Tensor | None = None, sample_page_table: Tensor | None = None, num_splits: int = 0,
+        top_left: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
