@@ -44,13 +44,6 @@ def run(problem: Case, **more: Any) -> None:
 # Results on CPU tensors; test_gemm_results.py has more.
 
 
-@pytest.mark.parametrize("name", ["gemm_srelu", "gemm_dsrelu"])
-def test_quantised_results_of_quantised_operands(name: str) -> None:
-    problem = case(name, dtype=E4M3, scale=E8M0, out=E4M3)
-    run(problem)
-    check(problem)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gemm_amax"])
 def test_alpha(name: str) -> None:
     problem = case(name)
@@ -259,26 +252,6 @@ def test_blackwell_does_not_take_factors_of_128_in_operands_and_gated_results() 
     plain = case("gemm_swiglu", dtype=E4M3, out=E4M3, vector=128, side=None, device="meta")
     with pytest.raises(NotImplementedError, match="a tensor dtype, for sfc of float32, on sm_90a: got float8_e4m3fn"):
         supported(plain, "sm_90a")
-
-
-KINDS = [
-    {"dtype": F16, "majors": "mnm", "l": 3},
-    {"dtype": F32, "majors": "mkn", "m": 64, "l": 2},
-    {"dtype": E5M2, "majors": "knm", "l": 2},
-    {"dtype": FP4, "scale": E8M0, "vector": 32, "l": 2},
-    {"dtype": FP4, "scale": E4M3, "vector": 16},
-    {"dtype": E4M3, "scale": E8M0, "majors": "knm"},
-    {"dtype": E4M3, "scale": F32, "rows": 1},
-]
-
-
-@pytest.mark.parametrize("given", KINDS, ids=str)
-def test_support_for_a_chip_that_is_not_here(family: Family, arch: str, given: dict[str, Any]) -> None:
-    problem = case(family.name, device="meta", **given)
-    gemm = operation(problem, arch=arch)
-    assert not gemm._is_supported
-    assert gemm.check_support() is True
-    assert gemm._is_supported
 
 
 @pytest.mark.parametrize(("arch", "family"), in_turn(FAMILIES, 2), ids=lambda x: getattr(x, "name", x))
