@@ -35,6 +35,13 @@ def product(graph: Any, activation: str = "gelu") -> Any:
     return getattr(graph, activation)(made, name="act")
 
 
+def planned(device: Any) -> cudnn.pygraph:
+    """A graph of ``product`` for cuDNN."""
+    graph = planned_graph(device)
+    product(graph).set_output(True)
+    return graph
+
+
 def two_products(graph: Any) -> None:
     """What no engine fuses: a second product of the first one's FLOAT result."""
     graph.matmul(product(graph), tensor(graph, "w", 4, 96, 32), name="again").set_output(True)
@@ -126,8 +133,7 @@ def test_the_reference_executor_is_named() -> None:
 # Plans.
 @pytest.fixture(scope="module")
 def fused(h200: Any) -> tuple[cudnn.pygraph, Explanation]:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     graph.build(MODES)
     return graph, graph.explain()
 
@@ -155,8 +161,7 @@ def test_the_plan_and_its_kernels(fused: tuple[cudnn.pygraph, Explanation]) -> N
 
 
 def test_before_the_build_cudnn_is_asked(h200: Any) -> None:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     explained = graph.explain()
     assert (explained.state, explained.plan) == ("planned", None)
     assert graph.get_execution_plan_count() == 0
@@ -206,8 +211,7 @@ def test_tensors_of_a_score_modifier_stay_as_they_are(h200: Any) -> None:
 
 
 def test_why_configurations_are_barred(h200: Any) -> None:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     configurations(graph)
     first = graph.get_plan_name_at_index(0)
     graph.deselect_engines([first])
@@ -216,8 +220,7 @@ def test_why_configurations_are_barred(h200: Any) -> None:
     assert {plan.tag: plan.reason for plan in explained.refused}[first] == f"excluded by name ({first})"
     assert explained.plan is not None
     assert explained.plan.tag == graph.get_plan_name() != first
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     configurations(graph)
     graph.deselect_workspace_greater_than(-1)
     with pytest.raises(cudnn.cudnnGraphNotSupportedError, match=r"workspace, over the limit.*graph\.explain"):
@@ -242,8 +245,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str], bool]) -> No
 
 
 def test_failed_builds_are_told(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     configurations(graph)
     first = graph.get_plan_name_at_index(0)
     failing(monkeypatch, first.__eq__)
@@ -253,8 +255,7 @@ def test_failed_builds_are_told(h200: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert (explained.refused[0].tag, explained.refused[0].reason) == (first, "no kernel [today]")
 
     failing(monkeypatch, lambda tag: True)
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     with pytest.raises(
         cudnn.cudnnGraphNotSupportedError, match=r"graph 'test_graph' of mm \(matmul\), act \(gelu\): no"
     ):
@@ -369,8 +370,7 @@ def test_two_faults_are_two_reasons(h200: Any) -> None:
 
 
 def test_parts_that_have_nothing_in_common(h200: Any) -> None:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     x, scale = tensor(graph, "x", 8, 64, 1, 1), tensor(graph, "scale", 1, 64, 1, 1, data_type=FLOAT)
     epsilon = graph.tensor_like(torch.full((1, 1, 1, 1), 1e-5))
     y, _ = graph.rmsnorm(cudnn.norm_forward_phase.INFERENCE, x, scale, epsilon=epsilon, name="norm")
@@ -382,8 +382,7 @@ def test_parts_that_have_nothing_in_common(h200: Any) -> None:
 
 
 def test_a_failure_that_is_over(h200: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = planned_graph(h200)
-    product(graph).set_output(True)
+    graph = planned(h200)
     configurations(graph)
     with monkeypatch.context() as patch:
         failing(patch, lambda tag: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import cudnn
 from support.fuzz.approx import Approx
 from support.fuzz.attention_formula import Problem
-from support.fuzz.case import Case, Spec, View, packed, pick
+from support.fuzz.case import Case, Spec, View, literal, packed, pick
 
 _LARGEST = 3 << 20  # scores
 _DEVIATIONS = 16  # standard ones of dropout's rate: 12 were seen, and why is not known
@@ -163,10 +164,8 @@ class AttentionCase(Case):
         self, graph: cudnn.pygraph, tensors: dict[str, cudnn.tensor], operands: dict[str, Any], options: dict[str, Any]
     ) -> dict[str, cudnn.tensor]:
         outputs: dict[str, cudnn.tensor] = {}
-        for letter in "kv":
-            if self.page:
-                options[f"paged_attention_{letter}_table"] = tensors[f"table_{letter}"]
         if self.page:
+            options |= {f"paged_attention_{letter}_table": tensors[f"table_{letter}"] for letter in "kv"}
             options["paged_attention_max_seq_len_kv"] = self.shape.s_kv
         for name, argument in (("Max", "score_max"), ("Sum_exp", "score_sum_exp")):
             if name in self.statistics:
@@ -482,7 +481,7 @@ class Draw:
                 self._ragged("stats", kind)
         if self.mask.lengths_q:
             for name, lengths in (("seq_q", self.mask.lengths_q), ("seq_kv", self.mask.lengths_kv)):
-                self.inputs[name] = Spec((s.b, 1, 1, 1), (1, 1, 1, 1), "int32", "literal", literal=lengths)
+                self.inputs[name] = literal(*lengths, dtype="int32", dims=(s.b, 1, 1, 1))
         for letter in "qkv":
             if self.page and letter in "kv":
                 self._paged(letter, ragged)
@@ -520,11 +519,12 @@ class Draw:
     def _ragged(self, letter: str, kind: str) -> None:
         lengths = self.mask.lengths_kv if letter in "kv" else self.mask.lengths_q
         step = self.strides[letter][2]
-        starts = tuple(accumulate(((length + self.gap) * step for length in lengths), initial=0))
-        self.starts[letter] = starts
-        self.inputs[f"start_{letter}"] = Spec(
-            (self.shape.b + 1, 1, 1, 1), (1, 1, 1, 1), kind, "literal", literal=starts
-        )
+        self._start(letter, ((length + self.gap) * step for length in lengths), kind)
+
+    def _start(self, name: str, sizes: Iterable[int], kind: str = "int32") -> None:
+        """Where each batch entry begins, by the sizes of all."""
+        self.starts[name] = starts = tuple(accumulate(sizes, initial=0))
+        self.inputs[f"start_{name}"] = literal(*starts, dtype=kind, dims=(self.shape.b + 1, 1, 1, 1))
 
     def _dense(self, name: str, letter: str) -> None:
         self.inputs[name] = Spec(self.shape.dims(letter), self.strides[letter], self.io, span=self._span(letter))
@@ -543,19 +543,12 @@ class Draw:
         self.strides[letter] = strides
         chosen = rng.sample(range(blocks), s.b * pages)
         table = (s.b, 1, pages, 1)
+        span, name = 0, f"table_{letter}"
         if self.page > 1 and rng.random() < 0.15:
-            counts = [-(-length // self.page) for length in self.mask.lengths_kv]
-            starts = tuple(accumulate(counts, initial=0))
-            name = f"table_{letter}"
-            self.starts[name] = starts
-            self.inputs[f"start_{name}"] = Spec((s.b + 1, 1, 1, 1), (1, 1, 1, 1), "int32", "literal", literal=starts)
-            self.inputs[name] = Spec(
-                table, packed(table, range(4)), "int32", "literal", literal=tuple(chosen[: starts[-1]]), span=starts[-1]
-            )
-        else:
-            self.inputs[f"table_{letter}"] = Spec(
-                table, packed(table, range(4)), "int32", "literal", literal=tuple(chosen)
-            )
+            self._start(name, (-(-length // self.page) for length in self.mask.lengths_kv))
+            span = self.starts[name][-1]
+            chosen = chosen[:span]
+        self.inputs[name] = literal(*chosen, dtype="int32", dims=table, span=span)
 
     def _bias_dims(self) -> tuple[int, ...]:
         s = self.shape
@@ -572,9 +565,7 @@ class Draw:
         number = round(rng.uniform(0.5, 1.5) * s.d_qk**-0.5, 4)
         passed = pick(rng, {"number": 8, "host": 0.05 if self.backward else 1, "memory": 0.5, "": 0.5})
         if passed in ("host", "memory"):
-            self.inputs["scale"] = Spec(
-                (1, 1, 1, 1), (1, 1, 1, 1), "float32", "literal", literal=(number,), by_value=passed == "host"
-            )
+            self.inputs["scale"] = literal(number, by_value=passed == "host")
         made["scale"] = (number if passed else 1.0, passed)
         bias_dims: tuple[int, ...] = ()
         if "bias" in features:
@@ -586,17 +577,14 @@ class Draw:
             made["dropout"] = pick(rng, {0.1: 3, 0.2: 1, 0.5: 1, 0.75: 0.5})
             host = self.chance(0.2)
             for name in ("seed", "offset"):
-                self.inputs[name] = Spec(
-                    (1, 1, 1, 1), (1, 1, 1, 1), "int64", "literal", literal=(rng.randint(0, 10**6),), by_value=host
-                )
+                self.inputs[name] = literal(rng.randint(0, 10**6), dtype="int64", by_value=host)
         elif "own mask" in features:
             made["dropout"] = 1.0
             dims = (s.b, s.h_q, s.s_q, s.s_kv)
             self.inputs["keep"] = Spec(dims, packed(dims, range(4)), self.io, "mask")
-            for name, value in (("keep_scale", 2.0), ("keep_inverse", 0.5)):
-                self.inputs[name] = Spec((1, 1, 1, 1), (1, 1, 1, 1), "float32", "literal", literal=(value,))
-            if not self.backward:
-                del self.inputs["keep_inverse"]
+            self.inputs["keep_scale"] = literal(2.0)
+            if self.backward:
+                self.inputs["keep_inverse"] = literal(0.5)
         if self.backward:
             made["deterministic"] = self.chance(0.2)
             made["max_total"] = "q" in self.starts and self.chance(0.5)

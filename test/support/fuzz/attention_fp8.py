@@ -12,7 +12,7 @@ import cudnn
 from support.fuzz.approx import ACCUMULATION, SATURATION, TINY, UNIT, Approx
 from support.fuzz.attention import AttentionCase, Draw, Shape
 from support.fuzz.attention_formula import Problem
-from support.fuzz.case import Spec, pick
+from support.fuzz.case import literal, pick
 
 _SIGMAS = 6  # errors of many roundings add up like random numbers
 _FORWARD = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -128,7 +128,7 @@ class _Draw(Draw):
             number = round(number / (factors["descale_q"] * factors["descale_k"]), 4)
             made["scale"] = (number, "number")
         for name, value in factors.items():
-            self.inputs[name] = Spec((1, 1, 1, 1), (1, 1, 1, 1), "float32", "literal", literal=(value,))
+            self.inputs[name] = literal(value)
         made["factors"] = factors
         return made
 

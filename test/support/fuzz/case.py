@@ -74,6 +74,11 @@ class Spec:
         return made.to(self.torch_dtype)
 
 
+def literal(*values: float, dtype: str = "float32", dims: tuple[int, ...] = (1, 1, 1, 1), **more: Any) -> Spec:
+    """A tensor of these values."""
+    return Spec(dims, packed(dims, range(len(dims))), dtype, "literal", literal=values, **more)
+
+
 @dataclass(frozen=True)
 class Case(ABC):
     """One random graph.
