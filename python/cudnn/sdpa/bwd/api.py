@@ -56,8 +56,9 @@ class SdpaBackward(Gradients, Attention):
     kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator only, never on a chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
-    results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q, on Blackwell 8
-    for every row, which PyTorch's allocator provides on the stream of the call.
+    results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q and, for sums of
+    split blocks of keys, up to 250 MB more, on Blackwell 8 bytes for every row, which PyTorch's allocator provides on
+    the stream of the call.
     """
 
     deterministic: bool
