@@ -366,24 +366,16 @@ def gradients(ends: tuple[int, ...], tokens: int, indexed: str = "", **more: Any
         start = end
 
 
-@pytest.mark.parametrize("where", ["reference", "sm_90a", pytest.param("sm_100a", marks=pytest.mark.full)])
-def test_weight_gradients(where: str) -> None:
-    scales = {name: torch.rand(3) + 0.5 for name in ("global_scale_a", "global_scale_b")}
-    if where == "reference":
-        gradients((5, 5, 180), 200)
-        gradients((5, 5, 180), 200, **scales)
-        for indexed in ("a", "b", "ab"):
-            gradients((5, 5, 180), 200, indexed)
-        return
-    with cudnn.emulation(where, races=True):
-        gradients((5, 5, 180), 200, **scales)
+SLOW = [pytest.param(*case, marks=pytest.mark.full) for case in (("sm_100a", ""), ("sm_90a", "b"), ("sm_100a", "a"))]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("where", "indexed"), [("sm_90a", "b"), ("sm_100a", "a")])
-def test_weight_gradients_of_numbered_tokens(where: str, indexed: str) -> None:
-    with cudnn.emulation(where, races=True):
-        gradients((5, 5, 180), 200, indexed)
+@pytest.mark.parametrize(
+    ("where", "indexed"), [*(("reference", names) for names in ("", "a", "b", "ab")), ("sm_90a", ""), *SLOW]
+)
+def test_weight_gradients(where: str, indexed: str) -> None:
+    scales = {} if indexed else {name: torch.rand(3) + 0.5 for name in ("global_scale_a", "global_scale_b")}
+    with within(where):
+        gradients((5, 5, 180), 200, indexed, **scales)
 
 
 def test_numbers_of_tokens() -> None:

@@ -37,25 +37,20 @@ def tensors(dtype: torch.dtype = F64, heads: int = H) -> list[torch.Tensor]:
 SHAPES = [(S_Q, S_KV), (1, S_KV), (S_Q, 1), (B, 1, 1, S_KV), (H, S_Q, S_KV), (B, H, S_Q, S_KV), (1, H, S_Q, S_KV)]
 
 
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_boolean_masks(shape: tuple[int, ...]) -> None:
-    mask = torch.rand(shape) < 0.7
-    mask[..., 0] = True  # every row sees a key
-    given = tensors()
-    found = with_gradients(functools.partial(scaled_dot_product_attention, attn_mask=mask), given)
-    expected = with_gradients(functools.partial(F.scaled_dot_product_attention, attn_mask=mask), given)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_masks_that_are_added_have_gradients(shape: tuple[int, ...]) -> None:
-    q, k, v, d_out = tensors()
-    given = [q, k, v, torch.randn(shape, dtype=F64), d_out]
-    found = with_gradients(scaled_dot_product_attention, given)
-    expected = with_gradients(F.scaled_dot_product_attention, given)
-    assert len(found) == 5
-    for one, other in zip(found, expected, strict=True):
+def test_masks(shape: tuple[int, ...], added: bool) -> None:
+    """What is added has a gradient."""
+    *given, d_out = tensors()
+    seen = torch.rand(shape) < 0.7
+    seen[..., 0] = True  # every row sees a key
+    given, options = ([*given, torch.randn(shape, dtype=F64)], {}) if added else (given, {"attn_mask": seen})
+    ours, theirs = (
+        with_gradients(functools.partial(function, **options), [*given, d_out])
+        for function in (scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
+    assert len(ours) == 4 + added
+    for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-10)
 

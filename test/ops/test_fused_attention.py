@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from cudnn.experimental.ops import scaled_dot_product_attention as experimental
 from cudnn.experimental.ops import sdpa as graphs
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import scaled_dot_product_attention as attention
+from support.dense_attention import with_gradients
 
 BOTTOM_RIGHT = 1
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -28,9 +30,7 @@ def drawn(heads: tuple[int, int] = (4, 2), rows: tuple[int, int] = (20, 30), hea
 
 def passes(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
     """The result and the gradients."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    o = attention(*leaves, enable_gqa=True, **options)
-    return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
+    return with_gradients(functools.partial(attention, enable_gqa=True, **options), tensors)
 
 
 @pytest.mark.parametrize(

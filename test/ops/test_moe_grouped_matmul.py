@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import cudnn
 from cudnn.experimental.ops import _graphs, moe_grouped_matmul
 from cudnn.experimental.ops.moe_grouped_matmul import _graph_cache
+from support.dense_attention import with_gradients
 from support.graphs import planned_by
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -60,20 +60,14 @@ def formula(token: torch.Tensor, weight: torch.Tensor, first: list[int], given: 
     return torch.stack(rows)[None]
 
 
-def gradients(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors[:2]]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[2])]
-
-
 @pytest.mark.parametrize("mode", MODES_OF_ROWS)
 @pytest.mark.parametrize("name", OFFSETS)
 def test_results_and_gradients(name: str, mode: str) -> None:
     given = indices(mode)
     tensors = operands(rows=24 if mode == "gather" else M)
     function = functools.partial(moe_grouped_matmul, first_token_offset=offsets(OFFSETS[name]), **given)
-    found = gradients(function, tensors)
-    expected = gradients(lambda *x: formula(*x, OFFSETS[name], given), tensors)
+    found = with_gradients(function, tensors)
+    expected = with_gradients(lambda *x: formula(*x, OFFSETS[name], given), tensors)
     assert found[0].is_contiguous()
     assert found[2].stride(1) == 1
     for one, other in zip(found, expected, strict=True):
