@@ -149,6 +149,19 @@ def test_gradients_in_half_precision() -> None:
         assert (mine.double() - other).norm() < 4e-3 * other.norm()
 
 
+def test_tensors_at_odd_addresses_are_copied() -> None:
+    call, found = tensors((32,), (2, 1), 64, torch.float16), []
+    apart = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for name, x in call.items()}
+    with cudnn.emulation("sm_90a"):
+        for given in (call, apart):
+            options, of = {**OPTIONS, "block_size": 16, "compress_stride": 8}, leaves(given)
+            inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **options)
+            out = nsa_attention(**given, **options)
+            found.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("seed", brief(list(range(24)), 0))
 def test_the_sum_of_three_attentions(seed: int) -> None:
     """Any groups, blocks, strides and windows; sequences that end anywhere, one of them in the middle of a stride."""

@@ -7,7 +7,11 @@ import torch
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """The tensor as graphs take it, contiguous and at a multiple of 16 bytes: a part of another one may be neither."""
-    x = x.contiguous()
+    return placed(x.contiguous())
+
+
+def placed(x: torch.Tensor) -> torch.Tensor:
+    """The tensor at a multiple of 16 bytes, in the order in which it lies."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

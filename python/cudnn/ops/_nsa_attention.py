@@ -11,7 +11,7 @@ from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.top_k.api import MOST
-from cudnn.ops._memory import aligned
+from cudnn.ops._memory import aligned, placed
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, nsa_gates_bwd, say, selection_takes_gates
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.attention.sparse import ALWAYS
@@ -181,6 +181,7 @@ def _row_values(q: torch.Tensor) -> torch.Tensor:
 
 def _run(api: Any, tensors: dict[str, Any], options: dict[str, Any]) -> None:
     """Executes a class of ``cudnn.NSA`` on tensors by name."""
+    tensors = {name: placed(x) for name, x in tensors.items()}  # results are where they were
     made = cached(api, tensors, options)
     made.execute(**{api.parameters[name]: x for name, x in tensors.items()})
 
@@ -213,6 +214,7 @@ def nsa_compression_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     if _by_kernels(q):
+        q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
         found = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
         return _contiguous(*found.values())
     dq, dk, dv = _like(q), _like(k), _like(v)
@@ -387,6 +389,7 @@ def nsa_selection_bwd(
     """The gradients of q, k and v."""
     chosen = _lists(lists, ends)
     if _by_kernels(q):
+        q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
         found = NSA.selection_attention_backward_wrapper(
             q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
         )
@@ -565,6 +568,7 @@ def nsa_branches_bwd(
     d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, o, selected, near, gates)
     sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)
     if _by_kernels(q):
+        q, k, v, ck, cv = map(placed, (q, k, v, ck, cv))
         chosen = _lists(lists, ends)
         given = (q, k, v, selected, d_selected, selected_lse, chosen["block_indices"], chosen["block_counts"], ends)
         NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, added_to=sums)

@@ -44,10 +44,10 @@ def nsa_gates(
     compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
     """The sum of three ``[T, H, D]``, each times its gate of ``[T, H, 3]``, rounded once."""
-    branches = [x.contiguous() for x in (compressed, selected, near)]
+    branches = [aligned(x) for x in (compressed, selected, near)]
     if _by_kernel(compressed):
         out = torch.empty_like(branches[0])
-        _run(branches, gates.contiguous(), out)
+        _run(branches, aligned(gates), out)
         return out
     wide = torch.promote_types(compressed.dtype, torch.float32)
     factors = gates.to(wide).unbind(-1)
@@ -66,9 +66,9 @@ def nsa_gates_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of all but the first."""
     branches, gates, d_out = (
-        [x.contiguous() for x in (compressed, selected, near)],
-        gates.contiguous(),
-        d_out.contiguous(),
+        [aligned(x) for x in (compressed, selected, near)],
+        aligned(gates),
+        aligned(d_out),
     )
     if _by_kernel(compressed):
         changes = [torch.empty_like(x) for x in (*branches, gates)]
@@ -124,7 +124,7 @@ def nsa_gated_selection(
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
     counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
-    tensors = [aligned(x) for x in (q, k, v)] + [out, compressed.contiguous(), near.contiguous(), gates.contiguous()]
+    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates))]
     run(architecture.source(configuration), configuration, *tensors, lists, counts, ends, scale, multiprocessors)
     return out
 
