@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import torch
 
 import cudnn
 from cudnn.backend import library
@@ -110,8 +110,7 @@ def test_a_convolution_beside_a_matmul_is_refused_at_every_version(connected: bo
 @pytest.mark.deviceless_919
 def test_int8_convolutions_keep_off_engines_for_floating_point(h200: Any) -> None:
     graph = planned_graph(h200, *[cudnn.data_type.INT32] * 3)
-    x, w = (graph.tensor(dims, [prod(dims[1:]), 1, dims[3] * dims[1], dims[1]], cudnn.data_type.INT8)
-            for dims in ([2, 64, 8, 8], [64, 64, 3, 3]))  # fmt: skip
+    x, w = (nhwc(graph, *dims, kind=cudnn.data_type.INT8) for dims in ([2, 64, 8, 8], [64, 64, 3, 3]))
     graph.conv_fprop(x, w, [1, 1], [1, 1], [1, 1]).set_output(True)
     names = [graph.get_plan_name_at_index(i) for i in range(configurations(graph))]
     if library.version() > known_faults.SEEN_IN:
@@ -150,15 +149,15 @@ def test_a_plain_relu_may_use_it(h200: Any) -> None:
 
 # Convolutions.
 def response(graph: cudnn.pygraph, kernels: int) -> cudnn.tensor:
-    image, weight = channels_last(graph, 1, 32, 19, 22), channels_last(graph, kernels, 32, 1, 4)
+    image, weight = nhwc(graph, 1, 32, 19, 22), nhwc(graph, kernels, 32, 1, 4)
     return graph.conv_fprop(image, weight, padding=[0, 3], stride=[1, 2], dilation=[1, 1])
 
 
 def data_gradient(graph: cudnn.pygraph, stride: int, fused: int) -> cudnn.tensor:
-    loss, weight = channels_last(graph, 2, 16, 8, 8), channels_last(graph, 16, 64, 3, 3)
+    loss, weight = nhwc(graph, 2, 16, 8, 8), nhwc(graph, 16, 64, 3, 3)
     made = graph.conv_dgrad(loss, weight, padding=[1, 1], stride=[stride] * 2, dilation=[1, 1])
     dims = [2, 64, 7 * stride + 1, 7 * stride + 1]
-    made.set_dim(dims).set_stride(channels_last_strides(dims))
+    made.set_dim(dims).set_stride(nhwc(graph, *dims).get_stride())
     for _ in range(fused):
         made = graph.tanh(made)
     return made
@@ -167,21 +166,15 @@ def data_gradient(graph: cudnn.pygraph, stride: int, fused: int) -> cudnn.tensor
 def filter_gradient(graph: cudnn.pygraph, *padding: tuple[int, int]) -> cudnn.tensor:
     pre, post = zip(*padding, strict=True)
     extents = [64 + a + b - 2 for a, b in padding]
-    image, loss = channels_last(graph, 3, 16, *[64] * len(pre)), channels_last(graph, 3, 80, *extents)
+    image, loss = nhwc(graph, 3, 16, *[64] * len(pre)), nhwc(graph, 3, 80, *extents)
     ones = [1] * len(pre)
     return graph.conv_wgrad(image, loss, pre_padding=pre, post_padding=post, stride=ones, dilation=ones)
 
 
-def channels_last_strides(dims: Sequence[int]) -> list[int]:
-    strides, step = [prod(dims[1:]), 1], prod(dims[1:])
-    for extent in dims[2:]:
-        step //= extent
-        strides.append(step)
-    return strides
-
-
-def channels_last(graph: cudnn.pygraph, *dims: int) -> cudnn.tensor:
-    return graph.tensor(dims, channels_last_strides(dims))
+def nhwc(graph: cudnn.pygraph, *dims: int, kind: Any = None) -> cudnn.tensor:
+    """Channels last."""
+    strides = torch.empty(dims[0], *dims[2:], dims[1], device="meta").movedim(-1, 1).stride()
+    return graph.tensor(dims, strides, kind)
 
 
 # Graph, types, engine.

@@ -65,9 +65,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (lambda g, t: g.matmul(t(2, 4, 8), t(2, 7, 3)), ValueError, ["inner extents 8 and 7"]),
         (lambda g, t: g.matmul(t(2, 4, 8), t(3, 8, 3)), ValueError, ["batch"]),
-        (lambda g, t: g.matmul(t(8), t(8)), ValueError, ["rank"]),
         (lambda g, t: g.matmul(t(2, 4, 8), torch.ones(2, 8, 3)), TypeError, ["input B", "cudnn.tensor"]),
         (lambda g, t: g.matmul(t(2, 4, 8), g.tensor([2, 8, 3], [3, 1])), ValueError, ["as many strides"]),
     ],
