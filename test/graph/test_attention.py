@@ -55,7 +55,7 @@ def kept(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 # Formulas.
-EMPTY = {"lengths_q": (0, 10), "lengths_kv": (7, 0)}
+EMPTY: dict[str, Any] = {"lengths_q": (0, 10), "lengths_kv": (7, 0)}
 SOLVED = {
     **CASES,
     "no rows, no keys": Problem(**EMPTY, bias=(1, 4, 1, 192), options={"use_causal_mask": True}),
