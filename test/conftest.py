@@ -108,6 +108,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     library._candidates = _candidates if asks else lambda: iter(())
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test draws the same numbers each time."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests neither use nor fill the user's compiled kernels."""

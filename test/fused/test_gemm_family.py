@@ -11,10 +11,10 @@ import torch
 from cudnn import launch
 from cudnn_kernels.signature import bind, signature
 from support import gemms
-from support.gemm_families import ARCHITECTURES, BY_NAME, FAMILIES, Case, Family, case, check, options
+from support.gemm_families import BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
 from support.recorded import OnGpu, Recorded
-from support.selection import in_turn
+from support.selection import ARCHES, in_turn
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -28,7 +28,7 @@ def operation(problem: Case, **more: Any) -> Any:
     return problem.family.cls(**problem.samples(), **{**options(problem), **more})
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=ARCHES)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -22,20 +22,9 @@ from cudnn import launch
 from cudnn.cli.programs.gemm_matrix import Variant, sample, variants
 from cudnn.fused import host
 from cudnn_kernels import architecture
-from support.gemm_families import (
-    ARCHITECTURES,
-    BY_NAME,
-    FAMILIES,
-    WHERE,
-    case,
-    check,
-    execute,
-    of_variant,
-    options,
-    slack,
-)
+from support.gemm_families import BY_NAME, FAMILIES, case, check, execute, of_variant, options, slack
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
-from support.selection import brief, in_turn, selected
+from support.selection import ARCHES, WHERE, brief, in_turn, selected
 
 pytest.importorskip("ptx_emulator")
 
@@ -134,7 +123,7 @@ def test_operands_and_gated_results_by_128(where: str) -> None:
     run(where, "gemm_swiglu", {**SMALL, "dtype": E4M3, "scale": F32, "n": 320, "k": 144, "out": E4M3, "side": None})
 
 
-SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHITECTURES]
+SLOW = [pytest.param(where, marks=pytest.mark.full) for where in ARCHES]
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *SLOW, WHERE[-1]])
@@ -241,7 +230,7 @@ def test_random_problems(where: str, seed: int) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("share", range(8))  # for as many processes
-@pytest.mark.parametrize("where", [WHERE[0], *ARCHITECTURES])
+@pytest.mark.parametrize("where", [WHERE[0], *ARCHES])
 @settings(max_examples=6, **{**BRIEFLY, "derandomize": False})
 @given(seed=st.integers(0, 2**32 - 1))
 def test_many_random_problems(where: str, share: int, seed: int) -> None:

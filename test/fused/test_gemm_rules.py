@@ -9,8 +9,9 @@ import torch
 
 import cudnn
 from support import gemms
-from support.gemm_families import ARCHITECTURES, case, check, options
+from support.gemm_families import case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.selection import ARCHES
 
 BOTH = ("gemm_srelu", "gemm_dsrelu")
 FLOATS, BYTES = (F16, BF16, F32), (E4M3, E5M2)
@@ -116,7 +117,7 @@ SRELU: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 REFUSED = [("gemm_amax", *row) for row in AMAX] + [(name, *row) for name in BOTH for row in SRELU]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("name", "given", "more", "error", "words"), REFUSED)
 def test_refused(arch: str, name: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     problem = case(name, device="meta", **given)
@@ -124,7 +125,7 @@ def test_refused(arch: str, name: str, given: dict[str, Any], more: dict[str, An
         operation(problem, **{"arch": arch, **more}).check_support()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHES)
 def test_four_bit_results_are_of_four_bit_operands_and_n_major(arch: str) -> None:
     given = {"scale": E8M0, "vector": 32, "device": "meta"}
     assert operation(case("gemm_amax", dtype=FP4, out=FP4, **given), arch=arch).check_support()

@@ -11,8 +11,9 @@ import cudnn
 from cudnn.gemm_swiglu import GemmSwiglu, gemm_swiglu_wrapper
 from cudnn.gemm_swiglu.gradients import swiglu_backward
 from support import gemms
-from support.gemm_families import ARCHITECTURES, case, check, options
+from support.gemm_families import case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
+from support.selection import ARCHES
 
 
 def operation(problem: Any, **more: Any) -> GemmSwiglu:
@@ -60,7 +61,7 @@ SUPPORTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("given", "more"), SUPPORTED, ids=str)
 def test_supported(arch: str, given: dict[str, Any], more: dict[str, Any]) -> None:
     assert operation(case("gemm_swiglu", device="meta", **given), arch=arch, **more).check_support()
@@ -93,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize(("given", "more", "error", "words"), REFUSED)
 def test_refused(arch: str, given: dict[str, Any], more: dict[str, Any], error: Any, words: str) -> None:
     with pytest.raises(error, match=f"GemmSwiglu: .*{words}"):

@@ -13,9 +13,9 @@ import torch
 import cudnn
 from cudnn import registry
 from support import gemms
-from support.gemm_families import ARCHITECTURES, FAMILIES, WHERE, Case, Family, case, check, execute, options, slack
+from support.gemm_families import FAMILIES, Case, Family, case, check, execute, options, slack
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
-from support.selection import brief, in_turn
+from support.selection import ARCHES, WHERE, brief, in_turn
 
 pytest.importorskip("ptx_emulator")
 
@@ -197,7 +197,7 @@ def test_what_is_refused(where: str, changed: Any, more: dict[str, Any], error: 
     """In the same words everywhere; those of the launcher, which numbers arguments, are not seen."""
     problem = made("gemm_swiglu", where, 128, 128, 64)
     gemm = problem.family.cls(**problem.samples(), **options(problem))
-    with cudnn.emulation(where) if where in ARCHITECTURES else contextlib.nullcontext():
+    with cudnn.emulation(where) if where in ARCHES else contextlib.nullcontext():
         gemm.compile()
         with pytest.raises(error, match=words):
             gemm.execute(**{**changed(problem).arguments(), **more})
@@ -297,7 +297,7 @@ def test_nothing_is_recorded_for_autograd(where: str, name: str) -> None:
     tensors = problem.tensors
     given = {key: tensors[key] for key in ("a", "b", "sfa", "sfb", *problem.family.extra)}
     given = {key: None if tensor is None else tensor.requires_grad_() for key, tensor in given.items()}
-    with cudnn.emulation(where) if where in ARCHITECTURES else contextlib.nullcontext():
+    with cudnn.emulation(where) if where in ARCHES else contextlib.nullcontext():
         found = problem.family.wrapper(**{f"{key}_tensor": tensor for key, tensor in given.items()})
     for tensor in found:
         assert tensor is None or (tensor.grad_fn is None and not tensor.requires_grad)

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax, api, best_num_threads, pick_rows_per_cta, rmsnorm_rht_amax_wrapper
 from support.rmsnorm import definition
-from support.selection import in_turn, within
-
-WHERE = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
+from support.selection import WHERE, in_turn, within
 
 
 def inputs(m: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -99,21 +97,9 @@ def test_rows_that_lie_apart_are_refused_with_what_to_do() -> None:
 
 
 REFUSED_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"x_tensor": lambda t: np.zeros((4, 512))},
-        TypeError,
-        r"x tensor: got numpy.ndarray; allowed: a torch.Tensor. To",
-    ),
-    (
-        {"o_tensor": lambda t: t["x_tensor"].new_zeros(2049)[1:].view(4, 512)},
-        ValueError,
-        "o tensor, its address: got 0x",
-    ),
-    (
-        {"o_tensor": lambda t: t["both"][2:6]},
-        ValueError,
-        "o tensor: got memory that x uses too; allowed: memory of its",
-    ),
+    ({"x_tensor": lambda t: np.zeros((4, 512))}, TypeError, "x tensor: got numpy.ndarray; allowed: a torch.Tensor"),
+    ({"o_tensor": lambda t: t["x_tensor"].new_zeros(2049)[1:].view(4, 512)}, ValueError, "o tensor, its address: got"),
+    ({"o_tensor": lambda t: t["both"][2:6]}, ValueError, "o tensor: got memory that x uses too; allowed: memory"),
     ({"amax_tensor": lambda t: t["x_tensor"].view(-1).view(torch.float32)[:2]}, ValueError, "amax tensor: got memory"),
     ({"current_stream": lambda t: "0"}, TypeError, "current_stream: got str; allowed: None, an int, a torch.cuda"),
 ]
@@ -152,22 +138,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows_per_cta": 0}, ValueError, "rows_per_cta: got 0"),
     ({"rows_per_cta": 4}, ValueError, r"amax tensor shape mismatch: expected \(4,\), got \(8,\)"),
     ({"n": 65536 + 512}, NotImplementedError, "columns of x: got 66048; allowed: at most 65536"),
-    (
-        {"dtype": torch.float32},
-        ValueError,
-        "x tensor dtype mismatch: expected torch.bfloat16 or torch.float16",
-    ),
+    ({"dtype": torch.float32}, ValueError, "x tensor dtype mismatch: expected torch.bfloat16 or torch.float16"),
     ({"sample_w": torch.empty(256)}, ValueError, r"w tensor shape mismatch: expected \(512,\), got \(256,\)"),
     ({"sample_w": torch.empty(512)}, ValueError, "w tensor dtype mismatch: expected torch.bfloat16, got torch.float32"),
     ({"sample_o": torch.empty(16, 512)}, ValueError, "o tensor dtype mismatch: expected torch.bfloat16"),
     ({"sample_o": torch.empty(16, 256)}, ValueError, r"o tensor shape mismatch: expected \(16, 512\), got \(16, 256\)"),
     ({"sample_x": torch.empty(16)}, ValueError, r"x: got the shape \(16,\); allowed: two dimensions or more"),
     ({"sample_x": None}, ValueError, "x tensor: got None; allowed: a tensor"),
-    (
-        {"sample_x": torch.empty(512, 16).t()},
-        ValueError,
-        r"x tensor stride mismatch: expected \(512, 1\), got",
-    ),
+    ({"sample_x": torch.empty(512, 16).t()}, ValueError, r"x tensor stride mismatch: expected \(512, 1\), got"),
     ({"sample_amax": torch.empty(16)[::2]}, ValueError, r"amax tensor stride mismatch: expected \(1,\), got \(2,\)"),
     ({"sample_amax": torch.empty(8).half()}, ValueError, "amax tensor dtype mismatch: expected torch.float32, got"),
     ({"sample_amax": torch.empty(8)}, ValueError, "samples: got the devices cpu, meta; allowed: one device"),

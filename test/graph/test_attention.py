@@ -124,7 +124,6 @@ def test_reference_does_not_read_padding(name: str) -> None:
      ("scale", (), torch.nan)],
 )  # fmt: skip
 def test_nan_passes_through_as_in_pytorch(name: str, place: tuple[int, ...], value: float, causal: bool) -> None:
-    torch.manual_seed(0)
     q, k, v, d_o = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(4))
     data = {"q": q, "k": k, "v": v, "scale": torch.tensor(0.3)}
     data[name][place] = value

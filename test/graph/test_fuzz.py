@@ -124,10 +124,7 @@ def whole(memory: torch.Tensor) -> torch.Tensor:
         (lambda pack, _: whole([*pack.values()][-1])[255].fill_(0), "wrote outside the elements of C"),
         (lambda _, workspace: whole(workspace)[-1].fill_(0), "wrote outside the workspace"),
         (lambda pack, _: next(iter(pack.values()))[0].fill_(0.123), "changed input A"),
-        (
-            lambda pack, _: [*pack.values()][-1][7].fill_(float("nan")),
-            "C: 1 of 2048 elements wrong; at [0, 0, 7]",
-        ),
+        (lambda pack, _: [*pack.values()][-1][7].fill_(float("nan")), "C: 1 of 2048 elements wrong; at [0, 0, 7]"),
     ],
 )
 def test_what_should_not_happen_to_memory_is_noticed(change: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

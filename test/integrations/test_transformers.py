@@ -205,7 +205,6 @@ def test_masks() -> None:
 
 def test_a_window_that_the_model_does_not_pass_on() -> None:
     """As Qwen2-MoE, whose layers have it, and Phi-3.5-MoE, whose configuration does."""
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 9, 16, dtype=BF16) for _ in range(3))
     kinds = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
     full, window = (attention(SimpleNamespace(), q, k, v, None, sliding_window=size)[0] for size in (None, 4))

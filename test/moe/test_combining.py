@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 import cudnn
 from cudnn.moe import combine, sort
 from cudnn.moe.combining import values_of_choices, values_of_rows
-from support.selection import in_turn, within
-
-PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
-ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+from support.selection import ALONE, WHERE, in_turn, within
 
 
 def problem(where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool) -> Any:
@@ -76,7 +68,7 @@ def assert_combined(where: str, given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "tokens", "top_k", "hidden", "dtype", "weighted", "dropped"), in_turn(CASES, 2, PLACES)
+    ("where", "tokens", "top_k", "hidden", "dtype", "weighted", "dropped"), in_turn(CASES, 2, WHERE)
 )
 def test_combine(
     where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool
@@ -84,7 +76,7 @@ def test_combine(
     assert_combined(where, problem(where, tokens, top_k, hidden, dtype, weighted, dropped))
 
 
-@pytest.mark.parametrize(("where", "tokens"), in_turn([(90,)], 1, PLACES))
+@pytest.mark.parametrize(("where", "tokens"), in_turn([(90,)], 1, WHERE))
 def test_numbers_of_choices_as_those_of_rows_and_back(where: str, tokens: int) -> None:
     _, row_of_choice, weights = problem(where, tokens, 3, 8, torch.bfloat16, True, True)
     with within(where):

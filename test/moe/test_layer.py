@@ -393,7 +393,6 @@ def test_rows_are_copied_in_order_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 def test_both_passes_in_a_cuda_graph() -> None:
     """Captured together after calls on another stream, as PyTorch asks for; replayed on other tokens."""
-    torch.manual_seed(0)
     layer = MoE(256, 128, 8, 2, bias=True, shared_experts=1, shared_gate=True, device="cuda")
     x = torch.randn(300, 256, device="cuda").bfloat16().requires_grad_()
     gradient = torch.randn_like(x)
@@ -542,7 +541,6 @@ def test_refusals(changed: dict[str, Any], words: str) -> None:
 
 def test_the_module() -> None:
     """Router to result, with shared experts behind a gate, against the formula; and in a training step."""
-    torch.manual_seed(0)
     layer = MoE(64, 32, 4, 2, bias=True, shared_experts=1, shared_gate=True, renormalize=True)
     x = torch.randn(3, 7, 64).bfloat16().requires_grad_()
     y = layer(x)
@@ -565,7 +563,6 @@ def test_the_module() -> None:
 @pytest.mark.parametrize("gate", [False, True])
 def test_the_routers_part_of_gradients(gate: bool) -> None:
     """One product adds it to the experts' part, where the module itself routes."""
-    torch.manual_seed(0)
     layer = MoE(64, 32, 4, 2, shared_experts=int(gate), shared_gate=gate)
     x = torch.randn(50, 64).bfloat16().requires_grad_()
     leaves, weight = [x, *layer.parameters()], torch.randn(50, 64).bfloat16()

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 import cudnn
 from cudnn.moe import Routing, load_balance_loss, route, sort, z_loss
-from support.selection import in_turn, within
-
-PLACES = ("reference", "sm_90a", "sm_100a", pytest.param("gpu", marks=pytest.mark.gpu))
-ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+from support.selection import ALONE, WHERE, in_turn, within
 
 
 def device(where: str) -> str:
@@ -106,7 +98,7 @@ CASES: list[tuple[int, int, int, torch.dtype, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "tokens", "experts", "top_k", "dtype", "options"), in_turn(CASES, 1, PLACES))
+@pytest.mark.parametrize(("where", "tokens", "experts", "top_k", "dtype", "options"), in_turn(CASES, 1, WHERE))
 def test_route(
     where: str, tokens: int, experts: int, top_k: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:  # fmt: skip
@@ -136,7 +128,7 @@ def test_route_of_any_kind(data: Any) -> None:
     assert_routed(route(logits, top_k, **options), logits, top_k, **options)
 
 
-@pytest.mark.parametrize("where", in_turn([()], 0, PLACES))
+@pytest.mark.parametrize("where", in_turn([()], 0, WHERE))
 def test_equal_values_and_values_that_are_no_numbers(where: str) -> None:
     """Equal ones: the lower expert first. A NaN is above all numbers; so is one with a sign. -0 equals 0."""
     nan, inf = torch.nan, torch.inf
@@ -166,7 +158,7 @@ INDICES = [
 ]
 
 
-@pytest.mark.parametrize(("where", "chosen"), in_turn([(x,) for x in INDICES], 1, PLACES))
+@pytest.mark.parametrize(("where", "chosen"), in_turn([(x,) for x in INDICES], 1, WHERE))
 def test_sort(where: str, chosen: list[list[int]]) -> None:
     indices = torch.tensor(chosen, dtype=torch.int32, device=device(where))
     with within(where):
@@ -190,7 +182,7 @@ GRADIENTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("where", "options"), in_turn(GRADIENTS, 1, PLACES))
+@pytest.mark.parametrize(("where", "options"), in_turn(GRADIENTS, 1, WHERE))
 def test_gradient_of_logits(where: str, options: dict[str, Any]) -> None:
     logits = torch.randn(13, 40, device=device(where), requires_grad=True)
     d_weights = torch.randn(13, 6, device=device(where))

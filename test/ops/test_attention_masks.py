@@ -23,7 +23,6 @@ B, H, S_Q, S_KV, D = 2, 4, 24, 32, 16
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    torch.manual_seed(0)
     for cache in (module._fprop_cache, module._bprop_cache):
         cache.clear()
 

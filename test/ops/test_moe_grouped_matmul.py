@@ -23,7 +23,6 @@ MODES_OF_ROWS = ["none", "gather", "scatter"]
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> None:
-    torch.manual_seed(0)
     _graph_cache.clear()
 
 

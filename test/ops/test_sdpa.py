@@ -26,7 +26,6 @@ SOME = ["causal", "lengths, bottom right", "packed, causal, grouped heads"]
 
 @pytest.fixture(autouse=True)
 def _empty_caches() -> None:
-    torch.manual_seed(0)
     for cache in (_fprop_cache, _bprop_cache):
         cache.clear()
 

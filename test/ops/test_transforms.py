@@ -27,11 +27,6 @@ from support.torch_attention import CASES
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 # Calls that PyTorch has to see.
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 
 from cudnn import gemm_amax, gemm_dsrelu, gemm_dswiglu, gemm_srelu, gemm_swiglu
@@ -14,10 +13,6 @@ from cudnn.cli.programs.gemm_matrix import Variant
 from support import gemms
 from support.gemms import BF16, E4M3, E5M2, E8M0, F32, FP4, Operand
 from support.selection import within
-
-ARCHITECTURES = ("sm_90a", "sm_100a")
-WHERE = ("reference", *ARCHITECTURES, pytest.param("gpu", marks=pytest.mark.gpu))
-"""Where a problem is executed: PyTorch on CPU tensors, the kernels in the emulator, the kernels on the GPU."""
 
 
 @dataclass(frozen=True)

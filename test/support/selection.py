@@ -12,6 +12,9 @@ import pytest
 import cudnn
 
 ARCHES = ("sm_90a", "sm_100a")
+ALONE = ("reference", pytest.param("gpu", marks=pytest.mark.gpu))
+WHERE = ("reference", *ARCHES, ALONE[-1])
+"""Where a problem is executed: PyTorch on CPU tensors, the kernels in the emulator, the kernels on the GPU."""
 FULL = "CUDNN_TESTS_FULL" in os.environ  # as conftest.py says: with ``--full``
 
 
