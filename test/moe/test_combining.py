@@ -45,6 +45,11 @@ CASES = [
 ]
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """The same at no multiple of 16 bytes."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
+
+
 def assert_combined(where: str, given: Any) -> None:
     rows, row_of_choice, weights = given
     rows.requires_grad_()
@@ -53,7 +58,7 @@ def assert_combined(where: str, given: Any) -> None:
     with within(where):
         out = combine(rows, row_of_choice, weights)
         gradient = torch.randn_like(out)
-        given = gradient.clone()
+        given = apart(gradient)
         given[(row_of_choice < 0).all(1)] = torch.nan  # of a token that has no row
         out.backward(given)
     exact = [None if x is None else x.detach().clone().requires_grad_() for x in (rows, weights)]
@@ -74,6 +79,11 @@ def test_combine(
     where: str, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, dropped: bool
 ) -> None:
     assert_combined(where, problem(where, tokens, top_k, hidden, dtype, weighted, dropped))
+
+
+@pytest.mark.parametrize("where", in_turn([()], 1, WHERE))
+def test_tensors_at_odd_addresses(where: str) -> None:
+    assert_combined(where, tuple(map(apart, problem(where, 20, 2, 16, torch.bfloat16, True, False))))
 
 
 @pytest.mark.parametrize(("where", "tokens"), in_turn([(90,)], 1, WHERE))

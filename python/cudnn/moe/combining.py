@@ -9,6 +9,7 @@ import torch
 from cudnn.errors import refusal
 from cudnn.moe import reference
 from cudnn.moe._run import has_kernel, kernel
+from cudnn.ops._memory import placed
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration, ValuesConfiguration
 
@@ -66,7 +67,8 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
 def moe_combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """See :func:`combine`."""
     _check(rows, row_of_choice, weights)
-    return sum_rows(rows, row_of_choice, weights)
+    weights = None if weights is None else placed(weights)
+    return sum_rows(placed(rows), placed(row_of_choice), weights)
 
 
 def sum_rows(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = None) -> torch.Tensor:
@@ -101,6 +103,8 @@ def moe_combine_bwd(
     """Gradients of rows and weights; that of weights has no elements where there are none."""
     if not has_kernel(rows, "combine"):
         return reference.combine_gradients(gradient, rows, row_of_choice, weights)
+    gradient, rows, row_of_choice = placed(gradient), placed(rows), placed(row_of_choice)
+    weights = None if weights is None else placed(weights)
     d_rows = torch.zeros_like(rows)  # of rows that no choice names
     d_weights = rows.new_zeros(0 if weights is None else weights.shape, dtype=torch.float32)
     if row_of_choice.shape[0] and rows.shape[0]:
