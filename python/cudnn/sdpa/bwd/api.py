@@ -107,10 +107,8 @@ class SdpaBackward(Gradients, Attention):
         heads = (sizes["d"], sizes["dv"])
         if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
             return {"split": 0, "parts": 1}
-        c, share = (
-            configuration("sm_90a", "bfloat16", heads, {**self.ends(), "deterministic": self.deterministic}),
-            sizes["hq"] // max(sizes["hk"], 1),
-        )
+        c = configuration("sm_90a", "bfloat16", heads, {**self.ends(), "deterministic": self.deterministic})
+        share = sizes["hq"] // max(sizes["hk"], 1)
         lengths: list[int] = []
         first = 0 if self.top_left else sizes["sq"] - sizes["sk"]
         for key in range(first, first + sizes["sk"], c.keys):
