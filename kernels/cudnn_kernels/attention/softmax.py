@@ -23,18 +23,22 @@ class State:
     """Of each of a thread's rows, what is subtracted from scores and the sum of exponentials.
 
     What is subtracted is at most ``SLACK``, or the slack given, less than the largest score so far.
-    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values.
+    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values. ``largest`` are the
+    largest scores so far, where they are wanted.
     """
 
     maxima: cute.Tensor
     sums: cute.Tensor
     scale: Float32
+    largest: cute.Tensor | None = None
 
 
 def reset(state: State) -> None:
     """Before a row's first block."""
     state.maxima.fill(-math.inf)
     state.sums.fill(0.0)
+    if state.largest is not None:
+        state.largest.fill(-math.inf)
 
 
 def reset_to_sink(state: State, sink: Float32, rows: RowLayout, thread: Int32) -> None:
@@ -69,8 +73,10 @@ def update(
         found = [scores[i] for i in order[:chains]]
         for place, i in enumerate(order[chains:]):
             found[place % chains] = cute.arch.fmax(found[place % chains], scores[i])
-        before = state.maxima[slot]
-        largest = cute.arch.fmax(before, rows.across(functools.reduce(cute.arch.fmax, found), cute.arch.fmax))
+        before, largest = state.maxima[slot], rows.across(functools.reduce(cute.arch.fmax, found), cute.arch.fmax)
+        if state.largest is not None:
+            state.largest[slot] = cute.arch.fmax(state.largest[slot], largest)
+        largest = cute.arch.fmax(before, largest)
         largest = Float32(select_((largest - before) * state.scale > slack, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))

@@ -53,7 +53,8 @@ class Selection(SelectedRows):
         keys, values = self.right(buffers["k"], w.thread), self.right(sequences.turned(buffers["v"]), w.thread, True)
         scores, acc = self.accumulator(self.tile_n), self.accumulator(s.head_v)
         rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
-        state = softmax.State(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), w.scale)
+        maxima, sums, largest = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        state = softmax.State(maxima, sums, w.scale, largest)
         softmax.reset(state)
         acc.fill(0.0)
         corrections = cute.make_rmem_tensor(2, Float32)  # of sums before a step: factors
@@ -69,7 +70,7 @@ class Selection(SelectedRows):
         corrections.fill(1.0)
         if some:
             self.hide_unchosen(scores, ends, every, w.thread)
-            factors = softmax.update(state, scores, self.score_rows, self.tile_n, slack=0.0)
+            factors = softmax.update(state, scores, self.score_rows, self.tile_n)
             for slot in cutlass.range_constexpr(2):
                 corrections[slot] = factors[slot]
 
@@ -89,8 +90,10 @@ class Selection(SelectedRows):
             row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
             if exists:
                 if w.thread % 4 == 0:
-                    sums[row, head] = total
-                    maxima[row, head] = state.maxima[slot] * state.scale * math.log(2)
+                    largest = state.largest[slot] * state.scale
+                    exact = total * cute.math.exp2(state.maxima[slot] * state.scale - largest, fastmath=True)
+                    sums[row, head] = Float32(select_(total == 0.0, total, exact))
+                    maxima[row, head] = largest * math.log(2)
                 self.write_pairs(o[row, head, None], part.acc, self.s.head_v, slot, factor, w.thread)
 
 
