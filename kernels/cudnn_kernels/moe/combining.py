@@ -20,6 +20,15 @@ from cudnn_kernels.moe.configuration import WARP, CombineConfiguration
 from cudnn_kernels.naming import name
 
 
+def rounded(values: list, dtype: Any) -> cute.Tensor:
+    """Values in another type."""
+    wide, part = (cute.make_rmem_tensor(len(values), x) for x in (Float32, dtype))
+    for i, value in enumerate(values):
+        wide[i] = value
+    part.store(wide.load().to(dtype))
+    return part
+
+
 class Combine(Kernel):
     """The kernel for one :class:`CombineConfiguration`."""
 
@@ -101,16 +110,7 @@ class Combine(Kernel):
     def store(self, target: cute.Tensor, values: list) -> None:
         """Rounds 16 bytes of a row, and stores them."""
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=128)
-        cute.copy(atom, self.rounded(values), target)
-
-    def rounded(self, values: list) -> cute.Tensor:
-        """16 bytes of a row."""
-        wide = cute.make_rmem_tensor(self.c.vector, Float32)
-        for i, value in enumerate(values):
-            wide[i] = value
-        part = cute.make_rmem_tensor(self.c.vector, self.dtype)
-        part.store(wide.load().to(self.dtype))
-        return part
+        cute.copy(atom, rounded(values, self.dtype), target)
 
 
 class CombineGradient(Combine):

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.kernel import here
-from cudnn_kernels.moe.combining import Combine
+from cudnn_kernels.moe.combining import Combine, rounded
 from cudnn_kernels.moe.configuration import WARP
 from cudnn_kernels.naming import name
 
@@ -156,7 +156,7 @@ class GiveBack(Combine):
 
     def words(self, values: list) -> list:
         """16 bytes of a row, rounded."""
-        words = cute.recast_tensor(self.rounded(values), Int32)
+        words = cute.recast_tensor(rounded(values, self.dtype), Int32)
         return [words[i] for i in range(4)]
 
     def of_ranks(

@@ -20,6 +20,7 @@ from cudnn_kernels.epilogue.quantize import magnitude, number
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.kernel import Kernel, here
+from cudnn_kernels.moe.combining import rounded
 from cudnn_kernels.moe.configuration import BLOCK, NARROW, WARP, QuantizeConfiguration
 from cudnn_kernels.naming import name
 
@@ -72,7 +73,7 @@ class Quantize(Kernel):
             part = self.load(x, row, Int32(select_(there, piece, Int32(0))), there)
             most = among(magnitude(part), self.lanes)
             factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
-            narrow = rounded([v * inverse for v in part])
+            narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
             for target in targets:
                 self.store(quantized, factors, target, piece, there & (target >= 0), narrow, factor)
 
@@ -97,7 +98,8 @@ class Quantize(Kernel):
         most = self.of_block([magnitude(part) for part in parts], thread)
         factor, inverse = number(most * Float32(1.0 / FORMATS[NARROW].block_limit))
         for row, part in zip(rows, parts, strict=True):
-            self.store(quantized, factors, row, piece, True, rounded([v * inverse for v in part]), factor)
+            narrow = rounded([v * inverse for v in part], DTYPES[NARROW])
+            self.store(quantized, factors, row, piece, True, narrow, factor)
 
     name(blocks, "cudnn_moe_quantize_weights")
 
@@ -133,16 +135,6 @@ class Quantize(Kernel):
             cute.autovec_copy(part, cute.local_tile(quantized[row, None], (VALUES,), (piece,)))
             if (piece % self.lanes == 0) & (row % height == 0):
                 factors[row // height, piece // self.lanes] = factor
-
-
-def rounded(values: list) -> cute.Tensor:
-    """Values in e4m3."""
-    wide = cute.make_rmem_tensor(VALUES, Float32)
-    for i, value in enumerate(values):
-        wide[i] = value
-    part = cute.make_rmem_tensor(VALUES, DTYPES[NARROW])
-    part.store(wide.load().to(DTYPES[NARROW]))
-    return part
 
 
 def among(value: Float32, lanes: int) -> Float32:

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint32
 
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 
 THREADS = 256
@@ -44,8 +45,7 @@ class ArrangeScales:
     @cute.kernel
     def kernel(self, source: cute.Tensor, words: cute.Tensor, total: Int32) -> None:
         """Neighbouring threads have neighbouring groups of a row."""
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        thread, cta = here()
         index, groups = cta * THREADS + thread, words.shape[3]
         if index < total:
             row, group = index // groups, index % groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Int64
@@ -17,15 +17,13 @@ from cudnn_kernels.signature import START, Workspace
 
 
 class ViewedProjection(Kernel):
-    """The kernels for one :class:`Configuration`. A subclass makes the GEMM for its configuration."""
+    """The kernels for one :class:`Configuration`, with ``gemms`` by their configurations."""
+
+    gemms: ClassVar[Mapping[type, Any]]
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration)
-        self.gemm = self.gemm_of(configuration.inner)
-
-    def gemm_of(self, inner: Any) -> Any:
-        """The GEMM for a configuration."""
-        raise NotImplementedError
+        self.gemm = self.gemms[type(configuration.inner)](configuration.inner)
 
     def launch(self, given: Mapping[str, Any]) -> None:
         x, w = (matrix(given[name]) for name in self.c.operands)

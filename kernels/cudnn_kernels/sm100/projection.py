@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
+from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.sm100.gemm import Gemm
 
@@ -11,5 +12,4 @@ from cudnn_kernels.sm100.gemm import Gemm
 class Projection(ViewedProjection):
     """The GEMM multiplies what it is given."""
 
-    def gemm_of(self, inner: Any) -> Gemm:
-        return Gemm(inner)
+    gemms: ClassVar = {GemmConfiguration: Gemm}

@@ -11,6 +11,7 @@ of the warps that share a row of Q finds the row's blocks, the best one of those
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -24,8 +25,8 @@ from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import CompressedMask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP
 from cudnn_kernels.sm90.top_k import VECTOR, WARP, WARP_ROWS, Rows, TopK
 from cudnn_kernels.sm90.warpgroup_products import ROWS
@@ -48,11 +49,8 @@ class CompressionTopK(TopK):
         self.held = -(-self.blocks // WARP)  # blocks of a lane
         self.widths = {"q": configuration.head, "k": configuration.head, "v": configuration.head_v}
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         o, indices = (sequences.matrix(given[x], True) for x in ("o", "topk_indices"))
         results = o, sequences.rows(given["lse"], True, by_head=False), indices
         offsets = given["cum_seqlen_q"], given["cum_seqlen_k"]
@@ -65,7 +63,7 @@ class CompressionTopK(TopK):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def atoms(self, given: dict[str, Any]) -> dict[str, Any]:
+    def atoms(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """How the copy engine fetches some heads of a row of Q, and all of a sequence's K and V: atoms and views."""
         found = {}
         for x, width in self.widths.items():
@@ -81,9 +79,7 @@ class CompressionTopK(TopK):
     @cute.kernel
     def kernel(self, atoms: Any, results: Any, offsets: Any, tiles: Int32, scale: Float32) -> None:
         """A CTA, with every so many tiles of a head of K. ``results``: O, LSE and the lists."""
-        c, smem = self.c, SmemAllocator()
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
+        c, smem, (thread, index) = self.c, SmemAllocator(), here()
         ctas, _, _ = cute.arch.grid_dim()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         group = cute.arch.make_warp_uniform(thread // GROUP)

@@ -23,6 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.copy import address, everywhere, matrices
 from cudnn_kernels.signature import bind
@@ -133,8 +134,7 @@ class Preparation:
         total: Int32,
     ) -> None:
         """A warp's 32 lanes are along the contiguous dimension, its pieces and the other warps' across it."""
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        thread, cta = here()
         ctas, _, _ = cute.arch.grid_dim()
         length, width = self.directions((target.shape[0], target.shape[1]))
         for index in cutlass.range(cta, total, ctas, unroll=1):
@@ -250,8 +250,7 @@ class Preparation:
         """
         size = self.bits // 8
         per_word, chunk = 4 // size, 16 // size  # values
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        thread, cta = here()
         ctas, _, _ = cute.arch.grid_dim()
         mn, k = target.shape[0], target.shape[1]
         eighth, line = thread % 8, thread // 8

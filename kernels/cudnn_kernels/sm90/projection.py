@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
-from cudnn_kernels.configuration import PreparedGemmConfiguration
+from cudnn_kernels.configuration import GemmConfiguration, PreparedGemmConfiguration
 from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.sm90.gemm import Gemm
 from cudnn_kernels.sm90.prepared import PreparedGemm
@@ -13,5 +13,4 @@ from cudnn_kernels.sm90.prepared import PreparedGemm
 class Projection(ViewedProjection):
     """Block-scaled operands are dequantised first."""
 
-    def gemm_of(self, inner: Any) -> Gemm | PreparedGemm:
-        return PreparedGemm(inner) if isinstance(inner, PreparedGemmConfiguration) else Gemm(inner)
+    gemms: ClassVar = {GemmConfiguration: Gemm, PreparedGemmConfiguration: PreparedGemm}

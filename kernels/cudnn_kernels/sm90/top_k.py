@@ -10,6 +10,7 @@ its lanes, sorted: few candidates ever beat the least of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,10 @@ from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.ring import Ring, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP
 from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 
@@ -57,13 +58,14 @@ class Best:
     blocks: cute.Tensor
 
 
-class TopK(WarpgroupProducts):
+class TopK(WarpgroupProducts, Kernel):
     """The kernel for one :class:`TopKConfiguration`."""
 
     least_padded = 1
 
     def __init__(self, configuration: TopKConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.dtype = DTYPES[c.dtype]
         self.tile_m, self.tile_n = c.tile
         self.padded = max(1 << (c.group - 1).bit_length(), self.least_padded)  # heads of a row of Q, and some not there
@@ -77,11 +79,8 @@ class TopK(WarpgroupProducts):
         self.blocks = self.tile_n // self.share  # of a step
         self.rows = WgmmaRows(slots=2)
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         q, k, scores, indices = (
             sequences.matrix(given[x], c.packed) for x in ("q", "k", "topk_scores", "topk_indices")
         )  # fmt: skip
@@ -107,9 +106,7 @@ class TopK(WarpgroupProducts):
         offsets_q: Any, offsets_k: Any, tiles: Int32, all_heads: Int32, scale: Float32,
     ) -> None:  # fmt: skip
         """The roles of the warps. The last rows come first: they have the most candidates."""
-        c = self.c
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
+        c, (thread, index) = self.c, here()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         smem = SmemAllocator()
         buffers = self.buffers(smem, {"q": (self.tile_m, c.head, 1), "k": (self.tile_n, c.head, c.stages)})
