@@ -142,6 +142,19 @@ def test_one_rank() -> None:
     assert not any(each() for each in left)
 
 
+def test_e4m3_on_one_rank() -> None:
+    layer = MoE(128, 128, 4, 2, fp8=True)
+    x, up, down = torch.randn(20, 128).bfloat16(), layer.up.detach(), layer.down.detach()
+    indices, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = moe_mlp(x, (indices, weights), up, down, fp8=True, group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(found, moe_mlp(x, (indices, weights), up, down, fp8=True))
+    assert not torch.equal(found, moe_mlp(x, (indices, weights), up, down))
+
+
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (4, 8))])
 def test_ranks(ranks: int, tmp_path: pathlib.Path) -> None:
     def rank(number: int) -> None:

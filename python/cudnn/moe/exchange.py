@@ -23,6 +23,7 @@ from cudnn.errors import refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
+from cudnn.ops._memory import placed
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
     DispatchConfiguration,
@@ -429,7 +430,7 @@ class InHost:
         configuration = DispatchConfiguration(
             name_of(e.dtype), e.hidden, e.top_k, e.ranks, e.local_experts, bool(announced)
         )
-        run(_DISPATCH, configuration, x, indices, self.tokens.addresses, *announced, e.rank, e.max_tokens)
+        run(_DISPATCH, configuration, placed(x), indices, self.tokens.addresses, *announced, e.rank, e.max_tokens)
 
     def scatter(self, values: Tensor, sent: Sent) -> Tensor:
         """The values of tokens, where they went: in memory that the next call writes to."""
@@ -452,11 +453,11 @@ class InHost:
             name_of(e.dtype), e.hidden, row_of_choice.shape[1], weights is not None,
             ranks=e.ranks, values=0 if values is None else e.top_k,
         )  # fmt: skip
-        rows = rows if len(rows) else rows.new_zeros(1, e.hidden)
+        rows = placed(rows) if len(rows) else rows.new_zeros(1, e.hidden)
         row_of_rank = sent.row_of_rank if count else sent.row_of_rank.new_full((1, e.ranks), -1)
         sums = rows.new_empty(max(1, count), e.hidden)
-        given = (rows, row_of_choice, *(() if weights is None else (weights,)), self.sums.addresses, row_of_rank, sums)
-        given, own = (*given, self.words.addresses), None
+        given = (rows, placed(row_of_choice), *(() if weights is None else (placed(weights),)), self.sums.addresses)
+        given, own = (*given, row_of_rank, sums, self.words.addresses), None
         if values is not None:
             own = values.new_empty(max(1, count), e.top_k)
             given = (*given, values.view(torch.int32), own.view(torch.int32))

@@ -95,12 +95,13 @@ class Kind:
     activation: str
     numbers: list[float]
     glu_layout: str
+    fp8: bool
     keeps: bool  # what the backward pass needs
 
     def experts(self, up_bias: Tensor | None, down_bias: Tensor | None, matrices: Any) -> Experts:
         """Those of this rank."""
         up, down = list(matrices[: self.lists]), list(matrices[self.lists :])
-        return Experts(up, down, up_bias, down_bias, self.activation, self.numbers, self.glu_layout)
+        return Experts(up, down, up_bias, down_bias, self.activation, self.numbers, self.glu_layout, self.fp8)
 
 
 def on_ranks(
@@ -109,7 +110,7 @@ def on_ranks(
     """The sum over the ranks of what their experts, of which ``e`` are this rank's, make of the tokens (T, H)."""
     tensors = (x, weights, *e.up, *e.down, e.up_bias, e.down_bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    kind = Kind(len(e.up), sums, e.activation, list(e.numbers), e.glu_layout, keeps)
+    kind = Kind(len(e.up), sums, e.activation, list(e.numbers), e.glu_layout, e.fp8, keeps)
     return _OverRanks.apply(x, weights, indices, exchange, kind, e.up_bias, e.down_bias, *e.up, *e.down)
 
 
