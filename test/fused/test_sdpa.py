@@ -76,14 +76,21 @@ def test_packed_sequences_are_those_of_one_length() -> None:
 
 def test_softcap_and_sinks() -> None:
     """Against a formula in float64. A sink is a key whose score is its logit and whose value is 0."""
-    q, k, v = (matrix(2, 40, heads) for heads in (4, 2, 2))
+    q, k, v = tensors = [matrix(2, 40, heads) for heads in (4, 2, 2)]
     o, lse, sink = torch.empty_like(q), torch.empty(2, 4, 40), torch.tensor([-torch.inf, -2.0, 1.0, 30.0])
     attention = SdpaForward(q, k, v, o, lse, scale_softmax=0.1, softcap=2.0, sample_sink=sink)
     attention.compile()
     attention.execute(q, k, v, o, lse, sink_tensor=sink)
-    expected = attend(*(x.double() for x in (q, k, v)), scale=0.05, modify=lambda x: 2 * x.tanh(), sink=sink)
+    exact = [x.double().requires_grad_() for x in tensors]
+    expected = attend(*exact, scale=0.05, modify=lambda x: 2 * x.tanh(), sink=sink)
     torch.testing.assert_close(o.double(), expected.o, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse.double(), expected.lse)
+    do, gradients = matrix(2, 40, 4), [torch.empty_like(x) for x in tensors]
+    backward = SdpaBackward(*tensors, o, do, lse, *gradients, scale_softmax=0.1, softcap=2.0)
+    backward.compile()
+    backward.execute(*tensors, o, do, lse, *gradients)
+    for found, right in zip(gradients, torch.autograd.grad(expected.o, exact, do.double()), strict=True):
+        torch.testing.assert_close(found.double(), right, atol=2e-2, rtol=5e-3)
     with pytest.raises(ValueError, match="sink"):
         attention.execute(q, k, v, o, lse)
     with pytest.raises(ValueError, match="softcap"):

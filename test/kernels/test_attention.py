@@ -71,8 +71,8 @@ class Problem:
         """A configuration for this problem."""
         dtype = str(self.dtype).removeprefix("torch.")
         if isinstance(configuration, ForwardConfiguration):
-            configuration = replace(configuration, softcap=self.softcap > 0, sink=self.sink)
-        return replace(configuration, dtype=dtype, **self.ends)
+            configuration = replace(configuration, sink=self.sink)
+        return replace(configuration, dtype=dtype, softcap=self.softcap > 0, **self.ends)
 
 
 def reference(tensors: dict[str, torch.Tensor], scale: float, problem: Problem) -> dict[str, torch.Tensor]:
@@ -296,11 +296,11 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), SHORT),
             ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), replace(PACKED, heads=(2, 1), left=60)),
             ("sm_100a", GradientsConfiguration("bfloat16", 256, 256), Problem(((130, 200),))),
-            ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2))),
+            ("sm_100a", GradientsConfiguration("bfloat16", 128, 128), replace(WINDOW, heads=(4, 2), softcap=1.5)),
             ("sm_100a", GradientsConfiguration("bfloat16", 192, 128), Problem(((130, 170),), right=0)),
-            ("sm_90a", replace(PAIRED, split=True), SHORT),
+            ("sm_90a", replace(PAIRED, split=True), replace(SHORT, softcap=1.5)),
             ("sm_90a", replace(BACKWARD, deterministic=True), WINDOW),
-            ("sm_90a", replace(BACKWARD, tile=(64, 128)), replace(PACKED, left=60)),
+            ("sm_90a", replace(BACKWARD, tile=(64, 128)), replace(PACKED, left=60, softcap=1.5)),
             ("sm_90a", replace(THIN, split=True), WINDOW),
             ("sm_90a", replace(THIN, deterministic=True), SHORT),
             ("sm_90a", WIDE, SHORT),
@@ -381,7 +381,7 @@ def test_machine_code_of_hopper(configuration: Any, waits: int) -> None:
             replace(BLACKWELL, right=True, left=True, softcap=True),
             replace(BLACKWELL, head=192, head_v=192, packed=True, right=True, left=True, softcap=True, sink=True),
             replace(TWO_TILES, head=96, head_v=96, packed=True, right=True, left=True, softcap=True, sink=True),
-            GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True),
+            GradientsConfiguration("bfloat16", 128, 128, packed=True, right=True, left=True, softcap=True),
             GradientsConfiguration("bfloat16", 256, 256, packed=True, right=True, left=True),
             GradientsConfiguration("bfloat16", 96, 96, packed=True, right=True, left=True),
             GradientsConfiguration("bfloat16", 192, 192, packed=True, right=True, left=True),

@@ -44,7 +44,8 @@ class AttentionConfiguration:
     ``right`` and ``left``: the window ends on that side; a causal mask is a right end. ``compressed``: the right end is
     that of compressed keys, one for every so many rows, of which a row sees those that are complete. ``lse`` says where
     that of packed sequences is: "by head", whatever its strides say, or "by strides"; "" is none. ``top_left``: the
-    diagonal begins at the first row and key, else it ends at the last ones.
+    diagonal begins at the first row and key, else it ends at the last ones. ``softcap``: scores s become
+    softcap * tanh(s / softcap), before the mask.
     """
 
     dtype: str
@@ -57,18 +58,18 @@ class AttentionConfiguration:
     compressed: bool = False
     lse: str = "by head"
     top_left: bool = False
+    softcap: bool = False
 
 
 @dataclass(frozen=True)
 class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
-    ``tile`` is (query rows, keys) of a CTA. ``softcap``: scores s become softcap * tanh(s / softcap). ``sink``: every
-    head has a logit without a value. ``ends`` is the type of offsets. ``queue``: CTAs stay and draw their tiles.
+    ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
+    offsets. ``queue``: CTAs stay and draw their tiles.
     """
 
     stages: int = 2
-    softcap: bool = False
     sink: bool = False
     ends: str = "int32"
     queue: bool = False
@@ -217,6 +218,7 @@ class BackwardConfiguration(AttentionConfiguration):
             *matrices(self.packed, self.dtype, *query, {"dq": self.head}),
             *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
             *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
+            *[Scalar("softcap", "float32")] * self.softcap,
             *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split, Workspace(self.regions()), Stream(),
         )  # fmt: skip
 

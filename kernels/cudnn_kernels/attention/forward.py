@@ -139,9 +139,7 @@ class Forward(Kernel):
 
     def call(self, given: Mapping[str, Any], copies: list, lse: Any, sink: Any, work: Any) -> Call:
         """What the kernel is launched with; ``copies`` are pairs of an atom and a tensor."""
-        scale, factor = given["scale_softmax"] * softmax.LOG2_E, None
-        if self.c.softcap:
-            scale, factor = given["softcap"] * softmax.LOG2_E, 2 * scale / given["softcap"]
+        scale, factor = softmax.Scale(given["scale_softmax"], given.get("softcap")).powers()
         atoms, tensors = (list(x) for x in zip(*copies, strict=True))
         return Call(atoms, tensors, lse, sink, work, scale, factor, given["scale_output"])
 

@@ -33,6 +33,20 @@ class State:
     largest: cute.Tensor | None = None
 
 
+@dataclass
+class Scale:
+    """What scores are multiplied by, and the number that caps them, if any does."""
+
+    scores: Float32
+    softcap: Any = None
+
+    def powers(self) -> tuple[Float32, Any]:
+        """What makes powers of 2 of scores, or of what :func:`cap` leaves, and its factor."""
+        if self.softcap is None:
+            return self.scores * LOG2_E, None
+        return self.softcap * LOG2_E, 2 * LOG2_E * self.scores / self.softcap
+
+
 def reset(state: State) -> None:
     """Before a row's first block."""
     state.maxima.fill(-math.inf)

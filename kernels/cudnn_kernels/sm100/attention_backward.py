@@ -35,7 +35,7 @@ from cudnn_kernels.attention.around import prepare
 from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.gradients import GradientsConfiguration, Pass
-from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
@@ -109,7 +109,7 @@ class PassKernel:
             one = cute.slice_(self.layout(rows, width, 1), (None, None, 0))
             copies.append(cpasync.make_tiled_tma_atom(op, sequences.copied(given[x], c.packed), one, (rows, width)))
         work, ctas = work_of(c, given, ROWS, g.of_queries)
-        self.kernel(copies, values, work, given["scale_softmax"]).launch(
+        self.kernel(copies, values, work, Scale(given["scale_softmax"], given.get("softcap"))).launch(
             grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=given["stream"], min_blocks_per_mp=1
         )
 
@@ -128,7 +128,7 @@ class PassKernel:
         return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, K, OperandMajorMode.MN, Float32, one, tile, source)
 
     @cute.kernel
-    def kernel(self, copies: list, values: list, work: Work, scale: Float32) -> None:
+    def kernel(self, copies: list, values: list, work: Work, scale: Scale) -> None:
         """The roles of the warps."""
         g = self.g
         thread, _, _ = cute.arch.thread_idx()
@@ -165,7 +165,7 @@ class PassKernel:
         elif warp < MMA_WARP:
             if block.row < block.mask.queries:
                 self.compute(pointer, b, block, values, scale, thread)
-                self.store(pointer, buffers, block, copied, scale, thread)
+                self.store(pointer, buffers, block, copied, scale.scores, thread)
             barriers.wait(Barrier.END, ROWS)
             if warp == 0:
                 cute.arch.relinquish_tmem_alloc_permit()
@@ -274,10 +274,10 @@ class PassKernel:
 
     @cute.jit
     def compute(
-        self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Float32, thread: Int32
+        self, pointer: cute.Pointer, b: dict, p: Block, values: list, scale: Scale, thread: Int32
     ) -> None:  # fmt: skip
         """Four warps: P and dS of all steps."""
-        g = self.g
+        g, (scale_log2, factor) = self.g, scale.powers()
         log_sum, product = Float32(0.0), Float32(0.0)
         if const_expr(g.of_queries):
             log_sum, product = (x[p.first_block * ROWS + p.row + thread, p.head, p.batch] for x in values)
@@ -294,6 +294,7 @@ class PassKernel:
                 if const_expr(len(g.rows) == 2):
                     tensor_memory.load(where + BLOCK + chunk * CHUNK, thread, gradients)
                 cute.arch.fence_view_async_tmem_load()
+                cap(scores, factor)
                 if not whole:
                     p.mask.hide(scores, self.score_rows, thread, p.row, column, CHUNK)
                 for i in cutlass.range_constexpr(0, CHUNK, 4):
@@ -304,9 +305,12 @@ class PassKernel:
                         self.fetch_values(values[0], sums, head, p, column + i)
                         self.fetch_values(values[1], subtracted, head, p, column + i)
                     for j in cutlass.range_constexpr(4):
-                        scores[i + j] = cute.math.exp2(scores[i + j] * (scale * LOG2_E) - sums[j], fastmath=True)
+                        score = scores[i + j]
+                        scores[i + j] = cute.math.exp2(score * scale_log2 - sums[j], fastmath=True)
                         if const_expr(len(g.rows) == 2):
                             gradients[i + j] = scores[i + j] * (gradients[i + j] - subtracted[j])
+                            if const_expr(self.c.softcap):
+                                gradients[i + j] = gradients[i + j] * cute.arch.fmax(1.0 - score * score, 0.0)
                 for x in cutlass.range_constexpr(len(g.sums)):
                     part = const_expr(1 - self.factors[x])
                     back = where + (part * BLOCK + chunk * CHUNK // 2)

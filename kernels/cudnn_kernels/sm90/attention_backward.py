@@ -34,7 +34,7 @@ from cudnn_kernels.attention.backward import Block, Work, block_of, part_of, pla
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import turned
-from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
@@ -119,7 +119,7 @@ class Backward:
         sums, key_sums = values.dq_sums, values.key_sums
         again = replace(work)
         told = (values.log_sums, values.products, sums, values.turns, key_sums)
-        self.kernel(atoms, dk, dv, told, work, scale).launch(
+        self.kernel(atoms, dk, dv, told, work, Scale(scale, given.get("softcap"))).launch(
             grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
@@ -129,7 +129,7 @@ class Backward:
 
     @cute.kernel
     def kernel(
-        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, work: Work, scale: Float32
+        self, atoms: list, dk: cute.Tensor, dv: cute.Tensor, values: tuple, work: Work, scale: Scale
     ) -> None:  # fmt: skip
         """The roles of the warpgroups."""
         thread, _, _ = cute.arch.thread_idx()
@@ -265,10 +265,21 @@ class Backward:
             thread, _, _ = cute.arch.thread_idx()  # anew: to keep it for this would cost a register in all steps
             mask.hide(scores, self.rows, thread % GROUP, row, key, self.score.columns)
 
-    def exponentiate(self, scores: cute.Tensor, scale: Float32, log_sums: Iterable[tuple[int, Float32]]) -> None:
-        """Turns scores into P: those numbered, each with the LSE of its row."""
+    def place_for_p(self, scores: cute.Tensor) -> cute.Tensor:
+        """Where P goes: over the scores, save where these become something else."""
+        return cute.make_rmem_tensor(scores.layout, Float32) if self.c.softcap else scores
+
+    def exponentiate(
+        self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: Iterable[tuple[int, Float32]]
+    ) -> None:  # fmt: skip
+        """Makes P of scores, those numbered, each with the LSE of its row; capped ones become P's derivatives by them,
+        before the cap.
+        """
         for i, log_sum in log_sums:
-            scores[i] = cute.math.exp2(scores[i] * scale - log_sum, fastmath=True)
+            score = scores[i]
+            p[i] = cute.math.exp2(score * scale - log_sum, fastmath=True)
+            if self.c.softcap:
+                scores[i] = p[i] * cute.arch.fmax(1.0 - score * score, 0.0)  # -inf is hidden
 
     def differentiate(self, gradients: cute.Tensor, p: cute.Tensor, products: cute.Tensor) -> None:
         """Turns dP into dS."""
@@ -324,7 +335,7 @@ class Backward:
 
     @cute.jit
     def finish(
-        self, shared: Any, values: Values, block: Block, results: Any, scale: Float32, rank: Any, group: Int32,
+        self, shared: Any, values: Values, block: Block, results: Any, scale: Scale, rank: Any, group: Int32,
         thread256: Int32,
     ) -> None:  # fmt: skip
         """Writes dK and dV, the sums and the tensor of each: of a split block to the workspace."""
@@ -348,10 +359,11 @@ class Backward:
             cute.autovec_copy(acc, target)
             column += head
 
-    def store(self, shared: Any, block: Block, results: Any, scale: Float32, group: Int32, thread256: Int32) -> None:
+    def store(self, shared: Any, block: Block, results: Any, scale: Scale, group: Int32, thread256: Int32) -> None:
         """Writes sums, rounded, through the buffers of K and V."""
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)  # both have used the buffers
-        for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), (scale, None), strict=True):
+        factors = (scale.scores, None)
+        for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), factors, strict=True):
             part = self.result_part(shared[x], group)
             self.put(product, self.rounded(acc, factor), part, self.transposed, thread256 - group * GROUP)
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)
@@ -395,7 +407,7 @@ class AttentionBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, rank: Any,
+        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Any,
         group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
         """A warpgroup that multiplies."""
@@ -418,6 +430,7 @@ class AttentionBackward(Backward):
         acc_dk.fill(0.0)
         acc_dv.fill(0.0)
         mask, key = replace(block.mask), block.row + group * ROWS
+        (scale_log2, factor), p = scale.powers(), self.place_for_p(scores)
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
             shared[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
         )
@@ -438,16 +451,17 @@ class AttentionBackward(Backward):
             self.gradient.issue(gradients, tSrV, tSrdO[None, None, None, stage], False)
             if const_expr(not self.ahead):
                 warpgroup.wait_group(1)
+            cap(scores, factor)
             self.hide(scores, mask, key, m_block * self.m)
             log_sums = self.columns(shared["log_sums"][None, stage], thread)
-            self.exponentiate(scores, scale * LOG2_E, self.each(log_sums))
-            p = register_operand(self.dv.mma(), self.rounded(scores), (ROWS, self.m))
+            self.exponentiate(scores, p, scale_log2, self.each(log_sums))
+            weights = register_operand(self.dv.mma(), self.rounded(p), (ROWS, self.m))
             warpgroup.wait_group(0)
             self.differentiate(gradients, scores, self.columns(shared["products"][None, stage], thread))
             rounded = self.rounded(gradients)
             ds = register_operand(self.dk.mma(), rounded, (ROWS, self.m))
             sdS = cute.local_tile(turned(shared["ds"])[None, None, stage], (ROWS, self.m), (group, 0))
-            self.dv.issue(acc_dv, p, tVrdO[None, None, None, stage], True)
+            self.dv.issue(acc_dv, weights, tVrdO[None, None, None, stage], True)
             self.put(self.score, rounded, sdS, True, thread)
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)

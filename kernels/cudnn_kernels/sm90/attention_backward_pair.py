@@ -24,7 +24,7 @@ from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.around import Values
 from cudnn_kernels.attention.backward import Block, place_of
 from cudnn_kernels.attention.sequences import turned
-from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.pipeline.wgmma import MN, Product
 from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
 
@@ -82,7 +82,7 @@ class PairedBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Float32, rank: Int32,
+        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Int32,
         group: Int32, thread256: Int32,
     ) -> None:  # fmt: skip
         """A warpgroup that multiplies."""
@@ -105,7 +105,8 @@ class PairedBackward(Backward):
         acc_dv.fill(0.0)
         log_sums, products = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         sP, sdS = (cute.local_tile(turned(shared[x]), (self.m, self.half_n), (0, group)) for x in ("p", "ds"))
-        scale_log2, first_key = scale * LOG2_E, block.row + group * self.half_n
+        (scale_log2, factor), p = scale.powers(), self.place_for_p(scores)
+        first_key = block.row + group * self.half_n
         q_full, q_empty, peer_full, peer_empty = (shared[x] for x in ("q_full", "q_empty", "peer_full", "peer_empty"))
         mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
         if block.steps > 0:
@@ -119,10 +120,11 @@ class PairedBackward(Backward):
             stage, phase = step % STAGES, step % 2
             cute.arch.mbarrier_wait(shared["do_full"], phase)
             self.score.issue(gradients, tSrdO, tSrV, False, FIRST)
+            cap(scores, factor)
             self.hide(scores, mask, m_block * self.m, first_key)
-            powers = self.exponentials(scores, scale_log2, log_sums)
+            powers = self.exponentials(scores, p, scale_log2, log_sums)
             self.score.issue(gradients, tSrdO, tSrV, True, REST, powers)
-            self.put(self.score, self.rounded(scores), sP, True, thread)
+            self.put(self.score, self.rounded(p), sP, True, thread)
             self.all_multiplying()
             self.dv.issue(acc_dv, tVrdO, tVrP, True)
             warpgroup.wait_group(1)
@@ -160,11 +162,11 @@ class PairedBackward(Backward):
         self.finish(shared, values, block, results, scale, rank, group, thread256)
 
     def exponentials(
-        self, scores: cute.Tensor, scale: Float32, log_sums: cute.Tensor
+        self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: cute.Tensor
     ) -> Sequence[Callable[[], None]]:  # fmt: skip
-        """Work: turns scores into P, four at a time."""
+        """Work: makes P of scores, four at a time."""
         found = list(self.each(log_sums))
-        return [partial(self.exponentiate, scores, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
+        return [partial(self.exponentiate, scores, p, scale, found[i : i + 4]) for i in range(0, len(found), 4)]
 
     def additions(
         self, acc: cute.Tensor, sums: cute.Tensor, part: Int32, thread: Int32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -80,6 +81,7 @@ class Attention(FusedAPI):
     window_size: tuple[int, int]
     mma_tiler_mn: tuple[int, int]
     top_left: bool
+    softcap: float = 0.0
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         packed = given["sample_cum_seqlen_q"] is not None
@@ -155,6 +157,8 @@ class Attention(FusedAPI):
         for name in ("qk_acc_dtype", "pv_acc_dtype", "acc_dtype"):
             if getattr(self, name, torch.float32) != torch.float32:
                 raise self.error(name, getattr(self, name), "torch.float32")
+        if not 0 <= self.softcap < math.inf:
+            raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
         if self.as_existing:
             self._check_as_existing()
         elif self.is_causal and self.window_size[1] > 0:

@@ -90,15 +90,20 @@ def forward(
         x["lse"].copy_((largest + total.log()).squeeze(-1))
 
 
-def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: bool) -> None:
+def backward(tensors: Mapping[str, Any], window: Window, scale: float, packed: bool, softcap: float = 0.0) -> None:
     """Writes dQ, dK and dV from the LSE that is given. P and dS are rounded to the inputs' type."""
     for x in sequences(tensors, packed):
         dtype, share = x["q"].dtype, x["q"].shape[0] // max(x["k"].shape[0], 1)
         q, o, do = (wide(x[name]) for name in ("q", "o", "do"))
         k, v = (wide(x[name]).repeat_interleave(share, 0) for name in "kv")
         hidden = window.hidden(q.shape[1], k.shape[1], k.device)
-        weights = (scale * q @ k.mT - x["lse"][..., None]).exp().masked_fill(hidden, 0)
+        scores = scale * q @ k.mT
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        weights = (scores - x["lse"][..., None]).exp().masked_fill(hidden, 0)
         gradients = weights * (do @ v.mT - (o * do).sum(-1, keepdim=True))
+        if softcap:
+            gradients *= 1 - (scores / softcap).square()
         gradients = wide(gradients.masked_fill(hidden, 0).to(dtype))
         heads = (x["k"].shape[0], share)
         x["dv"].copy_((wide(weights.to(dtype)).mT @ do).unflatten(0, heads).sum(1))

@@ -31,12 +31,14 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
 """The same with a mask of packed sequences, or of split blocks, where 80 rows take more registers than there are."""
+CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
+"""The same with a soft cap."""
 
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
     small = ends["packed"] or (ends["right"] and ends.get("split"))
-    tiles = TILES | (SMALL_TILES if small else {})
+    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
         "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
@@ -51,9 +53,12 @@ class SdpaBackward(Gradients, Attention):
         ds = p (do v^T - d)                      p and ds are rounded to the type of q before the products
         dq = scale_softmax * ds k      dk = scale_softmax * ds^T q      dv = p^T do
 
-    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k. On
-    Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``. The
-    kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator only, never on a chip.
+    With ``softcap``, t = tanh(scale_softmax q k^T / softcap): p = exp(softcap * t - lse), ds has a factor 1 - t^2.
+    lse is taken as it is: p need not sum up to 1. dk and dv are summed over the heads of q that share one of k.
+
+    On Hopper (sm_90a), dq is added up in float32, in an order that changes from call to call unless ``deterministic``.
+    The kernels for Blackwell (sm_100a) always sum in the same order; they have run in the emulator only, never on a
+    chip.
 
     Shapes, layouts and arguments are those of :class:`SdpaForward`: o, do and dq like q, dk and dv like k and v; all
     results are overwritten. A call needs a workspace, on Hopper about 4 bytes for every element of q and, for sums of
@@ -67,7 +72,7 @@ class SdpaBackward(Gradients, Attention):
                row_values(), queries("dq", "d", written=True), keys("dk", "d", written=True),
                keys("dv", "dv", written=True), *OFFSETS)  # fmt: skip
     returns = ("dq", "dk", "dv")
-    scalars = ("scale_softmax", "right", "left")
+    scalars = ("scale_softmax", "right", "left", "softcap")
     head_sizes = tuple(TILES)
     usual_shapes = tuple((1, 1, rows, *heads) for heads in TILES for rows in (128, 2048))
 
@@ -78,7 +83,7 @@ class SdpaBackward(Gradients, Attention):
         max_s_q: int | None = None, max_s_k: int | None = None, acc_dtype: dtype = torch.float32,
         mma_tiler_mn: tuple[int, int] = (128, 128), dkdv_mma_tiler_mn: tuple[int, int] = (128, 64),
         is_causal: bool = False, window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None,
-        arch: str | None = None, deterministic: bool = False, top_left: bool = False,
+        arch: str | None = None, deterministic: bool = False, top_left: bool = False, softcap: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -92,7 +97,7 @@ class SdpaBackward(Gradients, Attention):
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-        self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
+        self.run(tensors, (scale_softmax or None, None, None, None), current_stream, None)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
@@ -121,13 +126,13 @@ class SdpaBackward(Gradients, Attention):
         return {**super().sizes(descs), **self.constants}
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
-        heads, options = (sizes["d"], sizes["dv"]), self.ends()
+        heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
             options |= {"deterministic": self.deterministic, "split": self.constants["split"] > 0}
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed)
+        reference.backward(tensors, self.window, tensors["scale_softmax"], self.packed, self.softcap)
 
 
 class SdpabwdSm100D256(SdpaBackward):

@@ -108,7 +108,6 @@ class SdpaForward(Attention):
         top_left: the diagonal begins in the upper left corner: row i stands at key i, not at i + sk - sq.
     """
 
-    softcap: float
     scale_softmax: float
     num_splits: int
     title = "attention, forward"
@@ -159,8 +158,6 @@ class SdpaForward(Attention):
         super().check_rules(sizes)
         if not self.scale_softmax > 0:
             raise self._scale_error(self.scale_softmax)
-        if not 0 <= self.softcap < math.inf:
-            raise self.error("softcap", self.softcap, "a positive number, or 0 for none")
         cached, paged = self.given("seqlen_k"), self.given("page_table")
         if cached and self.packed:
             raise self.unsupported("seqlen_k", "lengths beside cum_seqlen_k", "one of the two")
