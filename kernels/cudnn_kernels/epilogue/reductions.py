@@ -149,15 +149,10 @@ class SumRow(Operation):
     def follow(self, arguments: Mapping[str, Any]) -> None:
         if not self.o.ordered:
             return
-        target, threads = arguments[self.o.tensor], 256
-        offsets = arguments[self.plan.offsets] if self.plan.offsets else None
-        columns = self.plan.tile_columns
-        tiles = Int32(cute.ceil_div(arguments["n"], columns))
-        self.add_tiles(*self.prepare(arguments), target, offsets, tiles).launch(
-            grid=[cute.ceil_div(target.shape[0], threads), target.shape[2], 1],
-            block=[threads, 1, 1],
-            stream=arguments["stream"],
-        )
+        target, offsets = arguments[self.o.tensor], arguments.get(self.plan.offsets)
+        tiles = Int32(cute.ceil_div(arguments["n"], self.plan.tile_columns))
+        kernel = self.add_tiles(*self.prepare(arguments), target, offsets, tiles)
+        launch(kernel, target.shape[0], target.shape[2], arguments["stream"])
 
     @cute.kernel
     def add_tiles(
@@ -226,14 +221,9 @@ class SumColumn(Operation):
                     cute.arch.store(blocks + (Int64(number) * columns + place), total)
 
     def follow(self, arguments: Mapping[str, Any]) -> None:
-        target, threads = arguments[self.o.tensor], 256
-        offsets = arguments[self.plan.offsets] if self.plan.offsets else None
+        target, offsets = arguments[self.o.tensor], arguments.get(self.plan.offsets)
         given = (self.blocks(arguments), target, offsets, Int32(arguments["m"]), self.stride(arguments))
-        self.add_blocks(*given).launch(
-            grid=[cute.ceil_div(target.shape[1], threads), target.shape[0], 1],
-            block=[threads, 1, 1],
-            stream=arguments["stream"],
-        )
+        launch(self.add_blocks(*given), target.shape[1], target.shape[0], arguments["stream"])
 
     @cute.kernel
     def add_blocks(
@@ -257,6 +247,12 @@ class SumColumn(Operation):
             target[group, column] = total.to(target.element_type)
 
     name(add_blocks, "cudnn_sum_columns")
+
+
+def launch(kernel: Any, count: Any, groups: Any, stream: Any) -> None:
+    """Launches a kernel with a thread for each of so many sums of each group."""
+    threads = 256
+    kernel.launch(grid=[cute.ceil_div(count, threads), groups, 1], block=[threads, 1, 1], stream=stream)
 
 
 @cute.jit

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint8
+from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue.operation import Epilogue, Plan, Tile
@@ -32,6 +33,7 @@ class Mainloop(Kernel, ABC):
     threads: int
     epilogue: Epilogue
     feed: Feed
+    factor_ring: Factors
 
     def __init__(self, configuration: GemmConfiguration, rows: int) -> None:
         super().__init__(configuration)
@@ -112,6 +114,13 @@ class Mainloop(Kernel, ABC):
         """Buffers that fit beside the epilogue's."""
         numbers = len(self.c.gathers) * ENTRY * (self.c.tile[2] if self.tiles.clips_k else self.rows)
         return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
+
+    def ready(self, atoms: list) -> None:
+        """One thread, before all meet: initialises barriers, and prefetches what describes operands."""
+        for part in (self.feed, *([self.factor_ring] if self.sides else []), self.epilogue):
+            part.ready()
+        for atom in atoms:
+            cpasync.prefetch_descriptor(atom)
 
     def begins(self, work: Any) -> tuple[Int32, Int32]:
         """This CTA's first row and column of a cluster's tile."""

@@ -41,17 +41,10 @@ class Dense(Schedule):
 
 
 @dataclass(frozen=True)
-class GroupedRows(Schedule):
-    """The rows of A belong to experts, one after the other, and each expert has a B: those along l.
-
-    ``offsets``, int32 (experts,), holds the row where each expert ends, any multiple of ``aligned``. Rows beyond the
-    last one are not touched. An expert may have none. Tiles begin where experts do; what reaches into the next expert
-    is not stored. It costs less where nothing does: where the rows of a cluster's tiles divide ``aligned``.
-    """
+class Grouped(Schedule):
+    """A product for each expert. ``offsets``, int32 (experts,), says where each one's rows, or its part of k, end."""
 
     offsets: str = "offsets"
-    aligned: int = 1
-    b: ClassVar[str] = "experts"
     groups: ClassVar[str] = "experts"
     searches: ClassVar[bool] = True
 
@@ -60,23 +53,30 @@ class GroupedRows(Schedule):
 
 
 @dataclass(frozen=True)
-class GroupedK(Schedule):
+class GroupedRows(Grouped):
+    """The rows of A belong to experts, one after the other, and each expert has a B: those along l.
+
+    Experts end at any multiple of ``aligned``, and may have no rows. Rows beyond the last one are not touched. Tiles
+    begin where experts do; what reaches into the next expert is not stored. It costs less where nothing does: where the
+    rows of a cluster's tiles divide ``aligned``.
+    """
+
+    aligned: int = 1
+    b: ClassVar[str] = "experts"
+
+
+@dataclass(frozen=True)
+class GroupedK(Grouped):
     """The columns of A and B along k belong to experts, one after the other: each has a product of its own, along l of
     the outputs.
 
-    ``offsets``, int32 (experts,), holds the k where each expert ends: any number if A and B are MN-major, multiples of
-    16 bytes if one is K-major. The copy engine can begin nowhere else; where an expert does, the kernel ends with an
-    illegal instruction. An expert that has none gets zeros. k beyond the last one is not read.
+    Experts end at any k if A and B are MN-major, at multiples of 16 bytes if one is K-major: the copy engine can begin
+    nowhere else, and where an expert does, the kernel ends with an illegal instruction. An expert that has none gets
+    zeros. k beyond the last one is not read.
 
     Scale factors are a tensor of bytes, (count,): those of one expert after the other, in atoms of 128 rows x 4 blocks,
     an expert's rows of atoms one after the other. All experts but the last have multiples of 4 blocks.
     """
 
-    offsets: str = "offsets"
     d: ClassVar[str] = "experts"
-    groups: ClassVar[str] = "experts"
-    searches: ClassVar[bool] = True
     splits_k: ClassVar[bool] = True
-
-    def slots(self) -> tuple[Tensor, ...]:
-        return (vector(self.offsets, "int32", "experts"),)

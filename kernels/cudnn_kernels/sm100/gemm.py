@@ -24,7 +24,7 @@ import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 import cutlass.utils.blockscaled_layout as blockscaled
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.pipeline import (
     Agent,
@@ -142,12 +142,7 @@ class Gemm(Mainloop):
         if const_expr(self.sides):
             self.factor_ring = Factors(self.sides, factors, self.feed, 1, ROWS // 32, smem)
         if thread == 0:
-            self.feed.ready()
-            if const_expr(self.sides):
-                self.factor_ring.ready()
-            self.epilogue.ready()
-            for i in cutlass.range_constexpr(len(atoms)):
-                cpasync.prefetch_descriptor(atoms[i])
+            self.ready(atoms)
         one = CooperativeGroup(Agent.Thread)
         sharers = self.c.cluster[0] // self.pair + self.c.cluster[1] - 1
         memory = TmemAllocator(

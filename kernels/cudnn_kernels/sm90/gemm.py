@@ -21,7 +21,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.configuration import GemmConfiguration as Configuration
@@ -123,12 +123,7 @@ class Gemm(Mainloop):
         if thread == 0:
             fillers = const_expr(1 + GATHER_WARPS * 32 * self.threads_copy)
             initialise(ring, fillers, self.cluster.sharers * WARPS * (1 if self.c.pingpong else CONSUMERS))
-            self.feed.ready()
-            if const_expr(self.sides):
-                self.factor_ring.ready()
-            self.epilogue.ready()
-            for i in cutlass.range_constexpr(len(atoms)):
-                cpasync.prefetch_descriptor(atoms[i])
+            self.ready(atoms)
         cute.arch.mbarrier_init_fence()
         meet(self.cluster)
 
