@@ -31,15 +31,11 @@ class Cluster:
         m, n, _ = cute.arch.block_idx()
         return m, n
 
-    def row_mask(self) -> Int32:
-        """The CTAs of this one's row, which share A."""
-        m, _ = self.place()
-        return cutlass.Int16(sum(1 << (self.m * j) for j in range(self.n)) << m)
-
-    def column_mask(self) -> Int32:
-        """The CTAs of this one's column, which share B."""
-        _, n = self.place()
-        return cutlass.Int16(((1 << self.m) - 1) << (self.m * n))
+    def sharing(self, side: int) -> tuple[Int32, Int32]:
+        """This CTA's number among those of its row, which share A, or of its column and B, and all of them as bits."""
+        m, n = self.place()
+        mask = ((1 << self.m) - 1) << (self.m * n) if side else sum(1 << (self.m * j) for j in range(self.n)) << m
+        return (n, m)[side], cutlass.Int16(mask)
 
 
 @cute.jit

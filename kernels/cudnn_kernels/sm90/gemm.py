@@ -154,7 +154,7 @@ class Gemm(Mainloop):
     @cute.jit
     def produce(self, atoms: list, tensors: list, pointers: cute.Tensor | None) -> None:
         """One warp: fills the ring with the operands of all tiles of this CTA that the copy engine brings."""
-        ring, sharers = self.ring, [operand.sharers(self.cluster) for operand in self.operands]
+        ring, sharers = self.ring, [self.cluster.sharing(side) for side in range(2)]
         counted = const_expr(self.operands if self.boxes else self.copied)  # whose bytes a buffer's barrier awaits
         stage, phase = Int32(0), Int32(1)
         cursor = self.feed.first()
@@ -180,7 +180,7 @@ class Gemm(Mainloop):
         for operand, given in zip([x for x in self.operands if x not in self.copied], gathered, strict=True):
             shape, ours = (self.c.tile[operand.side], self.tile_k), self.buffers[operand.side]
             if self.boxes:
-                share = (operand.share, *operand.sharers(self.cluster))
+                share = (operand.share, *self.cluster.sharing(operand.side))
                 lines.append(Boxes(*given, ours, shape, operand.place, smem, self.ring, share))
             else:
                 lines.append(Lines(operand.side, True, *given, ours, shape, operand.place, smem))

@@ -12,7 +12,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.pipeline import tile_operand
-from cudnn_kernels.pipeline.cluster import Cluster
 
 
 class TileOperand(tile_operand.TileOperand):
@@ -38,11 +37,6 @@ class TileOperand(tile_operand.TileOperand):
 
     def place(self, row: int, k: int) -> int:
         return cute.crd2idx((row, k, 0), self.layout(1).outer)
-
-    def sharers(self, cluster: Cluster) -> tuple[Int32, Int32]:
-        """This CTA's number among those that share a tile, and all of them, as bits of the cluster."""
-        mask = cluster.column_mask() if self.side else cluster.row_mask()
-        return cluster.place()[1 - self.side], mask
 
     def fetch(
         self, atom: Any, tile: cute.Tensor, ring: cute.Tensor, stage: Int32, full: Any, sharers: tuple[Int32, Int32]
