@@ -283,7 +283,7 @@ def test_last_blocks_of_keys_are_split(
 ) -> None:
     """In 66 pairs of CTAs, of which 208 blocks leave 10 for a fourth turn, and 858 none."""
     c = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True, **options)
-    assert parts.chosen(c, lengths, heads) == dict(zip(("split", "parts"), split, strict=True))
+    assert parts.chosen(c, lengths, heads, 132) == dict(zip(("split", "parts"), split, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,13 @@ class FusedAPI(APIBase):
         """How many multiprocessors a CUDA device has."""
         return torch.cuda.get_device_properties(index).multi_processor_count
 
+    def expected_multiprocessors(self) -> int:
+        """Those of the samples' GPU or, for another arch, of its largest one; an H200's without any."""
+        device = self._device
+        if device.type == "cuda" and self.arch is None:
+            return self.multiprocessors(device.index if device.index is not None else torch.cuda.current_device())
+        return ARCHITECTURES[self._target() or "sm_90a"].multiprocessors
+
     # Compilation.
 
     def compile(self) -> None:

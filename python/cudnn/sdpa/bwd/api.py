@@ -120,7 +120,7 @@ class SdpaBackward(Gradients, Attention):
             begin = 0 if right is None else max(key - right, 0)
             end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
             lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
-        return parts.chosen(c, lengths, sizes["b"] * sizes["hk"])
+        return parts.chosen(c, lengths, sizes["b"] * sizes["hk"], self.expected_multiprocessors())
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}

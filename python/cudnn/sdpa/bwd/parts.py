@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import BackwardConfiguration
 
 STARTING, SUMMING, PART = 2.0, 2.0, 0.012
@@ -15,13 +14,13 @@ MOST = 8  # turns of parts, which bounds the workspace
 EVEN, UNEVEN = 13, 6  # turns from which on it gains nothing, where blocks take as long as each other or not
 
 
-def chosen(c: BackwardConfiguration, lengths: list[int], heads: int) -> dict[str, int]:
-    """How many of the last blocks are ``split``, and in how many ``parts``.
+def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiprocessors: int) -> dict[str, int]:
+    """How many of the last blocks are ``split``, and in how many ``parts``, for a GPU of so many multiprocessors.
 
     Every head has blocks of these numbers of steps. CTAs, or pairs, take blocks as they come, first ones first. Where
     they take turns and start with the shortest blocks, none is split: parts would wait for each other.
     """
-    places, count = ARCHITECTURES["sm_90a"].multiprocessors // (1 + c.pair), heads * len(lengths)
+    places, count = max(multiprocessors // (1 + c.pair), 1), heads * len(lengths)
     even = len(set(lengths)) < 2
     split = count % places if even else count
     if c.last_first or not split or count >= (EVEN if even else UNEVEN) * places:

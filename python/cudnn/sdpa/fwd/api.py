@@ -14,7 +14,6 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, called, keys, queries, row_values
-from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import DecodeConfiguration, ForwardConfiguration
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ class SdpaForward(Attention):
         if self.num_splits:
             return {"splits": self.num_splits}
         arch, sizes = self._target() or "sm_90a", super().sizes(self.descs)
-        multiprocessors = ARCHITECTURES[arch].multiprocessors
+        multiprocessors = self.expected_multiprocessors()
         tiles = math.ceil(sizes["sq"] * sizes["hq"] / max(sizes["hk"], 1) / FEW) * sizes["b"] * sizes["hk"]
         blocks = math.ceil(self.longest[1] / DECODE[arch].get((sizes["d"], sizes["dv"]), (FEW, 0))[0])
 
