@@ -251,13 +251,17 @@ class PreparedGemmConfiguration:
         source, kept = self.steps[name].source, getattr(self.gemm, name).scale
         return replace(source, scale=kept) if kept else source
 
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Of the workspace: first the prepared operands."""
+        sizes = self.gemm.operand_sizes
+        return (*(PreparedOperand(x, step.result, *sizes[x]) for x, step in self.steps.items()), *self.gemm.regions)
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
-        steps, sizes = self.steps, self.gemm.operand_sizes
-        found = self.gemm.slots(**{name: self._before(name) for name in steps})
+        found = self.gemm.slots(**{name: self._before(name) for name in self.steps})
         rest = [slot for slot in found if not isinstance(slot, Workspace)]
-        regions = tuple(PreparedOperand(name, step.result, *sizes[name]) for name, step in steps.items())
-        return (*rest[:-2], Workspace((*regions, *self.gemm.regions)), *rest[-2:])
+        return (*rest[:-2], Workspace(self.regions), *rest[-2:])
 
 
 OPERANDS = frozenset(

@@ -90,9 +90,8 @@ class ProjectionConfiguration:
     @property
     def regions(self) -> tuple[Any, ...]:
         """Of the workspace: first those of the GEMM, so that they have the places that it gives them."""
-        inner = [slot.regions for slot in self.inner.slots() if isinstance(slot, Workspace)]
         atoms = (Atoms(name, rows) for name, rows in zip(self.scales, "mn", strict=False))
-        return (*(region for regions in inner for region in regions), *atoms)
+        return (*self.inner.regions, *atoms)
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""

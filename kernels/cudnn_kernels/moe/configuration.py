@@ -12,14 +12,11 @@ MOST_CHOICES = 16
 MOST_GROUPS = 32
 
 
-def of_choices(name: str, top_k: int, dtype: str = "int32", align: int = 4) -> Tensor:
-    """A number for each choice of each token."""
-    return Tensor(name, dtype, ("tokens", top_k), (top_k, 1), align)
-
-
-def choices_alignment(top_k: int) -> int:
-    """The bytes that the numbers of each token's choices begin at multiples of, where the first one's do at 16."""
-    return 4 * min(4, top_k & -top_k)
+def of_choices(name: str, top_k: int, dtype: str = "int32", at_once: bool = False) -> Tensor:
+    """A number for each choice of each token; those of a token may be read at once, where the first token's are at a
+    multiple of 16 bytes.
+    """
+    return Tensor(name, dtype, ("tokens", top_k), (top_k, 1), 4 * min(4, top_k & -top_k) if at_once else 4)
 
 
 @dataclass(frozen=True)
@@ -153,12 +150,11 @@ class CombineConfiguration(Pieces):
 
     def summed(self) -> tuple[Slot, ...]:
         """What is added up."""
-        align = choices_alignment(self.top_k)
         rows = Tensor("rows", self.dtype, ("rows", self.hidden), (None, 1))
-        found: tuple[Slot, ...] = (of_choices("row_of_choice", self.top_k, align=align),)
+        found: tuple[Slot, ...] = (of_choices("row_of_choice", self.top_k, at_once=True),)
         if self.weighted or not self.gradient:
             found = (rows, *found)
-        return (*found, of_choices("weights", self.top_k, "float32", align)) if self.weighted else found
+        return (*found, of_choices("weights", self.top_k, "float32", True)) if self.weighted else found
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
@@ -208,7 +204,7 @@ class QuantizeConfiguration:
         rows, across = "rows" if self.top_k else "tokens", self.columns // BLOCK
         return (
             Tensor("x", self.dtype, ("tokens", self.columns), (None, 1)),
-            *((of_choices("row_of_choice", self.top_k, align=choices_alignment(self.top_k)),) if self.top_k else ()),
+            *((of_choices("row_of_choice", self.top_k, at_once=True),) if self.top_k else ()),
             Tensor("quantized", NARROW, (rows, self.columns), (None, 1)),
             Tensor("factors", "float32", ("blocks" if self.blocks else rows, across), (across, 1), align=4),
             Stream(),

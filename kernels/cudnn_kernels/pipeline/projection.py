@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import cutlass.cute as cute
-from cutlass import Int64
-
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.pipeline.arrange import ArrangeScales, matrix, turned
+from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.projection import BLOCK, E8M0, HEAD
 from cudnn_kernels.projection import ProjectionConfiguration as Configuration
-from cudnn_kernels.signature import START, Workspace
 
 
 class ViewedProjection(Kernel):
@@ -33,9 +30,7 @@ class ViewedProjection(Kernel):
             ready[out] = matrix(given[out], n)
         ready["out_scales_row"] = matrix(given["out_scales_row"], n // BLOCK)
         ready["out_scales_col"] = turned(matrix(given["out_scales_col"], n))
-        workspace = Workspace(self.c.regions)
-        places, _ = workspace.places({"m": Int64(x.shape[0]), "n": Int64(n), "k": Int64(x.shape[1]), "l": Int64(1)})
+        starts = divided(self.c.slots(), given, [region for region in self.c.regions if region.name in self.c.scales])
         for name, scales in self.c.scales.items():
-            start = (given[workspace.name].iterator + cute.assume(Int64(places[name]), START)).align(16)
-            ready[name] = ArrangeScales().launch(matrix(given[scales]), start, DTYPES[E8M0], given["stream"])
+            ready[name] = ArrangeScales().launch(matrix(given[scales]), starts[name], DTYPES[E8M0], given["stream"])
         self.gemm.launch(ready)
