@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.runtime import make_fake_stream
 
-from cudnn_kernels.signature import Configuration, Scalar, Slot, Stream, Workspace, signature
+from cudnn_kernels.signature import Configuration, Scalar, Slot, Stream, Workspace
 
 DTYPES: Mapping[str, Any] = {
     "float32": cutlass.Float32,
@@ -34,14 +34,12 @@ Symbols = dict[Any, Any]
 
 
 def arguments(configuration: Configuration) -> tuple[Any, ...]:
-    """Stand-ins for what the kernel of a configuration is called with. Sizes are known when it is called."""
-    return stand_ins(signature(configuration))
+    """Stand-ins for what the kernel of a configuration is called with. Sizes are known when it is called.
 
-
-def stand_ins(slots: Sequence[Slot]) -> tuple[Any, ...]:
-    """A stand-in for every slot. Slots that name the same size have it in common, so that a call checks it."""
+    Slots that name the same size have it in common, so that a call checks it.
+    """
     symbols: Symbols = {}
-    return tuple(stand_in(slot, symbols) for slot in slots)
+    return tuple(stand_in(slot, symbols) for slot in configuration.slots())
 
 
 def stand_in(slot: Slot, symbols: Symbols) -> Any:

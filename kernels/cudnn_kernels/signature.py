@@ -1,8 +1,8 @@
 """The arguments of a kernel as named slots: what the host binds, by name, and the kernel takes, by name.
 
-A kernel's parts contribute the slots: operands, schedule, epilogue. :func:`signature` lists those of a configuration in
-the order of the compiled function, which is nobody else's business: the host takes a call's tensors by the slots'
-names, and ``__call__`` makes a mapping of what it gets. Plain data, without the CuTe DSL.
+A kernel's parts contribute the slots: operands, schedule, epilogue. A configuration's ``slots`` are in the order of the
+compiled function, which is nobody else's business: the host takes a call's tensors by the slots' names, and
+``__call__`` makes a mapping of what it gets. Plain data, without the CuTe DSL.
 
 Sizes have names too. ``m``, ``n``, ``k``, ``l`` are those of the product, ``experts`` the groups of a grouped one;
 ``columns`` is what a gated activation leaves of ``n``. Slots that name the same size must agree.
@@ -95,13 +95,8 @@ class Configuration(Protocol):
     """What a kernel is compiled for."""
 
     def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel."""
+        """The arguments of the kernel, in the order of the compiled function."""
         ...
-
-
-def signature(configuration: Configuration) -> tuple[Slot, ...]:
-    """The slots of the kernel for a configuration, in the order of the compiled function."""
-    return configuration.slots()
 
 
 def bind(slots: Sequence[Slot], arguments: Sequence[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn import launch
-from cudnn_kernels.signature import bind, signature
+from cudnn_kernels.signature import bind
 from support import gemms
 from support.gemm_families import BY_NAME, FAMILIES, Case, Family, case, check, options
 from support.gemms import BF16, E4M3, E5M2, E8M0, F16, F32, FP4
@@ -472,7 +472,7 @@ def test_what_the_kernel_is_given(family: Family, arch: str, kernels: Recorded) 
     gemm.execute(**tensors, **alpha)
     gemm.execute(**tensors, **alpha, current_stream=3)
     for call, stream in zip(kernels.calls, (17, 3), strict=True):
-        bound = bind(signature(gemm.kernels()[0][1]), call[1])
+        bound = bind(gemm.kernels()[0][1].slots(), call[1])
         numbers = {**alpha, "multiprocessors": 78, "stream": stream}
         assert call[0] == "Gemm"
         assert {key: bound.pop(key) for key in numbers} == numbers
@@ -491,7 +491,7 @@ def test_block_scaled_operands(family: Family, arch: str, kernels: Recorded) -> 
         kernels.calls.clear()
         gemm.execute(**tensors, workspace_tensor=given)
         ((name, arguments),) = kernels.calls
-        bound = bind(signature(gemm.kernels()[0][1]), arguments)
+        bound = bind(gemm.kernels()[0][1].slots(), arguments)
         assert all(bound[key] is tensors[f"{key}_tensor"] for key in ("a", "b", "sfa", "sfb"))
         assert (bound["multiprocessors"], bound["stream"]) == (78, 17)
         if arch == "sm_100a":

@@ -19,7 +19,7 @@ from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.formats import bits as bits_of
 from cudnn_kernels.problem import BlockScale, Operand
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows
-from cudnn_kernels.signature import Workspace, signature, sizes_of, workspace_size
+from cudnn_kernels.signature import Workspace, sizes_of, workspace_size
 from support import gemms
 
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
@@ -252,7 +252,7 @@ def rotation(o: declared.Rotate, m: int) -> dict[str, torch.Tensor]:
 
 def call(kernel: Callable[..., None], c: Any, tensors: Mapping[str, Any], multiprocessors: int) -> None:
     """Calls a kernel on the emulator with arguments by name."""
-    slots = signature(c)
+    slots = c.slots()
     given = {**tensors, "multiprocessors": multiprocessors, "stream": 0}
     size = workspace_size(slots, sizes_of(slots, given)) if any(isinstance(slot, Workspace) for slot in slots) else 0
     given["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8)

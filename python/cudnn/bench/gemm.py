@@ -189,7 +189,6 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
     from cudnn_kernels.epilogue import Scale, StoreTile
     from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
     from cudnn_kernels.schedule import Dense
-    from cudnn_kernels.signature import signature
 
     of_sums = o.vector == SUM_VECTOR
     a, b = (o.a.tensor, o.b.tensor) if of_sums else (batched(o.a.plain), batched(o.peer_b))
@@ -209,7 +208,7 @@ def plain(o: Operands, m: int, n: int, k: int) -> Callable[[], dict[str, Any]]:
     z = blank(m, n, o.out)
     given = {"a": a, "b": b, "sfa": o.a.scale, "sfb": o.b.scale, "alpha": alpha, "z": batched(z)}
     given |= {"multiprocessors": multiprocessors, "stream": launch.raw_stream(None, device)}
-    arguments = [given[slot.name] for slot in signature(configuration)]
+    arguments = [given[slot.name] for slot in configuration.slots()]
 
     def call() -> dict[str, Any]:
         run(*arguments)

@@ -12,7 +12,7 @@ from cudnn import launch, settings
 from cudnn.fused.layouts import BlockScales, Matrix
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.signature import signature, workspace_size
+from cudnn_kernels.signature import workspace_size
 
 if TYPE_CHECKING:
     from cudnn.fused.host import FusedAPI
@@ -47,7 +47,7 @@ class KernelPlan:
     notice = ""
 
     def __init__(self, source: str, configuration: Any) -> None:
-        self.source, self.configuration, self.slots = source, configuration, signature(configuration)
+        self.source, self.configuration, self.slots = source, configuration, configuration.slots()
 
     def workspace_size(self, sizes: Any) -> int:
         """Bytes of the workspace for a call's sizes."""

@@ -12,7 +12,7 @@ from typing import Any
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.configuration import PreparedGemmConfiguration
 from cudnn_kernels.problem import GemmProblem
-from cudnn_kernels.signature import signature, workspace_size
+from cudnn_kernels.signature import workspace_size
 
 DEQUANTISED = "block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no block scales"
 
@@ -24,7 +24,7 @@ class GemmPlan:
         architecture = ARCHITECTURES[arch]
         self.configuration: Any = architecture.configure(problem)
         self.source = architecture.source(self.configuration)
-        self.slots = signature(self.configuration)
+        self.slots = self.configuration.slots()
         prepared = isinstance(self.configuration, PreparedGemmConfiguration)
         steps = self.configuration.steps.values() if prepared else ()
         self.notice = DEQUANTISED if any(step.source.scale for step in steps) else ""
