@@ -521,6 +521,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"main_grads": (torch.zeros(4, 64, 64).half(), torch.zeros(4, 64, 32))}, "main_grads of up: got torch.float16"),
     ({"down": torch.zeros(4, 64, 32, dtype=BF16, device="meta")}, "devices: got"),
     ({"routing": torch.zeros(2)}, "routing: got Tensor; allowed: what cudnn.moe.route returned, or indices"),
+    ({"routing": (torch.zeros(40, 2).bool(), torch.zeros(40, 2))}, "got torch.bool and torch.float32; allowed: int"),
     ({"up": []}, r"up: got \[\]; allowed: a tensor, or a list"),
     ({"main_grads": ()}, "main_grads: got 0 of them; allowed: those of up and of down"),
     ({"fp8": True}, "fp8: got 'swiglu', 'interleaved', H 64, I 32; allowed: gates, interleaved, multiples of 128"),
@@ -590,6 +591,24 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     layer.router.forward = lambda tokens: calls.append(tokens.shape) or forward(tokens)  # as accelerate does
     assert torch.equal(layer(x), y)
     assert calls == [(50, 64)]
+
+
+def test_gradients_are_not_differentiated_twice() -> None:
+    """Nor do they pass for constants, where those of the results are."""
+    x = torch.randn(5, 64).bfloat16().requires_grad_()
+    (gradient,) = torch.autograd.grad(MoE(64, 32, 4, 2)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        (gradient.square().sum() + x.sum()).backward()
+
+
+def test_the_correction_stays_float32() -> None:
+    layer = MoE(64, 32, 4, 2, correction_bias=True)
+    assert layer.correction is not None
+    before = layer.correction.uniform_().clone()
+    assert layer.half()(torch.randn(5, 64).half()).dtype is torch.float16
+    assert torch.equal(layer.correction, before)
+    layer.to("meta", torch.bfloat16).to_empty(device="cpu")
+    assert layer.correction.dtype is torch.float32
 
 
 def test_a_subclass_routes_its_own_way() -> None:

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
 from cudnn.errors import refusal
@@ -17,6 +16,7 @@ from cudnn.moe import layer
 from cudnn.moe.exchange import Exchange, Sent, agree
 from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
 from cudnn.moe.routing import sort
+from cudnn.ops._registration import once
 
 _WHERE = "moe_mlp"
 
@@ -135,7 +135,7 @@ class _OverRanks(torch.autograd.Function):
         return way.give_back(made, rows.of_choice, weights, sent)[0]
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tokens, hidden, local, weights, offsets, token, of_choice, up_bias, down_bias, *matrices = ctx.saved_tensors
         way, kind, sent = ctx.exchange.way, ctx.kind, ctx.sent

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.errors import refusal
@@ -18,7 +17,7 @@ from cudnn.moe.parallel import agreed, ranks_of
 from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, routed, rule_of, sort
 from cudnn.ops._memory import aligned
 from cudnn.ops._moe_mlp import checked, moe_mlp, tokens_of
-from cudnn.ops._registration import autocast_type, is_seen
+from cudnn.ops._registration import autocast_type, is_seen, once
 
 
 class _Kept(NamedTuple):
@@ -50,7 +49,7 @@ class _Layer(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, layer, sums = ctx.saved_tensors, ctx.layer, ctx.sums
         kept, (router, *parameters) = _Kept(*saved[:8]), saved[8:]
@@ -113,7 +112,7 @@ class MoE(torch.nn.Module):
         - ``up_bias``, ``down_bias`` with ``bias``.
 
     The buffer ``correction``, float32 (experts,), with ``correction_bias``, is added to the scores that choose experts,
-    not to weights.
+    not to weights. It stays float32 in a module that gets another type.
 
     Args:
         hidden, intermediate: Sizes, multiples of 8 and of 32.
@@ -127,7 +126,7 @@ class MoE(torch.nn.Module):
             ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
         group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
             in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
-        dtype: bfloat16 or float16.
+        dtype: bfloat16 or float16; float32 for calls under ``torch.autocast``.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
 
@@ -196,6 +195,14 @@ class MoE(torch.nn.Module):
             for parameter in (weight, bias):
                 if parameter is not None:
                     torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        """What ``to``, ``half`` and the like do."""
+        before = self.correction
+        super()._apply(fn, recurse)
+        if self.correction is not None and before is not None and self.correction.dtype is not before.dtype:
+            self.correction = before.to(self.correction.device)
+        return self
 
     def load_gate_up(self, gate_up: Tensor) -> None:
         """Copies weights (experts + shared_experts, 2 intermediate, hidden) into ``up``: halves, gates first."""

@@ -18,6 +18,7 @@ from cudnn.ops._vmap import one_by_one
 
 _WHERE = "moe_mlp"
 _TYPES = (torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 Weights = torch.Tensor | Sequence[torch.Tensor]
 Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -162,9 +163,9 @@ def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
     if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
         raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
-    if indices.is_floating_point() or weights.dtype is not torch.float32:
+    if indices.dtype not in _INTEGERS or weights.dtype is not torch.float32:
         got = f"{indices.dtype} and {weights.dtype}"
-        cure = "pass weights.float()" if weights.is_floating_point() and not indices.is_floating_point() else ""
+        cure = "pass weights.float()" if weights.is_floating_point() and indices.dtype in _INTEGERS else ""
         raise ValueError(refusal(_WHERE, "types of indices and weights", got, "integers and float32", cure))
 
 

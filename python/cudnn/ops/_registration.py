@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -111,6 +112,25 @@ class _Operator(CustomOpDef):
         for place in self._mutated:
             torch.autograd.graph.increment_version(args[place])
         return self._init_fn(*args)
+
+
+def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    """For the backward pass of an ``autograd.Function`` that has no gradient: one that is asked for says so.
+
+    PyTorch's ``once_differentiable`` lets gradients count as constants where those of the results need no gradient.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
+        refuse = make(b"cudnn: nothing here is differentiated twice", len(found))
+        return refuse(*(None if x is None else x.detach().requires_grad_() for x in found))
+
+    return call
 
 
 def differentiating() -> bool:
