@@ -244,6 +244,17 @@ def test_gated_selection_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None
     assert {x.dtype for x in (out, *given)} == {torch.bfloat16}
 
 
+def test_mixed_types_under_autocast() -> None:
+    """Where norms gave float32 and products the type of autocast, it is the latter."""
+    options, call = {**OPTIONS, "block_size": 16}, tensors((32,), (2, 1), 64, torch.float32)
+    narrow = {name: x.bfloat16() if x.is_floating_point() and name != "gates" else x for name, x in call.items()}
+    call["value"] = narrow["value"]
+    expected = nsa_attention(**narrow, **options)
+    for function in (nsa_attention, torch.compile(nsa_attention, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(function(**call, **options), expected)
+
+
 def test_what_is_compiled_for_the_cpu_has_no_gated_selection() -> None:
     """The compiler cannot ask whether the emulator runs."""
     q = torch.zeros(8, 2, 64).half()
@@ -367,6 +378,7 @@ def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype
     ("change", "message"),
     [
         ({"cu_seqlens": None}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 152])}, r"shapes of cu_seqlens, cu_seqlens_compressed: got \[.2,., .3,.\]"),
         ({"gates": torch.rand(152, 4, 2)}, "shape of gates"),
         ({"compressed_key": torch.rand(38, 2, 8).double()}, "shape of compressed_key"),
         ({"value": torch.rand(152, 2, 16)}, "types"),

@@ -13,7 +13,7 @@ from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.top_k.api import MOST
 from cudnn.ops._memory import aligned, placed
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, nsa_gates_bwd, say, selection_takes_gates
-from cudnn.ops._registration import custom_op
+from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn_kernels.attention.sparse import ALWAYS
 
 _WHERE = "nsa_attention"
@@ -75,6 +75,9 @@ def nsa_attention(
         ValueError: shapes, types or sizes.
         NotImplementedError, RuntimeError: what the kernels do not have, or an architecture without them.
     """
+    if dtype := autocast_type(query):
+        given = [query, key, value, compressed_key, compressed_value]
+        query, key, value, compressed_key, compressed_value = in_type(given, dtype)
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
     if scale is not None and not scale > 0:
@@ -134,6 +137,9 @@ def _check(
         got = tuple(None if x is None else tuple(x.shape) for x in ends)
         allowed = "both, for [T, H, D]" if packed else "None, for [B, H, S, D]"
         raise ValueError(refusal(_WHERE, "cu_seqlens, cu_seqlens_compressed", got, allowed))
+    if ends[0] is not None and ends[1] is not None and (ends[0].ndim != 1 or ends[0].shape != ends[1].shape):
+        got = [tuple(x.shape) for x in (ends[0], ends[1])]
+        raise ValueError(refusal(_WHERE, "shapes of cu_seqlens, cu_seqlens_compressed", got, "(sequences + 1,), both"))
     if any(x.ndim != q.ndim for x in (k, v, ck, cv, gates)) or q.ndim not in (3, 4):
         got = [tuple(x.shape) for x in (q, k, v, ck, cv, gates)]
         raise ValueError(refusal(_WHERE, "shapes", got, "[B, H, S, D], or [T, H, D], for all tensors"))
