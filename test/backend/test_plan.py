@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import re
@@ -21,7 +20,7 @@ from cudnn.backend.library import Library
 from cudnn.backend.plan import ExecutionPlan, Pack, PlanList
 from cudnn.enums import behavior_note, build_plan_policy, heur_mode, knob_type, numerical_note
 from cudnn.errors import CudnnError, cudnnGraphNotSupportedError
-from support import descriptors
+from support import descriptors, recorded
 from support.threads import together
 
 pytestmark = pytest.mark.usefixtures("libcudnn")
@@ -261,31 +260,13 @@ def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_h
     assert not plan.packs
 
 
-class GraphDriver:
-    """Makes, and destroys, executable CUDA graphs that are numbers; cuDNN fills them."""
+class GraphDriver(recorded.GraphDriver):
+    """cuDNN fills the CUDA graphs, too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lib: Library, status: int = 0) -> None:
-        self.calls: list[Any] = []
-        self.capturing, self.left, self._status, self._next = 0, 0, status, 100
-        monkeypatch.setattr(cuda_graph, "_driver", self)
-        monkeypatch.setattr(cuda_graph, "unchecked", lambda name: self.ask)
-        monkeypatch.setattr(cuda_graph, "on_device", lambda device: contextlib.nullcontext(ctypes.c_void_p()))
+        super().__init__(monkeypatch)
+        self._status = status
         monkeypatch.setattr(lib, "populate_cuda_graph", self.populate)
-
-    def __call__(self, name: str, *arguments: Any) -> None:
-        if name in ("cuGraphCreate", "cuGraphInstantiateWithFlags", "cuEventCreate"):
-            self._next += 1
-            arguments[0]._obj.value = self._next
-        target = getattr(arguments[0], "_obj", arguments[0])
-        read = ctypes.addressof(target) if isinstance(target, ctypes.c_char) else target.value  # never what lies there
-        self.calls.append((name, read))
-
-    def ask(self, queue: Any, *result: Any) -> int:
-        if not result:
-            self.calls.append("cuEventQuery")
-            return self.left
-        result[0]._obj.value = self.capturing
-        return 0
 
     def populate(self, handle: int, plan: Any, pack: Any, graph: int) -> int:
         self.calls.append(("populate", address(Pack(pack)), graph))
@@ -310,7 +291,7 @@ def test_cuda_graphs_are_kept_with_packs(
     pack = plan.pack((4096, 1 << 40, 2 << 40, 0, described_handle.ptr))
     described_handle.marker = ctypes.c_void_p(7)  # it was asked before
     for driver.capturing, driver.left in ((1, 0), (0, 600)):
-        pack.calls = plan.CALLS_BEFORE_GRAPH
+        pack.calls = Pack.CALLS_BEFORE_GRAPH
         plan.keep_graph(pack, described_handle)
         assert (pack.calls, pack.queue, pack.graph) == (256 - 32, None, None)  # tried again later
 
@@ -318,7 +299,7 @@ def test_cuda_graphs_are_kept_with_packs(
     driver.calls.clear()
     plan.packs[0,] = OfAnotherThread(plan.packs)
     plan.keep_graph(pack, described_handle)
-    assert pack.calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
+    assert pack.calls == Pack.CALLS_BEFORE_GRAPH - Pack.CALLS_BEFORE_NEXT_GRAPH
     assert pack.queue is described_handle.queue
     del driver.calls[:4]  # of the question whether the GPU keeps up
     names = [call[0] for call in driver.calls]
@@ -345,7 +326,7 @@ def test_cuda_graphs_of_all_plans_are_bounded(
 ) -> None:
     """Those go first that no call has launched for longest, of whatever plan."""
     driver = GraphDriver(monkeypatch, libcudnn)
-    monkeypatch.setattr(ExecutionPlan, "MAX_GRAPHS", 3)
+    monkeypatch.setattr(Pack, "MAX_GRAPHS", 3)
     described_handle.marker = ctypes.c_void_p(7)
     packs = [plan.pack((4096 * (i + 1), 1 << 40, 2 << 40, 0, described_handle.ptr)) for i in range(6)]
 
@@ -363,7 +344,7 @@ def test_cuda_graphs_of_all_plans_are_bounded(
         plan.keep_graph(packs[made], described_handle)
         assert ("cuGraphExecDestroy", executable) in driver.calls
         assert (packs[gone].graph, packs[gone].queue) == (None, None)
-        assert packs[gone].calls == plan.CALLS_BEFORE_GRAPH - plan.CALLS_BEFORE_NEXT_GRAPH
+        assert packs[gone].calls == Pack.CALLS_BEFORE_GRAPH - Pack.CALLS_BEFORE_NEXT_GRAPH
         assert packs[made] in described_handle.kept
         assert len(described_handle.kept) == 3
     monkeypatch.setattr(libcudnn, "destroy_handle", lambda pointer: 0)

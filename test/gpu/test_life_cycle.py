@@ -14,7 +14,7 @@ import torch
 import cudnn
 from cudnn.backend.cuda_graph import Chain, upper_halves, words_to_device
 from cudnn.backend.handle import default_handle
-from cudnn.backend.plan import ExecutionPlan
+from cudnn.backend.plan import Pack
 from gpu.common import BATCH, FP16, K, M, N, check, data, product, workspace
 from support.graphs import FLOAT, HALF, MODES
 
@@ -125,7 +125,7 @@ def test_copies_before_and_after_a_plan_are_nodes() -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> cudnn.pygraph:
     """A built product whose calls launch a CUDA graph after a few."""
-    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    monkeypatch.setattr(Pack, "CALLS_BEFORE_GRAPH", 2)
     graph = product()
     plan_natively(graph)
     return graph
@@ -206,7 +206,7 @@ def test_streams_in_turn(kept: cudnn.pygraph) -> None:
 
 
 def test_scalars_by_value_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    monkeypatch.setattr(Pack, "CALLS_BEFORE_GRAPH", 2)
     graph = cudnn.pygraph(io_data_type=HALF, intermediate_data_type=FLOAT, compute_data_type=FLOAT)
     a = graph.tensor([BATCH, M, K], [M * K, K, 1], uid=1)
     b = graph.tensor([BATCH, K, N], [K * N, N, 1], uid=2)
@@ -235,7 +235,7 @@ def test_a_gpu_that_is_far_behind_gets_the_kernels_themselves(kept: cudnn.pygrap
 
 
 def test_one_that_is_running_goes_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    monkeypatch.setattr(Pack, "CALLS_BEFORE_GRAPH", 2)
     graph = product()
     plan_natively(graph)
     space, pack = workspace(graph), data()

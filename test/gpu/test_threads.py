@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cudnn
-from cudnn.backend.plan import ExecutionPlan
+from cudnn.backend.plan import Pack
 from gpu.common import compare, data, product, workspace
 from support.graphs import MODES
 from support.threads import together
@@ -47,7 +47,7 @@ def test_two_threads(shared: bool, own_handles: bool) -> None:
 
 def test_threads_with_a_cuda_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one plan, kept since the addresses come again."""
-    monkeypatch.setattr(ExecutionPlan, "CALLS_BEFORE_GRAPH", 2)
+    monkeypatch.setattr(Pack, "CALLS_BEFORE_GRAPH", 2)
     graph = built()
     torch.cuda.synchronize()
 

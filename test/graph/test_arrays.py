@@ -186,8 +186,6 @@ def test_outputs_between_the_elements_of_others_are_not() -> None:
 class Recorder:
     """Stands for a plan: counts what reaches cuDNN, and what the driver."""
 
-    CALLS_BEFORE_GRAPH = 3
-
     def __init__(self, fills_cuda_graphs: bool = True) -> None:
         self.packs: dict[Any, Pack] = {}
         self.argument, self.launched, self.checked, self.elsewhere = 0, 0, 0, 0
@@ -327,6 +325,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Any:
         plan, own = Recorder(**options), Handle()
         driver = {"cuGraphLaunch": plan.launch_graph, "cuStreamIsCapturing": lambda queue, result: 0}
         monkeypatch.setattr(fast_call, "unchecked", driver.__getitem__)
+        monkeypatch.setattr(Pack, "CALLS_BEFORE_GRAPH", 3)
 
         def ask(handle: Any) -> None:
             handle.keeps_up, handle.until_asked = not handle.busy, 2
@@ -445,3 +444,6 @@ def test_arrays_alike(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         assert not alike(other, scalar)
     assert not alike(torch.ones(4, 8), scalar[None])
+    twice = fast_call.like([scalar, scalar])  # of which PyTorch's says no
+    assert twice(scalar, scalar)
+    assert not twice(scalar, scalar[None])

@@ -29,34 +29,18 @@ _MAX_SHARED_MEMORY = 1 << 30  # an engine that asks for more per block is broken
 _EXPLAIN = "To find the nodes that it refuses, and what to change, call graph.explain()."
 
 
-class Pack:
+class Pack(cuda_graph.Kept):
     """A finalized variant pack.
 
     Attributes:
         argument: It, for calls of cuDNN.
-        calls: How often the hot path met it on a stream for which it has no CUDA graph.
-        queue: The stream for which it has one, as ``Handle.queue``; None where it has none.
-        graph: The executable CUDA graph of the plan with these pointers, as an argument of ``cuGraphLaunch``.
-        used: Whether a call launched it since it was last looked at to make room for others.
-        kept: The handle's ``kept``, where it has one.
     """
 
-    __slots__ = ("argument", "calls", "graph", "kept", "queue", "used")
+    __slots__ = ("argument",)
 
     def __init__(self, argument: Any) -> None:
+        super().__init__()
         self.argument = argument
-        self.calls = 0
-        self.queue: Any = None
-        self.graph: Any = None
-        self.used = False
-        self.kept: dict[Pack, Any] = {}
-
-    def drop_graph(self) -> None:
-        """Destroys the CUDA graph, if there is one: once, even if the plan goes in another thread meanwhile."""
-        self.queue = self.graph = None
-        made = self.kept.pop(self, None)
-        if made is not None:
-            cuda_graph.destroy_executable(made)
 
 
 class _Packs:
@@ -116,9 +100,6 @@ class ExecutionPlan:
 
     MAX_PACKS = 64  # per handle; a training step cycles through fewer sets of buffers
     MAX_MISSES = 1024
-    CALLS_BEFORE_GRAPH = 256  # a CUDA graph saves 3 us a call, and 0.8 ms were seen to make one
-    CALLS_BEFORE_NEXT_GRAPH = 4096  # of the same pack, on another stream, or after others took its place
-    MAX_GRAPHS = 256  # of all plans, per handle, whose thread makes and drops them; 128 KiB each were seen
     is_rebuilt = False  # whether a restored graph builds this plan again
 
     def __init__(self, descriptor: Descriptor, config: EngineConfig | Origin) -> None:
@@ -272,57 +253,28 @@ class ExecutionPlan:
         return _fills_cuda_graphs(self.config)
 
     def keep_graph(self, pack: Pack, handle: Handle) -> None:
-        """Makes the CUDA graph that later calls with this pack launch, for the handle's stream.
+        """Makes the CUDA graph that later calls with this pack launch, for the handle's stream, unless it is too early.
 
-        None is made while the GPU is far behind the host, or the stream is being captured. Kernels in a CUDA graph keep
-        the values of tensors that are passed by value, so the plan has none that the caller owns.
+        Kernels in a CUDA graph keep the values of tensors that are passed by value, so the plan has none that the
+        caller owns.
         """
-        pack.calls = max(0, self.CALLS_BEFORE_GRAPH - cuda_graph.CALLS_UNTIL_ASKED)
-        cuda_graph.ask_whether_it_keeps_up(handle)
-        if not handle.keeps_up:
-            return
-        pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
-        pack.drop_graph()
-        self._make_room(handle.kept)
-        tag = self.config.tag
-        first = not any(other.graph for other in list(self.packs.values()))  # another thread may add some
+        others = [other for other in list(self.packs.values()) if other is not pack]  # another thread may add some
+        first = not any(other.graph for other in others)
 
         def fill(graph: int) -> None:
             call = self._library.populate_cuda_graph
             self._library.check(call(handle.ptr, self.argument, pack.argument, graph), "populating a CUDA graph")
 
-        try:
-            pack.graph = cuda_graph.executable(handle, fill)
-        except (CudnnError, RuntimeError) as error:
-            pack.calls = -sys.maxsize
-            _log.info("the plan %s runs through cuDNN at every call, since its CUDA graph failed: %s", tag, error)
-            return
-        pack.kept, pack.used = handle.kept, True
-        pack.kept[pack] = pack.graph
-        pack.queue = handle.queue
-        if first:
-            _log.info("the plan %s: calls with addresses that come again launch a CUDA graph from now on", tag)
+        if pack.keep_graph(handle, self._name, fill) and first:
+            _log.info("%s: calls with addresses that come again launch a CUDA graph from now on", self._name)
 
     def lose_graph(self, pack: Pack, status: int) -> None:
         """Goes back to cuDNN's own call after the driver refused to launch the pack's CUDA graph."""
-        _log.warning("the plan %s: cuGraphLaunch failed, CUDA driver error %d; cuDNN runs it", self.config.tag, status)
-        pack.drop_graph()
-        pack.calls = -sys.maxsize
+        pack.lose_graph(self._name, status)
 
-    def _make_room(self, kept: dict[Pack, Any]) -> None:
-        """Drops the CUDA graph, of whatever plan, that no call has launched for longest, where there are as many as may
-        be. Those launched since they were last looked at go to the end of the line.
-        """
-        while len(kept) >= self.MAX_GRAPHS:
-            for pack in list(kept):
-                if not pack.used:
-                    pack.calls = self.CALLS_BEFORE_GRAPH - self.CALLS_BEFORE_NEXT_GRAPH
-                    pack.drop_graph()
-                    break
-                pack.used = False
-                made = kept.pop(pack, None)
-                if made is not None:  # its plan may go in another thread
-                    kept[pack] = made
+    @property
+    def _name(self) -> str:
+        return f"the plan {self.config.tag}"
 
     def execute_overridden(
         self,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cudnn import launch, settings
-from cudnn.fused.layouts import BlockScales, Matrix
+from cudnn.alike import current_device, like
+from cudnn.backend import cuda_graph
+from cudnn.backend.handle import Lane
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.signature import workspace_size
@@ -62,51 +66,166 @@ def kernel_plan(arch: str, configuration: Any) -> KernelPlan:
 _TEMPLATE = '''
 def run(tensors, scalars, stream, workspace):
     """What ``execute`` does, with tensors in the order of its signature."""
-    global checked
+    global known
     try:
-        index = tensors[0].get_device()
-        if index < 0:
-            on_cpu(tensors, scalars, stream, workspace)
-            return
-        tensors = {refitted}
-        {names}, = tensors
-        {known}known = checked
-        if {unseen} or (workspace is not None and workspace is not known()):
-            accepted = check(tensors, workspace, stream)
-            if accepted is None:
+        {names}, = {refitted}
+        layout = known
+        if {unseen}not layout.alike({present}) or (workspace is not None and workspace is not layout.workspace()):
+            layout = check(tensors, scalars, workspace, stream)
+            if layout is None:
                 return
-            checked = accepted
-        {numbers}
-        {defaults}
-        limit = known_limit(index) or limit_of(index)
+            known = layout
+        index = layout.index
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
+        {replay}
+        {numbers}
+        {defaults}
+        limit = layout.limit
         kernel({arguments})
+        {keep}
     except (TypeError, ValueError, AttributeError, RuntimeError):
         again = otherwise(tensors, scalars)
         if again is None:
             raise
         again(tensors, scalars, stream, workspace)
 '''
+_REPLAY = """
+        key = (stream, scalars, {addresses})
+        table = layout.mine.table
+        found = table.calls.get(key)
+        if found is None:
+            found = table.note(key, index)
+        elif found.graph is None:
+            found.calls += 1
+        else:
+            lane = found.lane
+            if (
+                (stream or current_device is None or current_device() == index)
+                and not is_capturing(lane.queue, lane.capture_result) and not lane.capturing.value
+            ):
+                found.used = True
+                status = launch_graph(found.graph, lane.queue)
+                if not status:
+                    return
+                found.lose_graph(title, status)
+"""
+_KEEP = """
+        if found.calls == calls_before_graph:
+            keep(found, [{arguments}])
+"""
+_ALLOCATED = """
+        if workspace is None:
+            workspace = allocated(layout.bytes, stream, t0)
+"""
+
+
+class Repeated(cuda_graph.Kept):
+    """A call of this thread that comes again, on a stream."""
+
+    __slots__ = ("lane",)
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self.lane = lane
+
+
+class Table:
+    """The calls of a thread, with tensors of a layout, that may come again: by stream, numbers and addresses."""
+
+    MAX_CALLS = 64  # a training step cycles through fewer sets of buffers
+    MAX_MISSES = 1024  # calls with others, since there were as many as may be
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[Any, ...], Repeated] = {}
+        self.misses = 0
+
+    def note(self, key: tuple[Any, ...], index: int) -> Repeated:
+        """Counts a call whose key is new from now on."""
+        stream, scalars, *_ = key
+        if 0 in scalars:  # as a key, -0.0 is the same number
+            return _once
+        if len(self.calls) == self.MAX_CALLS:
+            self.misses += 1
+            if self.misses < self.MAX_MISSES:
+                return _once
+            self.forget()
+        found = self.calls[key] = Repeated(_lanes.find(index, stream))
+        return found
+
+    def forget(self) -> None:
+        """Drops the calls, and their CUDA graphs."""
+        self.misses = 0
+        while self.calls:
+            self.calls.popitem()[1].drop_graph()
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self.forget()
+
+
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.table = Table()
+
+
+class Layout:
+    """Tensors that were checked: types, shapes, strides and devices, not addresses.
+
+    Attributes:
+        alike: Whether as many tensors are like them.
+        index: Their device.
+        limit: How many of its multiprocessors the kernel may use.
+        bytes: The size of their workspace.
+        workspace: A weak reference to the caller's workspace that was checked last.
+        mine: The ``table`` of this thread.
+    """
+
+    def __init__(self, alike: Callable[..., bool], index: int, limit: int, size: int) -> None:
+        self.alike, self.index, self.limit, self.bytes = alike, index, limit, size
+        self.workspace: Callable[[], Any] = _none
+        self.mine = _Mine()
+
+
+class _Lanes(threading.local):
+    """A thread's streams, and the CUDA graphs that are kept for all objects' calls in it."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.kept: dict[Any, Any] = {}
+
+    def find(self, device: int, stream: int) -> Lane:
+        if (device, stream) not in self.lanes:
+            self.lanes[device, stream] = Lane(device, stream, self.kept)
+        return self.lanes[device, stream]
+
+
+_lanes = _Lanes()
+_once = Repeated(Lane(-1, 0, {}))
+"""Stands for calls that are not counted."""
 
 
 class Call:
     """A kernel bound to an API's arguments.
 
-    The kernel itself checks types, strides and the shapes that share sizes, and raises before it writes anything but
-    the workspace. Shapes that it cannot relate are checked when they change; so is the workspace, and that tensors
-    without a sample are None. One value remembers all, since several threads may use an object.
+    Tensors are checked where their types, shapes or strides are not those of a call before; so is the workspace, and
+    that tensors without a sample are None. The kernel itself checks addresses, and raises before it writes anything but
+    the workspace. One value remembers all, since several threads may use an object.
+
+    Where it is to keep CUDA graphs, calls whose tensors and workspace lie where they lay before, on the same stream and
+    with the same numbers, launch one of the kernel, which reads and writes what lies there now. Each thread has its.
     """
+
+    MAX_LAYOUTS = 16
 
     def __init__(self, api: FusedAPI, plan: Plan, kernel: Callable[..., None]) -> None:
         self.api, self.plan, self.kernel = api, plan, kernel
         if plan.notice:
             say(api._title(), plan.notice)
         self.refits, self.viewing = self._refits(api.refitted), api.views
-        self.sized = [name for name in (*api.sized_by, *api.counted_by) if api.given(name)]
-        self.room: tuple[Any, int] = (None, 0)  # shapes, and the bytes of their workspace
-        self.limits: dict[int, int] = {}
-        self.unrelated = _unrelated(api)
+        self.present = [i for i, name in enumerate(api.names) if api.given(name) and name not in api.unused()]
+        self.layouts: list[Layout] = []  # that calls had, the last ones first
+        self.keeps_graphs = settings.FUSED_CUDA_GRAPHS.get() and torch.cuda.is_available()
         self.run = self._written_out()
 
     def _written_out(self) -> Callable[..., None]:
@@ -117,37 +236,43 @@ class Call:
         """
         api = self.api
         names = [f"t{i}" for i in range(len(api.names))]
-        unrelated = [api.names.index(name) for name in self.unrelated]
+        present = [f"t{i}" for i in self.present]
         absent = [f"t{i}" for i, name in enumerate(api.names) if not api.given(name)]
-        unseen = [f"t{i}.shape != k{i}" for i in unrelated] + [f"{name} is not None" for name in absent]
         numbers = [f"s{i}" for i in range(len(api.scalars))]
         defaults = [f"        if s{i} is None:\n            s{i} = defaults[{i}]" for i in range(len(numbers))]
         prepares = any(slot.name == "workspace" for slot in self.plan.slots)
+        arguments, replays = _arguments(api, self.plan), self.keeps_graphs
+        addresses = [f"{name}.data_ptr()" for name in [*present, *["workspace"] * prepares]]
         source = _TEMPLATE.format(
             refitted="refitted(tensors)" if self.refits or self.viewing else "tensors",
             names=", ".join(names),
-            known="".join(f"k{i}, " for i in unrelated),
-            unseen=" or ".join(unseen),
+            unseen="".join(f"{name} is not None or " for name in absent),
+            present=", ".join(present),
             numbers=f"{', '.join(numbers)}, = scalars" if numbers else "",
             defaults="\n".join(defaults).strip(),
-            allocated="if workspace is None: workspace = allocated(tensors, stream)" if prepares else "",
-            arguments=_arguments(api, self.plan),
+            allocated=_ALLOCATED.strip() if prepares else "",
+            replay=_REPLAY.format(addresses=", ".join(addresses)).strip() if replays else "",
+            keep=_KEEP.format(arguments=arguments).strip() if replays else "",
+            arguments=arguments,
         )
         scope: dict[str, Any] = {
             "kernel": self.kernel,
             "torch": torch,
             "constants": dict(api.constants),
-            "checked": (*(None for _ in unrelated), _none),
+            "known": Layout(lambda *_: False, -1, 0, 0),
             "check": self._check,
-            "on_cpu": api.run_on_cpu,
             "refitted": self._refitted,
             "defaults": tuple(getattr(api, name) for name in api.scalars),
-            "known_limit": self.limits.get,
-            "limit_of": self._limit,
             "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
             "raw_stream": launch.raw_stream,
             "allocated": self._allocated,
             "otherwise": self._otherwise,
+            "keep": self._keep,
+            "calls_before_graph": Repeated.CALLS_BEFORE_GRAPH,
+            "current_device": replays and current_device(),
+            "is_capturing": replays and cuda_graph.unchecked("cuStreamIsCapturing"),
+            "launch_graph": replays and cuda_graph.unchecked("cuGraphLaunch"),
+            "title": api._title(),
         }
         exec(compile(source, __file__, "exec"), scope)
         return scope["run"]
@@ -183,38 +308,52 @@ class Call:
     def emulate(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], multiprocessors: int, workspace: Any) -> None:
         """The same in the emulator, for tensors that were checked."""
         if workspace is None and any(slot.name == "workspace" for slot in self.plan.slots):
-            workspace = self._allocated(tensors, 0)
+            workspace = self._allocated(self.plan.workspace_size(self.api.sizes_now(tensors)), 0, tensors[0])
         known = {"kernel": self.kernel, "torch": torch, "constants": dict(self.api.constants)}
         known |= {f"t{i}": tensor for i, tensor in enumerate(tensors)} | {f"s{i}": x for i, x in enumerate(scalars)}
         known |= {"limit": self.api.usable(self.plan, multiprocessors), "stream": 0, "workspace": workspace}
         eval(f"kernel({_arguments(self.api, self.plan)})", known)
 
-    def _check(self, tensors: tuple[Any, ...], workspace: Any, stream: Any) -> tuple[Any, ...] | None:
-        """Checks shapes and workspace, and returns what to remember of them; None where there is nothing to compute."""
-        named = dict(zip(self.api.names, tensors, strict=True))
-        self.api.check_as_many(named)
-        if self.api.is_empty(tensors):
-            with on_stream(stream, tensors[0]):
-                self.api.run_empty(tensors)
+    def _check(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], workspace: Any, stream: Any) -> Layout | None:
+        """The layout of a call's tensors, which are checked unless it is known; None where there is nothing to launch.
+        The workspace is checked.
+        """
+        api, index = self.api, tensors[0].get_device()
+        if index < 0:
+            api.run_on_cpu(tensors, scalars, stream, workspace)
             return None
-        self.api.check_shapes(named)
-        known: Callable[[], Any] = _none
-        if workspace is not None:
-            self.api.check_workspace(tensors, workspace, self.plan)
-            known = weakref.ref(workspace)
-        return (*(named[name].shape for name in self.unrelated), known)
+        if self.refits or self.viewing:
+            tensors = self._refitted(tensors)
+        api.check_as_many(dict(zip(api.names, tensors, strict=True)))
+        present = [tensors[i] for i in self.present]
+        found = next((layout for layout in self.layouts if layout.alike(*present)), None)
+        if found is None:
+            api.explain(tensors, scalars)
+            if api.is_empty(tensors):
+                with on_stream(stream, tensors[0]):
+                    api.run_empty(tensors)
+                return None
+            limit = api.usable(self.plan, api.multiprocessors(index))
+            found = Layout(like(present), index, limit, self.plan.workspace_size(api.sizes_now(tensors)))
+            self.layouts = [found, *self.layouts[: self.MAX_LAYOUTS - 1]]
+        if workspace is not None and workspace is not found.workspace():
+            api.check_workspace(tensors, workspace, self.plan)
+            found.workspace = weakref.ref(workspace)
+        return found
 
-    def _limit(self, index: int) -> int:
-        self.limits[index] = self.api.usable(self.plan, self.api.multiprocessors(index))
-        return self.limits[index]
+    def _keep(self, found: Repeated, arguments: list[Any]) -> None:
+        """Makes the CUDA graph of a call, if it is time."""
+        place = next(i for i, slot in enumerate(self.plan.slots) if slot.name == "stream")
 
-    def _allocated(self, tensors: tuple[Any, ...], stream: int) -> Any:
+        def call(stream: int) -> None:
+            self.kernel(*arguments[:place], stream, *arguments[place + 1 :])
+
+        title = self.api._title()
+        if found.keep_graph(found.lane, title, lambda graph: cuda_graph.record(found.lane, graph, call)):
+            say_kept(title)
+
+    def _allocated(self, size: int, stream: int, first: Any) -> Any:
         """Memory of this call, which PyTorch's allocator knows to be used on ``stream``."""
-        shapes = [tensors[self.api.names.index(name)].shape for name in self.sized]
-        (known, size), first = self.room, tensors[0]
-        if shapes != known:
-            size = self.plan.workspace_size(self.api.sizes_now(tensors))
-            self.room = (shapes, size)
         with on_stream(stream, first):
             return torch.empty(size, dtype=torch.uint8, device=first.device)
 
@@ -234,32 +373,16 @@ def _arguments(api: FusedAPI, plan: Plan) -> str:
     return ", ".join(text[slot.name] for slot in plan.slots)
 
 
-def _unrelated(api: FusedAPI) -> list[str]:
-    """Tensors whose shapes tell whether those that the kernel cannot relate are right; the first one, if all are."""
-    found = [spec for spec in api.tensors if api.given(spec.name) and not _is_related(api, spec.layout)]
-    ruled = [name for name in api.ruled_by() if api.given(name)]
-    if not found:
-        return list(dict.fromkeys([api.leading(api.descs), *ruled]))
-    before = api.sized_by if len(api.sized_by) == 1 else api.sized_by[1:]
-    scaled = {size for spec in found if isinstance(x := spec.layout, BlockScales) for size in (x.rows, x.columns)}
-    if scaled:  # a factor stands for many sizes: a matrix that has all of them tells, if there is one
-        matrices = ((spec.name, spec.layout) for spec in api.tensors if isinstance(spec.layout, Matrix))
-        whole = ([name] for name, x in matrices if api.given(name) and scaled <= {x.rows, x.columns})
-        before = next(whole, api.sized_by)
-    names = [*before, *(spec.name for spec in found), *ruled]
-    return [name for name in dict.fromkeys(names) if api.given(name) and name not in api.unused()]
-
-
-def _is_related(api: FusedAPI, layout: Any) -> bool:
-    if isinstance(layout, Matrix):
-        return layout.columns not in api.multiples and layout.rows not in api.multiples
-    return not isinstance(layout, BlockScales) and not set(getattr(layout, "dims", ())) & set(api.multiples)
-
-
 @functools.cache
 def say(name: str, notice: str) -> None:
     """Says something of an API in the log, once."""
     settings.configure_logging().warning("%s: %s", name, notice)
+
+
+@functools.cache
+def say_kept(name: str) -> None:
+    """Says in the log, once for each API, that its calls launch CUDA graphs."""
+    settings.configure_logging().info("%s: calls that come again launch a CUDA graph from now on", name)
 
 
 def _none() -> None:

@@ -179,9 +179,6 @@ class FusedGemm(FusedAPI):
         if sizes["n"] % step:
             raise self.error("columns of the product", sizes["n"], f"multiples of {words}")
 
-    def ruled_by(self) -> tuple[str, ...]:
-        return ("b",) if self.columns_in[0] > 1 else ()
-
     def check_accumulator(self) -> None:
         """Raises unless products can be accumulated in ``acc_dtype``, which is not float32."""
         raise self.error("acc_dtype", self.acc_dtype, "torch.float32")

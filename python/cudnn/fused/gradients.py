@@ -190,9 +190,6 @@ class ExpertGradients(ExpertsGemm):
         if self.wgrad_shape is not None and tuple(self.wgrad_shape) != (sizes["m"], sizes["n"]):
             raise self.error("wgrad_shape", self.wgrad_shape, f"({sizes['m']}, {sizes['n']}), of a and b")
 
-    def ruled_by(self) -> tuple[str, ...]:
-        return ("a", "b") if self.given("wgrad_ptrs") else ()
-
     def check_groups(self, sizes: Sizes) -> None:
         if self.given("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:
             raise self.error("wgrad_dtype", self.wgrad_dtype, ", ".join(FLOATS))

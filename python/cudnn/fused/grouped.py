@@ -543,9 +543,6 @@ class ExpertsGemm(FusedGemm):
         if self.b_shape is not None and self.b_shape[1] != sizes["k"]:
             raise self.error("b_shape", self.b_shape, f"(n, {sizes['k']}), as a")
 
-    def ruled_by(self) -> tuple[str, ...]:
-        return (*super().ruled_by(), *(("a",) if self.given("b_ptrs") else ()))
-
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
         self.check_groups(sizes)

@@ -148,10 +148,6 @@ class FusedAPI(APIBase):
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises for sizes that this API does not take, of the samples or of a call's tensors."""
 
-    def ruled_by(self) -> tuple[str, ...]:
-        """Tensors whose shapes each call compares with those of the last check, for :meth:`check_sizes`."""
-        return ()
-
     def unused(self) -> tuple[str, ...]:
         """Tensors that samples may have, but that are neither read nor written: a call may leave them out."""
         return ()
@@ -517,15 +513,6 @@ class FusedAPI(APIBase):
         if not isinstance(value, (float, int)):
             cure = f"pass {name}.item()" if hasattr(value, "item") else ""
             raise TypeError(refusal(self._title(), name, type(value).__name__, "a float", cure))
-
-    def check_shapes(self, tensors: Mapping[str, Any]) -> None:
-        """Raises where the shapes of a call's tensors, as many as there are samples, do not fit together."""
-        found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
-        sizes = self._sizes_of_call(found)
-        for spec in self.tensors:
-            self._check_shape(found.get(spec.name), spec.layout.shape(sizes))
-        self.check_sizes(sizes)
-        self._check_memory(tensors)
 
     def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
         """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""

@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cudnn import settings
+from cudnn.alike import current_device, like
 from cudnn.backend.cuda_graph import ask_whether_it_keeps_up, unchecked
 from cudnn.backend.handle import Handle, default_handle
-from cudnn.lazy import torch
+from cudnn.backend.plan import Pack
 
 if TYPE_CHECKING:
     from cudnn.backend.plan import ExecutionPlan
@@ -114,26 +115,6 @@ def _compile(
     return scope["make"]
 
 
-def like(arrays: Sequence[Any]) -> Callable[..., bool]:
-    """Whether as many PyTorch tensors have the types, shapes, strides and devices of these, which it does not keep.
-
-    It is ``TensorGuards`` of PyTorch, by which compiled code tells its inputs; that is no public interface, so another
-    PyTorch may have none. It also tells tensors apart that differ in ``requires_grad`` or their Python class.
-    """
-    shapes, strides = [[*array.shape] for array in arrays], [[*array.stride()] for array in arrays]
-    try:
-        guards = torch._C._dynamo.guards.TensorGuards
-    except AttributeError:
-        known = [(array.dtype, array.shape, array.stride(), array.device) for array in arrays]
-        return lambda *given: known == [(array.dtype, array.shape, array.stride(), array.device) for array in given]
-    return guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-
-
-def current_device() -> Callable[[], int] | None:
-    """Tells the thread's current device, whose default stream stream 0 is; None where there are not several devices."""
-    return torch._C._cuda_getDevice if torch.cuda.device_count() > 1 else None
-
-
 def specialised(
     program: CudnnProgram,
     plan: ExecutionPlan,
@@ -180,7 +161,7 @@ def specialised(
         check=check,
         otherwise=otherwise,
         failure=plan.failure,
-        calls_before_graph=plan.CALLS_BEFORE_GRAPH,
+        calls_before_graph=Pack.CALLS_BEFORE_GRAPH,
         keep_graph=plan.keep_graph,
         lose_graph=plan.lose_graph,
         ask_whether_it_keeps_up=ask_whether_it_keeps_up,

@@ -50,9 +50,6 @@ def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
 class Gradients(FusedAPI):
     """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
 
-    def ruled_by(self) -> tuple[str, ...]:
-        return ("k",)
-
     def is_empty(self, tensors: Sequence[Any]) -> bool:
         return super().is_empty(tensors) or 0 in tensors[self.names.index("k")].shape
 

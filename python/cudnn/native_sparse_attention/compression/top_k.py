@@ -117,9 +117,6 @@ class CompressionTopK(Sparse):
             got, cure = f"{most} rows of k", "pass max_s_k"
             raise self.error("compressed keys", got, f"at most {_tile(sampled)}, after samples of {sampled}", cure)
 
-    def ruled_by(self) -> tuple[str, ...]:
-        return ("k",)
-
     def check_values(self, tensors: Sequence[Any]) -> None:
         super().check_values(tensors)
         ends, most = tensors[self.names.index("cum_seqlen_k")], self.most_keys(self.sizes_now(tensors))
