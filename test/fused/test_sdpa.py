@@ -53,9 +53,10 @@ def test_forward_and_backward_are_pytorchs(options: dict[str, Any]) -> None:
     do = matrix(2, 48, 4)
     gradients = torch.autograd.grad(expected, (q, k, v), do.float())
     halves = [x.detach().transpose(1, 2).contiguous().half().transpose(1, 2) for x in (q, k, v)]
-    o, lse = sdpa_fwd_wrapper_sm100_d256(*halves, scale_softmax=0.1, **options)
+    o, lse = sdpa_fwd_wrapper_sm100_d256(*halves, scale_softmax=0.1, mma_tiler_mn=[128, 128], **options)
     torch.testing.assert_close(o.float(), expected, atol=2e-3, rtol=2e-3)
-    found = sdpa_bwd_wrapper_sm100_d256(*halves, o, do, lse, scale_softmax=0.1, **options)
+    tiles: dict[str, Any] = {"mma_tiler_mn": [128, 128], "dkdv_mma_tiler_mn": [128, 64]}  # lists do too
+    found = sdpa_bwd_wrapper_sm100_d256(*halves, o, do, lse, scale_softmax=0.1, **tiles, **options)
     for gradient, right in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient.float(), right, atol=5e-2, rtol=5e-3)
 

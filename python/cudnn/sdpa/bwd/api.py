@@ -158,8 +158,8 @@ def sdpa_bwd_wrapper_sm100_d256(
     Arguments and errors as those of :class:`SdpaBackward`, for heads of 256 elements.
     """
     options = {
-        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "mma_tiler_mn": mma_tiler_mn,
-        "dkdv_mma_tiler_mn": dkdv_mma_tiler_mn, "is_causal": is_causal, "window_size": tuple(window_size),
+        "max_s_q": max_s_q, "max_s_k": max_s_k, "acc_dtype": acc_dtype, "mma_tiler_mn": tuple(mma_tiler_mn),
+        "dkdv_mma_tiler_mn": tuple(dkdv_mma_tiler_mn), "is_causal": is_causal, "window_size": tuple(window_size),
         "scale_softmax": scale_softmax,
     }  # fmt: skip
     given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)

@@ -240,7 +240,7 @@ def sdpa_fwd_wrapper_sm100_d256(
     """
     options = {
         "max_s_q": max_s_q, "max_s_k": max_s_k, "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype,
-        "mma_tiler_mn": mma_tiler_mn, "is_causal": is_causal, "window_size": tuple(window_size),
+        "mma_tiler_mn": tuple(mma_tiler_mn), "is_causal": is_causal, "window_size": tuple(window_size),
         "scale_softmax": scale_softmax, "scale_output": scale_output,
     }  # fmt: skip
     o = torch.empty_like(q_tensor)
