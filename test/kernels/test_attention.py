@@ -32,6 +32,7 @@ machine = pytest.importorskip("ptx_emulator.machine")
 FORWARD = ForwardConfiguration("bfloat16", 256, 256, (128, 80))
 BLACKWELL = ForwardConfiguration("bfloat16", 256, 256, (128, 128))  # one tile of rows
 DRAWING = ForwardConfiguration("bfloat16", 128, 128, (128, 128), queue=True)
+HOLDING = replace(DRAWING, queue=False, holds=True)
 DECODE = DecodeConfiguration("bfloat16", 256, 256, (64, 64), right=True, left=True, sink=True, cached=True, page=16)
 TWO_TILES = ForwardConfiguration("bfloat16", 64, 64, (256, 128))
 PAIRED = BackwardConfiguration("bfloat16", 256, 256, (64, 80), pair=True)
@@ -198,7 +199,7 @@ TABLE = [
             ("sm_100a", TWO_TILES, PACKED),
             ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
             ("sm_90a", replace(FORWARD, head=64, head_v=64, tile=(192, 128)), WINDOW),
-            ("sm_90a", replace(DRAWING, queue=False), SECTIONS),
+            ("sm_90a", HOLDING, SECTIONS),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),
             ("sm_100a", replace(TWO_TILES, head=128, head_v=128), WINDOW),
@@ -344,6 +345,7 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
         (replace(FORWARD, right=True), 10),
         pytest.param(replace(FORWARD, right=True, softcap=True, sink=True), 10, marks=pytest.mark.full),
         pytest.param(replace(DRAWING, packed=True, right=True), 10, marks=pytest.mark.full),
+        pytest.param(replace(HOLDING, right=True), 10, marks=pytest.mark.full),
         pytest.param(DECODE, 10, marks=pytest.mark.full),
         *(
             pytest.param(

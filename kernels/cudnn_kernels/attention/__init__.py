@@ -66,13 +66,15 @@ class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
     ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
-    offsets. ``queue``: CTAs stay and draw their tiles.
+    offsets. ``queue``: CTAs stay and draw their tiles. ``holds``: a loop's ends stay in registers and places in rings
+    are unsigned, which saves instructions in every step.
     """
 
     stages: int = 2
     sink: bool = False
     ends: str = "int32"
     queue: bool = False
+    holds: bool = False
 
     kernel = "attention_forward:AttentionForward"
 

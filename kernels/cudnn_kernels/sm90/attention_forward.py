@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, select_
+from cutlass import Float32, Int32, Uint32, const_expr, select_
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -22,7 +22,7 @@ from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.pipeline import barriers, ring
-from cudnn_kernels.pipeline.wgmma import WgmmaRows
+from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
 from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
 from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 
@@ -218,7 +218,14 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     def at(self, place: Any) -> tuple[Any, Any]:
         """The buffer, and its barriers' phase, of a block before which so many were taken."""
-        return place % self.c.stages, place // self.c.stages % 2
+        place = Uint32(place) if self.c.holds else place
+        return Int32(place % self.c.stages), Int32(place // self.c.stages % 2)
+
+    def blocks(self, p: Problem) -> tuple[Int32, Int32, Int32, Int32]:
+        begin, whole_begin, whole_end, end = super().blocks(p)
+        if self.c.holds:  # opaque: else parts of them are computed again in every step
+            return opaque(begin), opaque(whole_begin), opaque(whole_end), opaque(end)
+        return begin, whole_begin, whole_end, end
 
     @cute.jit
     def consume(self, call: Call, room: Room, group: Int32, thread: Int32) -> None:

@@ -44,6 +44,8 @@ DECODE = {
 """Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
 DRAWN = {("sm_90a", 128, 128)}
 """Where CTAs draw the tiles of packed sequences with a causal mask: what was timed faster so."""
+HOLDING = {("sm_90a", "bfloat16", 128, 128)}
+"""Where loops hold their ends in registers, with a causal mask and without other options: what was timed faster so."""
 FEW = 64
 """Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 HEADS = tuple(TILES["sm_90a"])
@@ -53,9 +55,12 @@ def configuration(
     arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
 ) -> ForwardConfiguration:  # fmt: skip
     """What an architecture's kernel is compiled for."""
-    draws = (arch, *heads) in DRAWN and ends["packed"] and ends["right"] and not ends["left"]
+    causal = ends["right"] and not ends["left"]
+    draws = (arch, *heads) in DRAWN and ends["packed"] and causal
+    others = (ends["packed"], ends["top_left"], *options.values())
+    holds = (arch, dtype, *heads) in HOLDING and causal and not any(others)
     tile = (WINDOW_TILES if ends["left"] else {}).get((arch, *heads), TILES[arch][heads])
-    return ForwardConfiguration(dtype, *heads, tile, **ends, queue=draws, **options)
+    return ForwardConfiguration(dtype, *heads, tile, **ends, queue=draws, holds=holds, **options)
 
 
 class SdpaForward(Attention):
