@@ -591,6 +591,9 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     layer.router.forward = lambda tokens: calls.append(tokens.shape) or forward(tokens)  # as accelerate does
     assert torch.equal(layer(x), y)
     assert calls == [(50, 64)]
+    del layer.router.forward
+    layer.router.bias = torch.nn.Parameter(torch.tensor([0.0, 0.0, 9.0, 0.0]).bfloat16())
+    assert torch.equal(layer(x), layer(x, layer.route(x)[1]))
 
 
 def test_gradients_are_not_differentiated_twice() -> None:

@@ -232,6 +232,9 @@ def test_losses() -> None:
     found = load_balance_loss(uneven, route(uneven, 1, score="sigmoid"), score="sigmoid")
     torch.testing.assert_close(found, 4 * s[2] / s.sum())
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log() ** 2)
+    none = torch.zeros(0, 4, requires_grad=True)
+    (load_balance_loss(none, route(none, 1)) + z_loss(none)).backward()
+    assert load_balance_loss(none, route(none, 1)) == z_loss(none) == 0.0
 
 
 LOGITS = torch.zeros(4, 8)

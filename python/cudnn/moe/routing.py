@@ -105,8 +105,9 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
 def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "softmax") -> torch.Tensor:
     """E times the sum over experts of (share of all choices) x (mean probability): 1 where both are even.
 
-    W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over all experts or, for sigmoid scores,
-    the scores divided by their sum (DeepSeek-V3). The gradient flows through probabilities, not through choices.
+    0 of no tokens. W. Fedus et al.: Switch Transformers (2021). Probabilities are the softmax over all experts or, for
+    sigmoid scores, the scores divided by their sum (DeepSeek-V3). The gradient flows through probabilities, not through
+    choices.
 
     Args:
         logits: (T, E), those that were routed.
@@ -114,6 +115,8 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
         score: "softmax" or "sigmoid".
     """
     values = logits.float()
+    if not values.shape[0]:
+        return values.sum()
     if score == "softmax":
         probabilities = values.softmax(-1)
     else:
@@ -125,8 +128,9 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """The mean of logsumexp(logits)^2, which keeps logits small. B. Zoph et al.: ST-MoE (2022)."""
-    return logits.float().logsumexp(-1).square().mean()
+    """The mean of logsumexp(logits)^2, which keeps logits small; 0 of no tokens. B. Zoph et al.: ST-MoE (2022)."""
+    values = logits.float()
+    return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
 
 
 def _refuse(where: str, what: str, got: object, allowed: str, cure: str = "") -> None:

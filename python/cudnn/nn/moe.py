@@ -89,10 +89,11 @@ class _Router(torch.nn.Linear):
             raise ValueError(refusal("MoE", "x", got, allowed, "use x.to(layer.up.dtype), or torch.autocast"))
 
     @property
-    def has_hooks(self) -> bool:
-        """Whether someone looks at its calls or their gradients, or has put a ``forward`` of their own in its place."""
+    def is_altered(self) -> bool:
+        """Whether someone looks at its calls or their gradients, or has given it a bias or a ``forward``."""
         hooks = (self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks)
-        return any(hooks) or "forward" in vars(self) or bool(_has_any_global_hook())
+        given = self.bias is not None or "forward" in vars(self)
+        return any(hooks) or given or bool(_has_any_global_hook())
 
 
 class MoE(torch.nn.Module):
@@ -265,7 +266,7 @@ class MoE(torch.nn.Module):
         router, own_choice = self.router, type(self).route is not MoE.route
         if own_choice or self._ranks["group"] is not None or not tokens.shape[0]:
             return False
-        if type(router) is not _Router or router.has_hooks:
+        if type(router) is not _Router or router.is_altered:
             return False
         return not is_seen([t for t in (tokens, router.weight, *parameters) if t is not None], True)
 
