@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,6 +85,8 @@ def test_one_derivative_by_torch_func() -> None:
         torch.func.grad(lambda x: torch.func.grad(call)(x).sum())(x.detach())
     with pytest.raises(NotImplementedError, match="jvp"):  # not 0
         torch.func.jvp(call, (x.detach(),), (x.detach(),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        call(forward_ad.make_dual(x.detach(), x.detach()))
 
 
 def attention(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any], list[torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 
 from cudnn.ops._vmap import one_by_one
 
@@ -134,9 +135,11 @@ def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[.
 
 
 def differentiating() -> bool:
-    """Whether a transform of ``torch.func`` is a derivative. PyTorch's own way to an operator refuses it in reverse
-    mode, and finds 0 in forward mode.
+    """Whether a transform of ``torch.func`` is a derivative, or there may be tangents. PyTorch's own way to an operator
+    refuses the former in reverse mode, and finds 0 in forward mode.
     """
+    if forward_ad._current_level >= 0:
+        return True
     stack = get_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
     return any(each.key() in (TransformType.Grad, TransformType.Jvp) for each in stack or ())
 
