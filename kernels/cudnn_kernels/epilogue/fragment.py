@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, select_
 from cudnn_kernels.epilogue import BLOCK
 
 WARP = 32
+FEW = 8  # values that stream through operations at a time, at most
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RowLayout:
     run: int
     matrices: bool
     chains: int = 1
-    few: int = 8
+    few: int = FEW
 
     def order(self, width: int, slot: int) -> Sequence[int]:
         """Indices of the values of a row slot, from left to right, in a fragment of ``width`` columns."""
@@ -95,17 +96,13 @@ def indices(x: Fragment, some: Some) -> Iterator[tuple[int, list[int]]]:
 
 
 def accumulate(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
-    """Combines values with results that are kept, each value with the next of them."""
+    """Combines values with results that are kept: each with the next of them or, where several are kept and the values
+    are few, as a tree, so that none waits for the others.
+    """
+    if len(chains) > 1 and 1 < len(values) <= FEW:
+        values = [tree(values, combine)]
     for i, value in enumerate(values):
         chains[i % len(chains)] = combine(chains[i % len(chains)], value)
-
-
-def accumulate_few(chains: list[Float32], values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> None:
-    """The same for a few values, as a tree where there are several chains: none waits for the others."""
-    if len(chains) == 1 or not values:
-        accumulate(chains, values, combine)
-    else:
-        chains[0] = combine(chains[0], tree(values, combine))
 
 
 def tree(values: Sequence[Float32], combine: Callable[[Any, Any], Any]) -> Float32:

@@ -293,12 +293,9 @@ class Epilogue:
     @cute.jit
     def _commit(self, tile: Tile, part: cutlass.Constexpr[int]) -> None:
         if first_warp(tile.thread):
-            self._commit_each(tile, part)
+            for i in cutlass.range_constexpr(len(self.operations)):
+                self.operations[i].commit(tile, part)
             cute.arch.cp_async_bulk_commit_group()
-
-    def _commit_each(self, tile: Tile, part: int) -> None:
-        for operation in self.operations:
-            operation.commit(tile, part)
 
 
 @cute.jit

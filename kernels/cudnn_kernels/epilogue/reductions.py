@@ -18,7 +18,6 @@ from cudnn_kernels.epilogue.fragment import (
     Fragment,
     Some,
     accumulate,
-    accumulate_few,
     indices,
     reduce_scatter,
 )
@@ -79,16 +78,10 @@ class Amax(Operation):
         for _, places in indices(x, some):
             for mine, largest in enumerate(self.largest):
                 few = [cute.math.absf(x.values[i]) for i in places if role[i] == mine]
-                accumulate_few(largest, few, maximum)
+                accumulate(largest, few, maximum)
 
     def begin(self, tile: Tile) -> None:
         self.largest = [[Float32(0.0)] * self.plan.layout.chains for _ in range(self.o.roles)]
-
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        x, role = values[self.o.value], self.role_of(values[self.o.value])
-        for mine, largest in enumerate(self.largest):
-            of_role = (i for i in range(cute.size(x.values)) if role[i] == mine)
-            accumulate(largest, [cute.math.absf(x.values[i]) for i in of_role], maximum)
 
     def role_of(self, x: Fragment) -> dict[int, int]:
         """Of each value of a fragment."""
@@ -111,7 +104,7 @@ class SumRow(Operation):
     def step(self, tile: Tile, values: dict[str, Fragment], some: Some) -> None:
         x = values[self.o.value]
         for slot, places in indices(x, some):
-            accumulate_few(self.sums[slot], [x.values[i] for i in places], operator.add)
+            accumulate(self.sums[slot], [x.values[i] for i in places], operator.add)
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
@@ -131,20 +124,14 @@ class SumRow(Operation):
         layout = self.plan.layout
         self.sums = [[Float32(0.0)] * layout.chains for _ in range(layout.slots)]
 
-    def apply(self, tile: Tile, part: int, values: dict[str, Fragment]) -> None:
-        for slot, sums in enumerate(self.sums):
-            accumulate(sums, values[self.o.value].row_values(slot), operator.add)
-
     def end(self, tile: Tile) -> None:
         sums, *apart = self.parameters
         layout = self.plan.layout
         for slot, mine in enumerate(self.sums):
             total = layout.across(functools.reduce(operator.add, mine), operator.add)
             chosen = tile.thread % layout.neighbours == 0
-            if apart:
-                put_into_row(sums, self.row(tile, slot), tile, Int64(tile.column) * apart[0], total, chosen)
-            else:
-                add_to_row(sums, self.row(tile, slot), tile, total, chosen)
+            first = Int64(tile.column) * apart[0] if apart else None
+            give_to_row(sums, self.row(tile, slot), tile, first, total, chosen)
 
     def follow(self, arguments: Mapping[str, Any]) -> None:
         if not self.o.ordered:
@@ -265,15 +252,13 @@ def raise_amax(amax: cute.Tensor, index: Int32, largest: Float32) -> None:
 
 
 @cute.jit
-def put_into_row(sums: cute.Tensor, row: Int32, tile: Tile, first: Int64, value: Float32, chosen: Any) -> None:
-    """Writes an element of a tensor (m, 1, l), so far from there, if the row is the tile's and the thread is chosen."""
+def give_to_row(sums: cute.Tensor, row: Int32, tile: Tile, apart: Int64 | None, value: Float32, chosen: Any) -> None:
+    """Adds to an element of a tensor (m, 1, l), if the row is the tile's and the thread is chosen; or writes one so far
+    from there.
+    """
     if chosen and row < tile.end:
-        cute.arch.store(sums.iterator + (first + cute.crd2idx((row, 0, tile.batch), sums.layout)), value)
-
-
-@cute.jit
-def add_to_row(sums: cute.Tensor, row: Int32, tile: Tile, value: Float32, chosen: Any) -> None:
-    """Adds to an element of a tensor (m, 1, l), if the row is the tile's and the thread is chosen."""
-    if chosen and row < tile.end:
-        place = sums.iterator + cute.crd2idx((row, 0, tile.batch), sums.layout)
-        cute.arch.red(place, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+        place = cute.crd2idx((row, 0, tile.batch), sums.layout)
+        if const_expr(apart is None):
+            cute.arch.red(sums.iterator + place, value, op="add", dtype="f32", sem="relaxed", scope="gpu")
+        else:
+            cute.arch.store(sums.iterator + (apart + place), value)
