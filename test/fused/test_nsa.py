@@ -92,6 +92,22 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert by_block(False) == [[], [], []]
 
 
+@pytest.mark.parametrize("arch", ["", "sm_90a"])
+def test_lists_may_be_parts_of_others(arch: str) -> None:
+    """The first columns of longer lists; lists without any block."""
+    call = selection_call()
+    few = call["block_indices_tensor"][..., :2].contiguous()
+    with within(arch):
+        o, sums, _ = NSA.selection_attention_wrapper(**call | {"block_indices_tensor": few})
+        found, found_sums, _ = NSA.selection_attention_wrapper(
+            **call | {"block_indices_tensor": call["block_indices_tensor"][..., :2]}
+        )
+        none, *_ = NSA.selection_attention_wrapper(**call | {"block_indices_tensor": torch.empty(50, 2, 0).int()})
+    assert torch.equal(found, o)
+    assert torch.equal(found_sums, sums)
+    assert not none.any()
+
+
 def test_what_a_list_may_say() -> None:
     """A count beyond the list ends with it, blocks outside the sequence have no keys, one listed twice counts twice."""
     call = selection_call()

@@ -7,10 +7,11 @@ from typing import Any
 
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.native_sparse_attention.base import Sparse
+from cudnn.sdpa.layouts import Heads
 
 BLOCKS = (16, 32, 64, 128)
 LISTS = (
-    TensorSpec("block_indices", Contiguous("sq", "hk", "chosen", alignment=4), ("int32",)),
+    TensorSpec("block_indices", Heads("sq", "hk", "chosen", 4), ("int32",)),
     TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
     TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)),
 )
