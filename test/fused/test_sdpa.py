@@ -21,8 +21,8 @@ from cudnn.sdpa import (
     sdpa_fwd_wrapper_sm100_d256,
 )
 from cudnn.sdpa.bwd import parts
-from cudnn_kernels.attention import BackwardConfiguration
-from support.dense_attention import attend
+from cudnn_kernels.attention import DESCALES, BackwardConfiguration
+from support.dense_attention import attend, band
 from support.recorded import OnGpu, Recorded
 from support.selection import brief, within
 
@@ -96,6 +96,49 @@ def test_softcap_and_sinks() -> None:
         attention.execute(q, k, v, o, lse)
     with pytest.raises(ValueError, match="softcap"):
         SdpaForward(q, k, v, o, lse, softcap=-1.0).check_support()
+
+
+@pytest.mark.parametrize(("arch", "kind"), brief([("sm_90a", torch.float8_e5m2), ("", torch.float8_e4m3fn)], 0, 1))
+def test_eight_bits(arch: str, kind: torch.dtype) -> None:
+    """Few rows, too. One descale for all heads is a view with strides of 0."""
+    q, k, v = (torch.randn(2, n, h, 64).to(kind).transpose(1, 2) for n, h in ((9, 4), (70, 2), (70, 2)))
+    o, lse = torch.empty(q.shape, dtype=torch.float16), torch.empty(2, 4, 9)
+    descales = [torch.tensor([[0.5, 2.0], [1.5, 0.25]]), torch.tensor(0.75).expand(2, 2), torch.rand(2, 1).expand(2, 2)]
+    with within(arch):
+        attention = SdpaForward(
+            q, k, v, o, lse, is_causal=True, **dict(zip((f"sample_{x}" for x in DESCALES), descales, strict=True))
+        )
+        attention.compile()
+        given = dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))
+        attention.execute(q, k, v, o, lse, **given)
+    meant = [
+        x.double() * d.double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
+        for x, d in zip((q, k, v), descales, strict=True)
+    ]
+    expected = attend(*meant, band(9, 70, right=0, bottom_right=True), scale=1 / 8)
+    assert (o.double() - expected.o).norm() <= 0.4 * torch.finfo(kind).eps * expected.o.norm()
+    torch.testing.assert_close(lse.double(), expected.lse, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"arch": "sm_100a"}, NotImplementedError, "8 bits on sm_90a"),
+        ({"sample_descale_k": None}, ValueError, "descale_k"),
+        ({"sample_q": matrix(1, 32, 2)}, ValueError, "k tensor dtype"),
+        ({"sample_seqlen_k": offsets(32)}, NotImplementedError, "allowed: float16, bfloat16 with caches"),
+        ({f"sample_{x}": matrix(1, 32, 2) for x in "qkv"}, ValueError, "descale_q of q, k and v in float16"),
+        ({"api": SdpafwdSm100D256}, NotImplementedError, "SdpaForward takes it"),
+    ],
+)
+def test_what_eight_bits_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    small = matrix(1, 32, 2, dtype=torch.float8_e4m3fn)
+    given = {f"sample_{x}": small for x in "qkv"} | {f"sample_{x}": torch.ones(1, 2) for x in DESCALES}
+    given |= {"sample_o": matrix(1, 32, 2), "sample_lse": torch.empty(1, 2, 32), "api": SdpaForward, "arch": "sm_90a"}
+    given |= change
+    attention = given.pop("api")(**given)
+    with pytest.raises(error, match=message):
+        attention.check_support()
 
 
 @pytest.mark.parametrize(("kernels", "as_batch"), brief([("sm_90a", False), ("sm_90a", True), ("sm_100a", True)], 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import cudnn
 from cudnn.sdpa import SdpaBackward, SdpaForward, sdpa_bwd_wrapper_sm100_d256, sdpa_fwd_wrapper_sm100_d256
+from cudnn_kernels.attention import DESCALES
 from support.dense_attention import Attended, attend, band
 
 pytestmark = [
@@ -92,6 +94,37 @@ def test_head_sizes(head: int, head_v: int, causal: bool) -> None:
     first = o.clone()
     for _ in range(1000):
         attention.execute(q, k, v, o, lse)
+    assert torch.equal(o, first)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head", "head_v"), SdpaForward.head_sizes)
+def test_eight_bits(head: int, head_v: int, causal: bool, kind: torch.dtype) -> None:
+    q, k = (drawn(rows, heads, head, integers=False).to(kind) for rows, heads in ((500, 8), (700, 2)))
+    v = drawn(700, 2, head_v, integers=False).to(kind)
+    o = torch.full_like(drawn(500, 8, head_v), math.nan)
+    lse = torch.full((2, 8, 500), math.nan, device="cuda")
+    descales = [torch.rand(2, 2, device="cuda") + 0.5 for _ in range(3)]
+    attention = SdpaForward(
+        q, k, v, o, lse, **(CAUSAL if causal else {}),
+        **dict(zip((f"sample_{x}" for x in DESCALES), descales, strict=True)),
+    )  # fmt: skip
+    attention.compile()
+    run = functools.partial(
+        attention.execute, q, k, v, o, lse, **dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))
+    )
+    run()
+    meant = [
+        x.float() * d.repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
+        for x, d in zip((q, k, v), descales, strict=True)
+    ]
+    expected, expected_lse, *_ = formula(*meant, causal, head**-0.5)
+    assert (o.float() - expected).norm() <= 0.4 * torch.finfo(kind).eps * expected.norm()
+    torch.testing.assert_close(lse, expected_lse, atol=1e-2, rtol=0)
+    first = o.clone()
+    for _ in range(100):
+        run()
     assert torch.equal(o, first)
 
 

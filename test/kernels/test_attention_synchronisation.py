@@ -31,6 +31,9 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     "forward, drawn": (
         "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96)), packed=True, right=0),
     ),
+    "forward, 8 bits": (
+        "sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0, dtype=torch.float8_e4m3fn),
+    ),
     "decode": ("sm_90a", DECODE, Problem(((32, 208),), heads=(2, 1), right=0)),
     "decode, Blackwell": ("sm_100a", replace(DECODE, tile=(128, 128)), Problem(((3, 1152),), heads=(2, 1), right=0)),
     "forward, Blackwell, two tiles": (
@@ -66,6 +69,7 @@ PAIR = {
 }  # fmt: skip
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
+    "forward, 8 bits": {"bar.sync": (2, TURNS), "bar.warp.sync": (1, HANDED)},
     "forward, drawn": {"bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED)},
     "decode": {
         "mbarrier.init.shared.b64": (1, "a CTA has one tile: nobody waits until Q was read"),

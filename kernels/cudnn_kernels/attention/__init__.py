@@ -61,13 +61,17 @@ class AttentionConfiguration:
     softcap: bool = False
 
 
+DESCALES = "descale_q", "descale_k", "descale_v"
+
+
 @dataclass(frozen=True)
 class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
     ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
     offsets. ``queue``: CTAs stay and draw their tiles. ``holds``: a loop's ends stay in registers and places in rings
-    are unsigned, which saves instructions in every step.
+    are unsigned, which saves instructions in every step. ``result`` is O's type where Q, K and V have 8 bits; each is
+    multiplied by descales, one for each head of K.
     """
 
     stages: int = 2
@@ -75,6 +79,7 @@ class ForwardConfiguration(AttentionConfiguration):
     ends: str = "int32"
     queue: bool = False
     holds: bool = False
+    result: str = ""
 
     kernel = "attention_forward:AttentionForward"
 
@@ -83,8 +88,9 @@ class ForwardConfiguration(AttentionConfiguration):
         return (
             *matrices(self.packed, self.dtype, "sq", "hq", {"q": self.head}),
             *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
-            *matrices(self.packed, self.dtype, "sq", "hq", {"o": self.head_v}),
+            *matrices(self.packed, self.result or self.dtype, "sq", "hq", {"o": self.head_v}),
             *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
+            *([Tensor(x, "float32", ("b", "hk"), (None, None), 4) for x in DESCALES] if self.result else []),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
-from cudnn_kernels.attention import ForwardConfiguration, sequences, softmax
+from cudnn_kernels.attention import DESCALES, ForwardConfiguration, sequences, softmax
 from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
@@ -79,6 +79,7 @@ class Call:
     scale: Float32
     cap_factor: Any
     scale_output: Float32
+    descales: Any  # of Q, K and V, for each head of K, if there are some
 
 
 class Forward(Kernel):
@@ -98,10 +99,11 @@ class Forward(Kernel):
         super().__init__(configuration)
         c = configuration
         self.dtype = DTYPES[c.dtype]
+        self.result = DTYPES[next(slot.dtype for slot in c.slots() if slot.name == "o")]
         self.tile_m, self.tile_n = c.tile
         self.boxes = [(self.rows, c.head), (self.tile_n, c.head), (self.tile_n, c.head_v), (self.rows, c.head_v)]
 
-    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+    def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         """Buffers in shared memory, rows of contiguous elements: (rows, columns, stages)."""
         raise NotImplementedError
 
@@ -134,14 +136,15 @@ class Forward(Kernel):
         """How the copy engine moves a box of a tensor: an atom, and the tensor of its coordinates."""
         op = cpasync.CopyBulkTensorTileS2GOp() if which == O else cpasync.CopyBulkTensorTileG2SOp()
         box = self.boxes[which]
-        whole = self.layout(self.tile_n if which in (K, V) else self.rows, box[1])
+        whole = self.layout(self.tile_n if which in (K, V) else self.rows, box[1], dtype=tensor.element_type)
         return cpasync.make_tiled_tma_atom(op, tensor, cute.composition(cute.slice_(whole, (None, None, 0)), box), box)
 
     def call(self, given: Mapping[str, Any], copies: list, lse: Any, sink: Any, work: Any) -> Call:
         """What the kernel is launched with; ``copies`` are pairs of an atom and a tensor."""
         scale, factor = softmax.Scale(given["scale_softmax"], given.get("softcap")).powers()
         atoms, tensors = (list(x) for x in zip(*copies, strict=True))
-        return Call(atoms, tensors, lse, sink, work, scale, factor, given["scale_output"])
+        descales = [given[x] for x in DESCALES] if DESCALES[0] in given else None
+        return Call(atoms, tensors, lse, sink, work, scale, factor, given["scale_output"], descales)
 
     def work(self, given: Mapping[str, Any]) -> Any:
         """The tiles that a call's tensors have."""

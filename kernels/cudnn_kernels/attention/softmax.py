@@ -16,6 +16,8 @@ from cudnn_kernels.epilogue.fragment import RowLayout
 LOG2_E = math.log2(math.e)
 SLACK = 8.0
 """Scores, times log2(e), may exceed what is subtracted from them by so much before all sums are multiplied anew."""
+LIFT = 8.0
+"""The largest exponential's logarithm where they have 8 bits: e4m3 ends at 448, and loses bits below 2^-6."""
 
 
 @dataclass
@@ -24,13 +26,15 @@ class State:
 
     What is subtracted is at most ``SLACK``, or the slack given, less than the largest score so far.
     ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values. ``largest`` are the
-    largest scores so far, where they are wanted.
+    largest scores so far, where they are wanted. ``lift`` is what is subtracted less than that, LIFT / scale, where
+    exponentials are rounded to 8 bits, to have the range of their type.
     """
 
     maxima: cute.Tensor
     sums: cute.Tensor
     scale: Float32
     largest: cute.Tensor | None = None
+    lift: Any = None
 
 
 @dataclass
@@ -57,9 +61,12 @@ def reset(state: State) -> None:
 
 def reset_to_sink(state: State, sink: Float32, rows: RowLayout, thread: Int32) -> None:
     """The same where a row's sum begins with a logit that no value belongs to."""
+    logit, one = sink * LOG2_E / state.scale, Float32(1.0)
+    if state.lift is not None:
+        logit, one = logit - state.lift, Float32(2.0**LIFT)
     for slot in range(rows.slots):
-        state.maxima[slot] = sink * LOG2_E / state.scale
-        state.sums[slot] = Float32(select_(thread % rows.neighbours == 0, Float32(1.0), Float32(0.0)))
+        state.maxima[slot] = logit
+        state.sums[slot] = Float32(select_(thread % rows.neighbours == 0, one, Float32(0.0)))
 
 
 def cap(scores: cute.Tensor, factor: Any) -> None:
@@ -76,7 +83,7 @@ def cap(scores: cute.Tensor, factor: Any) -> None:
 def update(
     state: State, scores: cute.Tensor, rows: RowLayout, width: int, slack: float = SLACK, chains: int = 2
 ) -> Sequence[Float32]:  # fmt: skip
-    """Turns a block's scores into exponentials, in place. They are at most 2^slack.
+    """Turns a block's scores into exponentials, in place. They are at most 2^slack, or 2^(slack + LIFT).
 
     What was added up before must be multiplied by the result, row by row. Without slack, the maxima are exact. A row's
     maximum is found in so many ``chains`` at a time.
@@ -90,7 +97,7 @@ def update(
         before, largest = state.maxima[slot], rows.across(functools.reduce(cute.arch.fmax, found), cute.arch.fmax)
         if state.largest is not None:
             state.largest[slot] = cute.arch.fmax(state.largest[slot], largest)
-        largest = cute.arch.fmax(before, largest)
+        largest = cute.arch.fmax(before, largest if state.lift is None else largest - state.lift)
         largest = Float32(select_((largest - before) * state.scale > slack, largest, before))
         state.maxima[slot] = largest
         shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))

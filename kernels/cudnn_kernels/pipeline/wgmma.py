@@ -52,9 +52,11 @@ class MmaTF32Op(base.MmaOp):
         return base.MmaTraits(base.make_atom(kind, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
 
 
-def mma_operation(a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major: OperandMajorMode) -> Any:
-    """The instruction for operands in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
-    source = warpgroup.OperandSource.SMEM
+def mma_operation(
+    a: Any, b: Any, width: int, a_major: OperandMajorMode, b_major: OperandMajorMode,
+    source: Any = warpgroup.OperandSource.SMEM,
+) -> Any:  # fmt: skip
+    """The instruction for B in shared memory, 64 rows and ``width`` columns, accumulating in float32."""
     if a.width == 16:
         return warpgroup.MmaF16BF16Op(a, Float32, (64, width, 16), source, a_major, b_major)
     if a.width == 8:
@@ -82,7 +84,7 @@ def register_operand(mma: Any, values: cute.Tensor, shape: tuple[int, int]) -> c
 
 @dataclass(frozen=True)
 class Product:
-    """A B^T of a warpgroup: of ``rows`` and ``columns``, in 16 bits, with sums in float32. Plain data: kernels keep it.
+    """A B^T of a warpgroup: of ``rows`` and ``columns``, in 16 or 8 bits, summed in float32. Plain data.
 
     ``a`` and ``b`` say what follows each other in memory: elements along K, or rows of A, columns of A B^T. With
     ``registers``, A is there, not in shared memory.
@@ -98,8 +100,7 @@ class Product:
     def mma(self) -> cute.TiledMma:
         """The instruction, one for each use: to accumulate or not is a value of its own."""
         source = warpgroup.OperandSource.RMEM if self.registers else warpgroup.OperandSource.SMEM
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, self.columns, 16), source, self.a, self.b)
-        return cute.make_tiled_mma(cute.make_mma_atom(op))
+        return cute.make_tiled_mma(mma_operation(self.dtype, self.dtype, self.columns, self.a, self.b, source))
 
     def left(self, tensor: cute.Tensor, thread: Int32) -> Any:
         """A in shared memory, (rows, k, ..), or registers for it: see :meth:`read`."""

@@ -82,7 +82,7 @@ class AttentionForward(Forward):
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS:
             raise ValueError(f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128)")
 
-    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+    def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         return sm100.make_smem_layout(OperandMajorMode.K, (rows, columns), self.dtype, stages)
 
     def score_mma(self) -> cute.TiledMma:

@@ -9,7 +9,7 @@ the first, so that those at the mask's edge come first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -24,10 +24,13 @@ from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
 from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
+from cudnn_kernels.sm90.turned_bytes import turn_bytes
 from cudnn_kernels.sm90.warpgroup_products import ROWS, WarpgroupProducts
 
 GROUP = 128  # threads of a warpgroup
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
+TURNING = {2: (40, 232), 3: (32, 160)}  # likewise where warps transpose V
+TURNERS = 2  # such warps
 GROUP_BARRIER = 1  # and those of other warpgroups
 TURN_BARRIER = 4  # likewise
 DRAWN = 2  # numbers of tiles on their way
@@ -35,23 +38,28 @@ DRAWN = 2  # numbers of tiles on their way
 
 @dataclass
 class Room:
-    """Shared memory: rows of Q and O by warpgroup, the rings of K and V, and barriers, those of Q by warpgroup too."""
+    """Shared memory: rows of Q and O by warpgroup, the rings of K and V, and barriers, those of Q by warpgroup too.
+
+    ``values`` are V as products take it, (elements, keys, stages): another view of it, or transposed if it has 8 bits.
+    """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
+    values: cute.Tensor
     q_full: Any
     q_empty: Any
     k_ring: ring.Ring
     v_ring: ring.Ring
+    values_ring: ring.Ring
 
 
 @dataclass
 class Part:
     """What a warpgroup computes with: products' operands in shared memory, and registers.
 
-    ``words`` are P, two values each: values of 16 bits that outlive a loop's step would be moved about.
+    ``words`` are P, two or four values each: those of fewer bits that outlive a loop's step would be moved about.
     """
 
     q: Any
@@ -77,6 +85,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         self.groups = self.tile_m // ROWS
         self.warps, self.threads = 4 * self.groups, GROUP * (1 + self.groups)
         self.seldom = configuration.head_v > 128  # whether O is multiplied anew only where that is needed
+        self.turners = TURNERS if self.dtype.width == 8 else 0  # warps that transpose V
 
     @property
     def stays(self) -> bool:
@@ -88,7 +97,9 @@ class AttentionForward(WarpgroupProducts, Forward):
         """Whether O has room of its own in shared memory; else a warpgroup overwrites its own rows of Q."""
         c = self.c
         operands = self.bytes(self.tile_m, c.head) + c.stages * self.bytes(self.tile_n, c.head + c.head_v)
-        return operands + self.bytes(self.tile_m, c.head_v) <= SHARED_MEMORY - BARRIERS
+        if self.turners:
+            operands += c.stages * self.bytes(self.tile_n, c.head_v)
+        return operands + self.tile_m * c.head_v * self.result.width // 8 <= SHARED_MEMORY - BARRIERS
 
     @cute.jit
     def body(self, call: Call) -> None:
@@ -99,11 +110,14 @@ class AttentionForward(WarpgroupProducts, Forward):
         if thread == 0:
             self.prefetch(call)
         room = self.room()
-        few, many = REGISTERS[self.groups]
+        few, many = (TURNING if self.turners else REGISTERS)[self.groups]
         if group == 0:
             cute.arch.setmaxregister_decrease(few)
             if warp_index == 0:  # it fetches Q, K and V
                 self.each_tile(call, lambda *tile: self.fetch_tile(call, room, *tile), True)
+            if const_expr(self.turners > 0):
+                if warp_index >= 4 - self.turners:
+                    self.each_tile(call, lambda *tile: self.turn_tile(room, *tile))
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(call, room, group - 1, thread - GROUP * group)
@@ -116,28 +130,33 @@ class AttentionForward(WarpgroupProducts, Forward):
         shapes = {
             "q": (self.tile_m, c.head, 1), "k": (self.tile_n, c.head, c.stages), "v": (self.tile_n, c.head_v, c.stages),
         }  # fmt: skip
-        made = self.buffers(smem, shapes | ({"o": (self.tile_m, c.head_v, 1)} if self.apart else {}))
-        if const_expr(not self.apart):
+        made = self.buffers(smem, shapes | ({"values": (c.head_v, self.tile_n, c.stages)} if self.turners else {}))
+        if const_expr(self.apart):
+            made |= self.buffers(smem, {"o": (self.tile_m, c.head_v, 1)}, self.result)
+        else:
             made["o"] = cute.make_tensor(made["q"].iterator, self.layout(self.tile_m, c.head_v).outer)
         sQ, sO = (
             cute.local_tile(made[x][None, None, 0], (ROWS, width), (None, 0))
             for x, width in (("q", c.head), ("o", c.head_v))
         )
         full, empty = (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
-        rings = [ring.Ring.allocate(smem, c.stages) for _ in range(2)]
+        rings = [ring.Ring.allocate(smem, c.stages) for _ in range(3 if self.turners else 2)]
         if const_expr(c.queue):  # not in the room, whose fields a loop would take for changed
             self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout(DRAWN))
         if thread == 0:
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(full + group, self.query_arrivals)
                 cute.arch.mbarrier_init(empty + group, 4)
-            for each in cutlass.range_constexpr(2):
-                ring.initialise(rings[each], 1, self.warps)
+            for each in cutlass.range_constexpr(len(rings)):
+                turns = each > 0 and self.turners
+                fillers, readers = turns if each == 2 else 1, turns if each == 1 and turns else self.warps
+                ring.initialise(rings[each], fillers, readers)
             if const_expr(c.queue):
-                ring.initialise(self.queue[0], 1, self.warps + 1)
+                ring.initialise(self.queue[0], 1, self.warps + self.turners + 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        return Room(sQ, made["k"], made["v"], sO, full, empty, *rings)
+        values = made["values"] if self.turners else turned(made["v"])
+        return Room(sQ, made["k"], made["v"], sO, values, full, empty, rings[0], rings[1], rings[-1])
 
     @cute.jit
     def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:
@@ -216,6 +235,21 @@ class AttentionForward(WarpgroupProducts, Forward):
         ring.expect(of, stage, phase ^ 1, self.bytes(self.tile_n, self.boxes[which][1]))
         self.fetch_keys(call, buffers[None, None, stage], of.full + stage, p, which, n)
 
+    @cute.jit
+    def turn_tile(self, room: Room, p: Problem, place: Int32, phase: Int32) -> None:
+        """A warp's part of V of a tile's blocks, transposed."""
+        warp_index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 32) - (4 - self.turners)
+        begin, _, _, end = self.blocks(p)
+        for step in cutlass.range(end - begin, unroll=1):
+            stage, phase = self.at(place + step)
+            cute.arch.mbarrier_wait(room.v_ring.full + stage, phase)
+            cute.arch.mbarrier_wait(room.values_ring.empty + stage, phase ^ 1)
+            turn_bytes(room.v[None, None, stage], room.values[None, None, stage], warp_index, self.turners)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            self.release(room.values_ring.full + stage)
+            self.release(room.v_ring.empty + stage)
+
     def at(self, place: Any) -> tuple[Any, Any]:
         """The buffer, and its barriers' phase, of a block before which so many were taken."""
         place = Uint32(place) if self.c.holds else place
@@ -233,9 +267,9 @@ class AttentionForward(WarpgroupProducts, Forward):
         c = self.c
         tSrQ = self.left(room.q[None, None, group], thread)
         tSrK = self.right(room.k, thread)
-        tOrV = self.right(turned(room.v), thread, True)
+        tOrV = self.right(room.values, thread, not self.turners)
         scores, acc = self.accumulator(self.tile_n), self.accumulator(c.head_v)
-        words = cute.make_rmem_tensor(self.tile_n // 4, Int32)
+        words = cute.make_rmem_tensor(self.tile_n * self.dtype.width // 64, Int32)
         part = Part(tSrQ, tSrK, tOrV, scores, acc, words, self.state(call), call.cap_factor, group, thread)
         self.take_turns(group, True)
         self.each_tile(call, lambda *tile: self.take(call, room, part, *tile))
@@ -262,6 +296,7 @@ class AttentionForward(WarpgroupProducts, Forward):
     @cute.jit
     def attend(self, call: Call, room: Room, part: Part, p: Problem, place: Int32, phase: Int32) -> cute.Tensor:
         """O of a warpgroup's rows; the log-sum-exp of a thread's."""
+        part, scale_output = self.descaled(call, part, p)
         self.reset(part.state, call, p, part.thread)
         part.acc.fill(0.0)
         begin, whole_begin, whole_end, end = self.blocks(p)
@@ -285,11 +320,23 @@ class AttentionForward(WarpgroupProducts, Forward):
         if end > begin:
             self.last(room, part, last - begin)
         ends = [softmax.finish(part.state, self.score_rows, slot) for slot in range(2)]
-        self.correct(part.acc, [factor * call.scale_output for factor, _ in ends])
+        self.correct(part.acc, [factor * scale_output for factor, _ in ends])
         log_sums = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             log_sums[slot] = ends[slot][1]
         return log_sums
+
+    def descaled(self, call: Call, part: Part, p: Problem) -> tuple[Part, Float32]:
+        """What a tile's rows are computed with, and O's scale, where Q, K and V have descales."""
+        if call.descales is None:
+            return part, call.scale_output
+        q, k, v = (x[p.batch, p.key_head] for x in call.descales)
+        scale, state = call.scale, part.state
+        if part.cap_factor is None:
+            scale = scale * q * k
+        else:
+            part = replace(part, cap_factor=part.cap_factor * q * k)
+        return replace(part, state=replace(state, scale=scale, lift=softmax.LIFT / scale)), call.scale_output * v
 
     def multiply_keys(self, part: Part, stage: Int32) -> None:
         """Issues Q K^T of a block."""
@@ -315,7 +362,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         softmax.cap(part.scores, part.cap_factor)
         if masked:
             self.hide(part.scores, p, p.row + part.group * ROWS, part.thread, n)
-        slack, chains = (softmax.SLACK, 2) if self.seldom else (0.0, 4)
+        slack, chains = (softmax.SLACK, 2) if self.seldom and not self.turners else (0.0, 4)
         return softmax.update(part.state, part.scores, self.score_rows, self.tile_n, slack, chains)
 
     def step(self, room: Room, part: Part, p: Problem, n: Int32, place: Int32, masked: bool) -> None:
@@ -328,7 +375,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         if const_expr(self.groups > 1):
             barriers.wait(TURN_BARRIER + part.group, 2 * GROUP)
         self.multiply_keys(part, stage)
-        cute.arch.mbarrier_wait(room.v_ring.full + value_stage, value_phase)
+        cute.arch.mbarrier_wait(room.values_ring.full + value_stage, value_phase)
         self.multiply_values(part, value_stage)
         if const_expr(self.groups > 1):
             after = select_(part.group == self.groups - 1, Int32(0), part.group + 1)
@@ -337,7 +384,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         self.release(room.k_ring.empty + stage)
         corrections = self.soften(part, p, n, masked)
         warpgroup.wait_group(0)
-        self.release(room.v_ring.empty + value_stage)
+        self.release(room.values_ring.empty + value_stage)
         self.round(part)
         if const_expr(self.seldom):
             self.correct_where_needed(part.acc, *corrections)
@@ -347,18 +394,26 @@ class AttentionForward(WarpgroupProducts, Forward):
     def last(self, room: Room, part: Part, place: Int32) -> None:
         """The products of the last block."""
         stage, phase = self.at(place)
-        cute.arch.mbarrier_wait(room.v_ring.full + stage, phase)
+        cute.arch.mbarrier_wait(room.values_ring.full + stage, phase)
         self.multiply_values(part, stage)
         warpgroup.wait_group(0)
-        self.release(room.v_ring.empty + stage)
+        self.release(room.values_ring.empty + stage)
 
     def round(self, part: Part) -> None:
-        """P as the tensor cores take it: an accumulator's registers are an operand's, in the same order."""
+        """P as the tensor cores take it: an accumulator's registers are an operand's, in the same order.
+
+        Those of 8 bits are if a word has two pairs of a row, and V's keys are in the order that follows from that.
+        """
+        values = part.scores
+        if const_expr(self.turners > 0):
+            values = cute.make_rmem_tensor(part.scores.shape, Float32)
+            for i in range(cute.size(values)):
+                values[i] = part.scores[i // 8 * 8 + i % 2 + i // 2 % 2 * 4 + i // 4 % 2 * 2]
         rounded = cute.make_rmem_tensor(part.scores.shape, self.dtype)
-        rounded.store(part.scores.load().to(self.dtype))
-        pairs = cute.recast_tensor(rounded, Int32)
-        for i in range(self.tile_n // 4):
-            part.words[i] = pairs[i]
+        rounded.store(values.load().to(self.dtype))
+        words = cute.recast_tensor(rounded, Int32)
+        for i in range(cute.size(words)):
+            part.words[i] = words[i]
 
     def correct(self, acc: cute.Tensor, factors: Any) -> None:
         """Multiplies the rows of O."""
@@ -382,9 +437,9 @@ class AttentionForward(WarpgroupProducts, Forward):
     def store(self, call: Call, room: Room, part: Part, p: Problem) -> None:
         """O of a warpgroup's rows."""
         group, thread = part.group, part.thread
-        rounded = cute.make_rmem_tensor(part.acc.shape, self.dtype)
-        rounded.store(part.acc.load().to(self.dtype))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        rounded = cute.make_rmem_tensor(part.acc.shape, self.result)
+        rounded.store(part.acc.load().to(self.result))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.result)
         copy = cute.make_tiled_copy_C(atom, self.product(self.c.head_v).mma()).get_slice(thread)
         sO = room.o[None, None, group]
         if const_expr(self.apart):  # the tile before was read

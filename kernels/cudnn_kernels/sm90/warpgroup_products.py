@@ -23,15 +23,15 @@ class WarpgroupProducts:
 
     dtype: Any
 
-    def layout(self, rows: int, columns: int, stages: int = 1) -> Any:
+    def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         """A swizzled layout of rows of contiguous elements: (rows, columns, stages)."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), self.dtype, stages)
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, ROWS, columns), dtype or self.dtype, stages)
 
-    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]]) -> dict[str, cute.Tensor]:
+    def buffers(self, smem: Any, shapes: dict[str, tuple[int, int, int]], dtype: Any = None) -> dict[str, cute.Tensor]:
         """Operands in shared memory, by name: (rows, columns, stages)."""
-        layouts = {x: self.layout(*shape) for x, shape in shapes.items()}
+        layouts = {x: self.layout(*shape, dtype=dtype) for x, shape in shapes.items()}
         return {
-            x: smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            x: smem.allocate_tensor(dtype or self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for x, layout in layouts.items()
         }
 
@@ -58,8 +58,11 @@ class WarpgroupProducts:
     def add_product(
         self, acc: cute.Tensor, left: cute.Tensor, right: Any, columns: int, depth: int, stage: Any, adds: bool = True
     ) -> None:
-        """Issues acc += left right^T, or =: ``left`` has rounded sums, (rows, depth), the right one is transposed."""
-        product = self.product(columns, True, True)
+        """Issues acc += left right^T, or =: ``left`` has rounded sums, (rows, depth).
+
+        The right one is transposed, unless it has 8 bits, which no instruction takes so.
+        """
+        product = self.product(columns, self.dtype.width == 16, True)
         product.issue(acc, register_operand(product.mma(), left, (ROWS, depth)), right[None, None, None, stage], adds)
 
     def finish(self, more: int) -> None:

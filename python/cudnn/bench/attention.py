@@ -13,9 +13,11 @@ from typing import Any
 from cudnn.bench import GPU, QUICK, Benchmark, Call, Candidate, Options, Problem, gemm, operands
 from cudnn.lazy import torch
 from cudnn.sdpa import SdpaBackward, SdpaForward
+from cudnn_kernels.attention import DESCALES
 
 NAME = "sdpa"
 OURS, FLASH, GRAPH, FLEX = "cudnn.sdpa", "FlashAttention-4", "cuDNN", "flex attention"
+OURS_FP8, GRAPH_FP8 = f"{OURS}, fp8", f"{GRAPH}, fp8"
 SHAPES = (
     (4, 4096, 16, 16, 128, 128), (1, 16384, 16, 16, 128, 128), (4, 4096, 32, 32, 64, 64), (2, 8192, 16, 16, 192, 128),
     (4, 4096, 8, 8, 256, 256), (1, 16384, 8, 8, 256, 256), (4, 4096, 16, 2, 256, 256),
@@ -27,8 +29,9 @@ MODELS = {"128": (32, 8, 128, 128), "256": (8, 8, 256, 256)}
 """Heads and their sizes, for all lengths."""
 WINDOW = 1024
 ROWS = 512  # of q, for which the exact result is computed at a time
-SLACK = 0.01  # of the norm; rounding to bfloat16 costs 0.003
+SLACK, SLACK_FP8 = 0.01, 0.1  # of the norm; rounding to bfloat16 costs 0.003
 PASSES = ("forward", "backward")
+SCALES = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
 
 
 @dataclass(frozen=True)
@@ -118,16 +121,22 @@ def candidates(case: Case, which: str, quick: bool = False) -> list[Candidate]:
         for heads, head in ((case.heads, case.head), (case.key_heads, case.head), (case.key_heads, case.head_v),
                             (case.heads, case.head_v))
     )  # fmt: skip
-    check = functools.partial(wrong, exact(case, q, k, v, do, which))
+    expected = exact(case, q, k, v, do, which)
     kinds: dict[str, Callable[..., Call]] = {FLASH: flash_attention, GRAPH: graph, FLEX: flex_attention, OURS: ours}
+    if which == "forward" and not quick:
+        kinds |= {GRAPH_FP8: in_fp8(graph), OURS_FP8: in_fp8(ours)}
     if quick:
         del kinds[FLEX]
     if (case.head, case.head_v) not in (SdpaForward if which == "forward" else SdpaBackward).head_sizes:
-        del kinds[OURS]
+        kinds = {name: make for name, make in kinds.items() if name not in (OURS, OURS_FP8)}
     return [
-        Candidate(name, functools.partial(make, case, which, q, k, v, do), check, name == OURS)
+        Candidate(
+            name, functools.partial(make, case, which, q, k, v, do),
+            functools.partial(wrong, expected, slack=SLACK_FP8 if name in (OURS_FP8, GRAPH_FP8) else SLACK),
+            name in (OURS, OURS_FP8),
+        )
         for name, make in kinds.items()
-    ]
+    ]  # fmt: skip
 
 
 def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, Any]:
@@ -159,23 +168,31 @@ def exact(case: Case, q: Any, k: Any, v: Any, do: Any, which: str) -> dict[str, 
     return {"o": whole} if which == "forward" else {"dq": whole, "dk": dk, "dv": dv}
 
 
-def wrong(expected: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+def wrong(expected: Mapping[str, Any], results: Mapping[str, Any], slack: float = SLACK) -> str:
     """What is wrong with results, of which the first heads of the first batch are known."""
     for name, want in expected.items():
         found = results[name][0, : len(want)].detach().float()
         error = float((found - want).norm() / want.norm().clamp(min=1e-9))
-        if not error <= SLACK:
-            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {SLACK} is right"
+        if not error <= slack:
+            return f"wrong result: {name} is off by {error:.2e} of its norm, at most {slack} is right"
     return ""
+
+
+def in_fp8(make: Callable[..., Call]) -> Callable[..., Call]:
+    """The same with Q, K and V in e4m3."""
+    return lambda case, which, q, k, v, do: make(case, which, *(x.to(torch.float8_e4m3fn) for x in (q, k, v)), do)
 
 
 def ours(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
     """Our kernels."""
     options: dict[str, Any] = {"is_causal": case.causal, "window_size": (case.window or -1, -1)}
     o, lse = torch.empty_like(do), torch.empty(q.shape[:3], device=q.device)
-    forward = SdpaForward(q, k, v, o, lse, **options)
+    one = torch.ones((), device=q.device).expand(case.batch, case.key_heads)
+    descales = DESCALES if q.dtype.itemsize == 1 else ()
+    forward = SdpaForward(q, k, v, o, lse, **options, **{f"sample_{x}": one for x in descales})
     forward.compile()
-    run, results = functools.partial(forward.execute, q, k, v, o, lse), {"o": o}
+    given = {f"{x}_tensor": one for x in descales}
+    run, results = functools.partial(forward.execute, q, k, v, o, lse, **given), {"o": o}
     if which == "backward":
         run()
         results = {f"d{name}": torch.empty_like(x) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -221,7 +238,10 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
     """cuDNN, through the Graph API."""
     import cudnn
 
-    kinds = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+    kinds = {
+        torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF,
+        torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
+    }  # fmt: skip
     bounds = {"diagonal_band_right_bound": 0} if case.causal else {}
     bounds |= {"diagonal_band_left_bound": case.window + 1} if case.window else {}
     options: dict[str, Any] = {"attn_scale": case.head**-0.5, **bounds}
@@ -242,8 +262,18 @@ def graph(case: Case, which: str, q: Any, k: Any, v: Any, do: Any) -> Call:
         wide = cudnn.data_type.FLOAT
         return cudnn.pygraph(io_data_type=kinds[q.dtype], intermediate_data_type=wide, compute_data_type=wide)
 
-    o, stats = torch.empty_like(do), torch.empty((*q.shape[:3], 1), device=q.device)
+    o, stats = torch.empty_like(do, dtype=q.dtype), torch.empty((*q.shape[:3], 1), device=q.device)
     made = new()
+    if q.dtype.itemsize == 1:
+        tensors = {made.tensor_like(x): x for x in (q, k, v)}
+        ones = {made.tensor_like(x): x for x in torch.ones(len(SCALES), 1, 1, 1, 1, device=q.device)}
+        bounds = {name.removeprefix("diagonal_band_"): x for name, x in bounds.items()}
+        to, _, *largest = made.sdpa_fp8(
+            *tensors, **dict(zip(SCALES, ones, strict=True)), is_inference=True, attn_scale=case.head**-0.5, **bounds
+        )
+        amax = dict(zip(largest, torch.ones(2, 1, 1, 1, 1, device=q.device), strict=True))
+        run = built(made, {**tensors, **ones}, {to: o, **amax})
+        return lambda: run() or {"o": o}
     tensors = {made.tensor_like(x): x for x in (q, k, v)}
     to, tstats = made.sdpa(*tensors, generate_stats=True, **options)
     tstats.set_data_type(cudnn.data_type.FLOAT)

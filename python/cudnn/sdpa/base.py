@@ -17,14 +17,16 @@ from cudnn.sdpa.reference import Window
 TYPES = ("float16", "bfloat16")
 
 
-def queries(name: str, head: str, written: bool = False) -> TensorSpec:
+def queries(name: str, head: str, written: bool = False, types: tuple[str, ...] = TYPES, same: str = "q") -> TensorSpec:
     """A matrix with the rows of Q."""
-    return TensorSpec(name, Heads("sq", "hq", head), TYPES, same="" if name == "q" else "q", written=written)
+    return TensorSpec(name, Heads("sq", "hq", head), types, same="" if name == "q" else same, written=written)
 
 
-def keys(name: str, head: str, written: bool = False, batch: str = "b") -> TensorSpec:
+def keys(
+    name: str, head: str, written: bool = False, batch: str = "b", types: tuple[str, ...] = TYPES
+) -> TensorSpec:  # fmt: skip
     """A matrix with the rows of K; ``batch`` names the size of its first dimension."""
-    return TensorSpec(name, Heads("sk", "hk", head, batch=batch), TYPES, same="q", written=written)
+    return TensorSpec(name, Heads("sk", "hk", head, batch=batch), types, same="q", written=written)
 
 
 def row_values(written: bool = False) -> TensorSpec:

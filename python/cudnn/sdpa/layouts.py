@@ -82,6 +82,23 @@ class RowValues(Layout):
         return tensor.squeeze(-1) if tensor.ndim > 2 and tensor.shape[-1] == 1 else tensor
 
 
+@dataclass(frozen=True)
+class HeadValues(Layout):
+    """A value for every head of K of every sequence: (b, hk), with any strides, 0 too."""
+
+    rank = 2
+    alignment = 4
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return sizes["b"], sizes["hk"]
+
+    def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
+        return [(sizes["hk"], 1)]
+
+    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
+        return True
+
+
 def by_head(values: Any, packed: bool) -> Any:
     """Row values as (b, h, s), or (h, t) where they are packed."""
     if not packed:

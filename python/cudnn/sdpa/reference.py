@@ -71,13 +71,22 @@ def sequences(tensors: Mapping[str, Any], packed: bool) -> Iterator[dict[str, An
 def forward(
     tensors: Mapping[str, Any], window: Window, scale: float, scale_output: float, softcap: float, packed: bool
 ) -> None:
-    """Writes O and LSE. P is rounded to the inputs' type. Rows that see nothing: 0 and -inf, or the sink."""
-    sink = tensors.get("sink")
-    for x in sequences(tensors, packed):
+    """Writes O and LSE. P is rounded to the inputs' type, 2^8 P to 8 bits. Rows that see nothing: 0 and -inf, or the
+    sink.
+    """
+    sink, lift = tensors.get("sink"), 256 if tensors["v"].dtype.itemsize == 1 else 1
+    for index, x in enumerate(sequences(tensors, packed)):
         share = x["q"].shape[0] // max(x["k"].shape[0], 1)
-        k, v = (wide(x[name]).repeat_interleave(share, 0) for name in "kv")
+        factors = {name: given[index] for name in "qkv" if (given := tensors.get(f"descale_{name}")) is not None}
+        q, k, v = (wide(x[name]) for name in "qkv")
+        k, v = (value.repeat_interleave(share, 0) for value in (k, v))
+        if factors:
+            q, k, v = (
+                value * factors[name].repeat_interleave(share)[:, None, None]
+                for name, value in zip("qkv", (q, k, v), strict=True)
+            )
         hidden = window.hidden(x["q"].shape[1], k.shape[1], k.device)
-        scores = scale * wide(x["q"]) @ k.mT
+        scores = scale * q @ k.mT
         if softcap:
             scores = softcap * (scores / softcap).tanh()
         first = (sink if sink is not None else scores.new_tensor(-math.inf)).reshape(-1, 1, 1)
@@ -85,7 +94,7 @@ def forward(
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
         total = weights.sum(-1, keepdim=True)
-        products = wide(weights[..., 1:].to(x["v"].dtype)) @ v
+        products = wide((lift * weights[..., 1:]).to(x["v"].dtype)) / lift @ v
         x["o"].copy_(torch.where(total == 0, 0, scale_output * products / total))
         x["lse"].copy_((largest + total.log()).squeeze(-1))
 

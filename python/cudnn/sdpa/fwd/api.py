@@ -13,12 +13,14 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, called, keys, queries, row_values
-from cudnn_kernels.attention import DecodeConfiguration, ForwardConfiguration
+from cudnn.sdpa.base import OFFSETS, TYPES, Attention, called, keys, queries, row_values
+from cudnn.sdpa.layouts import HeadValues
+from cudnn_kernels.attention import DESCALES, DecodeConfiguration, ForwardConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
+EIGHT_BITS = "8 bits"
 TILES = {
     "sm_90a": {
         (64, 64): (192, 128), (96, 96): (192, 112), (128, 128): (128, 128), (192, 128): (128, 128),
@@ -28,11 +30,15 @@ TILES = {
         (64, 64): (256, 128), (96, 96): (256, 128), (128, 128): (256, 128), (192, 128): (256, 128),
         (192, 192): (128, 128), (256, 256): (128, 128),
     },
+    EIGHT_BITS: {
+        (64, 64): (192, 128), (96, 96): (128, 128), (128, 128): (128, 128), (192, 128): (128, 128),
+        (192, 192): (128, 96), (256, 256): (128, 64),
+    },
 }  # fmt: skip
 """Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200, save at
-96 and at values of 192, which were never timed: the most keys for which registers and shared memory suffice.
+96, at values of 192 and for 8 bits, which were never timed: keys for which registers and shared memory suffice.
 """
-WINDOW_TILES = {("sm_90a", 96, 96): (192, 80), ("sm_90a", 256, 256): (128, 64)}
+WINDOW_TILES = {("sm_90a", 96, 96): (192, 80), ("sm_90a", 256, 256): (128, 64), (EIGHT_BITS, 64, 64): (192, 96)}
 """Those for windows, where they differ: fewer keys waste less at both edges, and take fewer registers at 96."""
 DECODE = {
     "sm_90a": {
@@ -49,6 +55,7 @@ HOLDING = {("sm_90a", "bfloat16", 128, 128)}
 FEW = 64
 """Rows of all heads of Q that share one of K up to which CTAs split the keys."""
 HEADS = tuple(TILES["sm_90a"])
+ALL_TYPES = (*TYPES, "float8_e4m3fn", "float8_e5m2")
 
 
 def configuration(
@@ -59,7 +66,8 @@ def configuration(
     draws = (arch, *heads) in DRAWN and ends["packed"] and causal
     others = (ends["packed"], ends["top_left"], *options.values())
     holds = (arch, dtype, *heads) in HOLDING and causal and not any(others)
-    tile = (WINDOW_TILES if ends["left"] else {}).get((arch, *heads), TILES[arch][heads])
+    kind = EIGHT_BITS if options.get("result") else arch
+    tile = (WINDOW_TILES if ends["left"] else {}).get((kind, *heads), TILES[kind][heads])
     return ForwardConfiguration(dtype, *heads, tile, **ends, queue=draws, holds=holds, **options)
 
 
@@ -78,17 +86,23 @@ class SdpaForward(Attention):
 
     | tensor     | one length                      | packed, with offsets      | type                              |
     |------------|---------------------------------|---------------------------|-----------------------------------|
-    | q, o       | (b, hq, sq, d), (b, hq, sq, dv) | (tq, hq, d), (tq, hq, dv) | float16, bfloat16                 |
+    | q          | (b, hq, sq, d)                  | (tq, hq, d)               | float16, bfloat16, or 8 bits      |
     | k, v       | (b, hk, sk, d), (b, hk, sk, dv) | (tk, hk, d), (tk, hk, dv) | that of q                         |
+    | o          | (b, hq, sq, dv)                 | (tq, hq, dv)              | that of q; float16, bfloat16      |
     | lse        | (b, hq, sq)                     | (tq, hq)                  | float32                           |
     | cum_seqlen | none                            | (b + 1,)                  | int32: 0, then where sequences end |
     | sink       | (hq,), or none                  | (hq,), or none            | float32                           |
     | seqlen_k   | (b,), or none                   | none                      | int32                             |
     | page_table | (b, pages), or none             | none                      | int32                             |
+    | descales   | (b, hk), or none                | (b, hk), or none          | float32                           |
 
     Matrices may have any strides with a last one of 1 and others that are multiples of 16 bytes. Packed row values lie
     head by head in memory, whatever the strides of ``lse`` say: ``lse.view(hq, tq).t()`` has them by row and head. hq
     is a multiple of hk. A compiled object serves tensors of all sizes but d and dv.
+
+    On Hopper q, k and v may be float8_e4m3fn or float8_e5m2, with descales, by which they are multiplied: that of q,
+    too, has a value for each head of k. The exponentials are multiplied by 2^8 before they are rounded. o is float16 or
+    bfloat16 then. This has run in the emulator only.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
@@ -110,16 +124,20 @@ class SdpaForward(Attention):
         num_splits: CTAs that share a sequence's keys where rows are few, or keys a cache; 0: from the samples' sizes.
             The result is the same bit for bit with the same number.
         top_left: the diagonal begins in the upper left corner: row i stands at key i, not at i + sk - sq.
+        sample_descale_q, sample_descale_k, sample_descale_v: tensors like the descales, of any strides: one for all
+            heads is ``descale.expand(b, hk)``. Needed with 8 bits.
     """
 
     scale_softmax: float
     num_splits: int
     title = "attention, forward"
-    tensors = (queries("q", "d"), keys("k", "d", batch="bk"), keys("v", "dv", batch="bk"),
-               queries("o", "dv", written=True), row_values(written=True), *OFFSETS,
+    tensors = (queries("q", "d", types=ALL_TYPES), keys("k", "d", batch="bk", types=ALL_TYPES),
+               keys("v", "dv", batch="bk", types=ALL_TYPES),
+               queries("o", "dv", written=True, same=""), row_values(written=True), *OFFSETS,
                TensorSpec("sink", Contiguous("hq", alignment=4), ("float32",), optional=True),
                TensorSpec("seqlen_k", Contiguous("b", alignment=4), ("int32",), optional=True),
-               TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True))  # fmt: skip
+               TensorSpec("page_table", Contiguous("b", "pages", alignment=4), ("int32",), optional=True),
+               *[TensorSpec(name, HeadValues(), ("float32",), optional=True) for name in DESCALES])  # fmt: skip
     counted_by = ("page_table",)
     returns = ("o", "lse")
     scalars = ("scale_softmax", "scale_output", "right", "left", "softcap")
@@ -134,7 +152,8 @@ class SdpaForward(Attention):
         window_size: tuple[int, int] = (-1, -1), scale_softmax: float | None = None, scale_output: float = 1.0,
         arch: str | None = None, softcap: float = 0.0, sample_sink: Tensor | None = None,
         sample_seqlen_k: Tensor | None = None, sample_page_table: Tensor | None = None, num_splits: int = 0,
-        top_left: bool = False,
+        top_left: bool = False, sample_descale_q: Tensor | None = None, sample_descale_k: Tensor | None = None,
+        sample_descale_v: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
@@ -143,13 +162,14 @@ class SdpaForward(Attention):
         cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
         scale_softmax: float | None = None, scale_output: float | None = None, current_stream: Any = None,
         sink_tensor: Tensor | None = None, seqlen_k_tensor: Tensor | None = None,
-        page_table_tensor: Tensor | None = None,
+        page_table_tensor: Tensor | None = None, descale_q_tensor: Tensor | None = None,
+        descale_k_tensor: Tensor | None = None, descale_v_tensor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Writes ``o_tensor`` and ``lse_tensor``. See :attr:`FusedAPI.run`. None: what the constructor got."""
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
-        tensors = (*tensors, seqlen_k_tensor, page_table_tensor)
+        tensors = (*tensors, seqlen_k_tensor, page_table_tensor, descale_q_tensor, descale_k_tensor, descale_v_tensor)
         if scale_softmax and not scale_softmax > 0:
             raise self._scale_error(scale_softmax)
         self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
@@ -171,11 +191,26 @@ class SdpaForward(Attention):
             raise self.error("page_table", f"pages of {sizes['sk']} keys", "pages of a power of 2 of keys, 8 or more")
         if not 0 <= self.num_splits <= 256:
             raise self.error("num_splits", self.num_splits, "1 to 256, or 0 to let the samples' sizes decide")
+        if not self.eight_bits and self.dtype("o") != self.dtype("q"):
+            raise self._refuse("o tensor dtype", self.dtype("o"), self.dtype("q"))
+        for name in DESCALES:
+            if self.given(name) != self.eight_bits:
+                got, allowed = ("none", "a tensor") if self.eight_bits else ("a tensor", "none")
+                raise self.error(f"{name} of q, k and v in {name_of(self.dtype('q'))}", got, allowed)
+        if self.eight_bits and (cached or self.as_existing):
+            what = "caches" if cached else "this class; SdpaForward takes it"
+            raise self.unsupported("q tensor dtype", name_of(self.dtype("q")), f"float16, bfloat16 with {what}")
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether q, k and v have 8 bits."""
+        return self.dtype("q").itemsize == 1
 
     def decodes(self, sizes: Sizes) -> bool:
         """Whether CTAs split a sequence's keys."""
         share = sizes["hq"] // max(sizes["hk"], 1)
-        return self.given("seqlen_k") or (not self.packed and share * sizes["sq"] <= FEW)
+        few = not self.packed and not self.eight_bits and share * sizes["sq"] <= FEW
+        return self.given("seqlen_k") or few
 
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -199,7 +234,11 @@ class SdpaForward(Attention):
         if self.decodes(sizes):
             return kernel_plan(arch, self.decode(arch, sizes))
         dtype, heads = name_of(self.dtype("q")), (sizes["d"], sizes["dv"])
-        options = {"softcap": self.softcap > 0, "sink": self.given("sink")}
+        options: dict[str, Any] = {"softcap": self.softcap > 0, "sink": self.given("sink")}
+        if self.eight_bits:
+            if arch != "sm_90a":
+                raise self.unsupported("q tensor dtype", dtype, f"float16, bfloat16 on {arch}; 8 bits on sm_90a")
+            options["result"] = name_of(self.dtype("o"))
         return kernel_plan(arch, configuration(arch, dtype, heads, self.ends(), **options))
 
     def decode(self, arch: str, sizes: Sizes) -> DecodeConfiguration:
