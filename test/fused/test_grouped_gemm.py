@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cudnn
 from cudnn import registry
 from cudnn.fused import operator as operator_of
+from cudnn.fused.call import Call, Layout
 from cudnn.fused.gradients import WGradInputOrder
 from cudnn.fused.grouped import ExpertsGemm, numbered
-from cudnn.fused.host import FusedAPI
 from cudnn.grouped_gemm.grouped_gemm_glu_hadamard.hadamard_utils import hadamard_matrix
 from support import gemm, gemms, grouped
 from support.gemms import BF16, E4M3, E8M0, F16, F32, FP4
@@ -672,22 +672,29 @@ def test_values_of_weight_gradients() -> None:
 
 @pytest.mark.parametrize("setting", ["0", "1"])
 def test_values_on_the_device(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at where that is asked for, before the kernel starts."""
+    """They are looked at where that is asked for, before the kernel starts, whatever dimensions the factors have."""
     ran: list[Any] = []
 
-    def compiled(made: Any) -> None:
-        made._plan, made.run = made.plan("sm_90a", made.sizes(made.descs)), lambda *given: ran.append(given)
+    def checked(call: Call, *_: Any) -> Layout:
+        if not call.refits:
+            raise ValueError("factors are flat")
+        return Layout(lambda *_: False, 0, 132, 0)
 
     monkeypatch.setenv("CUDNN_FE_GROUPED_GEMM_VALIDATE_DEVICE_VALUES", setting)
-    monkeypatch.setattr(FusedAPI, "compile", compiled)
-    p = grouped.problem("grouped_gemm", ends=(64, 64, 208))
-    p.given["d"] = torch.empty(208, 128, 1).bfloat16()
-    p.given["padded_offsets"][1] = 60
-    made = cudnn.GroupedGemm(**cudnn.GroupedGemm.samples({key: x for key, x in p.given.items() if x is not None}))
+    monkeypatch.setattr("cudnn.launch.kernel", lambda *_: lambda *given: ran.append(given))
+    monkeypatch.setattr(Call, "_check", checked)
+    p = grouped.problem("grouped_gemm_quant", "mxfp8", ends=(256, 512), n=64, k=64)
+    api: Any = cudnn.GroupedGemmQuant
+    given = {name: p.given.get(name) for name in api.names} | {"d": torch.empty(512, 64, 1).bfloat16()}
+    made = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
     made.compile()
-    with pytest.raises(ValueError, match=r"offsets: got .64, 60") if setting == "1" else contextlib.nullcontext():
-        made.run(tuple(p.given.get(name) for name in made.names), (), None, None)
-    assert len(ran) == (setting == "0")
+    given |= {key: given[key].permute(5, 2, 4, 0, 1, 3).reshape(-1) for key in ("sfa", "sfb")}
+    for ends in ([256, 512], [256, 250], [256, 250]):
+        given["padded_offsets"].copy_(torch.tensor(ends))
+        wrong = setting == "1" and ends[1] == 250
+        with pytest.raises(ValueError, match=r"offsets: got .256, 250") if wrong else contextlib.nullcontext():
+            made.run(tuple(given.values()), (None,) * len(made.scalars), 0, None)
+    assert len(ran) == (3 if setting == "0" else 1)
 
 
 def test_the_hadamard_matrix_is_built_in() -> None:

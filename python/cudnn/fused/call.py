@@ -68,7 +68,8 @@ def run(tensors, scalars, stream, workspace):
     """What ``execute`` does, with tensors in the order of its signature."""
     global known
     try:
-        {names}, = {refitted}
+        {refitted}
+        {names}, = tensors
         layout = known
         if {unseen}not layout.alike({present}) or (workspace is not None and workspace is not layout.workspace()):
             layout = check(tensors, scalars, workspace, stream)
@@ -76,6 +77,7 @@ def run(tensors, scalars, stream, workspace):
                 return
             known = layout
         index = layout.index
+        {values}
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
         {replay}
@@ -225,6 +227,7 @@ class Call:
         self.refits, self.viewing = self._refits(api.refitted), api.views
         self.present = [i for i, name in enumerate(api.names) if api.given(name) and name not in api.unused()]
         self.layouts: list[Layout] = []  # that calls had, the last ones first
+        self.validates = api.validates
         self.keeps_graphs = settings.FUSED_CUDA_GRAPHS.get() and torch.cuda.is_available()
         self.run = self._written_out()
 
@@ -244,10 +247,11 @@ class Call:
         arguments, replays = _arguments(api, self.plan), self.keeps_graphs
         addresses = [f"{name}.data_ptr()" for name in [*present, *["workspace"] * prepares]]
         source = _TEMPLATE.format(
-            refitted="refitted(tensors)" if self.refits or self.viewing else "tensors",
+            refitted="tensors = refitted(tensors)" if self.refits or self.viewing else "",
             names=", ".join(names),
             unseen="".join(f"{name} is not None or " for name in absent),
             present=", ".join(present),
+            values=f"check_values(({', '.join(names)},))" if self.validates else "",
             numbers=f"{', '.join(numbers)}, = scalars" if numbers else "",
             defaults="\n".join(defaults).strip(),
             allocated=_ALLOCATED.strip() if prepares else "",
@@ -261,6 +265,7 @@ class Call:
             "constants": dict(api.constants),
             "known": Layout(lambda *_: False, -1, 0, 0),
             "check": self._check,
+            "check_values": api.check_values,
             "refitted": self._refitted,
             "defaults": tuple(getattr(api, name) for name in api.scalars),
             "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),

@@ -374,17 +374,9 @@ class ExpertsGemm(FusedGemm):
 
     # Values on the device.
 
-    def compile(self) -> None:
-        before = self._compiled_kernel
-        super().compile()
-        if before is None and self._plan is not None and settings.VALIDATE_DEVICE_VALUES.get():
-            run = self.run
-
-            def checked(tensors: tuple[Any, ...], *rest: Any) -> None:
-                self.check_values(tensors)
-                run(tensors, *rest)
-
-            self.run = checked
+    @property
+    def validates(self) -> bool:
+        return settings.VALIDATE_DEVICE_VALUES.get()
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for a call whose experts end where they cannot, or for an address that is none. Waits for the GPU.

@@ -68,6 +68,7 @@ class FusedAPI(APIBase):
     run_time: ClassVar[tuple[str, ...]]  # the scalars that ``execute`` takes; others are the constructor's
     objects: ClassVar[dict[Any, Any]]  # those that the wrapper made
     arch: str | None = None
+    validates: bool = False  # whether calls wait for values on the GPU, and check them; read when an object is compiled
 
     run: Callable[..., None]
     """What ``execute`` calls: ``run(tensors, scalars, stream, workspace)``, tensors in the order of its signature.
