@@ -397,6 +397,8 @@ def test_nothing_to_attend(batch: int, rows: int, small: int, dtype: torch.dtype
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         nsa_attention(**{**tensors(), **OPTIONS, **change})
+    with pytest.raises(TypeError, match=r"gates tensor: got NoneType; allowed: a torch.Tensor"):
+        nsa_attention(**{**tensors(), **OPTIONS, "gates": None})
 
 
 def decode_call(dtype: torch.dtype, d: int = 16) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
@@ -72,9 +73,13 @@ def nsa_attention(
         ``[B, H_q, S, D_v]`` or ``[T, H_q, D_v]``, in the type of query.
 
     Raises:
+        TypeError: an argument that is no tensor.
         ValueError: shapes, types or sizes.
         NotImplementedError, RuntimeError: what the kernels do not have, or an architecture without them.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("compressed_key", compressed_key),
+                    ("compressed_value", compressed_value), ("gates", gates)):  # fmt: skip
+        check_tensor(_WHERE, name, x)
     if dtype := autocast_type(query):
         given = [query, key, value, compressed_key, compressed_value]
         query, key, value, compressed_key, compressed_value = in_type(given, dtype)
