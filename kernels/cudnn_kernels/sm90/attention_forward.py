@@ -4,7 +4,7 @@ A CTA takes tiles in turn: query rows of one head, 64 for each warpgroup that mu
 lets the copy engine fetch Q, and rings of blocks of K and V, those of the next tile while the last of this one are
 multiplied. A warpgroup keeps its rows of O and one block of scores in registers: it issues the next block's Q K^T
 and this block's P V, and while the latter runs it computes the softmax of the former. Blocks are taken from the last to
-the first, so that those at the mask's edge come first.
+the first, so that those at the mask's edge come first. Of 8 bits, V is transposed in shared memory by two more warps.
 """
 
 from __future__ import annotations
