@@ -585,13 +585,15 @@ def test_samples_that_tell_where_experts_end() -> None:
         scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "mxfp8"])
-def test_a_warm_call_looks_at_every_shape(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])
+def test_a_warm_call_looks_at_every_shape(kind: str, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at those of scale factors, which stand for many sizes, so that the kernel cannot relate them."""
     api, shape, kernels = cudnn.GroupedGemmQuant, (512, 128, 128, 2), Recorded(monkeypatch)
     given, sizes = api.blank(shape, kind, "cpu"), api.example_sizes({"m": 512, "n": 128, "k": 128, "experts": 2})
     for name, dtype in (("d", E4M3), ("d_col", E4M3), ("sfd_row", E8M0), ("sfd_col", E8M0), ("norm_const", F32)):
         given[name] = api.spec(name).layout.allocate(sizes | {"vector": 32}, "n", dtype, "cpu")
+    if flat:
+        given |= {name: given[name].new_empty(given[name].numel()) for name in ("sfa", "sfb")}
     made: Any = api(**api.samples(given), sf_vec_size=32, arch="sm_90a")
     made.compile()
 
@@ -604,6 +606,9 @@ def test_a_warm_call_looks_at_every_shape(kind: str, monkeypatch: pytest.MonkeyP
             execute(given | {name: x.new_empty((*x.shape[:-1], x.shape[-1] + 1))})
     execute(given)
     assert len(kernels.calls) == 2
+    kernels.refusing = True
+    with pytest.raises(ValueError, match="Mismatched Tensor on argument #0"):
+        execute(given)
 
 
 SUMS: list[tuple[dict[str, Any], dict[str, Any], str, type[Exception], str]] = [

@@ -362,6 +362,8 @@ def test_a_refusal_of_the_driver_is_named() -> None:
         pytest.skip("the driver that stands in for a GPU's refuses everything")
     with pytest.raises(RuntimeError, match="cuGraphCreate failed: CUDA driver error 100"):
         cuda_graph._driver("cuGraphCreate")
+    with pytest.raises(RuntimeError, match=r"cuOfLaterDrivers failed: the CUDA driver is too old"):
+        cuda_graph._driver("cuOfLaterDrivers")
 
 
 def test_a_cuda_graph_needs_a_plan_that_can_fill_one(h200: Any) -> None:

@@ -62,7 +62,11 @@ def unchecked(name: str) -> Any:
 
 
 def _driver(name: str, *arguments: Any) -> None:
-    status = unchecked(name)(*arguments)
+    try:
+        function = unchecked(name)
+    except AttributeError as error:
+        raise RuntimeError(f"{name} failed: the CUDA driver is too old for it.") from error
+    status = function(*arguments)
     if status:
         raise RuntimeError(f"{name} failed: CUDA driver error {status}.")
 

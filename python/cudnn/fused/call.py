@@ -327,19 +327,17 @@ class Call:
         if index < 0:
             api.run_on_cpu(tensors, scalars, stream, workspace)
             return None
-        if self.refits or self.viewing:
-            tensors = self._refitted(tensors)
         api.check_as_many(dict(zip(api.names, tensors, strict=True)))
         present = [tensors[i] for i in self.present]
         found = next((layout for layout in self.layouts if layout.alike(*present)), None)
         if found is None:
-            api.explain(tensors, scalars)
+            sizes = api.explain(tensors, scalars)
             if api.is_empty(tensors):
                 with on_stream(stream, tensors[0]):
                     api.run_empty(tensors)
                 return None
             limit = api.usable(self.plan, api.multiprocessors(index))
-            found = Layout(like(present), index, limit, self.plan.workspace_size(api.sizes_now(tensors)))
+            found = Layout(like(present), index, limit, self.plan.workspace_size(sizes))
             self.layouts = [found, *self.layouts[: self.MAX_LAYOUTS - 1]]
         if workspace is not None and workspace is not found.workspace():
             api.check_workspace(tensors, workspace, self.plan)

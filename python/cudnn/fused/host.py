@@ -498,12 +498,12 @@ class FusedAPI(APIBase):
 
     # What is wrong with a call.
 
-    def explain(self, tensors: Sequence[Any], scalars: Sequence[Any]) -> None:
-        """Raises where a tensor of a call is unlike its sample, sizes aside, or a number is none."""
+    def explain(self, tensors: Sequence[Any], scalars: Sequence[Any]) -> dict[str, int]:
+        """Raises where a tensor of a call is unlike its sample, sizes aside, or a number is none; else gives sizes."""
         for name, value in zip(self.scalars, scalars, strict=True):
             if value is not None:
                 self._check_number(name, value)
-        self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
+        return self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
 
     def check_values(self, tensors: Sequence[Any]) -> None:
         """Raises for values in a call's tensors that the kernel cannot take. On a GPU, where it would have to wait for
@@ -542,7 +542,7 @@ class FusedAPI(APIBase):
                 got, allowed = ("None", "a tensor") if sample is not None else ("a tensor", "None")
                 raise self.error(f"{name} tensor", got, f"{allowed}, as the sample")
 
-    def _check_like_samples(self, tensors: Mapping[str, Any]) -> None:
+    def _check_like_samples(self, tensors: Mapping[str, Any]) -> dict[str, int]:
         self.check_as_many(tensors)
         found = {name: self._described(name, tensor) for name, tensor in tensors.items()}
         sizes = self._sizes_of_call(found)
@@ -564,6 +564,7 @@ class FusedAPI(APIBase):
                 raise self._refuse(f"{name} tensor device", desc.device, device)
         self.check_alignment(found)
         self._check_memory(tensors)
+        return sizes
 
     def _check_memory(self, tensors: Mapping[str, Any]) -> None:
         """Raises where a tensor begins at an odd address or a result overlaps another tensor."""
