@@ -596,6 +596,21 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     assert torch.equal(layer(x), layer(x, layer.route(x)[1]))
 
 
+def test_a_router_in_float32() -> None:
+    """Its logits are float32, the experts bfloat16."""
+    layer, x = MoE(64, 32, 4, 2), torch.randn(50, 64).bfloat16()
+    layer.router.float().weight.data.mul_(1 + torch.rand(4, 64) / 512)
+    logits, routing = layer.route(x)
+    assert torch.equal(logits, torch.nn.functional.linear(x.float(), layer.router.weight))
+    y = layer(x)
+    assert torch.equal(y, layer(x, routing))
+    y.sum().backward()
+    assert layer.router.weight.grad is not None
+    assert layer.router.weight.grad.any()
+    with pytest.raises(ValueError, match=r"x: got torch.float64 .*; allowed: torch.float32 or torch.bfloat16 or"):
+        layer(x.double())
+
+
 def test_gradients_are_not_differentiated_twice() -> None:
     """Nor do they pass for constants, where those of the results are."""
     x = torch.randn(5, 64).bfloat16().requires_grad_()

@@ -75,18 +75,22 @@ class _Layer(torch.autograd.Function):
 
 
 class _Router(torch.nn.Linear):
-    """A linear layer that says what it takes."""
+    """A linear layer that says what it takes. One of float32 takes tokens of 16 bits too."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.check(tokens)
-        return super().forward(tokens)
+        return super().forward(tokens if autocast_type(tokens) else tokens.to(self.weight.dtype))
 
     def check(self, tokens: Tensor) -> None:
         """Raises for tokens of another type or size."""
-        cast, weight = autocast_type(tokens) is not None, self.weight
-        if (tokens.dtype is not weight.dtype and not cast) or tokens.shape[-1] != weight.shape[1]:
-            got, allowed = f"{tokens.dtype} [..., {tokens.shape[-1]}]", f"{weight.dtype} [..., {weight.shape[1]}]"
-            raise ValueError(refusal("MoE", "x", got, allowed, "use x.to(layer.up.dtype), or torch.autocast"))
+        weight, types = self.weight, [self.weight.dtype]
+        types += [torch.bfloat16, torch.float16] * (weight.dtype is torch.float32)
+        fits = tokens.dtype in types or autocast_type(tokens) is not None
+        if not fits or tokens.shape[-1] != weight.shape[1]:
+            got = f"{tokens.dtype} [..., {tokens.shape[-1]}]"
+            allowed = f"{' or '.join(map(str, types))} [..., {weight.shape[1]}]"
+            cure = "" if fits else "use x.to(layer.up.dtype), or torch.autocast"
+            raise ValueError(refusal("MoE", "x", got, allowed, cure))
 
     @property
     def is_altered(self) -> bool:
@@ -105,7 +109,8 @@ class MoE(torch.nn.Module):
 
     It has these parameters:
 
-        - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden).
+        - ``router.weight`` (experts, hidden), ``shared_gate.weight`` (1, hidden). After ``layer.router.float()``,
+          logits are computed in float32, except under ``torch.autocast``.
         - ``up`` (experts + shared_experts, N, hidden) with N = 2 intermediate or, for "srelu", intermediate. Of every
           64 rows of a gated activation, the first 32 are gates: :meth:`load_gate_up` copies weights in halves. With
           ``glu_layout="concatenated"``, the first half are gates.
@@ -266,7 +271,7 @@ class MoE(torch.nn.Module):
         router, own_choice = self.router, type(self).route is not MoE.route
         if own_choice or self._ranks["group"] is not None or not tokens.shape[0]:
             return False
-        if type(router) is not _Router or router.is_altered:
+        if type(router) is not _Router or router.is_altered or router.weight.dtype is not self.up.dtype:
             return False
         return not is_seen([t for t in (tokens, router.weight, *parameters) if t is not None], True)
 
