@@ -30,7 +30,7 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same with a mask of packed sequences, or of split blocks, where 80 rows take more registers than there are."""
+"""The same of packed sequences, and of split blocks with a causal mask: 80 rows take more registers than there are."""
 CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 """The same with a soft cap."""
 
