@@ -6,6 +6,7 @@ Tensors are as PyTorch has them: (b, h, s, d) or, where sequences of several len
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -94,18 +95,20 @@ class ForwardConfiguration(AttentionConfiguration):
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,
-            *[Workspace((Drawn("drawn"),))] * self.queue, Stream(),
+            *[Workspace((Elements("drawn", 4),))] * self.queue, Stream(),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A region of the workspace: how many tiles CTAs have drawn."""
+class Elements:
+    """A region of the workspace: so many bytes for every element of a shape of sizes by name."""
 
     name: str
+    bytes_each: int
+    shape: tuple[str, ...] = ()
 
-    def bytes(self, sizes: Sizes) -> int:
-        return 4
+    def bytes(self, sizes: Sizes) -> Any:
+        return math.prod((sizes[x] for x in self.shape), start=self.bytes_each)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class DecodeConfiguration(ForwardConfiguration):
         keys = ("pages", "hk", self.page) if self.page else ("b", "hk", "sk")
         shapes = {name: ("b", "hq", "sq", head) for name, head in (("q", self.head), ("o", self.head_v))}
         shapes |= {"k": (*keys, self.head), "v": (*keys, self.head_v)}
+        of_row = ("splits", "b", "hq", "sq")  # of every CTA that has some of its keys
         return (
             *[Tensor(name, self.dtype, shapes[name], (None, None, None, 1)) for name in "qkvo"],
             row_values(False, "lse"),
@@ -134,19 +138,8 @@ class DecodeConfiguration(ForwardConfiguration):
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, Scalar("splits", "int32"),
-            Workspace((Parts("parts", self.head_v), Parts("log_sums", 1))), Stream(),
+            Workspace((Elements("parts", 4 * self.head_v, of_row), Elements("log_sums", 4, of_row))), Stream(),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A region of the workspace: float32 values of every row, from every CTA that has some of its keys."""
-
-    name: str
-    count: int
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return 4 * self.count * sizes["splits"] * sizes["b"] * sizes["hq"] * sizes["sq"]
 
 
 @dataclass(frozen=True)
@@ -161,17 +154,6 @@ class Rows:
     def bytes(self, sizes: Sizes) -> Any:
         blocks = sizes["sq"] // self.block + sizes["b"] if self.packed else -(-sizes["sq"] // self.block) * sizes["b"]
         return blocks * self.block * sizes["hq"] * self.bytes_per_row
-
-
-@dataclass(frozen=True)
-class KeyParts:
-    """A region of the workspace: bytes for every part of the blocks of keys that are split."""
-
-    name: str
-    bytes_per_part: int
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return sizes["split"] * sizes["parts"] * self.bytes_per_part
 
 
 @dataclass(frozen=True)
@@ -236,4 +218,4 @@ class BackwardConfiguration(AttentionConfiguration):
         if self.deterministic:
             values["turns"] = 1
         rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
-        return *rows, *[KeyParts("key_sums", 4 * self.keys * self.both)] * self.split
+        return *rows, *[Elements("key_sums", 4 * self.keys * self.both, ("split", "parts"))] * self.split

@@ -9,21 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn_kernels.attention import BackwardConfiguration, matrices, offsets, row_values
+from cudnn_kernels.attention import BackwardConfiguration, Elements, matrices, offsets, row_values
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
-
-
-@dataclass(frozen=True)
-class HeadGradients:
-    """A region of the workspace: a gradient of K or V for every head of Q, 16 bits an element."""
-
-    name: str
-    width: int
-    packed: bool
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return sizes["sk"] * sizes["hq"] * (1 if self.packed else sizes["b"]) * (2 * self.width)
 
 
 @dataclass(frozen=True)
@@ -36,9 +24,9 @@ class CompressionBackwardConfiguration(BackwardConfiguration):
     kernel = "compression_backward:CompressionBackward"
 
     def regions(self) -> tuple[Any, ...]:
-        """The regions of the workspace."""
-        widths = {"head_dk": self.head, "head_dv": self.head_v}
-        return (*super().regions(), *(HeadGradients(x, width, self.packed) for x, width in widths.items()))
+        """The regions of the workspace, with gradients of K and V for every head of Q."""
+        widths, of = {"head_dk": self.head, "head_dv": self.head_v}, ("sk", "hq", *["b"] * (not self.packed))
+        return (*super().regions(), *(Elements(x, 2 * width, of) for x, width in widths.items()))
 
 
 class SharedHeads:

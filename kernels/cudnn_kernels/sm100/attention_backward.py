@@ -21,6 +21,7 @@ No Blackwell was at hand: correct in the emulator, never timed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -38,11 +39,11 @@ from cudnn_kernels.attention.gradients import GradientsConfiguration, Pass
 from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import BARRIERS
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
 
@@ -58,18 +59,15 @@ SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
 K = OperandMajorMode.K
 
 
-class AttentionBackward:
+class AttentionBackward(Kernel):
     """The kernels for one :class:`GradientsConfiguration`."""
 
     def __init__(self, configuration: GradientsConfiguration) -> None:
-        self.c = configuration
+        super().__init__(configuration)
         if configuration.tile != (ROWS, BLOCK):
             raise ValueError(f"{configuration}: tiles are ({ROWS}, {BLOCK})")
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.c.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         values = prepare(self.c, given)
         for each in self.c.passes(SUMS):
             PassKernel(self.c, each).launch(given, [values.log_sums, values.products])
@@ -96,7 +94,7 @@ class PassKernel:
         self.boxes |= {x: (BLOCK, widths[x], stages) for x, stages in zip(g.columns, self.stages, strict=True)}
         """Of every operand's buffer the rows, the elements of a head, and how many tiles it has."""
 
-    def launch(self, given: dict[str, Any], values: list) -> None:
+    def launch(self, given: Mapping[str, Any], values: list) -> None:
         """Launches it on a call's arguments by name and on LSE * log2(e) and D."""
         c, g = self.c, self.g
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()

@@ -16,7 +16,7 @@ a causal mask, since their CTAs come to a block first, and from the first ones o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +36,11 @@ from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.cluster import Cluster, meet
 from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, register_operand
-from cudnn_kernels.signature import bind
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply
@@ -68,7 +68,7 @@ class Box:
     stages: int = 1
 
 
-class Backward:
+class Backward(Kernel):
     """What the kernels for a :class:`BackwardConfiguration` have in common. ``cluster`` CTAs take neighbouring keys.
 
     A subclass has the products ``score``, ``query``, ``dk`` and ``dv``, ``more_buffers`` and ``more_barriers``, what a
@@ -86,7 +86,8 @@ class Backward:
     dv: Product
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
-        c = self.c = configuration
+        super().__init__(configuration)
+        c = configuration
         self.dtype = DTYPES[c.dtype]
         self.m, self.n = c.tile
         self.rows = WgmmaRows(slots=2)
@@ -105,11 +106,8 @@ class Backward:
             "k": Box("k", self.n, c.head, self.dq_width), "v": Box("v", self.n, c.head_v),
         }  # fmt: skip
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
+    def launch(self, given: Mapping[str, Any]) -> None:
         c = self.c
-        given = bind(c.slots(), arguments)
         # before the launch, after which the DSL may take for them what they are inside the kernel
         offsets, scale, stream = given.get("cum_seqlen_q"), given["scale_softmax"], given["stream"]
         dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in ("dq", "dk", "dv"))

@@ -7,6 +7,7 @@ heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -16,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cudnn_kernels.attention import around, sequences
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import bind, sizes_of
+from cudnn_kernels.signature import sizes_of
 from cudnn_kernels.sm90.attention_backward import AttentionBackward
 
 THREADS = 128
@@ -28,22 +29,16 @@ class CompressionBackward(AttentionBackward):
 
     c: CompressionBackwardConfiguration
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists.
-
-        To the kernel before this one, every head of Q has a head of K and V of its own, at the address of the group's.
-        """
-        slots = self.c.slots()
-        given = bind(slots, arguments)
-        sizes = sizes_of(slots, given, Int64)
+    def launch(self, given: Mapping[str, Any]) -> None:
+        """To the kernel before this one, every head of Q has a head of K and V of its own, at the group's address."""
+        sizes = sizes_of(self.c.slots(), given, Int64)
         if const_expr(self.c.packed):
             sizes["b"] = sizes["ends"] - 1
         spread, sums = dict(given), {}
         for x in ("k", "v"):
             spread[x] = self.heads_of_q(given[x], sizes["hq"])
             sums[x] = spread["d" + x] = self.of_every_head(f"head_d{x}", given, spread[x].layout.shape, sizes)
-        AttentionBackward.__call__(self, *(spread[slot.name] for slot in slots))
+        super().launch(spread)
         for x in ("k", "v"):
             self.add_heads(sums[x], given["d" + x], given.get("cum_seqlen_k"), given["stream"])
 
@@ -53,7 +48,7 @@ class CompressionBackward(AttentionBackward):
         shape[1], stride[1] = (Int32(heads) // shape[1], shape[1]), (0, stride[1])
         return cute.make_tensor(tensor.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
 
-    def of_every_head(self, region: str, given: dict[str, Any], shape: Any, sizes: dict[str, Any]) -> cute.Tensor:
+    def of_every_head(self, region: str, given: Mapping[str, Any], shape: Any, sizes: dict[str, Any]) -> cute.Tensor:
         """A region of the workspace of this shape, in the memory order batch, head, row."""
         (group, heads), width = shape[1], shape[-1]
         rows = shape[0 if self.c.packed else 2]

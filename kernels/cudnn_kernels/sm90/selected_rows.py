@@ -9,6 +9,7 @@ tile's blocks are fetched while this one's last are multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +150,7 @@ class SelectedRows(AttentionForward):
         widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
         return {x: widths[x] for x in (*self.of_rows, "k", "v")}
 
-    def atoms(self, given: dict[str, Any], heads: int = 0, keys: int = 0) -> list[Any]:
+    def atoms(self, given: Mapping[str, Any], heads: int = 0, keys: int = 0) -> list[Any]:
         """How the copy engine fetches boxes, atoms and views: of tensors like Q, some heads of a row, and of those like
         K and V, some keys: a part of a block.
         """
@@ -169,7 +170,7 @@ class SelectedRows(AttentionForward):
         """Of all that is loaded: atom and view, buffer, width."""
         return [(*atom, buffers[x], width) for (x, width), atom in zip(self.widths.items(), atoms, strict=True)]
 
-    def launch_rows(self, kernel: Any, given: dict[str, Any], tensors: Any, scale: Float32) -> None:
+    def launch_rows(self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32) -> None:
         """Launches a kernel of :meth:`roles`."""
         offsets = given["cum_seqlen_q"]
         tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares

@@ -8,6 +8,7 @@ Q K^T and this one's P V, and while the latter runs it computes the softmax of t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass
@@ -19,7 +20,6 @@ from cudnn_kernels.attention.sparse import BRANCHES
 from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.ring import advanced
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import ROWS
 from cudnn_kernels.sm90.selected_rows import Choices, Part, SelectedRows, Tile, Warpgroup
 
@@ -29,10 +29,7 @@ VECTOR = 8  # elements of 16 bits that a thread loads or stores at once
 class Selection(SelectedRows):
     """The kernel for one :class:`SelectionConfiguration`."""
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.s.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         tensors = (given["o"], given["l"], given["m"])
         self.launch_rows(self.selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
 
@@ -100,10 +97,7 @@ class Selection(SelectedRows):
 class GatedSelection(Selection):
     """The kernel for one :class:`GatedSelectionConfiguration`: O of the other branches is read where O is written."""
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        given = bind(self.s.slots(), arguments)
+    def launch(self, given: Mapping[str, Any]) -> None:
         tensors = (given["o"], given["compressed"], given["near"], given["gates"])
         self.launch_rows(self.gated_selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
 

@@ -12,7 +12,7 @@ do not change from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
-from cudnn_kernels.signature import bind
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
@@ -67,12 +66,8 @@ class SelectionBackward(SelectedRows):
         self.slots, self.split = configuration.rows_of_step, configuration.split
         self.columns = self.slots * self.padded
 
-    @cute.jit
-    def __call__(self, *arguments: Any) -> None:
-        """The arguments that the configuration's signature lists."""
-        s = self.b
-        given = bind(s.slots(), arguments)
-        q = given["q"]
+    def launch(self, given: Mapping[str, Any]) -> None:
+        s, q = self.b, given["q"]
         choices, ends = given["choosing"].shape[0], given["choosing_ends"]
         per_block, sums_of_thread = -(-s.block // ROWS), (s.head + s.head_v) // (2 * s.split)
         pointers = divided(s.slots(), given, s.regions())
