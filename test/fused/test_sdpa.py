@@ -100,10 +100,10 @@ def test_softcap_and_sinks() -> None:
 
 @pytest.mark.parametrize(("arch", "kind"), brief([("sm_90a", torch.float8_e5m2), ("", torch.float8_e4m3fn)], 0, 1))
 def test_eight_bits(arch: str, kind: torch.dtype) -> None:
-    """Few rows, too. One descale for all heads is a view with strides of 0."""
+    """Few rows, too. One descale for all heads is a view with strides of 0; of zeros only, it may be 0."""
     q, k, v = (torch.randn(2, n, h, 64).to(kind).transpose(1, 2) for n, h in ((9, 4), (70, 2), (70, 2)))
     o, lse = torch.empty(q.shape, dtype=torch.float16), torch.empty(2, 4, 9)
-    descales = [torch.tensor([[0.5, 2.0], [1.5, 0.25]]), torch.tensor(0.75).expand(2, 2), torch.rand(2, 1).expand(2, 2)]
+    descales = [torch.tensor([[0.5, 2.0], [0.0, 0.25]]), torch.tensor(0.75).expand(2, 2), torch.rand(2, 1).expand(2, 2)]
     with within(arch):
         attention = SdpaForward(
             q, k, v, o, lse, is_causal=True, **dict(zip((f"sample_{x}" for x in DESCALES), descales, strict=True))
@@ -111,6 +111,8 @@ def test_eight_bits(arch: str, kind: torch.dtype) -> None:
         attention.compile()
         given = dict(zip((f"{x}_tensor" for x in DESCALES), descales, strict=True))
         attention.execute(q, k, v, o, lse, **given)
+        with pytest.raises(ValueError, match=r"descale_k: got -1.0; allowed: positive numbers, or 0"):
+            attention.execute(q, k, v, o, lse, **given | {"descale_k_tensor": -torch.ones(2, 2)})
     meant = [
         x.double() * d.double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
         for x, d in zip((q, k, v), descales, strict=True)

@@ -16,6 +16,8 @@ from cudnn_kernels.epilogue.fragment import RowLayout
 LOG2_E = math.log2(math.e)
 SLACK = 8.0
 """Scores, times log2(e), may exceed what is subtracted from them by so much before all sums are multiplied anew."""
+LEAST_SCALE = 2.0**-60
+"""The least that products of 8 bits are multiplied by: it makes 0 of them, and LIFT / scale is finite."""
 LIFT = 8.0
 """The largest exponential's logarithm where they have 8 bits: e4m3 ends at 448, and loses bits below 2^-6."""
 

@@ -333,7 +333,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         q, k, v = (x[p.batch, p.key_head] for x in call.descales)
         scale, state = call.scale, part.state
         if part.cap_factor is None:
-            scale = scale * q * k
+            scale = cute.arch.fmax(scale * q * k, softmax.LEAST_SCALE)
         else:
             part = replace(part, cap_factor=part.cap_factor * q * k)
         return replace(part, state=replace(state, scale=scale, lift=softmax.LIFT / scale)), call.scale_output * v

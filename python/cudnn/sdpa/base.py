@@ -13,6 +13,7 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import Heads, RowValues
 from cudnn.sdpa.reference import Window
+from cudnn_kernels.attention import DESCALES
 
 TYPES = ("float16", "bfloat16")
 
@@ -188,8 +189,11 @@ class Attention(FusedAPI):
             raise self.error("cum_seqlen_q_tensor and cum_seqlen_k_tensor", (cum_seqlen_q, cum_seqlen_k), allowed)
 
     def check_values(self, tensors: Sequence[Any]) -> None:
-        """Raises for offsets, lengths and pages outside the tensors."""
+        """Raises for offsets, lengths and pages outside the tensors, and for negative descales."""
         given = dict(zip(self.names, tensors, strict=True))
+        for name in DESCALES:
+            if given.get(name) is not None and (given[name] < 0).any():
+                raise self.error(name, given[name].min().item(), "positive numbers, or 0")
         k, lengths, table = given["k"], given.get("seqlen_k"), given.get("page_table")
         if self.packed:
             for name in "qk":
