@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -617,6 +618,13 @@ def test_gradients_are_not_differentiated_twice() -> None:
     (gradient,) = torch.autograd.grad(MoE(64, 32, 4, 2)(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         (gradient.square().sum() + x.sum()).backward()
+
+
+def test_tangents_are_refused() -> None:
+    """Also where nothing is kept for a backward pass: forward-mode AD takes no notice of ``torch.no_grad``."""
+    x = torch.randn(5, 64).bfloat16()
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        MoE(64, 32, 4, 2)(forward_ad.make_dual(x, x))
 
 
 def test_the_correction_stays_float32() -> None:

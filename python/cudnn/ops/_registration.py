@@ -152,6 +152,7 @@ def is_seen(tensors: Iterable[torch.Tensor], has_autocast: bool) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or _profiler_enabled()
+        or forward_ad._current_level >= 0
         or torch._C._is_tracing()
         or (has_autocast and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
     ):
