@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.fused.call import Repeated, _lanes
+from cudnn.fused.call import Repeated, lanes
 from support.gemm_families import Case, case, options
 from support.gemms import E4M3, E8M0
 from support.threads import together
@@ -26,10 +26,13 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     def problem() -> Case:
         return case(request.param, 256, 256, 256, **KINDS[request.param], device="cuda")
 
-    first = problem()
+    return compiled(problem()), problem
+
+
+def compiled(first: Case) -> Any:
     gemm = first.family.cls(**first.samples(), **options(first))
     gemm.compile()
-    return gemm, problem
+    return gemm
 
 
 def launch(gemm: Any, problem: Case, times: int = 1, **more: Any) -> torch.Tensor:
@@ -47,10 +50,10 @@ def test_other_values_and_addresses(made: tuple[Any, Any]) -> None:
     gemm, problem = made
     one, other = problem(), problem()
     want = [launch(gemm, x) for x in (one, other)]
-    before = len(_lanes.kept)
+    before = len(lanes.kept)
     for x in (one, other):
         launch(gemm, x, 16)
-    assert len(_lanes.kept) == before + 2
+    assert len(lanes.kept) == before + 2
     for _ in range(8):
         assert all(torch.equal(launch(gemm, x), y) for x, y in zip((one, other), want, strict=True))
     one.tensors["a"].copy_(other.tensors["a"])
@@ -89,14 +92,14 @@ def test_streams_threads_and_captures(made: tuple[Any, Any]) -> None:
 
 
 def test_one_that_is_running_goes_with_its_object(made: tuple[Any, Any]) -> None:
-    gemm, problem = made
-    one = problem()
+    _, problem = made
+    gemm, one = compiled(problem()), problem()
     want, result = launch(gemm, one, 16), one.tensors[one.family.result]
     result.zero_()
     torch.cuda._sleep(50_000_000)
     gemm.execute(**one.arguments())
-    before = len(_lanes.kept)
-    del gemm, made
+    before = len(lanes.kept)
+    del gemm
     gc.collect()
-    assert len(_lanes.kept) <= before
+    assert len(lanes.kept) == before - 1
     assert torch.equal(result, want)

@@ -152,7 +152,7 @@ class Table:
             if self.misses < self.MAX_MISSES:
                 return _once
             self.forget()
-        found = self.calls[key] = Repeated(_lanes.find(index, stream))
+        found = self.calls[key] = Repeated(lanes.find(index, stream))
         return found
 
     def forget(self) -> None:
@@ -189,20 +189,21 @@ class Layout:
         self.mine = _Mine()
 
 
-class _Lanes(threading.local):
+class Lanes(threading.local):
     """A thread's streams, and the CUDA graphs that are kept for all objects' calls in it."""
 
     def __init__(self) -> None:
-        self.lanes: dict[tuple[int, int], Lane] = {}
+        self.by_stream: dict[tuple[int, int], Lane] = {}
         self.kept: dict[Any, Any] = {}
 
     def find(self, device: int, stream: int) -> Lane:
-        if (device, stream) not in self.lanes:
-            self.lanes[device, stream] = Lane(device, stream, self.kept)
-        return self.lanes[device, stream]
+        """The lane of a stream of a device."""
+        if (device, stream) not in self.by_stream:
+            self.by_stream[device, stream] = Lane(device, stream, self.kept)
+        return self.by_stream[device, stream]
 
 
-_lanes = _Lanes()
+lanes = Lanes()
 _once = Repeated(Lane(-1, 0, {}))
 """Stands for calls that are not counted."""
 
