@@ -15,13 +15,14 @@ from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, 
 from cudnn_kernels.attention.backward import Work, block_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.fakes import DTYPES
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.signature import START, Workspace
 
 ROW_THREADS, THREADS = 128, 256  # of a CTA that has rows, and of one that rounds dQ
 WARP = 32
-VECTOR = 8  # elements of 16 bits that a thread loads at once
 SLAB = 64  # query rows of a product of dQ
 
 
@@ -283,8 +284,7 @@ class KeyGradients:
     @cute.kernel
     def kernel(self, sums: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, work: Work, scale: Float32) -> None:
         c, chunks = self.c, self.c.keys // self.keys
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        thread, cta = here()
         number, first = cta // chunks, cta % chunks * self.keys
         block = block_of(c, work, work.whole + number, c.keys, c.tile[0], False, c.last_first)
         vector = thread % self.lanes

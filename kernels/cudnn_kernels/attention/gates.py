@@ -12,13 +12,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cudnn_kernels.attention import vectors
 from cudnn_kernels.attention.sparse import BRANCHES, GateConfiguration
+from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.kernel import Kernel
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
 
 THREADS = 256
-VECTOR = 8  # elements of 16 bits
 
 
 class Gates(Kernel):
@@ -27,7 +28,7 @@ class Gates(Kernel):
     def __init__(self, configuration: GateConfiguration) -> None:
         super().__init__(configuration)
         c = configuration
-        self.dtype, self.gate_dtype = DTYPES[c.dtype], DTYPES[c.gates]
+        self.gate_dtype = DTYPES[c.gates]
         self.lanes = c.width // VECTOR  # of a row
 
     def launch(self, given: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ class Gates(Kernel):
             parts = [self.load(x, row, column) for x in branches]
             for i in cutlass.range_constexpr(len(BRANCHES)):
                 total.store(total.load() + parts[i] * gates[row, i].to(Float32))
-            self.store(out, row, column, total.load())
+            vectors.store(total.load(), out[row, None], column)
 
     name(kernel, "cudnn_nsa_gates")
 
@@ -66,7 +67,7 @@ class Gates(Kernel):
             for step in cutlass.range_constexpr(self.lanes.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, 1 << step)
             if exists:
-                self.store(changes[i], row, column, mine * gates[row, i].to(Float32))
+                vectors.store(mine * gates[row, i].to(Float32), changes[i][row, None], column)
                 if column == 0:
                     d_gates[row, i] = total.to(self.gate_dtype)
 
@@ -74,18 +75,9 @@ class Gates(Kernel):
 
     def place(self) -> tuple[Int32, Int32]:
         """A thread's row, and which 16 bytes of it."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         return (block * (THREADS // self.lanes)) + thread // self.lanes, thread % self.lanes
 
     def load(self, tensor: cute.Tensor, row: Int32, column: Int32) -> Any:
         """16 bytes of a row, in float32."""
-        part = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.autovec_copy(cute.local_tile(tensor[row, None], (VECTOR,), (column,)), part)
-        return part.load().to(Float32)
-
-    def store(self, tensor: cute.Tensor, row: Int32, column: Int32, values: Any) -> None:
-        """Rounds 16 bytes of a row, and stores them."""
-        part = cute.make_rmem_tensor(VECTOR, self.dtype)
-        part.store(values.to(self.dtype))
-        cute.autovec_copy(part, cute.local_tile(tensor[row, None], (VECTOR,), (column,)))
+        return vectors.load(tensor[row, None], column).load().to(Float32)

@@ -24,10 +24,11 @@ from cudnn_kernels.attention.around import region
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V, partition
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.softmax import LOG2_E
+from cudnn_kernels.attention.vectors import VECTOR
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 
 GROUP, WARP = 128, 32
-VECTOR = 8  # elements in 16 bytes
 MANY = (1 << 31) - 1  # the most steps that the copy engine counts
 
 
@@ -190,8 +191,7 @@ class SplitKeys(Forward):
         self, parts: cute.Tensor, log_sums: cute.Tensor, o: cute.Tensor, lse: cute.Tensor, sink: Any
     ) -> None:  # fmt: skip
         """A warp has a row: the mean of its parts, weighted by what exponentials add up to in each."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        thread, block = here()
         lane, index = thread % WARP, block * (GROUP // WARP) + thread // WARP
         queries, heads, batches, splits = log_sums.shape
         query, head, batch = index % queries, index // queries % heads, index // queries // heads

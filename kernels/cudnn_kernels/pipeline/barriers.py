@@ -1,4 +1,7 @@
-"""Named barriers of a CTA, of which the hardware has 16; 0 is that of all threads. One enumeration for each kernel."""
+"""Named barriers of a CTA, of which the hardware has 16; 0 is that of all threads. One enumeration for each kernel.
+
+And how a warp arrives at a barrier in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,10 @@ def wait(barrier: Int32, threads: int) -> None:
 def arrive(barrier: Int32, threads: int) -> None:
     """Counts as having come to a barrier that so many threads pass, without waiting."""
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
+
+
+@cute.jit
+def arrive_once(barrier: cute.Pointer, rank: Int32 | None = None) -> None:
+    """A warp arrives at a barrier in shared memory, of its CTA or of another one of the cluster."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(barrier, rank)

@@ -108,3 +108,11 @@ def clipped(first: Int32, end: Int32, extent: int, step: int) -> tuple[Int32, An
     count = cutlass.max(cutlass.min(end - first, extent), 0)
     steps, last = far(step)
     return last - count, ((first + count) // step, steps)
+
+
+def copy_bytes(source: cute.Pointer, target: cute.Pointer, size: int, full: cute.Pointer) -> None:
+    """One thread: starts a copy of so many bytes to shared memory, which a barrier counts."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target.toint(), source.toint(), Int32(size), full.toint()],
+    )

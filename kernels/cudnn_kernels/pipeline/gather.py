@@ -203,13 +203,6 @@ def selected(tensor: cute.Tensor, index: cute.Tensor | None, along_k: bool) -> c
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
 
-@cute.jit
-def arrive_once(barrier: cute.Pointer, rank: Int32 | None = None) -> None:
-    """A warp arrives at a barrier of its CTA, or of another one of the cluster."""
-    if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(barrier, rank)
-
-
 class Gather:
     """The lines of all ``sources`` for the tiles of a ``feed``, of k tiles ``depth`` deep, into the buffers of a ring.
 

@@ -33,6 +33,15 @@ class WgmmaRows(RowLayout):
     def row(self, thread: Int32, slot: int) -> Int32:
         return slot // 2 * 64 + thread // 32 * 16 + thread % 32 // 4 + slot % 2 * 8
 
+    def store(self, acc: cute.Tensor, slot: int, line: cute.Tensor, thread: Int32, factor: Any = None) -> None:
+        """Writes a thread's values of one of two rows to a row in memory, pair by pair: times a factor, rounded."""
+        order, pair = self.order(2 * cute.size(acc), slot), cute.make_rmem_tensor(self.run, line.element_type)
+        for place in range(0, len(order), self.run):
+            for i in range(self.run):
+                value = acc[order[place + i]]
+                pair[i] = (value if factor is None else value * factor).to(line.element_type)
+            cute.autovec_copy(pair, cute.local_tile(line, (self.run,), (self.column(thread, place) // self.run,)))
+
 
 class MmaTF32Op(base.MmaOp):
     """The instruction for tf32, which the DSL's own list lacks: both operands K-major."""

@@ -41,10 +41,11 @@ from cudnn_kernels.epilogue.fragment import Fragment
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.barriers import BlackwellGemm as Barrier
+from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.copy import address
 from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
-from cudnn_kernels.pipeline.gather import Gather, Lines, arrive_once
+from cudnn_kernels.pipeline.gather import Gather, Lines
 from cudnn_kernels.pipeline.mainloop import Mainloop
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed

@@ -40,6 +40,7 @@ from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers
 from cudnn_kernels.pipeline.cluster import Cluster, meet
+from cudnn_kernels.pipeline.copy import copy_bytes
 from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, register_operand
 
 GROUP = 128  # threads of a warpgroup
@@ -234,16 +235,9 @@ class Backward(Kernel):
                     self.fetch(atoms[x][0], rows, boxes[x], (index * self.m, 0), target, full)
                     if const_expr(self.copies_values):
                         source = cute.domain_offset((first, head, block.batch), getattr(values, of_rows)).iterator
-                        self.fetch_rows(source, shared[of_rows][None, stage].iterator, full)
-
-    @cute.jit
-    def fetch_rows(self, source: Any, target: Any, full: Any) -> None:
-        """Starts a copy of a value for each row."""
-        with cute.arch.elect_one():
-            cute.arch.inline_ptx(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-                read_only_args=[target.toint(), source.toint(), Int32(4 * self.m), full.toint()],
-            )
+                        values_of_rows = shared[of_rows][None, stage].iterator
+                        with cute.arch.elect_one():
+                            copy_bytes(source, values_of_rows, 4 * self.m, full)
 
     @cute.jit
     def expect(self, full: Any, elements: int, more: int = 0) -> None:
@@ -296,12 +290,6 @@ class Backward(Kernel):
         loaded = values.load() if factor is None else values.load() * factor
         found.store(loaded.to(self.dtype))
         return found
-
-    @cute.jit
-    def release(self, empty: Any) -> None:
-        """A warp is done with a buffer."""
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(empty)
 
     def place(self, block: Block, step: Int32) -> tuple[Any, ...]:
         """Where the values of a step's block are: block, head, batch."""
@@ -466,7 +454,7 @@ class AttentionBackward(Backward):
             self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)
             self.dk.issue(acc_dk, ds, tKrQ[None, None, None, stage], True)
             warpgroup.wait_group(1)
-            self.release(do_empty + stage)
+            barriers.arrive_once(do_empty + stage)
             cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
             self.hand_over(acc_dq, shared["dq"], dq_full + group, group, thread)
             if const_expr(self.ahead):
@@ -474,11 +462,11 @@ class AttentionBackward(Backward):
                 cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, following], False)
                 warpgroup.wait_group(1)
-                self.release(q_empty + stage)
+                barriers.arrive_once(q_empty + stage)
                 warpgroup.wait_group(0)  # in flight over a loop's end, ptxas would let products wait for each other
             else:
                 warpgroup.wait_group(0)
-                self.release(q_empty + stage)
+                barriers.arrive_once(q_empty + stage)
         results = {"k": (acc_dk, dk), "v": (acc_dv, dv)}
         self.finish(shared, values, block, results, scale, rank, group, thread256)
 
@@ -493,7 +481,7 @@ class AttentionBackward(Backward):
             cute.autovec_copy(four, cute.local_tile(buffer[None, part * vectors + i], (4,), (thread,)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.release(full)
+        barriers.arrive_once(full)
 
     @cute.jit
     def assist(self, shared: Any, values: Values, block: Block, rank: Any, part: Int32) -> None:

@@ -25,6 +25,7 @@ from cudnn_kernels.attention.around import Values
 from cudnn_kernels.attention.backward import Block, place_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import Scale, cap
+from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.wgmma import MN, Product
 from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box
 
@@ -139,7 +140,7 @@ class PairedBackward(Backward):
             additions = self.additions(acc_dq, sums, rank * GROUPS + group, thread)
             self.query.issue(acc_dq, tQrS, tQrK, False)
             warpgroup.wait_group(1)
-            self.release(shared["do_empty"])  # as early as can be: there is but one buffer
+            arrive_once(shared["do_empty"])  # as early as can be: there is but one buffer
             self.dk.issue(acc_dk, tKrQ[None, None, None, stage], tKrS, True)
             cute.arch.mbarrier_wait(peer_full, phase)
             self.query.issue(acc_dq, tQrPeerS, tQrPeerK, True)
@@ -148,7 +149,7 @@ class PairedBackward(Backward):
             rows = tSrQ[None, None, None, following]
             self.score.issue(scores, rows, tSrK, False, FIRST)
             warpgroup.wait_group(1)
-            self.release(q_empty + stage)
+            arrive_once(q_empty + stage)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
             if const_expr(c.deterministic):
@@ -196,7 +197,7 @@ class PairedBackward(Backward):
             self.wait_for_turn(values.turns[(None, *self.place(block, used))], rank, turn)
             cute.arch.sync_warp()
             cute.arch.mbarrier_wait(shared["added"], step % 2)
-            self.release(shared["turn"])
+            arrive_once(shared["turn"])
             with cute.arch.elect_one():
                 self.end_turn(values.turns[(None, *self.place(block, before))], rank, cutlass.min(step, 1))
             cute.arch.sync_warp()
@@ -206,7 +207,7 @@ class PairedBackward(Backward):
         """All that a warp has added so far is in memory."""
         cute.arch.fence_acq_rel_gpu()
         cute.arch.sync_warp()
-        self.release(done)
+        arrive_once(done)
 
     @cute.jit
     def send(self, sdS: cute.Tensor, sPeerS: cute.Tensor, peer_full: Any, rank: Int32) -> None:

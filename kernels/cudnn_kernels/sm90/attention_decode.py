@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from cudnn_kernels.attention.forward import Call, O
 from cudnn_kernels.attention.split_keys import WARP, CachedProblem, SplitKeys
@@ -34,13 +34,8 @@ class AttentionDecode(SplitKeys, AttentionForward):
     @cute.jit
     def store(self, call: Call, room: Room, part: Part, p: CachedProblem) -> None:
         """What a warpgroup's rows have of the CTA's keys."""
-        pair = cute.make_rmem_tensor(2, Float32)
         for slot in cutlass.range_constexpr(2):
             row = p.row + part.group * ROWS + self.score_rows.row(part.thread, slot)
             if row < p.mask.queries:
                 target = call.tensors[O][(None, *self.place(p, row))]
-                order = self.score_rows.order(self.c.head_v, slot)
-                for place in cutlass.range_constexpr(0, len(order), 2):
-                    pair[0], pair[1] = part.acc[order[place]], part.acc[order[place + 1]]
-                    column = self.score_rows.column(part.thread, place)
-                    cute.autovec_copy(pair, cute.local_tile(target, (2,), (column // 2,)))
+                self.score_rows.store(part.acc, slot, target, part.thread)

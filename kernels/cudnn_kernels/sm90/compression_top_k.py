@@ -17,7 +17,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, select_
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
@@ -25,10 +24,11 @@ from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import CompressedMask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
+from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.sm90.attention_forward import GROUP
-from cudnn_kernels.sm90.top_k import VECTOR, WARP, WARP_ROWS, Rows, TopK
+from cudnn_kernels.sm90.top_k import WARP, WARP_ROWS, Rows, TopK
 from cudnn_kernels.sm90.warpgroup_products import ROWS
 
 NEVER = -(1 << 31)  # less than the bits of any score
@@ -57,24 +57,11 @@ class CompressionTopK(TopK):
         tiles = sequences.blocks_of(given["q"].shape[0], offsets[0].shape[0] - 1, self.queries, True)
         ctas = cutlass.max(cutlass.min(given["multiprocessors"] // c.key_heads, tiles), 1)
         self.kernel(
-            self.atoms(given), results, offsets, tiles, given["scale_softmax"] * softmax.LOG2_E
+            self.atoms(given, self.box, self.tile_n), results, offsets, tiles, given["scale_softmax"] * softmax.LOG2_E
         ).launch(
             grid=[ctas * c.key_heads, 1, 1], block=[self.warps * WARP, 1, 1], stream=given["stream"],
             min_blocks_per_mp=1,
         )  # fmt: skip
-
-    def atoms(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """How the copy engine fetches some heads of a row of Q, and all of a sequence's K and V: atoms and views."""
-        found = {}
-        for x, width in self.widths.items():
-            if x == "q":
-                view, rows = cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0])), self.box
-            else:
-                view, rows = sequences.copied(given[x], True), self.tile_n
-            layout = cute.slice_(self.layout(max(rows, ROWS), width), (None, None, 0))
-            box = cute.composition(layout, (rows, width))
-            found[x] = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, width))
-        return found
 
     @cute.kernel
     def kernel(self, atoms: Any, results: Any, offsets: Any, tiles: Int32, scale: Float32) -> None:
@@ -291,8 +278,8 @@ class CompressionTopK(TopK):
         c, s, group, member = self.c, rows.sequence, thread // GROUP, thread % GROUP
         pair = cute.make_rmem_tensor(2, self.dtype)
         for slot in cutlass.range_constexpr(2):
-            order = self.rows.order(c.head_v, slot)
             line = sO[group * ROWS + self.rows.row(member, slot), None]
+            order = self.rows.order(c.head_v, slot)
             for place in cutlass.range_constexpr(0, len(order), 2):
                 for i in cutlass.range_constexpr(2):
                     pair[i] = (acc[order[place + i]] * factors[0, slot]).to(self.dtype)

@@ -16,11 +16,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.forward import partition
+from cudnn_kernels.kernel import here
+from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
 
@@ -150,32 +151,16 @@ class SelectedRows(AttentionForward):
         widths = {"q": s.head, "do": s.head_v, "k": s.head, "v": s.head_v}
         return {x: widths[x] for x in (*self.of_rows, "k", "v")}
 
-    def atoms(self, given: Mapping[str, Any], heads: int = 0, keys: int = 0) -> list[Any]:
-        """How the copy engine fetches boxes, atoms and views: of tensors like Q, some heads of a row, and of those like
-        K and V, some keys: a part of a block.
-        """
-        found = []
-        for x, width in self.widths.items():
-            if x in ("k", "v"):
-                view, rows = sequences.copied(given[x], True), keys or self.size
-            else:
-                by_head = cute.select(given[x].layout, mode=[1, 2, 0])
-                view, rows = cute.make_tensor(given[x].iterator, by_head), heads or self.box
-            layout = cute.slice_(self.layout(max(rows, ROWS), width), (None, None, 0))
-            box = cute.composition(layout, (rows, width))
-            found.append(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, width)))
-        return found
-
     def loads(self, atoms: Any, buffers: Any) -> list[Any]:
         """Of all that is loaded: atom and view, buffer, width."""
-        return [(*atom, buffers[x], width) for (x, width), atom in zip(self.widths.items(), atoms, strict=True)]
+        return [(*atoms[x], buffers[x], width) for x, width in self.widths.items()]
 
     def launch_rows(self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32) -> None:
         """Launches a kernel of :meth:`roles`."""
         offsets = given["cum_seqlen_q"]
         tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares
         choices = Choices(given["block_indices"], given["block_counts"], offsets, tiles)
-        kernel(self.atoms(given), tensors, choices, scale).launch(
+        kernel(self.atoms(given, self.box, self.size), tensors, choices, scale).launch(
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
             block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
@@ -184,8 +169,7 @@ class SelectedRows(AttentionForward):
     def roles(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
         """A kernel, all of it. ``tensors`` are the subclass's own."""
         s, smem = self.s, SmemAllocator()
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
+        thread, index = here()
         group = cute.arch.make_warp_uniform(thread // GROUP)
         shapes = {x: (self.tile_m, width, 1) for x, width in self.widths.items()}
         shapes |= {x: (self.tile_n, self.widths[x], s.stages) for x in ("k", "v")}
@@ -559,8 +543,7 @@ class SelectedRows(AttentionForward):
     def release(self, empty: Any) -> None:
         """A warp is done with a step."""
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(empty)
+        arrive_once(empty)
 
     def head_of(self, mine: Tile, group: Int32, number: Int32) -> tuple[Int32, Int32, Boolean]:
         """What a row of a warpgroup's product is: a row of Q, a head, and whether there is one."""
@@ -568,15 +551,3 @@ class SelectedRows(AttentionForward):
         row = group * self.s.together + own
         exists = (row < mine.rows) & (head < mine.heads) & (own < self.s.together)
         return mine.row + row, mine.first_head + head, exists
-
-    def write_pairs(
-        self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
-    ) -> None:  # fmt: skip
-        """A thread's values of a row, times a factor."""
-        order = self.score_rows.order(width, slot)
-        pair = cute.make_rmem_tensor(2, self.dtype)
-        for place in range(0, len(order), 2):
-            for i in range(2):
-                pair[i] = (acc[order[place + i]] * factor).to(self.dtype)
-            column = self.score_rows.column(thread, place)
-            cute.autovec_copy(pair, cute.local_tile(out, (2,), (column // 2,)))

@@ -15,15 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, select_
 
-from cudnn_kernels.attention import sequences, softmax
+from cudnn_kernels.attention import sequences, softmax, vectors
 from cudnn_kernels.attention.sparse import BRANCHES
+from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.ring import advanced
 from cudnn_kernels.sm90.attention_forward import ROWS
 from cudnn_kernels.sm90.selected_rows import Choices, Part, SelectedRows, Tile, Warpgroup
-
-VECTOR = 8  # elements of 16 bits that a thread loads or stores at once
 
 
 class Selection(SelectedRows):
@@ -91,7 +90,7 @@ class Selection(SelectedRows):
                     exact = total * cute.math.exp2(state.maxima[slot] * state.scale - largest, fastmath=True)
                     sums[row, head] = Float32(select_(total == 0.0, total, exact))
                     maxima[row, head] = largest * math.log(2)
-                self.write_pairs(o[row, head, None], part.acc, self.s.head_v, slot, factor, w.thread)
+                self.score_rows.store(part.acc, slot, o[row, head, None], w.thread, factor)
 
 
 class GatedSelection(Selection):
@@ -120,7 +119,7 @@ class GatedSelection(Selection):
         for slot in cutlass.range_constexpr(2):
             row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
             row, head = Int32(select_(exists, row, mine.row)), Int32(select_(exists, head, mine.first_head))
-            others = [[self.load(x[row, head, None], column) for column in columns] for x in branches]
+            others = [[vectors.load(x[row, head, None], column) for column in columns] for x in branches]
             read.append((exists, o[row, head, None], others, [gates[row, head, i] for i in range(len(BRANCHES))]))
         for slot in cutlass.range_constexpr(2):
             exists, line, (compressed, near), of_row = read[slot]
@@ -130,15 +129,8 @@ class GatedSelection(Selection):
             if exists:
                 for i in cutlass.range_constexpr(len(columns)):
                     parts = [x.load().to(Float32) for x in (compressed[i], own[None, i], near[i])]
-                    found = cute.make_rmem_tensor(VECTOR, self.dtype)
-                    found.store((parts[0] * factors[0] + parts[1] * factors[1] + parts[2] * factors[2]).to(self.dtype))
-                    cute.autovec_copy(found, cute.local_tile(line, (VECTOR,), (columns[i],)))
-
-    def load(self, line: cute.Tensor, column: Int32) -> cute.Tensor:
-        """16 bytes of a row of a head."""
-        found = cute.make_rmem_tensor(VECTOR, self.dtype)
-        cute.autovec_copy(cute.local_tile(line, (VECTOR,), (column,)), found)
-        return found
+                    weighted = parts[0] * factors[0] + parts[1] * factors[1] + parts[2] * factors[2]
+                    vectors.store(weighted, line, columns[i])
 
     def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
         """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next

@@ -21,17 +21,19 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention import sequences, vectors
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
+from cudnn_kernels.attention.vectors import VECTOR
+from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import copy_bytes
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
-VECTOR = 8  # elements of 16 bits that a thread loads at once
 STAGES = 2  # of the rows that chose a block
 FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread, for dK and dV
 
@@ -128,9 +130,7 @@ class SelectionBackward(SelectedRows):
                     factors = []
                     for tensor in (o, do):
                         source = tensor[row, mine.first_head + head, None]
-                        part = cute.make_rmem_tensor(VECTOR, self.dtype)
-                        cute.autovec_copy(cute.local_tile(source, (VECTOR,), (thread % 8 + 8 * i,)), part)
-                        factors.append(part.load().to(Float32))
+                        factors.append(vectors.load(source, thread % 8 + 8 * i).load().to(Float32))
                     total += (factors[0] * factors[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 log_sum = lse[row, mine.first_head + head] * LOG2_E
                 log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
@@ -173,7 +173,7 @@ class SelectionBackward(SelectedRows):
         for slot in cutlass.range_constexpr(2):
             row, head, exists = self.head_of(mine, w.group, self.score_rows.row(thread, slot))
             if exists:
-                self.write_pairs(dq[row, head, None], acc, s.head, slot, w.scale, thread)
+                self.write_row(dq[row, head, None], acc, s.head, slot, w.scale, thread)
         return advanced(w.steps.ring, stage, phase)
 
     @cute.jit
@@ -196,8 +196,7 @@ class SelectionBackward(SelectedRows):
     ) -> None:  # fmt: skip
         """A CTA has up to 64 keys of a block and a part of the block's list."""
         s = self.s
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
+        thread, index = here()
         warp_index = cute.arch.make_warp_uniform(thread // WARP)
         group = cute.arch.make_warp_uniform(thread // GROUP)
         smem = SmemAllocator()
@@ -297,15 +296,8 @@ class SelectionBackward(SelectedRows):
                 for copy, to, of in sides:
                     cute.copy(copy, of[None, row], to[None, stage, slot], tma_bar_ptr=ring.full + stage)
                 with cute.arch.elect_one():
-                    self.copy_values(values[None, None, mine.head, row], buffers["values"][None, None, slot, stage],
-                                     ring.full + stage)  # fmt: skip
-
-    def copy_values(self, source: cute.Tensor, target: cute.Tensor, full: Any) -> None:
-        """Starts a copy of the values of a row's heads."""
-        cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[target.iterator.toint(), source.iterator.toint(), Int32(self.padded * 8), full.toint()],
-        )
+                    of_row, of_slot = values[None, None, mine.head, row], buffers["values"][None, None, slot, stage]
+                    copy_bytes(of_row.iterator, of_slot.iterator, self.padded * 8, ring.full + stage)
 
     @cute.jit
     def differentiate_block(
@@ -370,10 +362,10 @@ class SelectionBackward(SelectedRows):
                 for out, acc, factor in zip(outs, accs, (scale, Float32(1.0)), strict=True):
                     width = out.shape[2] // self.split
                     own = cute.local_tile(out[mine.first + mine.key + row, mine.head, None], (width,), (part,))
-                    self.write_pairs(own, acc, width, slot, factor, member)
+                    self.write_row(own, acc, width, slot, factor, member)
 
     @cute.jit
-    def write_pairs(
+    def write_row(
         self, out: cute.Tensor, acc: cute.Tensor, width: int, slot: int, factor: Float32, thread: Int32
     ) -> None:  # fmt: skip
         """A thread's values of a row, times a factor, maybe added to what is there."""
@@ -385,7 +377,7 @@ class SelectionBackward(SelectedRows):
             for place, i in enumerate(order):
                 acc[i] = acc[i] * factor + held[place // 2][place % 2].to(Float32)
             factor = Float32(1.0)
-        SelectedRows.write_pairs(self, out, acc, width, slot, factor, thread)
+        self.score_rows.store(acc, slot, out, thread, factor)
 
     @cute.kernel
     def add_parts(
@@ -394,8 +386,7 @@ class SelectionBackward(SelectedRows):
     ) -> None:  # fmt: skip
         """dK and dV of blocks whose lists have several parts, in the order of the parts."""
         s = self.s
-        thread, _, _ = cute.arch.thread_idx()
-        index, _, _ = cute.arch.block_idx()
+        thread, index = here()
         per_block = -(-s.block // ROWS)
         tile = index % per_block
         mine = self.chosen(index // per_block, tile, ends, offsets)

@@ -5,23 +5,26 @@ Those of :mod:`cudnn_kernels.sm100.warp_products` have the same names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from cudnn_kernels.attention import sequences
 from cudnn_kernels.pipeline.wgmma import MN, K, Product, register_operand
 
 ROWS = 64
 
 
 class WarpgroupProducts:
-    """To be a kernel's base; ``dtype`` is that of the operands."""
+    """To be a kernel's base; ``dtype`` is that of the operands, ``widths`` are elements of heads, by their names."""
 
     dtype: Any
+    widths: Mapping[str, int]
 
     def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         """A swizzled layout of rows of contiguous elements: (rows, columns, stages)."""
@@ -34,6 +37,21 @@ class WarpgroupProducts:
             x: smem.allocate_tensor(dtype or self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for x, layout in layouts.items()
         }
+
+    def atoms(self, given: Mapping[str, Any], heads: int, keys: int) -> dict[str, Any]:
+        """How the copy engine fetches boxes of packed tensors, atoms and views: of those like Q, some heads of a row,
+        and of K and V, some keys.
+        """
+        found = {}
+        for x, width in self.widths.items():
+            if x in ("k", "v"):
+                view, rows = sequences.copied(given[x], True), keys
+            else:
+                view, rows = cute.make_tensor(given[x].iterator, cute.select(given[x].layout, mode=[1, 2, 0])), heads
+            layout = cute.slice_(self.layout(max(rows, ROWS), width), (None, None, 0))
+            box = cute.composition(layout, (rows, width))
+            found[x] = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, width))
+        return found
 
     def product(self, columns: int, transposed: bool = False, registers: bool = False) -> Product:
         """The product. ``transposed``: columns of the right operand follow each other; ``registers`` have the left."""
