@@ -550,6 +550,10 @@ def test_both_orders_of_the_hadamard_transform(monkeypatch: pytest.MonkeyPatch) 
     grouped.check(p)
     again = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
     assert all(torch.equal(x, y) for x, y in zip(p.results, again, strict=True))
+    c, d = (torch.empty_like(p.results[name]) for name in ("c_tensor", "d_tensor"))
+    given = [g["a"], g["b"], c, d, *older[2:]]
+    cudnn.GroupedGemmGluHadamardSm100(*given)(*given)
+    assert torch.equal(d, p.results["d_tensor"])
     monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
     p.results = cudnn.grouped_gemm_glu_hadamard_wrapper_sm100(*older)
     p.options["semantics"] = "1.23"

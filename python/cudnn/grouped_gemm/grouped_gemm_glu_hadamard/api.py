@@ -108,6 +108,10 @@ class GroupedGemmGluHadamard(GatedExperts):
         if self._unseen is None:
             self._unseen = unseen(self._device)
 
+    @older_order(
+        "self a_tensor b_tensor c_tensor d_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor prob_tensor "
+        "hadamard_tensor amax_tensor bias_tensor current_stream"
+    )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, a_tensor: Tensor, c_tensor: Tensor, d_tensor: Tensor, sfa_tensor: Tensor | None, padded_offsets: Tensor,
         alpha_tensor: Tensor, prob_tensor: Tensor, b_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None,
