@@ -74,7 +74,7 @@ FAULTS = [
     # epilogues
     Fault(
         "a row beyond the tensor is added to", f"{KERNELS}/epilogue/reductions.py",
-        "row < tile.end:\n        place = sums", "row <= tile.end:\n        place = sums",
+        "row < tile.end:\n        place = cute", "row <= tile.end:\n        place = cute",
         _test(f"{_EPILOGUE}test_operations", "257-200"),
     ),
     Fault(
