@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn.fused.call import Call, Repeated, Table, lanes
+from cudnn.fused.call import Call, Repeated, Table, lanes, say_kept
 from support.gemm_families import Case, case, options
 from support.gemms import E4M3, E8M0
 from support.recorded import GraphDriver, OnGpu, Recorded
@@ -24,6 +24,7 @@ class Calls:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setenv("CUDNN_FUSED_CUDA_GRAPHS", setting)
         monkeypatch.setattr(Repeated, "CALLS_BEFORE_GRAPH", 3)
+        say_kept.cache_clear()
         for name in ("by_stream", "kept"):
             monkeypatch.setattr(lanes, name, {})
         self.kernels, self.driver = Recorded(monkeypatch), GraphDriver(monkeypatch)
