@@ -19,6 +19,7 @@ from support.dense_attention import attend
 from support.selection import brief, within
 
 C, CHOICE = SelectionConfiguration("float16", 4, 2, 64, 64, 16), Choice((12, 0, 38), 3, spare=0)
+E4M3 = torch.float8_e4m3fn
 ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
 
 
@@ -40,7 +41,9 @@ def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
     c = replace(C, causal=is_causal)
     given = nsa.selection_inputs(c, CHOICE)
     with within(arch):
-        o, sums, maxima = NSA.selection_attention_wrapper(**selection_call(given), is_causal=is_causal)
+        options = {"is_causal": is_causal, "o_dtype": torch.bfloat16 if is_causal else None}
+        o, sums, maxima = NSA.selection_attention_wrapper(**selection_call(given), **options)
+    assert o.dtype is (options["o_dtype"] or given["q"].dtype)
     assert sums.shape == maxima.shape == (50, 4, 1)
     nsa.assert_selected(given | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
 
@@ -324,6 +327,44 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
     torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "result", "d", "packed", "arch"),
+    brief(
+        [
+            (E4M3, torch.float16, 64, True, ""), (torch.bfloat16, E4M3, 32, False, ""),
+            (E4M3, E4M3, 32, True, "sm_90a"), (E4M3, torch.bfloat16, 64, True, "sm_100a"),
+            (torch.float16, E4M3, 32, False, "sm_90a"), (E4M3, E4M3, 128, False, "sm_90a"),
+            (torch.bfloat16, torch.float16, 64, False, "sm_90a"), (E4M3, torch.float16, 128, False, "sm_90a"),
+            (E4M3, torch.bfloat16, 64, True, "sm_90a"),
+            (E4M3, E4M3, 32, True, "sm_100a"), (E4M3, torch.float16, 128, False, "sm_100a"),
+            (torch.float16, E4M3, 64, True, "sm_100a"), (torch.bfloat16, torch.float16, 32, False, "sm_100a"),
+        ],
+        0, 1, 2, 3,
+    ),
+)  # fmt: skip
+def test_compression_of_8_bits_and_to_another_type(
+    kind: torch.dtype, result: torch.dtype, d: int, packed: bool, arch: str
+) -> None:
+    """Values beyond the largest of 8 bits are rounded to that."""
+    call = {name: x.to(kind) for name, x in compression_call(300, 140, d).items()}
+    o, lse = compressed({name: x.double() for name, x in call.items()}, 0.125 * 1.5)
+    options = {"scale_softmax": 0.125, "scale_q": 1.5, "scale_v": 500.0, "enable_lse": True, "o_dtype": result}
+    if packed:
+        call = {name: flat(x) for name, x in call.items()}
+        o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
+        for name, rows in (("q", 300), ("k", 140)):
+            options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows
+    with within(arch):
+        found, found_lse = NSA.compression_attention_wrapper(**call, **options)
+    assert found.dtype is result
+    assert found.stride() == call["q_tensor"].stride()
+    expected = (500 * o).clamp(-torch.finfo(result).max, torch.finfo(result).max)
+    eps = max(torch.finfo(x).eps for x in (kind, result))
+    assert (found.double() - expected).norm() <= 0.4 * eps * expected.norm()
+    assert (expected.abs() == 448).any() == (result is E4M3)
+    torch.testing.assert_close(found_lse.double(), lse, atol=1e-2 if kind is E4M3 else 1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
 def test_compression_without_the_log_sum_exp_and_with_other_factors(arch: str) -> None:
     call = compression_call(40, 10)
@@ -357,6 +398,7 @@ def test_packed_values_of_rows_may_have_any_strides() -> None:
         ({"scale_k": math.nan}, ValueError, "scale_k"),
         ({"qk_acc_dtype": torch.float16}, ValueError, "qk_acc_dtype"),
         ({"mma_tiler_mn": (64, 64)}, ValueError, "mma_tiler_mn"),
+        ({"o_dtype": torch.float32}, ValueError, "o tensor dtype"),
         ({"q_tensor": torch.zeros(2, 40, 2, 64).half().transpose(1, 2).float()}, ValueError, "q tensor dtype"),
         ({f"{name}_tensor": torch.zeros(2, 1, 40, 48).half() for name in "qkv"}, ValueError, "head size"),
     ],

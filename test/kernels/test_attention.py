@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cudnn.bench.sass import disassemble
+from cudnn.native_sparse_attention.compression import api as compression_table
 from cudnn.sdpa.bwd import api as table
 from cudnn.sdpa.fwd import api as forward_table
 from cudnn_kernels import compiler, fakes
@@ -394,6 +395,18 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
                 marks=pytest.mark.full,
             )
             for heads in forward_table.HEADS
+        ),
+        *(
+            pytest.param(
+                ForwardConfiguration(
+                    kind, *heads, tile if kind == result else (128, 128), right=True, compressed=True, result=result
+                ),
+                10,
+                marks=pytest.mark.full,
+            )
+            for heads, tile in compression_table.TILES["sm_90a"].items()
+            for kind in ("float8_e4m3fn", "float16")
+            for result in ("float8_e4m3fn", "bfloat16")
         ),
         (replace(PAIRED, right=True), 6),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
 
@@ -71,8 +72,7 @@ class ForwardConfiguration(AttentionConfiguration):
 
     ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
     offsets. ``queue``: CTAs stay and draw their tiles. ``holds``: a loop's ends stay in registers and places in rings
-    are unsigned, which saves instructions in every step. ``result`` is O's type where Q, K and V have 8 bits; each is
-    multiplied by descales, one for each head of K.
+    are unsigned, which saves instructions in every step. ``result`` is O's type, if it is not that of Q.
     """
 
     stages: int = 2
@@ -84,6 +84,11 @@ class ForwardConfiguration(AttentionConfiguration):
 
     kernel = "attention_forward:AttentionForward"
 
+    @property
+    def descaled(self) -> bool:
+        """Whether Q, K and V are multiplied by descales, one for each head of K."""
+        return FORMATS[self.dtype].bits == 8 and not self.compressed
+
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
@@ -91,7 +96,7 @@ class ForwardConfiguration(AttentionConfiguration):
             *matrices(self.packed, self.dtype, "sk", "hk", {"k": self.head, "v": self.head_v}),
             *matrices(self.packed, self.result or self.dtype, "sq", "hq", {"o": self.head_v}),
             *([row_values(self.packed, "lse")] if self.lse else []), *offsets(self.packed, self.ends),
-            *([Tensor(x, "float32", ("b", "hk"), (None, None), 4) for x in DESCALES] if self.result else []),
+            *([Tensor(x, "float32", ("b", "hk"), (None, None), 4) for x in DESCALES] if self.descaled else []),
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,

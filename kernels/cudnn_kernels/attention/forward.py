@@ -240,7 +240,11 @@ class Forward(Kernel):
     def state(self, call: Call) -> softmax.State:
         """A thread's part of the softmax."""
         maxima, sums = (cute.make_rmem_tensor(self.score_rows.slots, Float32) for _ in range(2))
-        return softmax.State(maxima, sums, call.scale)
+        scale, lift = call.scale, None
+        if self.dtype.width == 8:
+            scale = cute.arch.fmax(scale, softmax.LEAST_SCALE)
+            lift = softmax.LIFT / scale
+        return softmax.State(maxima, sums, scale, lift=lift)
 
     def reset(self, state: softmax.State, call: Call, p: Problem, thread: Int32) -> None:
         """Before a row's first block."""

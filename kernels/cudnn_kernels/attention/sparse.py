@@ -6,7 +6,7 @@ them, and kernels check what they are called with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cudnn_kernels.attention import BackwardConfiguration, Elements, matrices, offsets, row_values
@@ -92,17 +92,20 @@ class SelectionConfiguration(Selected):
 
     They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
     blocks are taken at a time, or a part of one. ``stages``: buffers of steps, 2 or more: a warpgroup may hold two.
+    ``result`` is O's type, if it is not that of Q.
     """
 
     tile: tuple[int, int] = (192, 64)
     stages: int = 5
+    result: str = ""
 
     kernel = "selection:Selection"
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""
         return (
-            *self.matrices("q", "k", "v", "o"), *self.row_values("l", "m"), *lists(self.key_heads, "cum_seqlen_q"),
+            *self.matrices("q", "k", "v"), *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
+            *self.row_values("l", "m"), *lists(self.key_heads, "cum_seqlen_q"),
             Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 

@@ -48,7 +48,7 @@ ONE = tcgen05.CtaGroup.ONE
 
 @dataclass
 class Room:
-    """Tensor memory, and shared memory: Q by tile, pieces of K and V with their ring, O by tile where Q was.
+    """Tensor memory, and shared memory: Q by tile, pieces of K and V with their ring, O by tile where Q was or apart.
 
     Barriers are of Q by tile, and by buffer of S, of P and of the product that adds to O. With one barrier for all
     products of a tile, a wait for the last one could return while the one before still runs: a wait tells phases apart
@@ -58,6 +58,7 @@ class Room:
     pointer: cute.Pointer
     q: cute.Tensor
     pieces: cute.Tensor
+    o: cute.Pointer
     ring: ring.Ring
     q_full: Any
     s_full: Any
@@ -78,12 +79,14 @@ class AttentionForward(Forward):
         self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
         self.boxes[K] = self.boxes[V] = (KEYS, self.piece)
+        self.depth = 256 // self.dtype.width  # of an instruction's product
+        self.apart = self.result.width > self.dtype.width  # whether O does not fit where Q was
         self.mma_warp, self.threads = self.tiles * GROUP // 32, (self.tiles + 1) * GROUP
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS:
             raise ValueError(f"{c}: tiles are (128, 128) or, for head_v of at most 128, (256, 128)")
 
     def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
-        return sm100.make_smem_layout(OperandMajorMode.K, (rows, columns), self.dtype, stages)
+        return sm100.make_smem_layout(OperandMajorMode.K, (rows, columns), dtype or self.dtype, stages)
 
     def score_mma(self) -> cute.TiledMma:
         """Q K^T of a tile and a block."""
@@ -96,8 +99,9 @@ class AttentionForward(Forward):
         return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, ONE, (ROWS, self.piece), source)
 
     def stages(self) -> int:
-        """Pieces that fit beside Q."""
-        return ring_stages(self.bytes(self.tile_m, self.c.head), self.bytes(KEYS, self.piece))
+        """Pieces that fit beside Q, and O."""
+        apart = self.tile_m * self.c.head_v * self.result.width // 8 if self.apart else 0
+        return ring_stages(self.bytes(self.tile_m, self.c.head) + apart, self.bytes(KEYS, self.piece))
 
     @cute.jit
     def body(self, call: Call) -> None:
@@ -110,6 +114,9 @@ class AttentionForward(Forward):
             smem.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
             for x in (self.layout(ROWS, c.head, self.tiles), self.layout(KEYS, self.piece, self.stages()))
         )
+        o = sQ.iterator
+        if const_expr(self.apart):
+            o = smem.allocate_array(self.result, self.tile_m * c.head_v, byte_alignment=1024)
         counts = (self.tiles, BUFFERS, BUFFERS, BUFFERS)
         q_full, s_full, p_full, o_full = (smem.allocate_array(cutlass.Int64, count) for count in counts)
         of_pieces = ring.Ring.allocate(smem, self.stages())
@@ -132,7 +139,7 @@ class AttentionForward(Forward):
         if not self.exists(p):
             end = begin
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-        room = Room(pointer, sQ, pieces, of_pieces, q_full, s_full, p_full, o_full)
+        room = Room(pointer, sQ, pieces, o, of_pieces, q_full, s_full, p_full, o_full)
         if warp >= self.mma_warp:
             if const_expr(self.tiles in REGISTERS):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.tiles][0])
@@ -223,8 +230,8 @@ class AttentionForward(Forward):
         mma.set(tcgen05.Field.ACCUMULATE, False)
         for piece in range(self.key_pieces):
             stage = self.ready(room, position + piece)
-            for i in range(self.piece // 16):
-                left, right = tCrQ[None, None, piece * (self.piece // 16) + i, tile], tCrK[None, None, i, stage]
+            for i in range(self.piece // self.depth):
+                left, right = tCrQ[None, None, piece * (self.piece // self.depth) + i, tile], tCrK[None, None, i, stage]
                 cute.gemm(mma, target, left, right, target)
                 mma.set(tcgen05.Field.ACCUMULATE, True)
             if tile == self.tiles - 1:
@@ -245,7 +252,7 @@ class AttentionForward(Forward):
             stage = self.ready(room, position + piece)
             target = out[None, None, None, piece]
             mma.set(tcgen05.Field.ACCUMULATE, adds)
-            for i in range(KEYS // 16):
+            for i in range(KEYS // self.depth):
                 cute.gemm(mma, target, tCrP[None, None, i, 0], tCrV[None, None, i, stage], target)
                 mma.set(tcgen05.Field.ACCUMULATE, True)
             if tile == self.tiles - 1:
@@ -282,7 +289,8 @@ class AttentionForward(Forward):
             softmax.cap(scores, call.cap_factor)
             if n >= whole_end or n < whole_begin:
                 self.hide(scores, p, row, thread, n)
-            (correction,) = softmax.update(state, scores, self.score_rows, KEYS)
+            slack = softmax.SLACK if self.dtype.width == 16 else 0.0
+            (correction,) = softmax.update(state, scores, self.score_rows, KEYS, slack)
             tensor_memory.store_rounded(where, thread, scores, self.dtype)
             if block > 0:
                 if cute.arch.vote_any_sync(correction != 1.0):
@@ -306,8 +314,10 @@ class AttentionForward(Forward):
     ) -> None:  # fmt: skip
         """A tile's O, times a factor; it is 0 where nothing ``exists``."""
         c = self.c
-        one = cute.slice_(self.layout(ROWS, c.head_v).outer, (None, None, 0))
-        sO = cute.make_tensor(room.q.iterator + tile * (ROWS * c.head), one)
+        one = self.layout(ROWS, c.head_v, dtype=self.result)
+        start = room.o + tile * (ROWS * (c.head_v if self.apart else c.head))
+        where = cute.recast_ptr(start, one.inner, self.result)
+        sO = cute.make_tensor(where, cute.slice_(one.outer, (None, None, 0)))
         tensor_memory.to_shared(self.out(room, tile), thread, factor, sO, exists)
         cute.arch.fence_proxy("async.shared", space="cta")
         barriers.wait(Barrier.GROUP + tile, GROUP)

@@ -439,7 +439,9 @@ class AttentionForward(WarpgroupProducts, Forward):
         group, thread = part.group, part.thread
         rounded = cute.make_rmem_tensor(part.acc.shape, self.result)
         rounded.store(part.acc.load().to(self.result))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.result)
+        pairs = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.result, num_bits_per_copy=16)
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.result)
+        atom = pairs if self.result.width == 8 else matrices
         copy = cute.make_tiled_copy_C(atom, self.product(self.c.head_v).mma()).get_slice(thread)
         sO = room.o[None, None, group]
         if const_expr(self.apart):  # the tile before was read

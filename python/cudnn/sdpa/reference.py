@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cudnn.gemm.scales import round_to
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import by_head
 
@@ -95,7 +96,7 @@ def forward(
         weights = (scores - largest.masked_fill(largest == -math.inf, 0)).exp()
         total = weights.sum(-1, keepdim=True)
         products = wide((lift * weights[..., 1:]).to(x["v"].dtype)) / lift @ v
-        x["o"].copy_(torch.where(total == 0, 0, scale_output * products / total))
+        x["o"].copy_(round_to(torch.where(total == 0, 0, scale_output * products / total), x["o"].dtype))
         x["lse"].copy_((largest + total.log()).squeeze(-1))
 
 

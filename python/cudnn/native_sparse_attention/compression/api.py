@@ -13,7 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn.sdpa.base import OFFSETS, TYPES, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ TILES = {
 }
 HEADS = tuple(TILES["sm_90a"])
 """Query rows and keys of a CTA by architecture and head sizes."""
+_TYPES = (*TYPES, "float8_e4m3fn")
 _SCALES = ("scale_q", "scale_k", "scale_v", "inv_scale_o", "scale_softmax")
 
 
@@ -32,15 +33,16 @@ class CompressionAttention(Sparse):
     """Attention to compressed keys, each of which stands for r = sq // sk rows, forward.
 
         s   = scale_q * scale_k * scale_softmax * q k^T     in float32, over the keys j <= (i + 1) // r - 1 of row i
-        o   = scale_v * inv_scale_o * softmax(s) v          the exponentials are rounded to the type of v before
+        o   = scale_v * inv_scale_o * softmax(s) v          the exponentials are rounded to the type of v before, 2^8
+                                                            times as large if it has 8 bits
         lse = ln sum exp(s)
 
     r is that of each sequence, and at least 1. A row that sees no key gets o = 0 and lse = -inf. The kernel for
-    Blackwell (sm_100a) has run in the emulator only. There is none for 8-bit types.
+    Blackwell (sm_100a) has run in the emulator only, as have 8-bit types on both.
 
     | tensor     | one length             | packed, with offsets | type                                                |
     |------------|------------------------|----------------------|-----------------------------------------------------|
-    | q, o       | (b, hq, sq, d)         | (tq, hq, d)          | float16, bfloat16                                   |
+    | q, o       | (b, hq, sq, d)         | (tq, hq, d)          | each float16, bfloat16 or float8_e4m3fn             |
     | k, v       | (b, hk, sk, d)         | (tk, hk, d)          | that of q                                           |
     | lse        | (b, hq, sq[, 1])       | (tq, hq[, 1])        | float32, with any strides; may be None              |
     | cum_seqlen | ignored, with a notice | (b + 1,)             | int32 or int64: 0, then where sequences end         |
@@ -59,7 +61,8 @@ class CompressionAttention(Sparse):
 
     title = "compression attention"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        queries("q", "d", types=_TYPES), keys("k", "d", types=_TYPES), keys("v", "dv", types=_TYPES),
+        queries("o", "dv", written=True, types=_TYPES, same=""),
         TensorSpec("lse", AnyRowValues(), ("float32",), optional=True, written=True),
         *(replace(spec, types=("int32", "int64")) for spec in OFFSETS),
     )  # fmt: skip
@@ -133,9 +136,12 @@ class CompressionAttention(Sparse):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])
         ends = self.dtype("cum_seqlen_q")
+        converted = arch == "sm_90a" and self.dtype("o") != self.dtype("q")  # three warpgroups lack registers then
+        tile = (128, 128) if converted else TILES[arch][heads]
         configuration = ForwardConfiguration(
-            name_of(self.dtype("q")), *heads, TILES[arch][heads], packed=self.packed, right=True, compressed=True,
+            name_of(self.dtype("q")), *heads, tile, packed=self.packed, right=True, compressed=True,
             lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
+            result=name_of(self.dtype("o")),
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
@@ -160,7 +166,7 @@ def compression_attention_wrapper(
     """Allocates the results, compiles where that was not done yet, and executes: ``o_tensor, lse_tensor``.
 
     ``lse_tensor`` is None unless ``enable_lse``; of packed sequences it is (t, hq, 1), one head after the other in
-    memory. Arguments and errors as those of :class:`CompressionAttention`. o has the type of q.
+    memory. Arguments and errors as those of :class:`CompressionAttention`. o has ``o_dtype``, or the type of q.
     """
     options = {
         "qk_acc_dtype": qk_acc_dtype, "pv_acc_dtype": pv_acc_dtype, "mma_tiler_mn": tuple(mma_tiler_mn),

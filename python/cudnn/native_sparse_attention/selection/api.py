@@ -56,7 +56,7 @@ class SelectionAttention(Selected):
 
     title = "selection attention"
     tensors = (
-        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True),
+        queries("q", "d"), keys("k", "d"), keys("v", "dv"), queries("o", "dv", written=True, same=""),
         TensorSpec("l", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         TensorSpec("m", Contiguous("sq", "hq", alignment=4), ("float32",), written=True),
         *LISTS, OFFSETS[1],
@@ -101,7 +101,7 @@ class SelectionAttention(Selected):
         heads = (sizes["d"], sizes["dv"])
         configuration = SelectionConfiguration(
             name_of(self.dtype("q")), sizes["hq"], sizes["hk"], *heads, self.block_size, self.is_causal,
-            **TILES[heads],
+            **TILES[heads], result=name_of(self.dtype("o")),
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
@@ -117,7 +117,8 @@ def selection_attention_wrapper(
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, executes: ``o_tensor, l_tensor, m_tensor``.
 
-    Arguments and errors as those of :class:`SelectionAttention`. l and m are (t, hq, 1). o has the type of q.
+    Arguments and errors as those of :class:`SelectionAttention`. l and m are (t, hq, 1). o has
+    ``o_dtype``, or the type of q.
     """
     options = {
         "max_s_q": max_s_q if max_s_q is not None else max_s_k, "max_s_k": max_s_k if max_s_k is not None else max_s_q,
