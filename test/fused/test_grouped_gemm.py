@@ -71,6 +71,8 @@ CASES: list[dict[str, Any]] = [
      "inputs": {"c": F16, "prob": F32, "beta": F32}},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32, "dprob": F32}, "generate_dbias": True},
     {"name": "grouped_gemm_dsrelu", "m": 220, "inputs": {"c": BF16, "prob": F32}, "semantics": "1.23"},
+    {"name": "grouped_gemm_dsrelu", "kind": "nvfp4", "ends": (256, 512), "d_dtype": F32,
+     "inputs": {"c": F32, "prob": F32, "dprob": F32}},
     {"name": "grouped_gemm", "m": 220, "inputs": {"a_index": I32}},
     {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
     {"name": "grouped_gemm_swiglu", "m": 220, "inputs": {"a_index": I32}},

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
-from cudnn_kernels.configuration import GemmConfiguration, configured
+from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration, configured
 from cudnn_kernels.epilogue import needs_of
 from cudnn_kernels.problem import GemmProblem
 
 PART = 32  # columns that pass through the epilogue together, at least
 ATOM = 128  # columns of a tile come in whole atoms of B's factors
+ROWS = 128  # of a CTA
+FACTORS = 6144  # bytes beside a k tile, at most
+BESIDE = 6144  # bytes of barriers and of what an epilogue shares but does not stage, at most
 
 
 def configure(problem: GemmProblem) -> GemmConfiguration:
@@ -33,8 +36,11 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     n = min(-(-n // step) * step, most // step * step)
     n = max(n, 128) if problem.b.index else n  # of which each CTA of a pair gathers whole lines of 128 bytes
     n = 256 if problem.halves and (scaled or n == 192) else n  # atoms of both halves; or equal shares of them
+    # Two buffers of what is staged leave room for two k tiles.
+    k_tile = (ROWS + n * ROWS // m) * 128 + FACTORS
+    fits = 64 * 2 * ROWS * needs.bits // 8 + 2 * k_tile + BESIDE <= SHARED_MEMORY
     # Of more than 64 values, before or after the epilogue widens them, a thread's registers hardly hold a row.
-    widths = [width for width in (64, PART) if width * needs.width <= 64]
+    widths = [width for width in ((64, PART) if fits else (PART,)) if width * needs.width <= 64]
     part = next(width for width in (*widths, needs.columns) if n % width == 0 and needs.takes(width))
     several = n // part > (1 if needs.width <= 1 else 4)  # of four wide parts, two buffers each cost spilled registers
     return configured(problem, (m, n), problem.cluster or cluster, part=part, staged=2 if several else 1)
