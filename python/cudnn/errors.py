@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+from typing import Any
+
 
 class cudnnGraphNotSupportedError(Exception):  # noqa: N801  (the public name of the cuDNN Python API)
     """cuDNN, or this library on its behalf, cannot run the graph: no engine, no plan, or outside the support surface.
@@ -42,3 +46,28 @@ def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") ->
     """
     text = f"{where}: {what}: got {got}; allowed: {allowed}."
     return f"{text} To fix it, {cure}." if cure else text
+
+
+def checked_number(
+    where: str, what: str, value: Any, allowed: str = "", integer: bool = False, limit: bool = False
+) -> Any:
+    """A number that an argument gave, as a Python ``float`` or, of an ``integer``, ``int``.
+
+    Args:
+        allowed: For the message: what the argument may be.
+        limit: Infinite numbers stand for no limit.
+
+    Raises:
+        TypeError: it is a bool, no real number or, of an integer, no whole one.
+        ValueError: it is NaN, or infinite.
+    """
+    if type(value) is float and math.isfinite(value) and not integer:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral if integer else numbers.Real):
+        cure = f"pass {what}.item()" if hasattr(value, "item") else ""
+        allowed = allowed or ("an int" if integer else "a float")
+        raise TypeError(refusal(where, what, type(value).__name__, allowed, cure))
+    if math.isnan(value) or (math.isinf(value) and not limit):
+        raise ValueError(refusal(where, what, value, "numbers" if limit else "finite numbers"))
+    kind: Any = int if integer else float
+    return kind(value)

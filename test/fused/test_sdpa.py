@@ -348,6 +348,7 @@ def test_last_blocks_of_keys_are_split(
         ({"max_s_q": 31}, ValueError, "max_s_q"),
         ({"scale_softmax": -0.1}, ValueError, "scale_softmax"),
         ({"scale_softmax": float("nan")}, ValueError, "scale_softmax"),
+        ({"window_size": (1.0, 0)}, TypeError, "window_size"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -375,6 +376,11 @@ def test_a_calls_scale_is_checked() -> None:
     attention.compile()
     with pytest.raises(ValueError, match=r"scale_softmax: got -0\.1; allowed: numbers above 0"):
         attention.execute(q, q, q, q, torch.empty(1, 2, 32), scale_softmax=-0.1)
+    backward: dict[str, Any] = dict.fromkeys(SdpaBackward.parameters, q) | {"lse": torch.empty(1, 2, 32)}
+    samples = {f"sample_{name}": x for name, x in backward.items() if not name.startswith("cum")}
+    for scale, error in ((float("nan"), ValueError), (float("inf"), ValueError), (True, TypeError), (1j, TypeError)):
+        with pytest.raises(error, match="SdpaBackward: scale_softmax: got"):
+            SdpaBackward(**samples, scale_softmax=scale)
 
 
 @pytest.mark.parametrize(

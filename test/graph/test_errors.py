@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import cudnn
-from cudnn.errors import CudnnError, refusal
+from cudnn.errors import CudnnError, checked_number, refusal
 from cudnn.pygraph import program as program_module
 from support.graphs import FLOAT, HALF, MODES, packed, planned_graph, reference_graph
 
@@ -21,6 +23,21 @@ def half(*dim: int) -> dict[str, Any]:
 def test_wording() -> None:
     assert refusal("mm (matmul)", "A", 3, "4", "pass 4") == "mm (matmul): A: got 3; allowed: 4. To fix it, pass 4."
     assert refusal("mm", "A", 3, "4") == "mm: A: got 3; allowed: 4."
+
+
+def test_numbers() -> None:
+    for value in (1, 0.5, np.float32(0.5), np.int64(3)):
+        assert type(checked_number("mm", "x", value)) is float
+    assert type(checked_number("mm", "x", np.int64(3), integer=True)) is int
+    assert checked_number("mm", "x", -math.inf, limit=True) == -math.inf
+    for value in (True, 1j, "1", None, torch.ones(1)):
+        with pytest.raises(TypeError, match=f"mm: x: got {type(value).__name__}; allowed: a float"):
+            checked_number("mm", "x", value)
+    for value, limit in ((math.nan, False), (math.inf, False), (math.nan, True)):
+        with pytest.raises(ValueError, match=f"mm: x: got {value}; allowed: (finite )?numbers"):
+            checked_number("mm", "x", value, limit=limit)
+    with pytest.raises(TypeError, match=r"mm: x: got float; allowed: an int"):
+        checked_number("mm", "x", 1.0, integer=True)
 
 
 def test_classes() -> None:

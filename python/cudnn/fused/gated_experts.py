@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import (
@@ -38,6 +37,7 @@ class Activated(ExpertsGemm):
     """What gated activations and their backward passes share: the numbers of geglu."""
 
     scalars = ("linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+    limits = ("glu_clamp_max", "glu_clamp_min")
     older_offset: ClassVar[float] = 1.0  # of geglu, in the older version
     activations: ClassVar[Sequence[str]] = ("swiglu", "geglu")
 
@@ -84,7 +84,7 @@ class Activated(ExpertsGemm):
 def check_situ(where: str, arguments: Mapping[str, Any]) -> None:
     """Raises for numbers that situglu cannot have, where it is asked for."""
     for name in SITU if str(arguments.get("act_func")).endswith("situglu") else ():
-        if not 0 < arguments.get(name, 1.0) < math.inf:
+        if checked_number(where, name, arguments.get(name, 1.0)) <= 0:
             raise ValueError(refusal(where, name, arguments[name], "finite positive numbers"))
 
 

@@ -507,7 +507,7 @@ class ExpertsGemm(FusedGemm):
 
     def check_clamp(self, scale: float | None) -> None:
         """Raises unless a clamped ReLU can have this limit, or none."""
-        if scale is not None and not 0 < scale < math.inf:
+        if scale is not None and self.checked_number("tanh_clamp_scale", scale) <= 0:
             raise self.error("tanh_clamp_scale", scale, "None or a positive number")
 
     def check_weights(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from cudnn import launch, settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
 from cudnn.gemm.formats import BITS, dtypes, name_of, torch_type
@@ -39,6 +39,7 @@ class FusedAPI(APIBase):
     returns: ClassVar[Sequence[str]]
     scalars: ClassVar[Sequence[str]] = ()
     integers: ClassVar[Sequence[str]] = ()  # scalars that are; the others are floats
+    limits: ClassVar[Sequence[str]] = ()  # scalars that may be infinite
     sized_by: ClassVar[Sequence[str]]
     multiples: ClassVar[Sequence[str]] = ()
     fixed: ClassVar[Sequence[str]] = ()
@@ -118,9 +119,7 @@ class FusedAPI(APIBase):
             if not name.startswith("sample_") and name not in ("self", "__class__"):
                 setattr(self, name, torch_type(value) if name.endswith("dtype") else value)
         for name in self.scalars:
-            self._check_number(name, getattr(self, name))
-            kind = int if name in self.integers else float
-            setattr(self, name, kind(getattr(self, name)))
+            setattr(self, name, self.checked_number(name, getattr(self, name)))
         self.margin = settings.CLUSTER_OVERLAP_MARGIN.get()
         self._plan: Plan | None = None
         self._emulated: dict[str, Call] = {}
@@ -502,7 +501,7 @@ class FusedAPI(APIBase):
         """Raises where a tensor of a call is unlike its sample, sizes aside, or a number is none; else gives sizes."""
         for name, value in zip(self.scalars, scalars, strict=True):
             if value is not None:
-                self._check_number(name, value)
+                self.checked_number(name, value)
         return self._check_like_samples(dict(zip(self.names, tensors, strict=True)))
 
     def check_values(self, tensors: Sequence[Any]) -> None:
@@ -510,10 +509,10 @@ class FusedAPI(APIBase):
         them, nobody looks unless asked to.
         """
 
-    def _check_number(self, name: str, value: Any) -> None:
-        if not isinstance(value, (float, int)):
-            cure = f"pass {name}.item()" if hasattr(value, "item") else ""
-            raise TypeError(refusal(self._title(), name, type(value).__name__, "a float", cure))
+    @classmethod
+    def checked_number(cls, name: str, value: Any) -> Any:
+        """A scalar as the kernel takes it. Raises for what is no number, or no finite one."""
+        return checked_number(cls._title(), name, value, integer=name in cls.integers, limit=name in cls.limits)
 
     def check_workspace(self, tensors: Sequence[Any], workspace: Any, plan: Plan | None) -> None:
         """Raises where a workspace does not fit a call; without a plan, 0 bytes do."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,7 +135,7 @@ class TransformedExperts(ExpertsGemm):
             raise self.error("sf_vec_size", self.sf_vec_size, str(VECTOR))
         for name in ("glu_alpha", "glu_limit"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and (value > 0 or name == "glu_alpha")):
+            if value is not None and self.checked_number(name, value) <= 0 and name == "glu_limit":
                 raise self.error(name, value, "None, or a finite number; limits are positive")
 
     def check_sizes(self, sizes: Sizes) -> None:

@@ -35,6 +35,7 @@ class GemmGeglu(GatedGemm):
 
     title = "GEMM + GeGLU"
     scalars = ("alpha", "linear_offset", "geglu_alpha", "glu_clamp_max", "glu_clamp_min")
+    limits = ("glu_clamp_max", "glu_clamp_min")
 
     def __init__(
         self, sample_a: Tensor, sample_b: Tensor, sample_ab12: Tensor | None, sample_c: Tensor, alpha: float = 1.0,

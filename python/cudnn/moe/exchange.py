@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import run
 from cudnn.moe.combining import combine, moe_combine_bwd
@@ -101,7 +101,7 @@ class Exchange:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.experts, self.top_k, self.hidden, self.dtype = experts, top_k, hidden, dtype
-        self.max_tokens, self.time_limit = max_tokens, time_limit
+        self.max_tokens, self.time_limit = max_tokens, checked_number(_WHERE, "time_limit", time_limit)
         for what, got, is_right, allowed in (
             ("group", f"{self.ranks} ranks", self.ranks <= MOST_CHOICES, f"at most {MOST_CHOICES} ranks"),
             ("experts", experts, experts > 0 and not experts % self.ranks, f"multiples of {self.ranks} ranks"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.moe import reference
 from cudnn.moe._run import Kernel, has_kernel, kernel
 from cudnn.ops._registration import custom_op
@@ -81,7 +81,7 @@ def route(
         ValueError: a shape, type, stride or number that is not allowed.
     """
     rule = (top_k, score, pre_softmax, renormalize, n_group, topk_group)
-    weights, indices, *rest = moe_route(logits, bias, *rule, scaling_factor)
+    weights, indices, *rest = moe_route(logits, bias, *rule, checked_number("route", "scaling_factor", scaling_factor))
     return Routing(indices, weights, *rest)
 
 

@@ -11,7 +11,7 @@ from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Sizes
 from cudnn.lazy import torch
-from cudnn.sdpa.base import checked_ends
+from cudnn.sdpa.base import checked_ends, checked_scale
 from cudnn.sdpa.layouts import RowValues
 
 
@@ -43,7 +43,8 @@ class Sparse(FusedAPI):
             raise ValueError(refusal(self._title(), "q tensor", f"the shape {tuple(q.shape)}", allowed))
         self.packed = q.ndim == 3
         samples = {name: self.taken(name.removeprefix("sample_"), value) for name, value in given.items()}
-        super().__init__({**samples, "scale_softmax": given["scale_softmax"] or q.shape[-1] ** -0.5})
+        scale = checked_scale(self, given["scale_softmax"], positive=False)
+        super().__init__({**samples, "scale_softmax": scale or q.shape[-1] ** -0.5})
 
     def taken(self, name: str, value: Any) -> Any:
         """An argument as the kernel takes it: no offsets where sequences have one length, no last dimension of 1."""
@@ -83,8 +84,7 @@ class Sparse(FusedAPI):
         tiler = tuple(getattr(self, "mma_tiler_mn", (128, 128)))
         if tiler != (128, 128):
             raise self.error("mma_tiler_mn", tiler, "(128, 128); the kernel chooses its tiles")
-        if not self.scale_softmax > 0:
-            raise self.error("scale_softmax", self.scale_softmax, "numbers above 0; None or 0 for 1 / sqrt(d)")
+        checked_scale(self, self.scale_softmax, positive=True)
 
     def check_offsets(self) -> None:
         """Raises unless packed sequences have both offsets."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
@@ -172,9 +172,10 @@ class MoE(torch.nn.Module):
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
-        self._scaling_factor = scaling_factor
+        self._scaling_factor = checked_number("MoE", "scaling_factor", scaling_factor)
         numbers = (linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min)
-        self._numbers = dict(zip(NUMBERS, numbers, strict=True))
+        named = zip(NUMBERS, numbers, strict=True)
+        self._numbers = {name: checked_number("MoE", name, x, limit="clamp" in name) for name, x in named}
         made = {"device": device, "dtype": dtype}
         ranks = 1 if group is None else ranks_of(group)
         if experts % ranks or (group is not None and shared_experts):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from cudnn.api_base import check_tensor
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops import _graphs
 from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.native_sparse_attention import NSA, reference
@@ -85,7 +85,7 @@ def nsa_attention(
         query, key, value, compressed_key, compressed_value = in_type(given, dtype)
     packed = query.ndim == 3
     _check(query, key, value, compressed_key, compressed_value, gates, (cu_seqlens, cu_seqlens_compressed))
-    if scale is not None and not scale > 0:
+    if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
         raise ValueError(refusal(_WHERE, "scale", scale, "a number above 0, or None"))
     for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_compressed", cu_seqlens_compressed),
                         ("block_indices", block_indices)):  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention import reference
@@ -62,7 +62,7 @@ def nsa_decode(
     d = query.shape[-1]
     if selected_blocks <= ALWAYS:
         raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
-    if scale is not None and scale <= 0:
+    if scale is not None and checked_number(_WHERE, "scale", scale) <= 0:
         raise ValueError(refusal(_WHERE, "scale", scale, "numbers above 0; None for D ** -0.5"))
     if window_size < 1:
         raise ValueError(refusal(_WHERE, "window_size", window_size, "1 and more"))

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from cudnn.enums import diagonal_alignment as alignments
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops.sdpa import attend, sdpa
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import _sinks
@@ -78,8 +78,10 @@ def scaled_dot_product_attention(
     """
     bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
-    if not 0 <= dropout_p < 1:
+    if not 0 <= checked_number(_WHERE, "dropout_p", dropout_p) < 1:
         raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
+    if scale is not None:
+        scale = checked_number(_WHERE, "scale", scale)
     if backend not in (None, "cudnn", "fused"):
         raise ValueError(refusal(_WHERE, "backend", backend, 'None, "cudnn" or "fused"'))
     if dtype := autocast_type(query):  # before anything is chosen by type, or kept

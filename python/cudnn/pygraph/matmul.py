@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.lazy import torch
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -111,5 +111,6 @@ class MatmulMethods(NodeList):
         for port, tensor in (("A", A), ("B", B)):
             if isinstance(tensor, Tensor) and not tensor.name:  # pyright: ignore[reportUnnecessaryIsInstance]
                 tensor.name = f"{name}::{port}"
+        padding = checked_number(where_of("matmul", name), "padding", padding, limit=True)
         node = self._add(Matmul, name, compute_data_type, {"A": A, "B": B}, ["C"], padding=padding)
         return node.outputs["C"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.pygraph.layout import channels_last, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
 from cudnn.pygraph.subgraph import SubGraph
@@ -618,9 +618,5 @@ def _peer_ports(peer_stats: Sequence[Tensor]) -> dict[str, Tensor | None]:
 def _scalar(where: str, what: str, value: Tensor | float | None) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            refusal(where, what, type(value).__name__, "a one-element cudnn.tensor or a Python number",
-                    f"pass {what}=1e-5, or graph.tensor_like() of a CPU tensor")
-        )  # fmt: skip
-    return Tensor.constant(float(value), data_type.FLOAT)
+    allowed = "a one-element cudnn.tensor, as graph.tensor_like() makes it of a CPU tensor, or a Python number"
+    return Tensor.constant(checked_number(where, what, value, allowed), data_type.FLOAT)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type
-from cudnn.errors import cudnnGraphNotSupportedError, refusal
+from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import broadcast, strides_like
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
@@ -227,9 +227,7 @@ def _method(mode: str) -> str:
 
 
 def _number(where: str, what: str, value: float | None) -> float | None:
-    if value is not None and not isinstance(value, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(refusal(where, what, type(value).__name__, "a Python number", "pass float(x)"))
-    return None if value is None else float(value)
+    return None if value is None else checked_number(where, what, value, "a number", limit=True)
 
 
 class PointwiseMethods(NodeList):

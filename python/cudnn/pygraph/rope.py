@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn.backend import enums as be
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
 from cudnn.pygraph.tensor import Tensor
@@ -112,7 +112,7 @@ class RopeMethods(NodeList):
         Returns:
             Y, shaped and laid out as ``input``.
         """
-        inputs, options = {"X": input, "FREQS": freqs}, {"output_scale": float(output_scale), "rope_dim": int(rope_dim)}
+        inputs, options = {"X": input, "FREQS": freqs}, _options(name or "rope", output_scale, rope_dim)
         return self._add(Rope, name, compute_data_type, inputs, ["Y"], **options).outputs["Y"]
 
     def rope_backward(
@@ -128,5 +128,12 @@ class RopeMethods(NodeList):
 
         cuDNN has it from 9.25. Returns DX, shaped and laid out as ``dY``.
         """
-        inputs, options = {"DY": dY, "FREQS": freqs}, {"output_scale": float(output_scale), "rope_dim": int(rope_dim)}
+        inputs, options = {"DY": dY, "FREQS": freqs}, _options(name or "rope_backward", output_scale, rope_dim)
         return self._add(RopeBackward, name, compute_data_type, inputs, ["DX"], **options).outputs["DX"]
+
+
+def _options(where: str, output_scale: float, rope_dim: int) -> dict[str, Any]:
+    return {
+        "output_scale": checked_number(where, "output_scale", output_scale),
+        "rope_dim": checked_number(where, "rope_dim", rope_dim, integer=True),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.fused.host import FusedAPI
 from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.lazy import torch
@@ -50,6 +50,18 @@ def checked_ends(api: FusedAPI, name: str, ends: Any, rows: int) -> list[int]:
     return values
 
 
+def checked_scale(api: FusedAPI, scale: float | None, positive: bool) -> float | None:
+    """The factor of the scores that a call gives; None for none, and for 0. A kernel that takes the largest of a row's
+    scores before it scales them needs one that is ``positive``.
+    """
+    if scale is None:
+        return None
+    found = api.checked_number("scale_softmax", scale)
+    if positive and found < 0:
+        raise api.error("scale_softmax", found, "numbers above 0; None or 0 for 1 / sqrt(d)")
+    return found or None
+
+
 class Gradients(FusedAPI):
     """A backward pass of attention: where there are no rows, or no keys, all gradients are zeros."""
 
@@ -90,10 +102,13 @@ class Attention(FusedAPI):
             raise ValueError(refusal(self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither"))
         self.packed = packed
         samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
-        left, right = given["window_size"]
+        left, right = (
+            checked_number(self._title(), "window_size", end, "a pair of ints", integer=True)
+            for end in given["window_size"]
+        )
         right = 0 if given["is_causal"] else right
         self.window = Window(right if right >= 0 else None, left if left >= 0 else None, given["top_left"])
-        scale = given["scale_softmax"] or given["sample_q"].shape[-1] ** -0.5
+        scale = checked_scale(self, given["scale_softmax"], positive=False) or given["sample_q"].shape[-1] ** -0.5
         super().__init__({**samples, "scale_softmax": scale, "right": max(right, 0), "left": max(left, 0)})
         self.longest = self._longest(given)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cudnn.enums import diagonal_alignment as alignments
-from cudnn.errors import refusal
+from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops._graphs import GraphCache, Tensors, run
 from cudnn.ops._memory import aligned, is_readable
 from cudnn.ops._registration import custom_op
@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
         raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0, no dropout", cure))
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
-    positive = scale is None or scale > 0
+    positive = scale is None or checked_number(_WHERE, "scale", scale) > 0
     operator = _of_d256 if positive and _has_d256(query, key, value, bounds, lengths) else sdpa
     return attend(query, key, value, scale, enable_gqa, bounds, lengths, operator=operator)
 
@@ -126,7 +126,7 @@ def attend(
     if not enable_gqa and len(set(heads)) > 1:
         got = f"{', '.join(map(str, heads))} of query, key and value"
         raise ValueError(refusal(_WHERE, "heads", got, "the same number", "pass enable_gqa=True"))
-    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = query.shape[-1] ** -0.5 if scale is None else checked_number(_WHERE, "scale", scale)
     operator = sdpa if operator is None else operator
     return operator(query, key, value, factor, *bounds, *lengths, bias=bias, dropout_p=dropout_p, seed=seed)[0]
 

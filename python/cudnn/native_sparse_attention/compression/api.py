@@ -13,7 +13,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.sdpa.base import OFFSETS, TYPES, keys, queries
+from cudnn.sdpa.base import OFFSETS, TYPES, checked_scale, keys, queries
 from cudnn_kernels.attention import ForwardConfiguration
 
 if TYPE_CHECKING:
@@ -82,19 +82,18 @@ class CompressionAttention(Sparse):
         scale_softmax: float | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         given = dict(locals())
-        self.scales = {name: given[name] for name in _SCALES}
-        self.scales["scale_softmax"] = scale_softmax or sample_q.shape[-1] ** -0.5
-        for name, value in self.scales.items():
-            self._check_number(name, value)
+        given["scale_softmax"] = checked_scale(self, scale_softmax, positive=False) or sample_q.shape[-1] ** -0.5
+        self.scales = {name: self.checked_number(name, given[name]) for name in _SCALES}
         scale, scale_output = self.products()
-        if not scale > 0:
-            raise self.error("scale_q * scale_k * scale_softmax", scale, "numbers above 0")
         super().__init__({**given, "scale_softmax": scale, "scale_output": scale_output, "right": 0, "left": 0})
 
     def products(self, **given: float | None) -> tuple[float, float]:
         """What scores and results are multiplied by, with some factors in place of the constructor's."""
-        x = {**self.scales, **{name: value for name, value in given.items() if value is not None}}
-        return x["scale_q"] * x["scale_k"] * x["scale_softmax"], x["scale_v"] * x["inv_scale_o"]
+        x = {**self.scales, **{n: self.checked_number(n, value) for n, value in given.items() if value is not None}}
+        scale = x["scale_q"] * x["scale_k"] * x["scale_softmax"]
+        if not scale > 0:
+            raise self.error("scale_q * scale_k * scale_softmax", scale, "numbers above 0")
+        return scale, x["scale_v"] * x["inv_scale_o"]
 
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor,
@@ -111,7 +110,7 @@ class CompressionAttention(Sparse):
         scales = (None, None)
         if (scale_q, scale_k, scale_v, inv_scale_o, scale_softmax) != (None,) * 5:
             scales = self.products(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, inv_scale_o=inv_scale_o,
-                                   scale_softmax=scale_softmax or None)  # fmt: skip
+                                   scale_softmax=checked_scale(self, scale_softmax, positive=False))  # fmt: skip
         ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, self.taken("lse", lse_tensor), *ends)
         self.run(tensors, (*scales, None, None), current_stream, None)

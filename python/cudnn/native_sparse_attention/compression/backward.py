@@ -12,7 +12,7 @@ from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
-from cudnn.sdpa.base import OFFSETS, Gradients, keys, queries
+from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
@@ -78,7 +78,7 @@ class CompressionAttentionBackward(Gradients, Sparse):
         ends = (cum_seqlen_q_tensor, cum_seqlen_k_tensor) if self.packed else (None, None)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
                    dk_tensor, dv_tensor, *ends)  # fmt: skip
-        self.run(tensors, (scale_softmax or None, None, None), current_stream, None)
+        self.run(tensors, (checked_scale(self, scale_softmax, positive=True), None, None), current_stream, None)
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]

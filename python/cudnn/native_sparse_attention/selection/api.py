@@ -14,7 +14,7 @@ from cudnn.lazy import torch
 from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected
-from cudnn.sdpa.base import OFFSETS, keys, queries
+from cudnn.sdpa.base import OFFSETS, checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import SelectionConfiguration
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class SelectionAttention(Selected):
         """
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, l_tensor, m_tensor, block_indices_tensor,
                    block_counts_tensor, cum_seqlen_q_tensor, cum_seqlen_k_tensor)  # fmt: skip
-        self.run(tensors, (scale_softmax or None,), current_stream, None)
+        self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads = (sizes["d"], sizes["dv"])

@@ -14,7 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, cached
 from cudnn.native_sparse_attention.selection.base import LISTS, Selected
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows
-from cudnn.sdpa.base import keys, queries
+from cudnn.sdpa.base import checked_scale, keys, queries
 from cudnn_kernels.attention.sparse import PART, SelectionBackwardConfiguration
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SelectionAttentionBackward(Selected):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, self.taken("lse", lse_tensor), dq_tensor,
                    dk_tensor, dv_tensor, block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor,
                    choosing_tensor, choosing_ends_tensor)  # fmt: skip
-        self.run(tensors, (scale_softmax or None,), current_stream, None)
+        self.run(tensors, (checked_scale(self, scale_softmax, positive=True),), current_stream, None)
 
     @classmethod
     def sizes_of(cls, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]) -> dict[str, int]:

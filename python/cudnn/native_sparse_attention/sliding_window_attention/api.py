@@ -28,7 +28,8 @@ class SlidingWindowAttention(APIBase):
         s = attn_scale * q k^T            o = softmax(s) v            stats = ln sum exp(s)
 
     A row that sees no key gets o = 0. It runs on every GPU that cuDNN supports attention on; on CPU tensors the
-    reference executor runs it.
+    reference executor runs it. o has the type of q, unlike in compression and selection attention: cuDNN's engines
+    accept another one and write o as if it had that of q.
 
     | tensor            | one length           | packed                | type                                          |
     |-------------------|----------------------|-----------------------|-----------------------------------------------|
@@ -181,7 +182,9 @@ class SlidingWindowAttention(APIBase):
         self._check_shape(stats, (*q.shape[:-1], 1))
         self._check_dtype(stats, torch.float32)
         for name in ("k", "v", "o"):
-            self._check_dtype(self.descs[name], q.dtype)
+            if self._of(name).dtype != q.dtype:
+                cure = "convert it afterwards: cuDNN writes o as if it had q's type" if name == "o" else ""
+                raise self._refuse(f"{name} tensor dtype", self._of(name).dtype, q.dtype, cure)
         if self.packed:
             count = self._of("seq_len_q").shape[0]
             for name in (*_LENGTHS, *_OFFSETS):

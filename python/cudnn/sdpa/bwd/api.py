@@ -12,7 +12,7 @@ from cudnn.fused.layouts import Sizes
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, checked_scale, keys, queries, row_values
 from cudnn.sdpa.bwd import parts
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.gradients import GradientsConfiguration
@@ -97,7 +97,7 @@ class SdpaBackward(Gradients, Attention):
         self.check_call(cum_seqlen_q_tensor, cum_seqlen_k_tensor)
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor, dq_tensor, dk_tensor, dv_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor)
-        self.run(tensors, (scale_softmax or None, None, None, None), current_stream, None)
+        self.run(tensors, (checked_scale(self, scale_softmax, positive=False), None, None, None), current_stream, None)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)

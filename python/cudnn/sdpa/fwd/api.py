@@ -13,7 +13,7 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm.formats import name_of
 from cudnn.lazy import torch
 from cudnn.sdpa import reference
-from cudnn.sdpa.base import OFFSETS, TYPES, Attention, called, keys, queries, row_values
+from cudnn.sdpa.base import OFFSETS, TYPES, Attention, called, checked_scale, keys, queries, row_values
 from cudnn.sdpa.layouts import HeadValues
 from cudnn_kernels.attention import DESCALES, DecodeConfiguration, ForwardConfiguration
 
@@ -170,18 +170,12 @@ class SdpaForward(Attention):
         tensors = (q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor)
         tensors = (*map(self.squeezed, tensors), cum_seqlen_q_tensor, cum_seqlen_k_tensor, sink_tensor)
         tensors = (*tensors, seqlen_k_tensor, page_table_tensor, descale_q_tensor, descale_k_tensor, descale_v_tensor)
-        if scale_softmax and not scale_softmax > 0:
-            raise self._scale_error(scale_softmax)
-        self.run(tensors, (scale_softmax or None, scale_output, None, None, None), current_stream, None)
-
-    def _scale_error(self, scale: float) -> ValueError:
-        """The kernel takes the largest of a row's scores before it scales them."""
-        return self.error("scale_softmax", scale, "numbers above 0; None or 0 for 1 / sqrt(d)")
+        scale = checked_scale(self, scale_softmax, positive=True)
+        self.run(tensors, (scale, scale_output, None, None, None), current_stream, None)
 
     def check_rules(self, sizes: Sizes) -> None:
         super().check_rules(sizes)
-        if not self.scale_softmax > 0:
-            raise self._scale_error(self.scale_softmax)
+        checked_scale(self, self.scale_softmax, positive=True)
         cached, paged = self.given("seqlen_k"), self.given("page_table")
         if cached and self.packed:
             raise self.unsupported("seqlen_k", "lengths beside cum_seqlen_k", "one of the two")
