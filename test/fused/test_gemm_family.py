@@ -167,10 +167,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({}, {}, {"mma_tiler_mn": (128, 48)}, ValueError, r"mma_tiler_mn: got \(128, 48\); allowed: .* columns"),
     ({}, {}, {"cluster_shape_mn": (3, 1)}, ValueError, r"cluster_shape_mn: got \(3, 1\); allowed: powers of 2 up to"),
     ({}, {}, {"cluster_shape_mn": (0, 1)}, ValueError, r"cluster_shape_mn: got \(0, 1\); allowed: powers of 2 up to"),
-    (
-        {}, {}, {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 1)}, ValueError,
-        "cluster_shape_mn: got .1, 1.; allowed: an even number of rows, for a tile of 256",
-    ),
     ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got the"),
     ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu. To fix it, pass arch="),
     ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
@@ -191,6 +187,17 @@ def test_what_is_not_supported_is_refused(
     arguments = {"arch": arch, **options(problem), **more}
     with pytest.raises(error, match=f"{family.cls.__name__}: {words}"):
         family.cls(**problem.samples(), **arguments).check_support()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gemm_amax"])  # which takes no 256 rows at all
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_tile_of_256_rows_needs_an_even_cluster(arch: str, name: str) -> None:
+    problem = case(name, device="meta")
+    arguments = {**options(problem), "arch": arch, "mma_tiler_mn": (256, 256), "cluster_shape_mn": (1, 1)}
+    with pytest.raises(
+        ValueError, match=r"cluster_shape_mn: got \(1, 1\); allowed: an even number of rows, for a tile"
+    ):
+        problem.family.cls(**problem.samples(), **arguments).check_support()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].quantized])
@@ -234,9 +241,12 @@ def test_scale_factors_that_are_not_needed_stay_and_are_mentioned(name: str, cap
         assert f"{key} is not used: the result has the type bfloat16" in caplog.messages
 
 
-def test_blackwell_does_not_take_factors_of_128_in_operands_and_gated_results() -> None:
+def test_factors_of_128_in_operands_and_gated_results() -> None:
     problem = case("gemm_swiglu", dtype=E4M3, scale=F32, out=E4M3, side=None, device="meta")
     supported(problem, "sm_90a")
+    accurate = problem.family.cls(**problem.samples(), sf_vec_size=128, arch="sm_90a", accurate=True)
+    with pytest.raises(NotImplementedError, match="accurate, for sfa and sfc of float32, on sm_90a: got True"):
+        accurate.check_support()
     with pytest.raises(NotImplementedError, match="sfa and sfc tensors, on sm_100a: got float32 for both; allowed"):
         supported(problem, "sm_100a")
     plain = case("gemm_swiglu", dtype=E4M3, out=E4M3, vector=128, side=None, device="meta")

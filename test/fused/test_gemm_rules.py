@@ -97,6 +97,7 @@ AMAX: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"amax": False}, {}, ValueError, "amax tensor: got None; allowed: a tensor"),
     ({"dtype": E4M3, "out": E5M2}, {}, NotImplementedError, "c tensor dtype: got float8_e5m2; allowed: float32,"),
     ({"m": 256}, {"mma_tiler_mn": (256, 128), "cluster_shape_mn": (2, 1)}, NotImplementedError, "allowed: 128 rows"),
+    ({}, {"mma_tiler_mn": (256, 256)}, NotImplementedError, "allowed: 128 rows"),
     ({}, {"cluster_shape_mn": (8, 1)}, ValueError, CLUSTER),
     ({}, {"mma_tiler_mn": (128, 64)}, ValueError, "mma_tiler_mn: got .128, 64.; allowed: 128, 256 columns"),
     (

@@ -146,6 +146,9 @@ class GatedGemm(GluLayout):
         if arch == "sm_100a" and of_sums:
             allowed = f"{SUM_SCALES} for the operands or for c: {sums}"
             raise self.unsupported("sfa and sfc tensors, on sm_100a", f"{SUM_SCALES} for both", allowed)
+        if arch == "sm_90a" and of_sums and self.accurate:
+            allowed = f"False: sums of {SUM_VECTOR} products of 16 bits are kept for 192 columns at most"
+            raise self.unsupported("accurate, for sfa and sfc of float32, on sm_90a", True, allowed)
         if arch == "sm_90a" and self.kind("a") in FLOAT8 and not (of_sums or self.accurate):
             allowed = f"16 or 32 bits, or scale factors of {SUM_SCALES}, or accurate=True: {sums}"
             raise self.unsupported("a tensor dtype, for sfc of float32, on sm_90a", self.kind("a"), allowed)

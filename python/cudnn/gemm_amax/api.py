@@ -80,14 +80,17 @@ class GemmAmax(DenseGemm):
             raise ValueError(refusal("gemm_amax_wrapper", "c_dtype", given["c_dtype"], allowed, cure))
         return {"c": (given["c_dtype"], given["c_major"]), "amax": (torch.float32, "")}
 
+    def _check_tiles(self) -> None:
+        if self.mma_tiler_mn[0] == 256:
+            raise self.unsupported("mma_tiler_mn", self.mma_tiler_mn, "128 rows")
+        super()._check_tiles()
+
     def check_own_rules(self, sizes: Sizes) -> None:
-        a, c, (rows, columns) = self.kind("a"), self.kind("c"), self.mma_tiler_mn
+        a, c, (_, columns) = self.kind("a"), self.kind("c"), self.mma_tiler_mn
         if c == FLOAT4 and a != FLOAT4:
             raise self.error("c tensor dtype", c, f"other types, for operands of {a}")
         if a in FLOAT8 and c in FLOAT8:
             raise self.unsupported("c tensor dtype", c, f"float32, float16, bfloat16, for operands of {a}")
-        if rows == 256:
-            raise self.unsupported("mma_tiler_mn", self.mma_tiler_mn, "128 rows")
         if a == FLOAT4 and columns == 256 and sizes["k"] <= 128:
             raise self.error("mma_tiler_mn", self.mma_tiler_mn, f"128 columns, for operands of {a} with k up to 128")
         wide = c not in (FLOAT4, *FLOAT8)
