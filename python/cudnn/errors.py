@@ -61,7 +61,7 @@ def checked_number(
         TypeError: it is a bool, no real number or, of an integer, no whole one.
         ValueError: it is NaN, or infinite.
     """
-    if type(value) is float and math.isfinite(value) and not integer:
+    if type(value) is float and not integer and abs(value) < math.inf:  # comparisons are what torch.compile traces
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral if integer else numbers.Real):
         cure = f"pass {what}.item()" if hasattr(value, "item") else ""
