@@ -131,6 +131,17 @@ class Chain:
             fill(inner.value or 0)
 
 
+class Event(c_void_p):
+    """A ``CUevent``, destroyed with what holds it: a handle, or the streams of a thread, which end with it. At the end
+    of the process nothing is; in a fork the driver refuses.
+    """
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.value and not is_finalizing():
+            with contextlib.suppress(RuntimeError, OSError), _apart_from_captures():
+                _driver("cuEventDestroy_v2", self)
+
+
 @contextlib.contextmanager
 def _apart_from_captures() -> Generator[None]:
     """What this thread calls here neither breaks nor joins a capture, be it of another thread."""
@@ -159,7 +170,7 @@ def ask_whether_it_keeps_up(lane: Lane) -> None:
         return
     with contextlib.suppress(RuntimeError), on_device(lane.device), _apart_from_captures():
         if lane.marker is None:
-            marker = c_void_p()
+            marker = Event()
             _driver("cuEventCreate", ctypes.byref(marker), c_uint(_DISABLE_TIMING))
             lane.marker = marker
         else:

@@ -31,7 +31,7 @@ class Lane:
         capturing: Whether a capture is under way, as ``cuStreamIsCapturing`` last said through ``capture_result``.
         keeps_up: Whether the GPU, when it was last asked, had done what was queued when it was asked before.
         until_asked: How many calls go by before it is asked again.
-        marker: The ``CUevent`` by which it is asked; None before the first time.
+        marker: The ``CUevent`` by which it is asked, which it alone holds; None before the first time.
         kept: The executable CUDA graphs that are kept for calls of this thread, by what they are kept with.
     """
 
@@ -190,10 +190,8 @@ def destroy_handle(handle: Handle | int) -> None:
     del _live[live.ptr]
     pointer, live.ptr, live.argument = live.ptr, 0, None
     if not live.is_reference:
+        live.marker = None
         lib = library.load()
-        driver = _driver()
-        if driver is not None and live.marker is not None:
-            driver.cuEventDestroy_v2(live.marker)
         lib.check(lib.destroy_handle(pointer), "destroying a handle (cudnnDestroy)")
 
 
