@@ -83,6 +83,11 @@ def test_one_derivative_by_torch_func() -> None:
         torch.testing.assert_close(torch.func.grad(call)(x.detach()), expected)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.func.grad(lambda x: torch.func.grad(call)(x).sum())(x.detach())
+    (twice,) = torch.autograd.grad(call(x), [x], create_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"cudnn::\w+ has no gradient: nothing here is differentiated twice\. To fix"
+    ):
+        twice.sum().backward()
     with pytest.raises(NotImplementedError, match="jvp"):  # not 0
         torch.func.jvp(call, (x.detach(),), (x.detach(),))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):

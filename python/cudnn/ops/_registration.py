@@ -22,6 +22,7 @@ R_co = TypeVar("R_co", covariant=True)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 and types of 8 bits and fewer stay what they are
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _library = torch.library.Library("cudnn", "FRAGMENT")
+_TWICE = "nothing here is differentiated twice. To fix it, detach its tensors, or compute this part in PyTorch."
 
 
 class Operator(Protocol[P, R_co]):
@@ -47,6 +48,7 @@ def custom_op(
     def register(function: Callable[P, R]) -> Operator[P, R]:
         operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
         operator.__class__ = _Operator
+        operator.__doc__ = inspect.getdoc(function)
         names = list(inspect.signature(function).parameters)
         places = frozenset(names.index(each) for each in autocast)
         operator.prepare(places)
@@ -72,9 +74,14 @@ class _Operator(CustomOpDef):
         self._mutated = [i for i in self._places if arguments[i].alias_info is not None]
         self._function, self._rule = None, None
         self._last = _differentiable(self, self._refuse, lambda **_: None)
+        if not self._mutated:  # PyTorch takes no gradient of others; theirs are refused in its words
+            super().register_autograd(self._refuse)
+
+    def __repr__(self) -> str:
+        return f"<operator {self._opoverload._schema}>"
 
     def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(f"{self._qualname} has no gradient: nothing here is differentiated twice")
+        raise RuntimeError(f"{self._qualname} has no gradient: {_TWICE}")
 
     def register_autograd(self, backward: Callable[..., Any], /, *, setup_context: Any = None) -> None:
         super().register_autograd(backward, setup_context=setup_context)
@@ -128,7 +135,7 @@ def once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[.
         if not torch.is_grad_enabled():
             return found
         make = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
-        refuse = make(b"cudnn: nothing here is differentiated twice", len(found))
+        refuse = make(f"cudnn: {_TWICE}".encode(), len(found))
         return refuse(*(None if x is None else x.detach().requires_grad_() for x in found))
 
     return call
