@@ -780,3 +780,14 @@ def test_addresses_that_another_stream_reads_are_recorded(monkeypatch: pytest.Mo
     for current in (0, 8, 0):  # noqa: B007  read by the functions above
         assert operands.pointers([first]) is kept
     assert recorded == [8]
+
+
+def test_indices_that_32_bits_cannot_hold_are_dropped() -> None:
+    x, up, down = torch.randn(8, 64), torch.randn(4, 128, 64) / 8, torch.randn(4, 64, 64) / 8
+    indices, weights = torch.randint(4, (8, 2)), torch.rand(8, 2)
+    given = [tensor.bfloat16() for tensor in (up, down)]
+    results = []
+    for lost in (-1, 4, 2**32 + 1, -(2**32) + 1):
+        indices[3, 0] = lost
+        results.append(cudnn.ops.moe_mlp(x.bfloat16(), (indices, weights), *given))
+    assert all(torch.equal(results[0], other) for other in results[1:])

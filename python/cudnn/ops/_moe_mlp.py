@@ -95,7 +95,7 @@ def moe_mlp(
     if not isinstance(routing, Routing):
         indices, weights = _pair("routing", routing, "what cudnn.moe.route returned, or indices and weights")
         _check_choices(tokens, indices, weights)
-        indices = indices.int().contiguous()
+        indices = _in_32_bits(indices).contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
     given = (up, down, up_bias, down_bias, up_sums, down_sums, activation, numbers, glu_layout, fp8)
     return _on_one_rank(tokens, routing, *given).view(x.shape)
@@ -115,7 +115,13 @@ def _on_ranks(
     shapes = f"up {shape_of(e.up)}, down {shape_of(e.down)}, {x.dtype}"
     words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers} fp8={e.fp8}"
     exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
-    return on_ranks(x, indices.int(), weights, e, sums, exchange)
+    return on_ranks(x, _in_32_bits(indices), weights, e, sums, exchange)
+
+
+def _in_32_bits(indices: torch.Tensor) -> torch.Tensor:
+    """Indices of experts. Those that do not fit stay what they are: no expert's."""
+    wide = indices.dtype is torch.int64
+    return (indices.clamp(-1, torch.iinfo(torch.int32).max) if wide else indices).int()
 
 
 def _on_one_rank(
