@@ -465,3 +465,13 @@ def test_a_decode_step_refuses_strides_that_the_kernel_cannot_load() -> None:
 def test_what_a_decode_step_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         nsa_decode(**{**decode_call(torch.float64), **OPTIONS, **change})
+
+
+def test_a_sequence_longer_than_the_longest_one() -> None:
+    q, k, few = torch.randn(64, 2, 64).half(), torch.randn(64, 1, 64).half(), torch.randn(4, 1, 64).half()
+    ends, ends_few = torch.tensor([0, 48, 64], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+    options: dict[str, Any] = {"block_size": 16, "compress_stride": 16, "max_seqlen": 32}
+    with pytest.raises(ValueError, match="max_seqlen: got 32; allowed: at least 48, the longest sequence"):
+        nsa_attention(
+            q, k, k, few, few, torch.rand(64, 2, 3).half(), cu_seqlens=ends, cu_seqlens_compressed=ends_few, **options
+        )

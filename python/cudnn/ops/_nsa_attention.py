@@ -68,6 +68,7 @@ def nsa_attention(
             -1 for none.
         scale: None: ``D ** -0.5``.
         max_seqlen: at least the length of the longest packed sequence; None: T. It changes what the window costs.
+            On a GPU nothing checks it, since the host would have to wait: results of a longer one are undefined.
 
     Returns:
         ``[B, H_q, S, D_v]`` or ``[T, H_q, D_v]``, in the type of query.
@@ -459,6 +460,9 @@ def _window(
             for given in (inputs, outputs)
         )
     else:
+        if ends.device.type == "cpu" and int(ends.diff().max()) > longest:  # on a GPU the host would have to wait
+            got, allowed = longest, f"at least {int(ends.diff().max())}, the longest sequence"
+            raise ValueError(refusal(_WHERE, "max_seqlen", got, allowed, "leave it out"))
         lengths, starts = ends.diff().view(-1, 1, 1, 1), ends.long().view(-1, 1, 1, 1)
         first = {step: starts * step for step in {x.stride(0) for x in rows.values()}}
         inputs = {**inputs, "seq_len_q": lengths, "seq_len_kv": lengths}
