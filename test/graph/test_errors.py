@@ -206,15 +206,31 @@ def test_the_reference_has_one_plan() -> None:
     assert repr(restored) == repr(graph)
 
 
-def test_overrides_are_for_gpus() -> None:
+def test_overrides_need_a_graph_that_is_built_for_them() -> None:
     graph, x, y = doubled()
     pack = {x: torch.zeros(4, 6), y: torch.zeros(4, 6)}
-    with pytest.raises(NotImplementedError, match=r"override_uids: got \[1\]; allowed: the shapes of the graph"):
+    with pytest.raises(ValueError, match=r"override_uids: got \[1\]; .*is_override_shape_enabled=True"):
         graph.execute(pack, None, None, [1], [[2, 6]], [[6, 1]])
-    with pytest.raises(NotImplementedError, match="override_uids"):
+    with pytest.raises(ValueError, match="override_uids"):
         graph.execute_plan_at_index(
             pack, None, 0, override_uids=[1], override_shapes=[[2, 6]], override_strides=[[6, 1]]
         )
+
+
+def test_overrides_on_the_reference_executor() -> None:
+    graph = cudnn.pygraph("g", FLOAT, FLOAT, FLOAT, backend="reference", is_override_shape_enabled=True)
+    a, b = (graph.tensor(dim=dim, stride=packed(*dim), data_type=FLOAT) for dim in ([1, 4, 8], [1, 8, 6]))
+    c = graph.relu(graph.matmul(a, b)).set_output(True)
+    graph.build(MODES)
+    y = torch.randn(1, 8, 6)
+    for rows in (2, 4, 7):  # also more than the graph was built with
+        x, out = torch.randn(1, rows, 8), torch.empty(1, rows, 6)
+        shapes = [[*tensor.shape] for tensor in (x, out)]
+        uids = [a.get_uid(), c.get_uid()]
+        graph.execute({a: x, b: y, c: out}, None, None, uids, shapes, [packed(*shape) for shape in shapes])
+        torch.testing.assert_close(out, (x @ y).relu())
+    with pytest.raises(ValueError, match="1, 7, 6|M, K"):  # a result of another shape than that of its operands
+        graph.execute({a: x, b: y, c: out}, None, None, uids[:1], shapes[:1], [packed(*shapes[0])])
 
 
 def test_overrides_that_change_nothing_are_for_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -38,7 +39,7 @@ from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
 from cudnn.pygraph.node import NOT_SET, Context
 from cudnn.pygraph.normalization import NormalizationMethods
-from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid
+from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid, not_overridable
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
@@ -560,10 +561,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
             shapes = {tensor.get_uid(): (tensor.dim, tensor.stride) for tensor in self._all_tensors()}
             changed = changed_shapes(shapes, (override_uids or [], override_shapes or [], override_strides or []))
             if changed:
-                raise NotImplementedError(
-                    refusal("execute", "override_uids", str([*changed]), "the shapes of the graph, for the reference "
-                            "executor", "build a graph of that shape, or run this one on a GPU")
-                )  # fmt: skip
+                program = self._reference_of_other_shapes(changed)
             return program.execute(tensor_to_buffer, workspace, used)
         if override_uids is not None:
             override = (override_uids, override_shapes or [], override_strides or [])
@@ -575,6 +573,20 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         fast = program.specialised(tensor_to_buffer, workspace, self._handle, otherwise)
         if fast is not None:
             self._prepare_calls(fast)
+
+    def _reference_of_other_shapes(self, changed: Mapping[int, tuple[list[int], list[int]]]) -> ReferenceProgram:
+        """The reference executor for a call that overrides tensors in memory; virtual ones follow from them."""
+        if not self._override_shape:
+            raise not_overridable(changed)
+        nodes = copy.deepcopy(self.nodes)
+        for tensor in (tensor for node in nodes for tensor in node.tensors()):
+            if tensor.get_uid() in changed:
+                tensor.dim, tensor.stride = map(list, changed[tensor.get_uid()])
+            elif tensor.is_virtual and tensor.value is None:
+                tensor.dim, tensor.stride = [], []
+        for node in nodes:
+            node.prepare(self.context)
+        return ReferenceProgram(nodes, keys_by_uid)
 
     def execute_plan_at_index(
         self,

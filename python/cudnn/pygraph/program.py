@@ -90,6 +90,12 @@ def changed_shapes(built: Mapping[int, Shape], override: Override) -> dict[int, 
     return changed
 
 
+def not_overridable(uids: Iterable[int]) -> ValueError:
+    """What is raised for overrides of a graph that was not built for them."""
+    cure = "build the graph with is_override_shape_enabled=True"
+    return ValueError(refusal("execute", "override_uids", str([*uids]), "None for this graph", cure))
+
+
 def address_of(data: Any, label: Callable[[], str] = lambda: "data") -> int:
     """Where data lie: the address of a PyTorch or DLPack tensor's first element, or an address as it is."""
     if _is_torch_tensor(data):
@@ -368,10 +374,7 @@ class CudnnProgram:
 
     def _refuse_overrides(self, changed: Iterable[int]) -> None:
         if not self.override_shape:
-            raise ValueError(
-                refusal("execute", "override_uids", str([*changed]), "None for this graph", "build the graph with "
-                        "is_override_shape_enabled=True")
-            )  # fmt: skip
+            raise not_overridable(changed)
         library.require(OVERRIDES_SINCE, "overriding shapes at execution")
         for uid in changed:
             parts = [alias for alias in self.bindings.aliases.values() if alias.source == uid and alias.axes is None]
