@@ -272,6 +272,11 @@ class APIBase(ABC):
             self.compile()
         self.execute(*args, **kwargs)
 
+    def __repr__(self) -> str:
+        descs = {name: desc for name, desc in vars(self).get("descs", {}).items() if desc is not None}
+        kinds = (f"{name} {str(x.dtype).removeprefix('torch.')} {x.shape}" for name, x in descs.items())
+        return f"<cudnn.{type(self).__name__}: {', '.join(kinds)}>"
+
     @classmethod
     def _title(cls) -> str:
         """The name in messages: that of the class, without the suffix that existing programs know it by."""

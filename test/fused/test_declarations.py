@@ -345,3 +345,12 @@ def test_every_short_type_has_usual_tensors(name: str) -> None:
         tensors = blank(api, (128, 128, 128, 1), kind, "meta")
         options = {"sf_vec_size": kind.vector} if kind.scale else {}
         assert api(**api.samples(tensors), **options, arch="sm_90a").check_support()
+
+
+def test_an_object_shows_its_tensors_and_needs_an_architecture_without_a_gpu() -> None:
+    with torch.device("meta"):
+        x, w, amax = torch.empty(16, 512).bfloat16(), torch.empty(512).bfloat16(), torch.empty(8)
+    norm = cudnn.RmsNormRhtAmax(x, w, x, amax)
+    assert repr(norm).startswith("<cudnn.RmsNormRhtAmax: x bfloat16 (16, 512), ")
+    with pytest.raises(RuntimeError, match=r'device: got meta; .* To fix it, pass arch="sm_90a" or arch="sm_100a"'):
+        norm.check_support()

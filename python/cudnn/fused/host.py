@@ -17,6 +17,7 @@ from cudnn.gemm.formats import BITS, dtypes, name_of, torch_type
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
 
+_WITHOUT_GPU = 'pass arch="sm_90a" or arch="sm_100a", to check and compile without a GPU'
 ALIGNMENT = 16  # bytes, of contiguous extents and of workspaces
 
 
@@ -376,12 +377,13 @@ class FusedAPI(APIBase):
         where = self._title()
         if arch is None and device.type == "cuda":
             if not torch.cuda.is_available():
-                raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available"))
+                raise RuntimeError(refusal(where, "device", device, "a CUDA device that is available", _WITHOUT_GPU))
             arch = launch.device_architecture(device.index if device.index is not None else torch.cuda.current_device())
         if arch is not None:
             self._check_architecture(arch)
         elif device.type != "cpu":
-            raise RuntimeError(refusal(where, "device", device, "cuda or cpu", 'pass arch="sm_90a"'))
+            allowed = "cuda or cpu; others, such as meta, with arch"
+            raise RuntimeError(refusal(where, "device", device, allowed, _WITHOUT_GPU))
         return arch
 
     def _check_architecture(self, arch: str) -> None:
