@@ -229,7 +229,7 @@ def test_overrides_on_the_reference_executor() -> None:
         uids = [a.get_uid(), c.get_uid()]
         graph.execute({a: x, b: y, c: out}, None, None, uids, shapes, [packed(*shape) for shape in shapes])
         torch.testing.assert_close(out, (x @ y).relu())
-    with pytest.raises(ValueError, match="1, 7, 6|M, K"):  # a result of another shape than that of its operands
+    with pytest.raises(ValueError, match=r"7, 6|M, K"):  # a result of another shape than that of its operands
         graph.execute({a: x, b: y, c: out}, None, None, uids[:1], shapes[:1], [packed(*shapes[0])])
 
 
