@@ -589,6 +589,9 @@ def test_samples_that_tell_where_experts_end() -> None:
             scaled_gradients("reference", "nvfp4", ends, offsets_of=192)
     with pytest.raises(ValueError, match=r"global_scale_a and global_scale_b: got None; allowed: both, for factors of"):
         scaled_gradients("reference", "nvfp4", (64, 192), scales_of=())
+    a, factors = torch.zeros(128, 128).to(E4M3), torch.ones(128, 4).to(E8M0)
+    with pytest.raises(ValueError, match=r"offsets tensor: got the shape \(1, 2\); allowed: \(e,\)"):
+        cudnn.GroupedGemmWgrad(a, a.T, factors, factors, torch.tensor([[64, 128]]).int(), sf_vec_size=32)
 
 
 @pytest.mark.parametrize(("kind", "flat"), [("bf16", False), ("mxfp8", False), ("mxfp8", True)])

@@ -92,7 +92,7 @@ class ExpertGradients(ExpertsGemm):
         self.schedule = GroupedK()
         offsets = given["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
-        if self.scaled and read and offsets.dtype == torch.int32 and offsets.ndim == 1:
+        if self.scaled and read and offsets.dtype == torch.int32:
             self.check_ends(offsets, self.sizes(self.descs))
 
     def operations(self) -> tuple[Any, ...]:
