@@ -16,10 +16,6 @@ import pytest
 
 from support import driver
 
-# A first call may load a library or compile a kernel: no time limit on single examples.
-hypothesis.settings.register_profile("project", deadline=None)
-hypothesis.settings.load_profile("project")
-
 _NO_DRIVER = driver.load_stub_driver()
 
 from cudnn.backend import handle, library  # noqa: E402
@@ -33,7 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: only with --full")
-    if config.getoption("full"):
+    full = config.getoption("full")
+    # The same examples each time, but with --full. A first call may load a library or compile a kernel: no time limits.
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("project", deadline=None, derandomize=not full, suppress_health_check=slow)
+    hypothesis.settings.load_profile("project")
+    if full:
         os.environ["CUDNN_TESTS_FULL"] = "1"  # for support/selection.py, here and in xdist's workers
 
 

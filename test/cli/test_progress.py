@@ -59,7 +59,8 @@ def test_lines_without_a_terminal(said: Callable[[], None], capsys: pytest.Captu
     assert (lines[0], lines[-1]) == ("0 of 3, first", "1 of 3, second")
 
 
-def test_a_short_command_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_command_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "PERIOD", 3600)
     with progress.shown("quick", 1) as steps:
         steps.advance()
     assert capsys.readouterr().err == ""
@@ -92,19 +93,19 @@ def test_an_error_ends_it() -> None:
 
 
 PROGRAM = """
-import time
 from cudnn.cli import progress
 with progress.shown("the work", 4) as steps:
-    time.sleep(1.2)
+    input()
     steps.advance()
-    print("a line of the command")
-    time.sleep(1.2)
+    print("a line of the command", flush=True)
+    input()
 """
 
 
 @pytest.mark.parametrize("piped", [False, True])
 def test_a_bar_on_a_terminal(piped: bool, tmp_path: Path) -> None:
-    """Also where standard output is a file, which has the command's own lines alone."""
+    """Also where standard output is a file, which has the command's own lines alone. The command goes on when its bar
+    shows how far it is."""
     terminal, end = pty.openpty()
     out = tmp_path / "out"
     environment = {
@@ -114,16 +115,22 @@ def test_a_bar_on_a_terminal(piped: bool, tmp_path: Path) -> None:
         "COLUMNS": "80",
     }
     with out.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=file if piped else end, stderr=end,
-                                   env=environment)  # fmt: skip
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE,
+                                   stdout=file if piped else end, stderr=end, env=environment)  # fmt: skip
     os.close(end)
-    shown = b""
+    shown, awaited = b"", [b"the work", b"25%"]
+    assert process.stdin is not None
     try:
         while chunk := os.read(terminal, 65536):
             shown += chunk
+            while awaited and awaited[0] in shown:
+                awaited.pop(0)
+                process.stdin.write(b"\n")
+                process.stdin.flush()
     except OSError:  # the other end is closed
         pass
     os.close(terminal)
+    process.stdin.close()
     assert process.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "the work" in text

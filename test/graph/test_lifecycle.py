@@ -349,7 +349,7 @@ def test_engines_and_knobs_by_hand(h200: Any) -> None:
 
 
 def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
-    """From the first call to the plan within 10 ms of processor time, for a shape that was not compiled for."""
+    """From the first call to the plan in a tenth of the processor time, for a shape that was not compiled for."""
     if cudnn.backend_version() < 92800:
         pytest.skip("cuDNN 9.19 compiles again with a restored cache, where there is no GPU")
 
@@ -364,7 +364,7 @@ def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
         return time.process_time() - start
 
     first = cudnn.create_kernel_cache()
-    build(first, 2)
+    compiled = build(first, 2)
     text = first.serialize()
     took: list[float] = []
     for batch in (4, 8, 16):
@@ -372,7 +372,7 @@ def test_a_restored_kernel_cache_builds_at_once(h200: Any) -> None:
         cache.deserialize(text)
         took.append(build(cache, batch))
         assert cache.size() == 1
-    assert min(took) < 0.010
+    assert min(took) < compiled / 10
 
 
 @pytest.mark.parametrize(("status", "error"), [(3001, cudnn.cudnnGraphNotSupportedError), (2000, cudnn.CudnnError)])

@@ -34,12 +34,12 @@ def test_kernels_import_neither_torch_nor_cudnn() -> None:
 
 
 def test_import_is_quick() -> None:
-    """``import cudnn`` adds under 0.2 s to ``import torch``, best of six, or a sixth of its time: full cores cost
-    processor time, too, to both."""
+    """``import cudnn`` adds under a quarter of its time to ``import torch``, best of six, or 0.2 s: slow and full cores
+    cost both processor time."""
     clock = "time.process_time()"
     code = f"import time; a = {clock}; import torch; b = {clock}; import cudnn; print(b - a, {clock} - b)"
     times = (map(float, _python(code).split()) for _ in range(6))
-    assert any(ours < max(0.2, of_torch / 6) for of_torch, ours in times)
+    assert any(ours < max(0.2, of_torch / 4) for of_torch, ours in times)
 
 
 @pytest.mark.parametrize("command", [["--version"], ["--help"], ["cache", "list"]])

@@ -42,7 +42,7 @@ def run_processes(ranks: int, path: Path, function: Callable[[int], None]) -> No
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
         process.kill()
     assert failures.empty(), failures.get()
     assert [process.exitcode for process in processes] == [0] * ranks
