@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from cudnn_kernels.epilogue import BLOCK, needs_of, regions_of, slots_of
@@ -55,108 +56,16 @@ def operand_slots(name: str, operand: Operand, rows: str, batch: str, splits_k: 
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class GemmConfiguration:
-    """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
-
-    With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
-    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
-    buffers hold them. ``halves`` as of the problem.
-
-    Raises:
-        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
-            halves that the CTAs of a cluster cannot share; an ``index`` that is not of experts' rows of A, which is
-            K-major, or not of their k, of an MN-major operand, or of one with scale factors.
-    """
-
-    kernel: ClassVar[str] = "gemm:Gemm"
-
-    a: Operand
-    b: Operand
-    epilogue: tuple[Any, ...]
-    schedule: Any
-    tile: tuple[int, int, int] = (128, 256, 64)
-    cluster: tuple[int, int] = (2, 1)
-    pingpong: bool = False
-    part: int = 64
-    staged: int = 1
-    halves: bool = False
-
-    def __post_init__(self) -> None:
-        if self.halves and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
-            allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
-            raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
-        rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
-        for name, needed in rows.items():
-            if self.schedule.aligned % needed:
-                allowed = f"multiples of {needed}, by {name}"
-                raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
-        whole = [x for x in (self.a, self.b) if x.index and (x.scale or x.pointers or not self.schedule.searches)]
-        lines = ("mn", "mn") if self.schedule.splits_k else ("k", "")
-        if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
-            allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
-            raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
-        if self.a.ragged or self.b.ragged:
-            raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
-
-    @property
-    def gemm(self) -> GemmConfiguration:
-        """The GEMM itself."""
-        return self
-
-    @property
-    def tensor_core_scale(self) -> BlockScale | None:
-        """A's factors, and B's are alike, where the tensor cores multiply by them."""
-        return None if self.a.scale is None or self.a.scale.of_sums else self.a.scale
-
-    @property
-    def block(self) -> int:
-        """Rows of B's halves that take turns in a tile: those of an atom, where there are scale factors in atoms."""
-        return ATOM if self.tensor_core_scale else BLOCK
-
-    @property
-    def scales_sums(self) -> bool:
-        """Whether both operands have factors that the sums of a k tile are multiplied by."""
-        return self.a.scale is not None and self.a.scale.of_sums
-
-    @property
-    def gathers(self) -> tuple[str, ...]:
-        """The operands whose lines have numbers, by name."""
-        return tuple(name for name in "ab" if getattr(self, name).index)
-
-    @property
-    def operand_sizes(self) -> dict[str, tuple[str, str]]:
-        """The names of the operands' rows and of how many matrices there are, by operand."""
-        return {"a": ("m", "l"), "b": ("n", self.schedule.b)}
-
-    def operand_slots(self, **sources: Operand) -> list[Slot]:
-        """The arguments that say what A and B are, or what they are made of: ``sources``, by name."""
-        found: list[Slot] = []
-        for name, sizes in self.operand_sizes.items():
-            operand = sources.get(name, getattr(self, name))
-            found += operand_slots(name, operand, *sizes, self.schedule.splits_k)
-            found += [Scalar(sizes[0], "int32")] if operand.pointers else []  # no tensor tells
-        return found
-
-    def slots(self, **sources: Operand) -> tuple[Slot, ...]:
-        """The arguments of the kernel."""
-        rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
-        workspace = (Workspace(self.regions),) if self.regions else ()
-        return (*self.operand_slots(**sources), *rest, *workspace, MULTIPROCESSORS, Stream())
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The parts of the workspace that the epilogue writes."""
-        return regions_of(self.epilogue, self.schedule.groups, self.schedule.d)
-
-
-def configured(
-    problem: GemmProblem, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any
-) -> GemmConfiguration:
-    """The configuration of a problem with a tile (m, n), a cluster and what else is ``chosen``."""
-    shape = (*tile, K_BYTES * 8 // problem.a.bits)
-    same = (problem.a, problem.b, problem.epilogue, problem.schedule)
-    return GemmConfiguration(*same, tile=shape, cluster=cluster, halves=problem.halves, **chosen)
+OPERANDS = frozenset(
+    [
+        *((fp8, major, "float8_e8m0fnu", 32) for fp8 in FP8 for major in ("k", "mn")),
+        (FP4, "k", "float8_e8m0fnu", 32),
+        (FP4, "k", "float8_e8m0fnu", 16),
+        (FP4, "k", "float8_e4m3fn", 16),
+        *((t, "mn", None, 0) for t in (*FP8, "float16", "bfloat16", "float32")),
+    ]
+)
+"""(dtype, major, type of the scale factors, elements that share one) of every operand that can be prepared."""
 
 
 @dataclass(frozen=True)
@@ -212,65 +121,121 @@ class OperandConfiguration:
         return (*renamed, *offsets, target, MULTIPROCESSORS, Stream())
 
 
-@dataclass(frozen=True)
-class PreparedOperand(Region):
-    """A prepared operand in the workspace; ``rows`` and ``batch`` are its sizes by name."""
-
-    name: str
-    operand: Operand
-    rows: str
-    batch: str
-
-    def pitch(self, sizes: Sizes) -> Any:
-        """Elements from one row, or column, to the next."""
-        step = ROW * 8 // self.operand.bits
-        return (sizes["k" if self.operand.major == "k" else self.rows] + step - 1) // step * step
-
-    def bytes(self, sizes: Sizes) -> Any:
-        count = self.pitch(sizes) * sizes[self.rows if self.operand.major == "k" else "k"] * sizes[self.batch]
-        return row_bytes(self.operand.dtype, count)
+def pitch(operand: Operand, rows: Any, k: Any) -> Any:
+    """Elements from one row of a prepared operand, or column, to the next."""
+    step = ROW * 8 // operand.bits
+    return ((k if operand.major == "k" else rows) + step - 1) // step * step
 
 
 @dataclass(frozen=True)
-class PreparedGemmConfiguration:
-    """A GEMM some of whose operands are prepared first, in the same call."""
+class GemmConfiguration:
+    """``tile`` is (m, n, k) of a CTA, or of a pair on Blackwell, ``cluster`` (m, n) in CTAs.
 
-    kernel: ClassVar[str] = "prepared:PreparedGemm"
+    With ``pingpong`` each of two warpgroups has a tile of its own and one works on its epilogue while the other
+    multiplies; else both share one. ``part`` accumulator columns pass through the epilogue at a time; ``staged``
+    buffers hold them. ``halves`` as of the problem. ``prepared`` operands, by name, are written to the workspace first,
+    in the same call: ``a`` and ``b`` are what becomes of them.
 
-    gemm: GemmConfiguration
-    a: OperandConfiguration | None
-    b: OperandConfiguration | None
+    Raises:
+        ValueError: experts that may end in the middle of an atom of scale factors, or of a block of rows; tiles of
+            halves that the CTAs of a cluster cannot share; an ``index`` that is not of experts' rows of A, which is
+            K-major, or not of their k, of an MN-major operand, or of one with scale factors.
+    """
+
+    kernel: ClassVar[str] = "gemm:Gemm"
+
+    a: Operand
+    b: Operand
+    epilogue: tuple[Any, ...]
+    schedule: Any
+    tile: tuple[int, int, int] = (128, 256, 64)
+    cluster: tuple[int, int] = (2, 1)
+    pingpong: bool = False
+    part: int = 64
+    staged: int = 1
+    halves: bool = False
+    prepared: tuple[tuple[str, OperandConfiguration], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.halves and (self.tile[1] not in (64, 128, 256) or self.tile[1] % (2 * self.block)):
+            allowed = "256, with scale factors" if self.tensor_core_scale else "64, 128, 256"
+            raise ValueError(f"tile: got {self.tile[1]} columns; allowed: {allowed}, of halves of B")
+        rows = {"scale factors": 128 if self.tensor_core_scale else 1, "the epilogue": needs_of(self.epilogue).rows}
+        for name, needed in rows.items():
+            if self.schedule.aligned % needed:
+                allowed = f"multiples of {needed}, by {name}"
+                raise ValueError(f"rows of an expert: got multiples of {self.schedule.aligned}; allowed: {allowed}")
+        whole = [x for x in (self.a, self.b) if x.index and (x.scale or x.pointers or not self.schedule.searches)]
+        lines = ("mn", "mn") if self.schedule.splits_k else ("k", "")
+        if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
+            allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
+            raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
+        if self.a.ragged or self.b.ragged:
+            raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 
     @property
-    def steps(self) -> dict[str, OperandConfiguration]:
-        """The operands that are prepared, by name."""
-        return {name: step for name, step in (("a", self.a), ("b", self.b)) if step is not None}
+    def tensor_core_scale(self) -> BlockScale | None:
+        """A's factors, and B's are alike, where the tensor cores multiply by them."""
+        return None if self.a.scale is None or self.a.scale.of_sums else self.a.scale
 
-    def _before(self, name: str) -> Operand:
+    @property
+    def block(self) -> int:
+        """Rows of B's halves that take turns in a tile: those of an atom, where there are scale factors in atoms."""
+        return ATOM if self.tensor_core_scale else BLOCK
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether both operands have factors that the sums of a k tile are multiplied by."""
+        return self.a.scale is not None and self.a.scale.of_sums
+
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """The operands whose lines have numbers, by name."""
+        return tuple(name for name in "ab" if getattr(self, name).index)
+
+    @property
+    def operand_sizes(self) -> dict[str, tuple[str, str]]:
+        """The names of the operands' rows and of how many matrices there are, by operand."""
+        return {"a": ("m", "l"), "b": ("n", self.schedule.b)}
+
+    def given(self, name: str) -> Operand:
         """An operand before it is prepared, with the factors of sums that it keeps."""
-        source, kept = self.steps[name].source, getattr(self.gemm, name).scale
-        return replace(source, scale=kept) if kept else source
+        operand, step = getattr(self, name), dict(self.prepared).get(name)
+        return replace(step.source, scale=operand.scale or step.source.scale) if step else operand
+
+    def operand_slots(self) -> list[Slot]:
+        """The arguments that say what A and B are, or what they are made of."""
+        found: list[Slot] = []
+        for name, sizes in self.operand_sizes.items():
+            operand = self.given(name)
+            found += operand_slots(name, operand, *sizes, self.schedule.splits_k)
+            found += [Scalar(sizes[0], "int32")] if operand.pointers else []  # no tensor tells
+        return found
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernel."""
+        rest = (*self.schedule.slots(), *slots_of(self.epilogue, self.schedule.groups, self.schedule.d))
+        workspace = (Workspace(self.regions),) if self.regions else ()
+        return (*self.operand_slots(), *rest, *workspace, MULTIPROCESSORS, Stream())
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Of the workspace: first the prepared operands."""
-        sizes = self.gemm.operand_sizes
-        return (*(PreparedOperand(x, step.result, *sizes[x]) for x, step in self.steps.items()), *self.gemm.regions)
+        """The parts of the workspace: prepared operands, and what the epilogue writes."""
+        made = (Region(name, partial(self.prepared_bytes, name)) for name, _ in self.prepared)
+        return (*made, *regions_of(self.epilogue, self.schedule.groups, self.schedule.d))
 
-    def slots(self) -> tuple[Slot, ...]:
-        """The arguments of the kernel: those of the GEMM with the operands as they are before, and a workspace."""
-        found = self.gemm.slots(**{name: self._before(name) for name in self.steps})
-        rest = [slot for slot in found if not isinstance(slot, Workspace)]
-        return (*rest[:-2], Workspace(self.regions), *rest[-2:])
+    def prepared_bytes(self, name: str, sizes: Sizes) -> Any:
+        """Those of a prepared operand."""
+        operand = getattr(self, name)
+        rows, batch = (sizes[size] for size in self.operand_sizes[name])
+        lines = rows if operand.major == "k" else sizes["k"]
+        return row_bytes(operand.dtype, pitch(operand, rows, sizes["k"]) * lines * batch)
 
 
-OPERANDS = frozenset(
-    [
-        *((fp8, major, "float8_e8m0fnu", 32) for fp8 in FP8 for major in ("k", "mn")),
-        (FP4, "k", "float8_e8m0fnu", 32),
-        (FP4, "k", "float8_e8m0fnu", 16),
-        (FP4, "k", "float8_e4m3fn", 16),
-        *((t, "mn", None, 0) for t in (*FP8, "float16", "bfloat16", "float32")),
-    ]
-)
-"""(dtype, major, type of the scale factors, elements that share one) of every operand that can be prepared."""
+def configured(
+    problem: GemmProblem, tile: tuple[int, int], cluster: tuple[int, int], **chosen: Any
+) -> GemmConfiguration:
+    """The configuration of a problem with a tile (m, n), a cluster and what else is ``chosen``."""
+    shape = (*tile, K_BYTES * 8 // problem.a.bits)
+    same = (problem.a, problem.b, problem.epilogue, problem.schedule)
+    return GemmConfiguration(*same, tile=shape, cluster=cluster, halves=problem.halves, **chosen)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
-from cudnn_kernels.configuration import GemmConfiguration, PreparedGemmConfiguration
+from cudnn_kernels.configuration import GemmConfiguration
 from cudnn_kernels.epilogue import Deinterleave, QuantizeColumns, QuantizeRows, Rotate, Round, StoreTile
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
@@ -40,42 +41,36 @@ def problem(dtype: str, w_out_in: bool, n: int, k: int) -> GemmProblem:
     return GemmProblem(a, b, EPILOGUE, Dense(), n, k)
 
 
-def configured(inner: GemmConfiguration | PreparedGemmConfiguration, dtype: str, w_out_in: bool) -> Any:
-    """The configuration for that of the GEMM. Its tiles hold whole heads, unless they must hold whole atoms of factors:
-    then every part of a tile is known to be rotated or not, and fewer registers are taken.
-    """
-    gemm = inner.gemm
-    if gemm.a.scale is None:
-        gemm = replace(gemm, tile=(gemm.tile[0], HEAD, gemm.tile[2]))
-        inner = replace(inner, gemm=gemm) if isinstance(inner, PreparedGemmConfiguration) else gemm
-    return ProjectionConfiguration(inner, dtype, w_out_in)
-
-
-@dataclass(frozen=True)
-class Atoms(Region):
-    """Scale factors of an operand of so many ``rows``, by the size's name, in atoms of 128 x 4."""
-
-    name: str
-    rows: str
-
-    def bytes(self, sizes: Sizes) -> Any:
-        return (sizes[self.rows] + 127) // 128 * ((sizes["k"] + 127) // 128) * 512
+def atoms(rows: str, sizes: Sizes) -> Any:
+    """Bytes of an operand's scale factors, of so many ``rows`` by the size's name, in atoms of 128 x 4."""
+    return (sizes[rows] + 127) // 128 * ((sizes["k"] + 127) // 128) * 512
 
 
 @dataclass(frozen=True)
 class ProjectionConfiguration:
-    """``inner`` is the GEMM of the problem; ``w_out_in``: w is (n, k), else (k, n)."""
+    """``gemm`` is that of the problem, with tiles of whole heads unless they must hold whole atoms of factors: then
+    every part of a tile is known to be rotated or not, and fewer registers are taken.
+    """
 
-    kernel: ClassVar[str] = "projection:Projection"
+    kernel: ClassVar[str] = "gemm:Projection"
 
-    inner: GemmConfiguration | PreparedGemmConfiguration
-    dtype: str
-    w_out_in: bool
+    gemm: GemmConfiguration
+
+    @staticmethod
+    def of(gemm: GemmConfiguration) -> ProjectionConfiguration:
+        """The configuration for that of the problem."""
+        m, _, k = gemm.tile
+        return ProjectionConfiguration(gemm if gemm.a.scale else replace(gemm, tile=(m, HEAD, k)))
 
     @property
-    def gemm(self) -> GemmConfiguration:
-        """The GEMM itself."""
-        return self.inner.gemm
+    def dtype(self) -> str:
+        """That of x and w."""
+        return self.gemm.given("a").dtype
+
+    @property
+    def w_out_in(self) -> bool:
+        """Whether w is (n, k), else (k, n)."""
+        return self.gemm.given("b").major == "k"
 
     @property
     def operands(self) -> tuple[str, str]:
@@ -88,10 +83,10 @@ class ProjectionConfiguration:
         return {"sfa": "x_scale", "sfb": "w_scale"} if self.dtype == E4M3 else {}
 
     @property
-    def regions(self) -> tuple[Any, ...]:
+    def regions(self) -> tuple[Region, ...]:
         """Of the workspace: first those of the GEMM, so that they have the places that it gives them."""
-        atoms = (Atoms(name, rows) for name, rows in zip(self.scales, "mn", strict=False))
-        return (*self.inner.regions, *atoms)
+        mine = (Region(name, partial(atoms, rows)) for name, rows in zip(self.scales, "mn", strict=False))
+        return (*self.gemm.regions, *mine)
 
     def slots(self) -> tuple[Slot, ...]:
         """The arguments of the kernel."""

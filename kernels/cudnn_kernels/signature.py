@@ -10,8 +10,7 @@ Sizes have names too. ``m``, ``n``, ``k``, ``l`` are those of the product, ``exp
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,14 +57,12 @@ class Stream:
     name: str = "stream"
 
 
-class Region(ABC):
-    """A part of the workspace, by name."""
+@dataclass(frozen=True)
+class Region:
+    """A part of the workspace, by name; ``bytes`` tells how many it takes."""
 
     name: str
-
-    @abstractmethod
-    def bytes(self, sizes: Sizes) -> Any:
-        """How many bytes it takes."""
+    bytes: Callable[[Sizes], Any]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_what_it_changes(name: str) -> None:
     for majors in ("kkn", "mnm"):
         (plain, _), (accurate, size) = (plan("sm_90a", value, dtype=E4M3, majors=majors) for value in (False, True))
         assert plain != accurate
-        assert accurate.gemm.a.dtype == "bfloat16"
+        assert accurate.a.dtype == "bfloat16"
         assert size == 2 * (128 + 256) * 128
     for arch, given in (
         ("sm_100a", {"dtype": E4M3}),

@@ -16,7 +16,7 @@ from cudnn.api_base import TupleDict
 from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_reference, projection
 from cudnn_kernels import fakes
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.projection import configured, problem
+from cudnn_kernels.projection import ProjectionConfiguration, problem
 from support.compiled import compile_kernel
 from support.selection import brief, within
 
@@ -116,7 +116,7 @@ def test_mxfp8(where: str, w_out_in: bool) -> None:
 @pytest.mark.parametrize("arch", WHERE[1:])
 def test_no_register_is_spilled(arch: str, kind: str) -> None:
     made = ARCHITECTURES[arch]
-    c = configured(made.configure(problem(kind, True, 24576, 1536)), kind, True)
+    c = ProjectionConfiguration.of(made.configure(problem(kind, True, 24576, 1536)))
     module, kernel = made.source(c).split(":")
     compiled = compile_kernel(arch, getattr(importlib.import_module(module), kernel)(c), *fakes.arguments(c))
     assert compiled.stack == 0

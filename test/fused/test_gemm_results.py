@@ -251,7 +251,7 @@ def test_every_variant_has_room_for_two_k_tiles(pytestconfig: pytest.Config) -> 
         gemm = problem.family.cls(**problem.samples(), **chosen)
         assert gemm.check_support()
         ((_, configuration, _),) = gemm.kernels()
-        assert Gemm(configuration.gemm).stages() >= 2
+        assert Gemm(configuration).stages() >= 2
 
 
 @pytest.mark.parametrize(

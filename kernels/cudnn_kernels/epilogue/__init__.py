@@ -525,18 +525,8 @@ class Amax(Declaration):
         return (Tensor(self.tensor, "float32", shape, strides, align=4),)
 
 
-@dataclass(frozen=True)
-class TileSums(Region):
-    """float32 sums of every row over the columns of each tile: (tiles, rows of all batches)."""
-
-    name: str
-    place: Place
-    COLUMNS: ClassVar[int] = 64  # of a tile, at least
-
-    def bytes(self, sizes: Sizes) -> Any:
-        """As many as of the narrowest tiles."""
-        tiles = (sizes[self.place.columns] + self.COLUMNS - 1) // self.COLUMNS
-        return tiles * sizes[self.place.rows] * sizes[self.place.batch] * 4
+TILE_COLUMNS, BLOCK_ROWS = 64, 64
+"""Columns of a tile, at least, whose sums of rows are added up in order, and rows whose sums of columns are."""
 
 
 @dataclass(frozen=True)
@@ -551,26 +541,15 @@ class SumRow(Declaration):
     ordered: bool = False
 
     def regions(self, place: Place) -> tuple[Region, ...]:
-        return (TileSums(f"{self.tensor} sums", place),) if self.ordered else ()
+        def size(sizes: Sizes) -> Any:
+            """float32 (tiles, rows of all batches), as many as of the narrowest tiles."""
+            tiles = (sizes[place.columns] + TILE_COLUMNS - 1) // TILE_COLUMNS
+            return tiles * sizes[place.rows] * sizes[place.batch] * 4
+
+        return (Region(f"{self.tensor} sums", size),) if self.ordered else ()
 
     def slots(self, place: Place) -> tuple[Tensor, ...]:
         return (column(self.tensor, place.rows, place.batch),)
-
-
-@dataclass(frozen=True)
-class BlockSums(Region):
-    """float32 sums of every column over 64 rows of a group: (blocks of all groups, columns)."""
-
-    name: str
-    place: Place
-    ROWS: ClassVar[int] = 64
-
-    def bytes(self, sizes: Sizes) -> Any:
-        """Groups that share the rows have one block more than whole ones, at most, each."""
-        blocks = (sizes[self.place.rows] + self.ROWS - 1) // self.ROWS
-        groups = sizes[self.place.groups]
-        count = blocks * groups if self.place.groups == self.place.batch else blocks + groups
-        return count * sizes[self.place.columns] * 4
 
 
 @dataclass(frozen=True)
@@ -590,7 +569,13 @@ class SumColumn(Declaration):
         return (Tensor(self.tensor, self.dtype, (place.groups, place.columns), (None, 1), align=size),)
 
     def regions(self, place: Place) -> tuple[Region, ...]:
-        return (BlockSums(f"{self.tensor} sums", place),)
+        def size(sizes: Sizes) -> Any:
+            """float32 (blocks of all groups, columns): groups that share rows have one more than whole ones at most."""
+            blocks, groups = (sizes[place.rows] + BLOCK_ROWS - 1) // BLOCK_ROWS, sizes[place.groups]
+            count = blocks * groups if place.groups == place.batch else blocks + groups
+            return count * sizes[place.columns] * 4
+
+        return (Region(f"{self.tensor} sums", size),)
 
 
 @dataclass(frozen=True)

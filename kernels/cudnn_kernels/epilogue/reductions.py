@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cudnn_kernels.epilogue import BLOCK, BlockSums, TileSums
+from cudnn_kernels.epilogue import BLOCK, BLOCK_ROWS, TILE_COLUMNS
 from cudnn_kernels.epilogue.arithmetic import maximum
 from cudnn_kernels.epilogue.fragment import (
     WARP,
@@ -108,8 +108,8 @@ class SumRow(Operation):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        if declaration.ordered and plan.parts * width < TileSums.COLUMNS:
-            raise ValueError(f"tile: got {plan.parts * width} columns; allowed: at least {TileSums.COLUMNS}, for sums")
+        if declaration.ordered and plan.parts * width < TILE_COLUMNS:
+            raise ValueError(f"tile: got {plan.parts * width} columns; allowed: at least {TILE_COLUMNS}, for sums")
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         sums = arguments[self.o.tensor]
@@ -169,7 +169,7 @@ class SumColumn(Operation):
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
         super().__init__(declaration, plan, width)
-        self.blockwise = ColumnBlocks(plan, width, BlockSums.ROWS, operator.add)
+        self.blockwise = ColumnBlocks(plan, width, BLOCK_ROWS, operator.add)
 
     def prepare(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         return self.blocks(arguments), Int32(arguments[self.o.tensor].shape[1]), self.stride(arguments)
@@ -180,7 +180,7 @@ class SumColumn(Operation):
 
     def stride(self, arguments: Mapping[str, Any]) -> Int32:
         """How much a group's number adds to a block's: its rows do the rest, where groups share them."""
-        return Int32(1) if self.plan.offsets else Int32(cute.ceil_div(arguments["m"], BlockSums.ROWS))
+        return Int32(1) if self.plan.offsets else Int32(cute.ceil_div(arguments["m"], BLOCK_ROWS))
 
     def bytes(self) -> int:
         return self.blockwise.bytes()
@@ -200,11 +200,11 @@ class SumColumn(Operation):
         blocks, columns, stride = self.parameters
         place = self.column(tile, part, column)
         if column < self.width and place < columns:
-            for block in cutlass.range_constexpr(self.plan.rows // BlockSums.ROWS):
-                row = tile.row + block * BlockSums.ROWS
+            for block in cutlass.range_constexpr(self.plan.rows // BLOCK_ROWS):
+                row = tile.row + block * BLOCK_ROWS
                 if row < tile.end:
                     total = self.blockwise.result(sums, column, block)
-                    number = row // BlockSums.ROWS + tile.expert * stride
+                    number = row // BLOCK_ROWS + tile.expert * stride
                     cute.arch.store(blocks + (Int64(number) * columns + place), total)
 
     def follow(self, arguments: Mapping[str, Any]) -> None:
@@ -225,9 +225,9 @@ class SumColumn(Operation):
         if const_expr(offsets is not None):
             start, end, _ = expert_range(offsets, group)
         if column < columns:
-            first = start // BlockSums.ROWS + group * stride
+            first = start // BLOCK_ROWS + group * stride
             total = Float32(0.0)
-            for i in cutlass.range((end - start + BlockSums.ROWS - 1) // BlockSums.ROWS, unroll=4):
+            for i in cutlass.range((end - start + BLOCK_ROWS - 1) // BLOCK_ROWS, unroll=4):
                 total += cute.arch.load(blocks + (Int64(first + i) * columns + column), Float32)
             if const_expr(self.o.halves):
                 column = unwoven(column, columns, BLOCK)

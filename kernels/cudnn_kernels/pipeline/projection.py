@@ -10,17 +10,12 @@ from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.pipeline.arrange import ArrangeScales, matrix, turned
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.projection import BLOCK, E8M0, HEAD
-from cudnn_kernels.projection import ProjectionConfiguration as Configuration
 
 
 class ViewedProjection(Kernel):
-    """The kernels for one :class:`Configuration`, with ``gemms`` by their configurations."""
+    """The kernels for one ``ProjectionConfiguration``; ``gemm`` is the architecture's class of GEMMs."""
 
-    gemms: ClassVar[Mapping[type, Any]]
-
-    def __init__(self, configuration: Configuration) -> None:
-        super().__init__(configuration)
-        self.gemm = self.gemms[type(configuration.inner)](configuration.inner)
+    gemm: ClassVar[Any]
 
     def launch(self, given: Mapping[str, Any]) -> None:
         x, w = (matrix(given[name]) for name in self.c.operands)
@@ -33,4 +28,4 @@ class ViewedProjection(Kernel):
         starts = divided(self.c.slots(), given, [region for region in self.c.regions if region.name in self.c.scales])
         for name, scales in self.c.scales.items():
             ready[name] = ArrangeScales().launch(matrix(given[scales]), starts[name], DTYPES[E8M0], given["stream"])
-        self.gemm.launch(ready)
+        self.gemm(self.c.gemm).launch(ready)

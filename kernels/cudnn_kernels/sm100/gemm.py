@@ -47,6 +47,7 @@ from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.gather import Gather, Lines
 from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
@@ -405,3 +406,9 @@ class Gemm(Mainloop):
             return lambda column: row * self.factor_ring.column(position, column)
         products = [row * self.factor_ring.column(position, start) for start in range(0, self.c.tile[1], granule)]
         return lambda column: products[column // granule]
+
+
+class Projection(ViewedProjection):
+    """The projection of queries, around this GEMM."""
+
+    gemm = Gemm

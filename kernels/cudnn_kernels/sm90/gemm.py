@@ -37,10 +37,12 @@ from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.gather import Boxes, Gather, Lines, boxes_of
 from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.sm90.heuristics import promotes
+from cudnn_kernels.sm90.operand import prepare
 from cudnn_kernels.sm90.tile_operand import TileOperand
 
 GROUP = 128  # threads of a warpgroup
@@ -79,6 +81,9 @@ class Gemm(Mainloop):
             tiled_copy=lambda atom, width: cute.make_tiled_copy_C(atom, self.tiled_mma(width)),
             fragment=self.fragment,
         )
+
+    def launch(self, given: Mapping[str, Any]) -> None:
+        super().launch(prepare(self.c, given) if self.c.prepared else given)
 
     def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         made = [operand.descriptor(operand.view(arguments[operand.name])) for operand in self.copied]
@@ -389,3 +394,9 @@ class Gemm(Mainloop):
             fragment = Fragment(values, plan.width, plan.layout)
             act(tile, part, fragment)
         self.epilogue.end(tile)
+
+
+class Projection(ViewedProjection):
+    """The projection of queries, around this GEMM."""
+
+    gemm = Gemm

@@ -8,7 +8,6 @@ from typing import Any
 from cudnn_kernels.configuration import (
     GemmConfiguration,
     OperandConfiguration,
-    PreparedGemmConfiguration,
     configured,
 )
 from cudnn_kernels.epilogue import Needs, needs_of
@@ -25,7 +24,7 @@ FEW = 64  # experts: of more, each with any number of rows, many clusters of 256
 ALONE_EXPERTS = 80  # the same for experts' products, whose activation is written anew
 
 
-def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfiguration:
+def configure(problem: GemmProblem) -> GemmConfiguration:
     """The GEMM alone or, where the tensor cores cannot read an operand, with its preparation before it.
 
     wgmma multiplies 16-bit elements of both majors, 8-bit and 32-bit ones K-major only, and knows no block scales.
@@ -43,7 +42,7 @@ def configure(problem: GemmProblem) -> GemmConfiguration | PreparedGemmConfigura
     a, b = (replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
             for x, was in zip(prepared, operands, strict=True))  # fmt: skip
     gemm = configure_gemm(replace(problem, a=a, b=b))
-    return PreparedGemmConfiguration(gemm, *steps) if any(steps) else gemm
+    return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
 
 
 def promotes(c: GemmConfiguration) -> bool:

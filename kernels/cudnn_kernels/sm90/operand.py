@@ -21,12 +21,15 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
+from cudnn_kernels.configuration import ROW, GemmConfiguration, pitch
 from cudnn_kernels.configuration import OperandConfiguration as Configuration
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.copy import address, everywhere, matrices
-from cudnn_kernels.signature import bind
+from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.problem import Operand
+from cudnn_kernels.signature import bind, sizes_of
 
 THREADS = 256
 WARP = 32
@@ -282,6 +285,33 @@ class Preparation:
                 if to_mn < mn and to_k < k:
                     _words(target, self.offset(target, to_mn, to_k, batch), 4).store(words.load())
             cute.arch.sync_threads()  # all have read what the next tile overwrites
+
+
+def prepare(c: GemmConfiguration, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Launches the kernel for a GEMM's operands that are prepared. The GEMM's arguments, with these and the workspace's
+    other regions by name.
+    """
+    slots = c.slots()
+    sizes, ready, each = sizes_of(slots, given, Int64), {**given, **divided(slots, given, c.regions)}, []
+    for side, step in c.prepared:
+        form = f"{side}_ptrs" if step.source.pointers else side
+        offsets = given[c.schedule.offsets] if step.splits_k else None
+        target = ready[side] = in_workspace(getattr(c, side), *c.operand_sizes[side], sizes, ready[side])
+        mine = {"source": given[form], "scales": given.get(f"sf{form}"), "offsets": offsets, "target": target}
+        each.append({**given, **mine})
+    PrepareOperand(*(step for _, step in c.prepared)).launch(each)
+    return ready
+
+
+def in_workspace(operand: Operand, rows: str, batch: str, sizes: Mapping[str, Int64], start: Any) -> cute.Tensor:
+    """A prepared operand at its place in the workspace; ``rows`` and ``batch`` are its sizes by name."""
+    element, mn, k = DTYPES[operand.dtype], sizes[rows], sizes["k"]
+    apart = cute.assume(pitch(operand, mn, k), ROW * 8 // operand.bits)
+    k_major = operand.major == "k"
+    far = apart * (mn if k_major else k)
+    stride = (apart, 1, far) if k_major else (1, apart, far)
+    first = cute.recast_ptr(start, dtype=element)
+    return cute.make_tensor(first, cute.make_layout((Int32(mn), Int32(k), Int32(sizes[batch])), stride=stride))
 
 
 @cute.jit

@@ -154,7 +154,7 @@ def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: 
     t, dense = TYPES[dtype], Dense()
     wishes = WISHES[:1] if arch == "sm_90a" else WISHES
     problem, configure = (t.operand, t.operand, epilogue, dense, n, k), ARCHITECTURES[arch].configure
-    return list(dict.fromkeys(configure(GemmProblem(*problem, tile, cluster)).gemm for tile, cluster in wishes))
+    return list(dict.fromkeys(configure(GemmProblem(*problem, tile, cluster)) for tile, cluster in wishes))
 
 
 # What a kernel's machine code says.

@@ -7,10 +7,8 @@ operands that the tensor cores cannot read are prepared in a workspace, in the s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.configuration import PreparedGemmConfiguration
 from cudnn_kernels.problem import GemmProblem
 from cudnn_kernels.signature import workspace_size
 
@@ -22,17 +20,15 @@ class GemmPlan:
 
     def __init__(self, arch: str, problem: GemmProblem) -> None:
         architecture = ARCHITECTURES[arch]
-        self.configuration: Any = architecture.configure(problem)
+        self.configuration = architecture.configure(problem)
         self.source = architecture.source(self.configuration)
         self.slots = self.configuration.slots()
-        prepared = isinstance(self.configuration, PreparedGemmConfiguration)
-        steps = self.configuration.steps.values() if prepared else ()
-        self.notice = DEQUANTISED if any(step.source.scale for step in steps) else ""
+        self.notice = DEQUANTISED if any(step.source.scale for _, step in self.configuration.prepared) else ""
 
     @property
     def cluster_size(self) -> int:
         """CTAs that start together."""
-        m, n = self.configuration.gemm.cluster
+        m, n = self.configuration.cluster
         return m * n
 
     def workspace_size(self, sizes: Mapping[str, int]) -> int:

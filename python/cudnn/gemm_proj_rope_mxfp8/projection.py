@@ -13,7 +13,7 @@ from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
 from cudnn.gemm import reference
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, configured, problem
+from cudnn_kernels.projection import BLOCK, E4M3, EPILOGUE, HEAD, ROTARY, ROTATION, ProjectionConfiguration, problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,10 +44,10 @@ class ProjectionPlan(KernelPlan):
 
     def __init__(self, arch: str, dtype: str, w_out_in: bool, sizes: Sizes) -> None:
         architecture = ARCHITECTURES[arch]
-        inner = architecture.configure(problem(dtype, w_out_in, sizes["n"], sizes["k"]))
-        configuration = configured(inner, dtype, w_out_in)
+        gemm = architecture.configure(problem(dtype, w_out_in, sizes["n"], sizes["k"]))
+        configuration = ProjectionConfiguration.of(gemm)
         super().__init__(architecture.source(configuration), configuration)
-        m, n = configuration.gemm.cluster
+        m, n = gemm.cluster
         self.cluster_size = m * n
 
 
