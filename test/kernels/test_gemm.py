@@ -186,6 +186,16 @@ def test_halves_of_b(arch: str, types: Types, choice: dict[str, Any]) -> None:
         replace(c, tile=(128, 192, 64))
 
 
+@pytest.mark.parametrize("tile", [(128, 256, 64), (256, 128, 64)])
+def test_sums_of_several_k_tiles_have_one_portion(tile: tuple[int, int, int]) -> None:
+    """Two portions of a tile would add to the same sums."""
+    from cudnn_kernels.sm90.gemm import Gemm
+
+    c = replace(configured(HOPPER, WIDENED), tile=tile)
+    with pytest.raises(ValueError, match=r"allowed: k tiles of 128, or 128 rows and 192 columns at most"):
+        Gemm(c)
+
+
 @pytest.mark.parametrize(("m", "n", "k", "batch"), [(1, 1, 8, 1), (1, 129, 8, 3), (127, 3, 72, 1), (131, 67, 520, 2)])
 @pytest.mark.parametrize(("arch", "out"), brief([*itertools.product(ARCHES, "nm")], 0, 3))
 def test_odd_sizes(arch: str, out: str, m: int, n: int, k: int, batch: int) -> None:

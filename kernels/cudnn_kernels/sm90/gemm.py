@@ -69,6 +69,10 @@ class Gemm(Mainloop):
         self.promotes = promotes(c)
         self.together = c.a.scale.vector // self.tile_k if c.scales_sums else 1  # k tiles whose sum is promoted
         self.summed = self.tile_n if self.tile_n <= SUMS else self.tile_n // 2  # columns that are promoted together
+        if self.together > 1 and len(self.portions(0)) > 1:  # which have one set of sums in turn
+            vector = c.a.scale.vector
+            allowed = f"k tiles of {vector}, or 128 rows and {SUMS} columns at most, with such factors of sums"
+            raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
         self.boxes = bool(c.gathers) and not self.tiles.clips_k  # whether the copy engine gathers
         self.threads_copy = bool(c.gathers) and not self.boxes
         self.registers = COPY_REGISTERS if self.sides or self.threads_copy else REGISTERS
