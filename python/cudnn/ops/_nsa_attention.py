@@ -13,6 +13,7 @@ from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
 from cudnn.native_sparse_attention.top_k.api import MOST
 from cudnn.ops._memory import aligned, placed
+from cudnn.ops._nsa_gates import like as _like
 from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, nsa_gates_bwd, say, selection_takes_gates
 from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn_kernels.attention.sparse import ALWAYS
@@ -191,6 +192,33 @@ def _row_values(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
 
 
+def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for O and the log-sum-exp."""
+    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
+
+
+def _gradients(*given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for the gradients of q, k and v, which come after that of O."""
+    return _like(given[1]), _like(given[2]), _like(given[3])
+
+
+def _differentiable(operator: Any, backward: Any, tensors: int, count: int) -> None:
+    """Makes O differentiable in q, k and v, the first inputs of an operator, whose first results are O and log-sum-exp.
+
+    ``backward`` takes them, and of the inputs behind v so many: ``tensors``, some of which may be None, then others.
+    """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:3], *output[:2], *inputs[3 : 3 + tensors])
+        ctx.rest, ctx.none = inputs[3 + tensors : 3 + count], (None,) * (len(inputs) - 3)
+        ctx.mark_non_differentiable(*output[1:])
+
+    def differentiate(ctx: Any, d_o: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        return *backward(d_o.contiguous(), *ctx.saved_tensors, *ctx.rest), *ctx.none
+
+    operator.register_autograd(differentiate, setup_context=setup)
+
+
 def _run(api: Any, tensors: dict[str, Any], options: dict[str, Any]) -> None:
     """Executes a class of ``cudnn.NSA`` on tensors by name."""
     tensors = {name: placed(x) for name, x in tensors.items()}  # results are where they were
@@ -203,20 +231,13 @@ def nsa_compression(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed (O, log-sum-exp ``[T, H_q]``) of attention to compressed keys."""
-    o, lse = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
+    o, lse = _results(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "cum_seqlen_q": ends_q, "cum_seqlen_k": ends_k}
     if _by_kernels(q):
         _run(NSA.CompressionAttention, tensors, {"scale_softmax": scale})
     else:
         reference.compression(tensors, scale, 1.0, packed=True)
     return o, lse
-
-
-@nsa_compression.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
 
 
 @custom_op("nsa_compression_bwd")
@@ -229,26 +250,13 @@ def nsa_compression_bwd(
         q, k, v, o, d_o = map(placed, (q, k, v, o, d_o))
         found = NSA.compression_attention_backward_wrapper(q, k, v, o, d_o, lse, ends_q, ends_k, scale)
         return _contiguous(*found.values())
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = _gradients(d_o, q, k, v)
     tensors = {
         "q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
     }  # fmt: skip
     reference.compression_backward(tensors, scale, packed=True)
     return dq, dk, dv
-
-
-@nsa_compression_bwd.register_fake
-def _(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _like(q), _like(k), _like(v)
-
-
-def _like(x: torch.Tensor) -> torch.Tensor:
-    """Memory for a gradient."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _contiguous(
@@ -258,19 +266,9 @@ def _contiguous(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _setup_compression(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.scale = inputs[5]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate_compression(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse, ends_q, ends_k = ctx.saved_tensors
-    gradients = nsa_compression_bwd(d_o.contiguous(), q, k, v, o, lse, ends_q, ends_k, ctx.scale)
-    return *gradients, None, None, None
-
-
-nsa_compression.register_autograd(_differentiate_compression, setup_context=_setup_compression)
+nsa_compression.register_fake(_results)
+nsa_compression_bwd.register_fake(_gradients)
+_differentiable(nsa_compression, nsa_compression_bwd, 2, 3)
 
 
 @custom_op("nsa_top_k")
@@ -298,12 +296,7 @@ def _whole_lists(q: torch.Tensor, k: torch.Tensor, count: int) -> torch.Tensor:
     return q.new_empty((q.shape[0], k.shape[1], ALWAYS + count), dtype=torch.int32)
 
 
-@nsa_top_k.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-    count: int, block_size: int, compress_stride: int,
-) -> torch.Tensor:  # fmt: skip
-    return _whole_lists(q, k, count)
+nsa_top_k.register_fake(lambda q, k, lse, ends_q, ends_k, scale, count, *_: _whole_lists(q, k, count))
 
 
 def _compressed(
@@ -332,7 +325,7 @@ def nsa_compression_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """What nsa_compression and nsa_top_k compute, in one kernel. ``most_keys``: compressed ones of a sequence."""
     say("one kernel computes compression and top-k, since the compressed keys of a sequence fit one tile")
-    o, lse, lists = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _whole_lists(q, k, count)
+    (o, lse), lists = _results(q, k, v), _whole_lists(q, k, count)
     tensors = {
         "q": q, "k": k, "v": v, "o": o, "lse": lse, "topk_indices": lists, "cum_seqlen_q": ends_q,
         "cum_seqlen_k": ends_k,
@@ -342,25 +335,10 @@ def nsa_compression_top_k(
     return o, lse, lists
 
 
-@nsa_compression_top_k.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, scale: float,
-    count: int, block_size: int, compress_stride: int, most_keys: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _whole_lists(q, k, count)
-
-
-def _setup_compression_top_k(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output[:2], *inputs[3:5])
-    ctx.scale = inputs[5]
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _differentiate_compression_top_k(ctx: Any, d_o: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    return *_differentiate_compression(ctx, d_o, None), *[None] * 4
-
-
-nsa_compression_top_k.register_autograd(_differentiate_compression_top_k, setup_context=_setup_compression_top_k)
+nsa_compression_top_k.register_fake(
+    lambda q, k, v, ends_q, ends_k, scale, count, *_: (*_results(q, k, v), _whole_lists(q, k, count))
+)
+_differentiable(nsa_compression_top_k, nsa_compression_bwd, 2, 3)
 
 
 def _lists(lists: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -375,7 +353,7 @@ def nsa_selection(
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Packed (O, log-sum-exp ``[T, H_q]``) of causal attention to the blocks of lists ``[T, H_kv, n]``."""
-    o, sums, maxima = q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q), _row_values(q)
+    (o, sums), maxima = _results(q, k, v), _row_values(q)
     tensors = {"q": q, "k": k, "v": v, "o": o, "l": sums, "m": maxima, **_lists(lists, ends)}
     if _by_kernels(q):
         options = {"block_size": block_size, "scale_softmax": scale, "is_causal": True}
@@ -383,14 +361,6 @@ def nsa_selection(
     else:
         reference.selection(tensors, scale, block_size, causal=True)
     return o, maxima + sums.log()
-
-
-@nsa_selection.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return q.new_empty((*q.shape[:2], v.shape[2])), _row_values(q)
 
 
 @custom_op("nsa_selection_bwd")
@@ -406,33 +376,15 @@ def nsa_selection_bwd(
             q, k, v, o, d_o, lse, chosen["block_indices"], chosen["block_counts"], ends, block_size, scale, True
         )
         return _contiguous(*found.values())
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = _gradients(d_o, q, k, v)
     tensors = {"q": q, "k": k, "v": v, "o": o, "do": d_o, "lse": lse, "dq": dq, "dk": dk, "dv": dv, **chosen}
     reference.selection_backward(tensors, scale, block_size, causal=True)
     return dq, dk, dv
 
 
-@nsa_selection_bwd.register_fake
-def _(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    lists: torch.Tensor, ends: torch.Tensor, scale: float, block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _like(q), _like(k), _like(v)
-
-
-def _setup_selection(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = inputs[5:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate_selection(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse, lists, ends = ctx.saved_tensors
-    gradients = nsa_selection_bwd(d_o.contiguous(), q, k, v, o, lse, lists, ends, *ctx.options)
-    return *gradients, None, None, None, None
-
-
-nsa_selection.register_autograd(_differentiate_selection, setup_context=_setup_selection)
+nsa_selection.register_fake(_results)
+nsa_selection_bwd.register_fake(_gradients)
+_differentiable(nsa_selection, nsa_selection_bwd, 2, 4)
 
 
 def _described(x: torch.Tensor, batch: int, longest: int) -> torch.Tensor:
@@ -496,13 +448,6 @@ def _window_results(q: torch.Tensor, v: torch.Tensor, ends: Maybe, longest: int)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(stats, dtype=_row_values(q).dtype)
 
 
-@nsa_window.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Maybe, scale: float, window: int, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _window_results(q, v, ends, longest)
-
-
 @custom_op("nsa_window_bwd")
 def nsa_window_bwd(
     d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
@@ -511,33 +456,15 @@ def nsa_window_bwd(
     """The gradients of q, k and v."""
     rows = {"q": q, "k": k, "v": v, "o": o, "do": d_o}
     inputs = {**{name: aligned(x) for name, x in rows.items()}, "stats": stats}
-    gradients = _like(q), _like(k), _like(v)
+    gradients = _gradients(d_o, q, k, v)
     outputs = {f"d{x}": out for x, out in zip("qkv", gradients, strict=True)}
     _window(_window_backward_cache, describe_backward, inputs, outputs, ends, scale, window, longest)
     return gradients
 
 
-@nsa_window_bwd.register_fake
-def _(
-    d_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, stats: torch.Tensor,
-    ends: Maybe, scale: float, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _like(q), _like(k), _like(v)
-
-
-def _setup_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
-    ctx.options = inputs[4:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate_window(ctx: Any, d_o: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, o, stats, ends = ctx.saved_tensors
-    gradients = nsa_window_bwd(d_o.contiguous(), q, k, v, o, stats, ends, *ctx.options)
-    return *gradients, None, None, None, None
-
-
-nsa_window.register_autograd(_differentiate_window, setup_context=_setup_window)
+nsa_window.register_fake(lambda q, k, v, ends, scale, window, longest: _window_results(q, v, ends, longest))
+nsa_window_bwd.register_fake(_gradients)
+_differentiable(nsa_window, nsa_window_bwd, 1, 4)
 
 
 @custom_op("nsa_branches", autocast=("q", "k", "v", "ck", "cv"))
@@ -563,13 +490,11 @@ def nsa_branches(
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
     given_lists: Maybe, ends: torch.Tensor, ends_compressed: torch.Tensor, ends_window: Maybe, scale: float, count: int,
-    block_size: int, compress_stride: int, most_keys: int, window: int, longest: int,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:  # fmt: skip
-    out, o, selected = (q.new_empty((*q.shape[:2], v.shape[2])) for _ in range(3))
+    *sizes: int,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     own = _whole_lists(q, k, count) if given_lists is None else given_lists.new_empty(0)
-    return out, o, _row_values(q), selected, _row_values(q), *_window_results(q, v, ends_window, longest), own
+    window = _window_results(q, v, ends_window, sizes[-1])
+    return _results(q, k, v)[0], *_results(q, k, v), *_results(q, k, v), *window, own
 
 
 @custom_op("nsa_branches_bwd")
@@ -598,14 +523,9 @@ def nsa_branches_bwd(
     return *sums, d_ck, d_cv, d_gates
 
 
-@nsa_branches_bwd.register_fake
-def _(
-    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor,
-    gates: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, selected: torch.Tensor, selected_lse: torch.Tensor,
-    near: torch.Tensor, stats: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, ends_compressed: torch.Tensor,
-    ends_window: Maybe, scale: float, block_size: int, window: int, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _like(q), _like(k), _like(v), _like(ck), _like(cv), _like(gates)
+nsa_branches_bwd.register_fake(
+    lambda d_out, q, k, v, ck, cv, gates, *_: tuple(_like(x) for x in (q, k, v, ck, cv, gates))
+)
 
 
 def _setup_branches(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

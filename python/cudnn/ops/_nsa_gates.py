@@ -39,6 +39,11 @@ def _by_kernel(x: torch.Tensor) -> bool:
     return x.element_size() == 2 and x.numel() > 0 and has_kernel(x, "nsa_gates")
 
 
+def like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient, or a sum."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 @custom_op("nsa_gates")
 def nsa_gates(
     compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
@@ -55,9 +60,7 @@ def nsa_gates(
     return (parts[0] + parts[1] + parts[2]).to(compressed.dtype)
 
 
-@nsa_gates.register_fake
-def _(compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(compressed, memory_format=torch.contiguous_format)
+nsa_gates.register_fake(lambda compressed, *_: like(compressed))
 
 
 @custom_op("nsa_gates_bwd")
@@ -81,12 +84,7 @@ def nsa_gates_bwd(
     return found[0], found[1], found[2], products.to(gates.dtype)
 
 
-@nsa_gates_bwd.register_fake
-def _(
-    d_out: torch.Tensor, compressed: torch.Tensor, selected: torch.Tensor, near: torch.Tensor, gates: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (compressed, selected, near, gates)]
-    return found[0], found[1], found[2], found[3]
+nsa_gates_bwd.register_fake(lambda d_out, *branches_and_gates: tuple(map(like, branches_and_gates)))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -129,9 +127,4 @@ def nsa_gated_selection(
     return out
 
 
-@nsa_gated_selection.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
-    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    return torch.empty_like(compressed)
+nsa_gated_selection.register_fake(lambda q, k, v, lists, ends, scale, block_size, compressed, *_: like(compressed))
