@@ -27,7 +27,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,8 @@ def configurations(arch: str, dtype: str, epilogue: tuple[Any, ...], n: int, k: 
     t, dense = TYPES[dtype], Dense()
     wishes = WISHES[:1] if arch == "sm_90a" else WISHES
     problem, configure = (t.operand, t.operand, epilogue, dense, n, k), ARCHITECTURES[arch].configure
-    return list(dict.fromkeys(configure(GemmProblem(*problem, tile, cluster)) for tile, cluster in wishes))
+    found = (configure(GemmProblem(*problem, tile, cluster)) for tile, cluster in wishes)
+    return list(dict.fromkeys(replace(c, prepared=()) for c in found))
 
 
 # What a kernel's machine code says.
