@@ -357,6 +357,13 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
 
 
+def test_given_lengths_of_the_longest_sequences_decide_what_hides_no_key() -> None:
+    q, ends = torch.randn(3, 2, 256).half(), offsets(0, 1, 2, 3)
+    options: dict[str, Any] = {"max_s_q": 16, "max_s_k": 16, "is_causal": True, "window_size": (4, 0)}
+    o, _ = sdpa_fwd_wrapper_sm100_d256(q, q, q, ends, ends, **options)
+    torch.testing.assert_close(o, q)  # each row sees its own key alone
+
+
 def test_a_right_end_beside_is_causal() -> None:
     """Refused, save by the names of existing programs, for which it is 0."""
     q, lse = matrix(1, 32, 2), torch.empty(1, 2, 32)

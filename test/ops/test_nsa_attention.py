@@ -424,6 +424,15 @@ def test_a_decode_step_is_the_last_row() -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+def test_a_decode_step_of_mixed_types_under_autocast() -> None:
+    call = decode_call(torch.float32)
+    mixed = {**call, "key": call["key"].bfloat16(), "compressed_value": call["compressed_value"].bfloat16()}
+    expected = nsa_decode(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in call.items()}, **OPTIONS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = nsa_decode(**{**mixed, "gates": call["gates"].bfloat16()}, **OPTIONS)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("arch", "d", "dtype", "block"),
     brief([("sm_90a", 64, torch.float16, 16), ("sm_100a", 128, torch.bfloat16, 32)], 0),

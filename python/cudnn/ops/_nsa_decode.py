@@ -6,7 +6,7 @@ from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
 from cudnn.native_sparse_attention import reference
-from cudnn.ops._registration import custom_op
+from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn_kernels.attention.sparse import ALWAYS, SparseDecodeConfiguration
 
 _WHERE = "nsa_decode"
@@ -59,6 +59,9 @@ def nsa_decode(
         NotImplementedError: what the kernel does not have.
         RuntimeError: no kernel for the device.
     """
+    if dtype := autocast_type(query):
+        given = [query, key, value, compressed_key, compressed_value]
+        query, key, value, compressed_key, compressed_value = in_type(given, dtype)
     d = query.shape[-1]
     if selected_blocks <= ALWAYS:
         raise ValueError(refusal(_WHERE, "selected_blocks", selected_blocks, f"more than {ALWAYS}"))
@@ -100,7 +103,7 @@ def _check(
             raise ValueError(refusal(_WHERE, f"type of {name}", x.dtype, str(kind)))
 
 
-@custom_op("nsa_decode_step")
+@custom_op("nsa_decode_step", autocast=("q", "k", "v", "ck", "cv"))
 def nsa_decode_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, gates: torch.Tensor,
     lengths: torch.Tensor, compressed_lengths: torch.Tensor, scale: float, block_size: int, compress_stride: int,

@@ -121,7 +121,7 @@ class Attention(FusedAPI):
         return tensor.squeeze(-1) if tensor.ndim == 3 and tensor.shape[-1] == 1 else tensor
 
     def _longest(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        """The lengths of the longest sequences, which are read from the offsets."""
+        """The lengths of the longest sequences: as given where they are packed, else as read from the offsets."""
         found = []
         for name in ("q", "k"):
             ends, most = given[f"sample_cum_seqlen_{name}"], given[f"max_s_{name}"]
@@ -134,7 +134,7 @@ class Attention(FusedAPI):
                 longest = max(b - a for a, b in pairwise(values))
             if most is not None and most < longest:
                 raise self.error(f"max_s_{name}", most, f"at least {longest}, the longest sequence")
-            found.append(longest)
+            found.append(most if ends is not None and most is not None else longest)
         return found[0], found[1]
 
     @classmethod
