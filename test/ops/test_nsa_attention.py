@@ -86,7 +86,7 @@ def test_half_precision(arch: str) -> None:
 
 def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for compression and top-k where a sequence's compressed keys are one tile of it, and no gates of their own
-    where nothing is differentiated.
+    where selection's takes them.
     """
     names = ("nsa_compression", "nsa_top_k", "nsa_compression_top_k", "nsa_selection", "nsa_gates")
     done: list[str] = []
@@ -112,9 +112,10 @@ def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(two_of_80, compress_stride=1) == [*one, *rest]
     monkeypatch.setattr(_nsa_attention, "selection_takes_gates", lambda *_: True)
     monkeypatch.setattr(_nsa_attention, "nsa_gated_selection", noted("both", lambda *given: given[-2]))
+    monkeypatch.setattr(_nsa_attention, "gated_selection", noted("both, and selection's", lambda *given: given[7]))
     assert run(call) == [*one, "both"]
     leaves(call)
-    assert run(call) == [*one, *rest]
+    assert run(call) == [*one, "both, and selection's"]
     with torch.no_grad():
         assert run(call) == [*one, "both"]
 
@@ -135,15 +136,19 @@ def test_gradients_are_those_of_the_dense_computation() -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.full
-def test_gradients_in_half_precision() -> None:
-    call = tensors((64, 96), (4, 2), 64, torch.float16)
+@pytest.mark.parametrize(("arch", "batch", "stride"), brief([("sm_90a", 2, 8), ("sm_90a", 2, 1), ("", 0, 8)], 0))
+def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None:
+    """Of a compressed key for every row there are two blocks, whose sums of dQ meet."""
+    call = tensors((72, 72) if stride > 1 else (144, 144), (2, 1), 64, torch.float16, stride)
+    if batch:
+        call = {n: x.unflatten(0, (batch, -1)).transpose(1, 2) for n, x in call.items() if "seqlens" not in n}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
-    weights, found = torch.randn(160, 4, 64), []
+    weights, found = torch.randn(call["query"].shape), []
     for given in (call, wide):
         of = leaves(given)
-        out = nsa_attention(**given, **{**OPTIONS, "block_size": 16, "compress_stride": 8})
-        found.append(torch.autograd.grad((out * weights).sum(), of))
+        with cudnn.emulation(arch) if arch and given is call else nullcontext():
+            out = nsa_attention(**given, **{**OPTIONS, "block_size": 16, "compress_stride": stride, "window_size": 37})
+            found.append(torch.autograd.grad((out * weights).sum(), of))
     for mine, other in zip(*found, strict=True):
         assert mine.dtype is torch.float16
         assert (mine.double() - other).norm() < 4e-3 * other.norm()

@@ -168,14 +168,15 @@ class BackwardConfiguration(AttentionConfiguration):
     ``tile`` is (query rows of a step, keys of a CTA). ``pair``: two CTAs exchange dS. ``deterministic``: dQ is summed
     in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
     ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
-    ``adds``: dQ is added to what its tensor has.
+    ``shared``: dQ's sums are in the workspace of another pass, and this one "adds" to them, or, where one block has all
+    keys, "stores" them.
     """
 
     pair: bool = False
     deterministic: bool = False
     v_in_registers: bool = False
     split: bool = False
-    adds: bool = False
+    shared: str = ""
 
     @property
     def keys(self) -> int:
@@ -219,7 +220,9 @@ class BackwardConfiguration(AttentionConfiguration):
 
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""
-        values = {"row_products": 1, "log_sums": 1, "dq_sums": self.head}
+        values = {"row_products": 1, "log_sums": 1}
+        if not self.shared:
+            values["dq_sums"] = self.head
         if self.deterministic:
             values["turns"] = 1
         rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())

@@ -38,24 +38,15 @@ def block_of_rows(block: Int32, rows: Any, size: int, offsets: Any) -> tuple[Int
 
 
 @cute.jit
-def store_rows(buffer: cute.Tensor, out: cute.Tensor, rows: Int32, thread: Int32, adds: bool = False) -> None:
-    """Writes a buffer in shared memory, (s, d), where there are so many rows, by 256 threads. ``adds``: to what is
-    there.
-    """
+def store_rows(buffer: cute.Tensor, out: cute.Tensor, rows: Int32, thread: Int32) -> None:
+    """Writes a buffer in shared memory, (s, d), where there are so many rows, by 256 threads."""
     columns = cute.size(buffer, mode=[1]) // VECTOR
     for i in cutlass.range_constexpr(-(-cute.size(buffer, mode=[0]) * columns // THREADS)):
         vector = thread + i * THREADS
         where = (vector // columns, vector % columns)
         if where[0] < rows:
             ready, target = (cute.local_tile(x, (1, VECTOR), where) for x in (buffer, out))
-            if const_expr(adds):
-                some, before = (cute.make_rmem_tensor(ready.shape, out.element_type) for _ in range(2))
-                cute.autovec_copy(ready, some)
-                cute.autovec_copy(target, before)
-                some.store((some.load().to(Float32) + before.load().to(Float32)).to(out.element_type))
-                cute.autovec_copy(some, target)
-            else:
-                cute.autovec_copy(ready, target)
+            cute.autovec_copy(ready, target)
 
 
 @dataclass
@@ -97,12 +88,17 @@ class Values:
 
 def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     """Launches :class:`RowProducts` on a call's arguments by name; its results."""
-    q, k, o, do = (sequences.matrix(given[x], c.packed) for x in ("q", "k", "o", "do"))
-    offsets = given.get("cum_seqlen_q")
-    batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
+    o, do = (sequences.matrix(given[x], c.packed) for x in ("o", "do"))
+    values, lse = values_of(c, given), sequences.rows(given["lse"], c.packed, c.lse == "by head")
+    RowProducts(c).launch(o, do, lse, values, given.get("cum_seqlen_q"), given["stream"])
+    return values
+
+
+def values_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
+    """What the workspace has, of a call's arguments by name: nothing is written yet."""
+    q, batches = sequences.matrix(given["q"], c.packed), batches_of(c, given)
     blocks, heads = sequences.blocks_of(q.shape[0], batches, c.tile[0], c.packed), q.shape[2:]
-    sizes = {"sq": Int64(q.shape[0]), "sk": Int64(k.shape[0]), "hq": Int64(q.shape[2]), "b": Int64(batches)}
-    sizes |= {x: Int64(given[x]) for x in ("split", "parts") if x in given}
+    sizes = sizes_of(c, given)
     shapes = {"dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads)}
     found = {
         x.name: region(c, given["workspace"], x.name, shapes.get(x.name, (blocks * c.tile[0], *heads)), sizes)
@@ -113,9 +109,20 @@ def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     if const_expr(c.split):
         shape = (c.both, c.keys, given["parts"], given["split"])
         values.key_sums = turned(region(c, given["workspace"], "key_sums", shape, sizes))
-    lse = sequences.rows(given["lse"], c.packed, c.lse == "by head")
-    RowProducts(c).launch(o, do, lse, values, offsets, given["stream"])
     return values
+
+
+def batches_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Any:
+    """How many sequences there are."""
+    return given["cum_seqlen_q"].shape[0] - 1 if c.packed else given["q"].shape[0]
+
+
+def sizes_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that regions of the workspace have."""
+    q, k = (sequences.matrix(given[x], c.packed) for x in ("q", "k"))
+    sizes = {"sq": q.shape[0], "sk": k.shape[0], "hq": q.shape[2], "b": batches_of(c, given)}
+    sizes |= {x: given[x] for x in ("split", "parts") if x in given}
+    return {name: Int64(x) for name, x in sizes.items()}
 
 
 def region(
@@ -255,7 +262,7 @@ class QueryGradient:
                         cute.autovec_copy(pair, cute.local_tile(sdQ, (1, 2), where))
             cute.arch.sync_threads()
             out = cute.domain_offset((first + row, 0), dq[None, None, head, batch])
-            store_rows(sdQ, out, rows - row, thread, c.adds)
+            store_rows(sdQ, out, rows - row, thread)
 
     name(kernel, "cudnn_attention_query_gradient")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cudnn_kernels.attention import BackwardConfiguration, Elements, matrices, offsets, row_values
+from cudnn_kernels.attention import WINDOW, BackwardConfiguration, Elements, matrices, offsets, row_values
 from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import MULTIPROCESSORS, Scalar, Sizes, Slot, Stream, Tensor, Workspace, vector
 
@@ -114,10 +114,12 @@ class SelectionConfiguration(Selected):
 class GatedSelectionConfiguration(SelectionConfiguration):
     """O is the sum of the branches of native sparse attention, each times its gate, of the type ``gates``.
 
-    The ``compressed`` and ``near`` ones are given. There are no sums of exponentials or largest scores.
+    The ``compressed`` and ``near`` ones are given. With ``keeps`` there are selection's own O, ``selected``, sums of
+    exponentials and largest scores, too.
     """
 
     gates: str = "bfloat16"
+    keeps: bool = False
 
     kernel = "selection:GatedSelection"
 
@@ -129,6 +131,7 @@ class GatedSelectionConfiguration(SelectionConfiguration):
             *self.matrices("q", "k", "v", "o"), Tensor("compressed", self.dtype, *branch),
             Tensor("near", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
+            *[x for x in (Tensor("selected", self.dtype, *branch), *self.row_values("l", "m")) if self.keeps],
             *lists(self.key_heads, "cum_seqlen_q"), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
         )  # fmt: skip
 
@@ -332,6 +335,45 @@ class GateConfiguration:
         gates = (vector_of_rows("gates", self.gates), *[vector_of_rows("d_gates", self.gates)] * self.gradient)
         changes = [f"d_{x}" for x in BRANCHES] if self.gradient else []
         return (*rows(*BRANCHES, "out", *changes), *gates, Stream())
+
+
+@dataclass(frozen=True)
+class BranchGradientsConfiguration:
+    """The gradients of gates, branches, the window and compression; dq is the sum of the latter two's.
+
+    ``near`` is what the window's kernel is compiled for; compression's has the same tile, and comes first. ``gates`` is
+    their type. ``one_block``: there are so few compressed keys, and all blocks of rows see some.
+    """
+
+    near: BackwardConfiguration
+    gates: str
+    one_block: bool = False
+
+    kernel = "branch_gradients:BranchGradients"
+
+    @property
+    def compressed(self) -> CompressionBackwardConfiguration:
+        """What compression's kernel is compiled for."""
+        c, shared = self.near, "stores" if self.one_block else "adds"
+        return CompressionBackwardConfiguration(c.dtype, c.head, c.head_v, c.tile, c.packed, shared=shared)
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The arguments of the kernels: ``out`` is the gradient of the sum."""
+        c = self.near
+        p, keys = c.packed, {"k": c.head, "v": c.head_v, "dk": c.head, "dv": c.head_v}
+        of_compressed = {f"compressed_{x}": width for x, width in keys.items()}
+        rows = dict.fromkeys((*BRANCHES, "out", *(f"d_{x}" for x in BRANCHES)), c.head_v)
+        gates = dict.fromkeys(("gates", "d_gates"), len(BRANCHES))
+        return (
+            *matrices(p, c.dtype, "sq", "hq", {"q": c.head, "dq": c.head, **rows}),
+            *matrices(p, c.dtype, "sk", "hk", keys), *matrices(p, c.dtype, "sc", "hk", of_compressed),
+            *matrices(p, self.gates, "sq", "hq", gates, FORMATS[self.gates].bits // 8),
+            row_values(p, "compressed_lse"),
+            Tensor("near_lse", "float32", ("sequences", "hq", "longest"), (None, None, 1), align=4), *offsets(p),
+            *[vector("cum_seqlen_compressed", "int32", "ends")] * p, Scalar("scale_softmax", "float32"), *WINDOW,
+            *[Scalar("split", "int32"), Scalar("parts", "int32")] * c.split, Workspace(c.regions()),
+            Workspace(self.compressed.regions(), "compressed_workspace"), Stream(),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

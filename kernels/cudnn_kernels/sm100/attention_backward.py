@@ -98,8 +98,6 @@ class PassKernel:
         """Launches it on a call's arguments by name and on LSE * log2(e) and D."""
         c, g = self.c, self.g
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        if c.adds and g.sums == ("dq",):
-            store = cpasync.CopyReduceBulkTensorTileS2GOp()
         boxes = [(load, x, rows, width) for x, (rows, width, _) in self.boxes.items()]
         boxes += [(store, x, ROWS, width) for x, width in zip(g.sums, self.widths, strict=True)]
         copies = []

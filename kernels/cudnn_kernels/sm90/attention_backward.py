@@ -111,18 +111,23 @@ class Backward(Kernel):
         c = self.c
         # before the launch, after which the DSL may take for them what they are inside the kernel
         offsets, scale, stream = given.get("cum_seqlen_q"), given["scale_softmax"], given["stream"]
-        dq, dk, dv = (sequences.matrix(given[name], c.packed) for name in ("dq", "dk", "dv"))
-        values = prepare(c, given)
+        dq, values = sequences.matrix(given["dq"], c.packed), prepare(c, given)
+        sums = values.dq_sums
+        self.launch_passes(given, values)
+        QueryGradient(c).launch(sums, dq, offsets, scale, stream)
+
+    def launch_passes(self, given: Mapping[str, Any], values: Values) -> None:
+        """The kernels between those of :mod:`cudnn_kernels.attention.around`, on a call's arguments by name."""
+        c, scale, stream = self.c, given["scale_softmax"], given["stream"]
+        dk, dv = (sequences.matrix(given[name], c.packed) for name in ("dk", "dv"))
         work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
-        sums, key_sums = values.dq_sums, values.key_sums
-        again = replace(work)
-        told = (values.log_sums, values.products, sums, values.turns, key_sums)
+        key_sums, again = values.key_sums, replace(work)
+        told = (values.log_sums, values.products, values.dq_sums, values.turns, key_sums)
         self.kernel(atoms, dk, dv, told, work, Scale(scale, given.get("softcap"))).launch(
             grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
         )  # fmt: skip
-        QueryGradient(c).launch(sums, dq, offsets, scale, stream)
         if const_expr(c.split):
             KeyGradients(c).launch(key_sums, dk, dv, again, scale, stream)
 
@@ -491,6 +496,7 @@ class AttentionBackward(Backward):
             cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(), shared["dq_full"] + part,
             shared["dq_empty"] + part,
         )  # fmt: skip
+        way = ("", "") if const_expr(c.shared == "stores") else ("reduce.", ".add.f32")
         mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
         for step in cutlass.range(block.steps, unroll=1):
             place = self.place(block, step)
@@ -502,7 +508,7 @@ class AttentionBackward(Backward):
                 cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
             with cute.arch.elect_one():
                 cute.arch.inline_ptx(
-                    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+                    f"cp.{way[0]}async.bulk.global.shared::cta.bulk_group{way[1]} [{{$r0}}], [{{$r1}}], {{$r2}};",
                     read_only_args=[target, source, Int32(4 * 512 * chunks)],
                 )
                 cute.arch.cp_async_bulk_commit_group()

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cudnn_kernels.attention import around, sequences
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import sizes_of
 from cudnn_kernels.sm90.attention_backward import AttentionBackward
 
 THREADS = 128
@@ -29,16 +28,14 @@ class CompressionBackward(AttentionBackward):
 
     c: CompressionBackwardConfiguration
 
-    def launch(self, given: Mapping[str, Any]) -> None:
+    def launch_passes(self, given: Mapping[str, Any], values: around.Values) -> None:
         """To the kernel before this one, every head of Q has a head of K and V of its own, at the group's address."""
-        sizes = sizes_of(self.c.slots(), given, Int64)
-        if const_expr(self.c.packed):
-            sizes["b"] = sizes["ends"] - 1
+        sizes = around.sizes_of(self.c, given)
         spread, sums = dict(given), {}
         for x in ("k", "v"):
             spread[x] = self.heads_of_q(given[x], sizes["hq"])
             sums[x] = spread["d" + x] = self.of_every_head(f"head_d{x}", given, spread[x].layout.shape, sizes)
-        super().launch(spread)
+        super().launch_passes(spread, values)
         for x in ("k", "v"):
             self.add_heads(sums[x], given["d" + x], given.get("cum_seqlen_k"), given["stream"])
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, select_
+from cutlass import Boolean, Float32, Int32, const_expr, select_
 
 from cudnn_kernels.attention import sequences, softmax, vectors
 from cudnn_kernels.attention.sparse import BRANCHES
@@ -85,24 +85,32 @@ class Selection(SelectedRows):
             factor = Float32(select_(total == 0.0, Float32(1.0), 1.0 / total))
             row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
             if exists:
-                if w.thread % 4 == 0:
-                    largest = state.largest[slot] * state.scale
-                    exact = total * cute.math.exp2(state.maxima[slot] * state.scale - largest, fastmath=True)
-                    sums[row, head] = Float32(select_(total == 0.0, total, exact))
-                    maxima[row, head] = largest * math.log(2)
+                self.write_sums(sums, maxima, (row, head), state, slot, total, w.thread)
                 self.score_rows.store(part.acc, slot, o[row, head, None], w.thread, factor)
+
+    @cute.jit
+    def write_sums(
+        self, sums: cute.Tensor, maxima: cute.Tensor, place: Any, state: softmax.State, slot: cutlass.Constexpr[int],
+        total: Float32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """One of four threads: the sum of a head's exponentials, and its largest score."""
+        if thread % 4 == 0:
+            largest = state.largest[slot] * state.scale
+            exact = total * cute.math.exp2(state.maxima[slot] * state.scale - largest, fastmath=True)
+            sums[place] = Float32(select_(total == 0.0, total, exact))
+            maxima[place] = largest * math.log(2)
 
 
 class GatedSelection(Selection):
     """The kernel for one :class:`GatedSelectionConfiguration`: O of the other branches is read where O is written."""
 
     def launch(self, given: Mapping[str, Any]) -> None:
-        tensors = (given["o"], given["compressed"], given["near"], given["gates"])
+        tensors = tuple(given.get(x) for x in ("o", "compressed", "near", "gates", "selected", "l", "m"))
         self.launch_rows(self.gated_selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
 
     @cute.kernel
     def gated_selection(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
-        """``tensors``: O, those of the other branches, and the gates."""
+        """``tensors``: O, those of the other branches, gates; selection's O, sums and largest scores, or None."""
         self.roles(atoms, tensors, choices, scale)
 
     name(gated_selection, "cudnn_attention_gated_selection")
@@ -113,16 +121,16 @@ class GatedSelection(Selection):
 
         All that is read is on its way before anything is written, since loads do not pass stores.
         """
-        (o, *branches, gates), (state, _) = w.tensors, part.row_values
+        (o, *branches, gates, selected, sums, maxima), (state, _) = w.tensors, part.row_values
         columns = [4 * i + w.thread % 4 for i in range(self.s.head_v // (4 * VECTOR))]
         read = []
         for slot in cutlass.range_constexpr(2):
             row, head, exists = self.head_of(mine, w.group, self.score_rows.row(w.thread, slot))
             row, head = Int32(select_(exists, row, mine.row)), Int32(select_(exists, head, mine.first_head))
             others = [[vectors.load(x[row, head, None], column) for column in columns] for x in branches]
-            read.append((exists, o[row, head, None], others, [gates[row, head, i] for i in range(len(BRANCHES))]))
+            read.append((exists, row, head, others, [gates[row, head, i] for i in range(len(BRANCHES))]))
         for slot in cutlass.range_constexpr(2):
-            exists, line, (compressed, near), of_row = read[slot]
+            exists, row, head, (compressed, near), of_row = read[slot]
             total = self.score_rows.across(state.sums[slot], lambda a, b: a + b)
             own = self.neighbours(part.acc, slot, Float32(select_(total == 0.0, Float32(1.0), 1.0 / total)))
             factors = [x.to(Float32) for x in of_row]
@@ -130,7 +138,11 @@ class GatedSelection(Selection):
                 for i in cutlass.range_constexpr(len(columns)):
                     parts = [x.load().to(Float32) for x in (compressed[i], own[None, i], near[i])]
                     weighted = parts[0] * factors[0] + parts[1] * factors[1] + parts[2] * factors[2]
-                    vectors.store(weighted, line, columns[i])
+                    vectors.store(weighted, o[row, head, None], columns[i])
+                    if const_expr(self.s.keeps):
+                        vectors.store(own[None, i].load(), selected[row, head, None], columns[i])
+                if const_expr(self.s.keeps):
+                    self.write_sums(sums, maxima, (row, head), state, slot, total, w.thread)
 
     def neighbours(self, acc: cute.Tensor, slot: int, factor: Float32) -> cute.Tensor:
         """A row's values, times a factor, rounded: of every 32 of a row, each of its four threads gets 8 that are next

@@ -116,31 +116,35 @@ class SelectionBackward(SelectedRows):
     @cute.jit
     def prepare(self, w: Warpgroup, mine: Tile) -> None:
         """LSE * log2(e) and D of a warpgroup's rows, for this CTA and for the other kernel. Where there is no head, or
-        no key, they make P 0. Eight threads have a head.
+        no key, they make P 0. Eight threads have a head, and load all of theirs before they add.
         """
         (o, do, lse, _, values), own, group, thread = w.tensors, w.own, w.group, w.thread
-        for first in cutlass.range_constexpr(0, ROWS, GROUP // 8):
+        firsts, columns, places, parts = range(0, ROWS, GROUP // 8), self.s.head_v // (8 * VECTOR), [], []
+        for first in firsts:
             number = first + thread // 8
             query, head = group * self.s.together + number // self.padded, number % self.padded
-            row = mine.row + query
-            total, log_sum = Float32(0.0), Float32.inf
             exists = (query < mine.rows) & (number < self.s.together * self.padded)
-            if exists & (head < mine.heads):
-                for i in cutlass.range_constexpr(self.s.head_v // (8 * VECTOR)):
-                    factors = []
-                    for tensor in (o, do):
-                        source = tensor[row, mine.first_head + head, None]
-                        factors.append(vectors.load(source, thread % 8 + 8 * i).load().to(Float32))
-                    total += (factors[0] * factors[1]).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                log_sum = lse[row, mine.first_head + head] * LOG2_E
-                log_sum = Float32(select_(log_sum == -Float32.inf, Float32.inf, log_sum))
+            found = exists & (head < mine.heads)
+            row, column = mine.row + Int32(select_(found, query, 0)), mine.first_head + Int32(select_(found, head, 0))
+            places.append((query, head, exists, found, lse[row, column] * LOG2_E))
+            parts.append(
+                [[vectors.load(x[row, column, None], thread % 8 + 8 * i) for i in range(columns)] for x in (o, do)]
+            )
+        for first in cutlass.range_constexpr(len(firsts)):
+            number, (query, head, exists, found, log_sum) = firsts[first] + thread // 8, places[first]
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(columns):
+                a, b = (x[i].load().to(Float32) for x in parts[first])
+                total += (a * b).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             for distance in (1, 2, 4):
                 total += cute.arch.shuffle_sync_bfly(total, distance)
+            total = Float32(select_(found, total, Float32(0.0)))
+            log_sum = Float32(select_(found & (log_sum != -Float32.inf), log_sum, Float32.inf))
             if thread % 8 == 0:
                 own[number, 0], own[number, 1] = log_sum, total
                 if exists:
-                    values[head, 0, mine.key_head, row] = log_sum
-                    values[head, 1, mine.key_head, row] = total
+                    values[head, 0, mine.key_head, mine.row + query] = log_sum
+                    values[head, 1, mine.key_head, mine.row + query] = total
         self.meet_group(group)
 
     def meet_group(self, group: Int32) -> None:

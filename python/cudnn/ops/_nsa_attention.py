@@ -11,11 +11,21 @@ from cudnn.experimental.ops.sdpa import describe_backward, describe_forward
 from cudnn.native_sparse_attention import NSA, reference
 from cudnn.native_sparse_attention.base import cached
 from cudnn.native_sparse_attention.compression import top_k as one_pass
+from cudnn.native_sparse_attention.selection.backward import turned_around
 from cudnn.native_sparse_attention.top_k.api import MOST
 from cudnn.ops._memory import aligned, placed
+from cudnn.ops._nsa_gates import (
+    gated_selection,
+    nsa_gated_selection,
+    nsa_gates,
+    nsa_gates_bwd,
+    say,
+    selection_takes_gates,
+)
 from cudnn.ops._nsa_gates import like as _like
-from cudnn.ops._nsa_gates import nsa_gated_selection, nsa_gates, nsa_gates_bwd, say, selection_takes_gates
+from cudnn.ops._nsa_gradients import branch_gradients, has_one_call
 from cudnn.ops._registration import autocast_type, custom_op, in_type
+from cudnn.ops._streams import forked
 from cudnn_kernels.attention.sparse import ALWAYS
 
 _WHERE = "nsa_attention"
@@ -480,10 +490,17 @@ def nsa_branches(
     """
     sizes = (count, block_size, compress_stride, most_keys)
     o, lse, lists = _compressed(q, ck, cv, given_lists, ends, ends_compressed, scale, *sizes)
-    selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
     near, stats = nsa_window(q, k, v, ends_window, scale, window, longest)
+    if selection_takes_gates(q, v, block_size):
+        selected, (sums, maxima) = torch.empty_like(o), (_row_values(q) for _ in range(2))
+        kept = (selected, sums, maxima)
+        out = gated_selection(q, k, v, lists, ends, scale, block_size, o, near, gates, *kept)
+        selected_lse = maxima + sums.log()
+    else:
+        selected, selected_lse = nsa_selection(q, k, v, lists, ends, scale, block_size)
+        out = nsa_gates(o, selected, near, gates)
     own = lists if given_lists is None else lists.new_empty(0)
-    return nsa_gates(o, selected, near, gates), o, lse, selected, selected_lse, near, stats, own
+    return out, o, lse, selected, selected_lse, near, stats, own
 
 
 @nsa_branches.register_fake
@@ -504,21 +521,31 @@ def nsa_branches_bwd(
     near: torch.Tensor, stats: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, ends_compressed: torch.Tensor,
     ends_window: Maybe, scale: float, block_size: int, window: int, longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k, v, ck, cv and gates. Selection's and compression's kernels add theirs to the window's."""
-    d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, o, selected, near, gates)
-    sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)
+    """The gradients of q, k, v, ck, cv and gates."""
+    branches, chosen, chosen_by = (o, selected, near), _lists(lists, ends), None
+    if has_one_call(q, v, ck):
+        inputs = {"q": q, "k": k, "v": v, "compressed_k": ck, "compressed_v": cv, "gates": gates, "out": d_out}
+        packed = None if ends_window is None else (ends, ends_compressed)
+        with forked(q.device) as beside:  # many small kernels; their memory is not used again before the next call here
+            with beside:
+                chosen_by = turned_around(chosen["block_indices"], chosen["block_counts"], ends, block_size, True)
+            found = branch_gradients(inputs, branches, (lse, stats), packed, scale, window, longest)
+        sums = found["dq"], found["dk"], found["dv"]
+        d_selected, d_gates = found["d_selected"], found["d_gates"]
+        d_ck, d_cv = found["compressed_dk"], found["compressed_dv"]
+    else:
+        d_o, d_selected, d_near, d_gates = nsa_gates_bwd(d_out, *branches, gates)
+        sums = nsa_window_bwd(d_near, q, k, v, near, stats, ends_window, scale, window, longest)
+        dq, d_ck, d_cv = nsa_compression_bwd(d_o, q, ck, cv, o, lse, ends, ends_compressed, scale)
+        sums[0].add_(dq)
     if _by_kernels(q):
-        q, k, v, ck, cv = map(placed, (q, k, v, ck, cv))
-        chosen = _lists(lists, ends)
+        q, k, v = map(placed, (q, k, v))
         given = (q, k, v, selected, d_selected, selected_lse, chosen["block_indices"], chosen["block_counts"], ends)
-        NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, added_to=sums)
-        given = (q, ck, cv, o, d_o, lse, ends, ends_compressed)
-        found = NSA.compression_attention_backward_wrapper(*given, scale, added_to=sums[0])
-        _, d_ck, d_cv = _contiguous(*found.values())
+        added = {"added_to": sums, "chosen_by": chosen_by}
+        NSA.selection_attention_backward_wrapper(*given, block_size, scale, True, **added)
     else:
         more = nsa_selection_bwd(d_selected, q, k, v, selected, selected_lse, lists, ends, scale, block_size)
-        dq, d_ck, d_cv = nsa_compression_bwd(d_o, q, ck, cv, o, lse, ends, ends_compressed, scale)
-        for x, y in zip((*sums, sums[0]), (*more, dq), strict=True):
+        for x, y in zip(sums, more, strict=True):
             x.add_(y)
     return *sums, d_ck, d_cv, d_gates
 

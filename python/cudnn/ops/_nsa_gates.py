@@ -114,15 +114,24 @@ def nsa_gated_selection(
 ) -> torch.Tensor:  # fmt: skip
     """What nsa_gates makes of nsa_selection and the other branches, in one kernel. It has no gradient."""
     say("no gradients are needed, so selection's kernel multiplies the branches by their gates and adds them up")
+    return gated_selection(q, k, v, lists, ends, scale, block_size, compressed, near, gates)
+
+
+def gated_selection(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor, scale: float,
+    block_size: int, compressed: torch.Tensor, near: torch.Tensor, gates: torch.Tensor, *kept: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The same. ``kept``: memory for selection's O, its sums of exponentials and its largest scores."""
     heads, index, out = (q.shape[-1], v.shape[-1]), q.get_device(), torch.empty_like(compressed)
     configuration = GatedSelectionConfiguration(
-        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype)
-    )
+        name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype),
+        keeps=bool(kept),
+    )  # fmt: skip
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
     counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
-    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates))]
+    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates)), *kept]
     run(architecture.source(configuration), configuration, *tensors, lists, counts, ends, scale, multiprocessors)
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cudnn.api_base import TupleDict
@@ -42,7 +42,6 @@ class CompressionAttentionBackward(Gradients, Sparse):
             like k and v, lse as the forward pass wrote it.
         scale_softmax: None or 0: 1 / sqrt(d).
         arch: as that of :class:`CompressionAttention`.
-        adds: dq is added to what its tensor has.
     """
 
     title = "compression attention, backward"
@@ -58,13 +57,11 @@ class CompressionAttentionBackward(Gradients, Sparse):
     example = (("s", "hq", "hk", "d"), (256, 16, 1, 64))
     usual_shapes = tuple((256, 16, 1, d) for d, _ in HEADS)
 
-    adds: bool
-
     def __init__(
         self, sample_q: Tensor, sample_k: Tensor, sample_v: Tensor, sample_o: Tensor, sample_do: Tensor,
         sample_lse: Tensor, sample_dq: Tensor, sample_dk: Tensor, sample_dv: Tensor,
         sample_cum_seqlen_q: Tensor | None = None, sample_cum_seqlen_k: Tensor | None = None,
-        scale_softmax: float | None = None, arch: str | None = None, adds: bool = False,
+        scale_softmax: float | None = None, arch: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__({**locals(), "right": 0, "left": 0})
 
@@ -93,18 +90,13 @@ class CompressionAttentionBackward(Gradients, Sparse):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         given = (name_of(self.dtype("q")), sizes["d"], sizes["dv"])
         if arch == "sm_100a":
-            options = {"packed": self.packed, "compressed": True, "lse": "by strides", "adds": self.adds}
+            options = {"packed": self.packed, "compressed": True, "lse": "by strides"}
             return kernel_plan(arch, GradientsConfiguration(*given, **options))
-        options = {**TILES[given[1:]], "packed": self.packed, "adds": self.adds}
+        options = {**TILES[given[1:]], "packed": self.packed}
         return kernel_plan(arch, CompressionBackwardConfiguration(*given, **options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
-        with reference.added(tensors, self.returns[: self.adds]) as own:
-            reference.compression_backward(own, tensors["scale_softmax"], self.packed)
-
-    def run_empty(self, tensors: Sequence[Any]) -> None:
-        kept = [None if self.adds and name == "dq" else x for name, x in zip(self.names, tensors, strict=True)]
-        super().run_empty(kept)
+        reference.compression_backward(tensors, tensors["scale_softmax"], self.packed)
 
     @classmethod
     def usual_sizes(cls, shape: tuple[int, ...]) -> Iterable[dict[str, int]]:
@@ -116,22 +108,18 @@ class CompressionAttentionBackward(Gradients, Sparse):
 def compression_attention_backward_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
     cum_seqlen_q_tensor: Tensor | None = None, cum_seqlen_k_tensor: Tensor | None = None,
-    scale_softmax: float | None = None, stream: Any = None, added_to: Tensor | None = None,
+    scale_softmax: float | None = None, stream: Any = None,
 ) -> TupleDict:  # fmt: skip
     """Allocates the results, compiles where that was not done yet, executes: ``dq_tensor, dk_tensor, dv_tensor``.
 
-    ``added_to``: what dq is added to, and then is. Arguments and errors as those of
-    :class:`CompressionAttentionBackward`.
+    Arguments and errors as those of :class:`CompressionAttentionBackward`.
     """
     results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
-    if added_to is not None:
-        results["dq"] = added_to
     tensors = {
         "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
         "cum_seqlen_q": cum_seqlen_q_tensor, "cum_seqlen_k": cum_seqlen_k_tensor,
     }  # fmt: skip
-    options = {"scale_softmax": scale_softmax, "adds": added_to is not None}
-    operation = cached(CompressionAttentionBackward, tensors, options)
+    operation = cached(CompressionAttentionBackward, tensors, {"scale_softmax": scale_softmax})
     operation.execute(**{f"{name}_tensor": tensor for name, tensor in tensors.items()}, current_stream=stream)
     return TupleDict({f"{name}_tensor": tensor for name, tensor in results.items()})
 

@@ -113,24 +113,30 @@ class SelectionAttentionBackward(Selected):
             reference.selection_backward(own, *rest)
 
 
+def turned_around(indices: Any, counts: Any, ends: Any, block_size: int, is_causal: bool) -> tuple[int, Any, Any]:
+    """A number of rows of a part that fills the GPU, and what ``choosing_rows`` makes of lists with it."""
+    part = PART
+    while part > LEAST_PART and part * PARTS > indices.numel():
+        part //= 2
+    return part, *choosing_rows(indices, counts, ends, block_size, is_causal, part)
+
+
 def selection_attention_backward_wrapper(
     q_tensor: Tensor, k_tensor: Tensor, v_tensor: Tensor, o_tensor: Tensor, do_tensor: Tensor, lse_tensor: Tensor,
     block_indices_tensor: Tensor, block_counts_tensor: Tensor, cum_seqlen_q_tensor: Tensor, block_size: int = 64,
     scale_softmax: float | None = None, is_causal: bool = False, stream: Any = None,
-    added_to: tuple[Tensor, Tensor, Tensor] | None = None,
+    added_to: tuple[Tensor, Tensor, Tensor] | None = None, chosen_by: tuple[int, Tensor, Tensor] | None = None,
 ) -> TupleDict:  # fmt: skip
-    """Turns the lists around, allocates the results, compiles where that was not done yet, and executes.
+    """Allocates the results, compiles where that was not done yet, and executes.
 
-    Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. Arguments and errors as
-    those of :class:`SelectionAttentionBackward`.
+    Returns ``dq_tensor, dk_tensor, dv_tensor``: those that they are ``added_to``, if given. ``chosen_by``: what
+    :func:`turned_around` returned for the lists, unless that is to be called here. Arguments and errors as those of
+    :class:`SelectionAttentionBackward`.
     """
-    given = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
+    lists = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
     made = added_to or [torch.empty_like(x) for x in (q_tensor, k_tensor, v_tensor)]
     results = dict(zip(("dq", "dk", "dv"), made, strict=True))
-    part = PART
-    while part > LEAST_PART and part * PARTS > block_indices_tensor.numel():
-        part //= 2
-    choosing, ends = choosing_rows(*given, block_size, is_causal, part)
+    part, choosing, ends = chosen_by or turned_around(*lists, block_size, is_causal)
     tensors = {
         "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,
         "block_indices": block_indices_tensor, "block_counts": block_counts_tensor,

@@ -108,19 +108,12 @@ class SdpaBackward(Gradients, Attention):
     @functools.cached_property
     def constants(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """How many of the last blocks of keys are split, and in how many parts, by the samples' sizes."""
-        sizes, (right, left) = super().sizes(self.descs), (self.window.right, self.window.left)
+        sizes = super().sizes(self.descs)
         heads = (sizes["d"], sizes["dv"])
         if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
             return {"split": 0, "parts": 1}
         c = configuration("sm_90a", "bfloat16", heads, {**self.ends(), "deterministic": self.deterministic})
-        share = sizes["hq"] // max(sizes["hk"], 1)
-        lengths: list[int] = []
-        first = 0 if self.top_left else sizes["sq"] - sizes["sk"]
-        for key in range(first, first + sizes["sk"], c.keys):
-            begin = 0 if right is None else max(key - right, 0)
-            end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
-            lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
-        return parts.chosen(c, lengths, sizes["b"] * sizes["hk"], self.expected_multiprocessors())
+        return parts.of_window(c, sizes, self.window, self.expected_multiprocessors())
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from cudnn.fused.layouts import Sizes
+from cudnn.sdpa.reference import Window
 from cudnn_kernels.attention import BackwardConfiguration
 
 STARTING, SUMMING, PART = 2.0, 2.0, 0.012
@@ -32,6 +34,18 @@ def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiproces
             work = [x * (i + 1) // parts - x * i // parts for x in blocks for i in range(parts)]
             took[split, parts] = makespan(work, places) + SUMMING + split * parts * PART
     return dict(zip(("split", "parts"), min(took, key=lambda key: took[key]), strict=True))
+
+
+def of_window(c: BackwardConfiguration, sizes: Sizes, window: Window, multiprocessors: int) -> dict[str, int]:
+    """:func:`chosen` for sequences of one length and the keys that their rows see."""
+    share, right, left = sizes["hq"] // max(sizes["hk"], 1), window.right, window.left
+    lengths: list[int] = []
+    first = 0 if window.top_left else sizes["sq"] - sizes["sk"]
+    for key in range(first, first + sizes["sk"], c.keys):
+        begin = 0 if right is None else max(key - right, 0)
+        end = sizes["sq"] if left is None else min(key + c.keys + left, sizes["sq"])
+        lengths.append(share * max(-(-end // c.tile[0]) - begin // c.tile[0], 0))
+    return chosen(c, lengths, sizes["b"] * sizes["hk"], multiprocessors)
 
 
 def makespan(blocks: Sequence[int], places: int) -> float:
