@@ -131,7 +131,7 @@ FUSED_CUDA_GRAPHS = Setting(
     _flag,
     False,
     "Whether calls of a fused API whose tensors lie where they lay before launch a CUDA graph of the kernel that is "
-    "kept for them; not yet run on a GPU. Read when its object is compiled.",
+    "kept for them; off until it is timed. Read when its object is compiled.",
 )
 CLUSTER_OVERLAP_MARGIN = Setting(
     "CUDNNFE_CLUSTER_OVERLAP_MARGIN",

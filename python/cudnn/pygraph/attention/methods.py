@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from cudnn.enums import Enumeration, attention_implementation, data_type, diagonal_alignment
-from cudnn.errors import checked_number, refusal
+from cudnn.errors import refusal
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import ScoreModifier
@@ -279,8 +279,12 @@ def shared(
     scale_tensor, scale = None, None
     if isinstance(attn_scale, Tensor):
         scale_tensor = attn_scale
+    elif isinstance(attn_scale, (int, float)):
+        scale = float(attn_scale)
     elif attn_scale is not None:
-        scale = checked_number(where, "attn_scale", attn_scale, "a number, a cudnn.tensor or None")
+        raise TypeError(
+            refusal(where, "attn_scale", type(attn_scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
+        )
     inputs = {
         "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q,
         "Seq_len_kv": seq_len_kv, "Sink": sink,
