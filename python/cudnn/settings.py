@@ -129,9 +129,9 @@ FUSED_CUDA_GRAPHS = Setting(
     "CUDNN_FUSED_CUDA_GRAPHS",
     "1 or 0",
     _flag,
-    False,
+    True,
     "Whether calls of a fused API whose tensors lie where they lay before launch a CUDA graph of the kernel that is "
-    "kept for them; off until it is timed. Read when its object is compiled.",
+    "kept for them. Read when its object is compiled.",
 )
 CLUSTER_OVERLAP_MARGIN = Setting(
     "CUDNNFE_CLUSTER_OVERLAP_MARGIN",
