@@ -82,9 +82,17 @@ def test_offsets_of_sequences_with_room_between_them() -> None:
     torch.testing.assert_close(torch.cat([found[:30], found[40:110]]), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_o_of_another_type(dtype: torch.dtype) -> None:
+    given = call((30, 70), (30, 70))
+    expected, _ = NSA.sliding_window_attention_wrapper(**given, left_bound=8)
+    found, _ = NSA.sliding_window_attention_wrapper(**given, left_bound=8, o_dtype=dtype)
+    assert torch.equal(found, expected.to(dtype))
+
+
 def made(given: dict[str, Any], **options: Any) -> tuple[NSA.SlidingWindowAttention, dict[str, Any]]:
     """The class for a call's tensors, and the tensors with a result."""
-    tensors = {**given, "o_tensor": torch.empty_like(given["q_tensor"])}
+    tensors = {"o_tensor": torch.empty_like(given["q_tensor"]), **given}
     samples = {f"sample_{name.removesuffix('_tensor')}": x for name, x in tensors.items()}
     return NSA.SlidingWindowAttention(**samples, **options), tensors
 
@@ -128,6 +136,8 @@ def test_what_no_graph_can_have_is_false_not_an_exception() -> None:
         ({"q_tensor": torch.zeros(100, 3, 64).half()}, "heads of q"),
         ({"k_tensor": torch.zeros(1, 2, 100, 64).half()}, "k tensor"),
         ({"v_tensor": torch.zeros(99, 2, 64).half()}, "v tensor shape"),
+        ({"v_tensor": torch.zeros(100, 2, 64)}, "v tensor dtype"),
+        ({"o_tensor": torch.zeros(100, 4, 64).int()}, "o tensor dtype"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

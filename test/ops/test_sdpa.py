@@ -266,9 +266,9 @@ def test_refusals() -> None:
     _refused(ValueError, r"seq_len_q: got torch.int32 of shape \(3,\); allowed: 2 integers", seq_len_q=three)
     _refused(ValueError, "seq_len_kv: got torch.float32", seq_len_kv=torch.zeros(2))
     longest = CASES["plain"].s_kv
-    for lengths in ([longest + 1, 1], [-1, 1]):
+    for lengths in ([longest + 1, 1], [-1, 1], [1 << 32, 1]):
         _refused(ValueError, "seq_len_kv: got .* from 0 to", seq_len_kv=torch.tensor(lengths))
-    for ends in ([0, 1, 2 * longest + 1], [-1, 1, 2], [0, 2, 1]):
+    for ends in ([0, 1, 2 * longest + 1], [-1, 1, 2], [0, 2, 1], [1 << 32, 2, 2]):
         starts = {f"cumulative_seq_len_{side}": torch.tensor(ends) for side in ("q", "kv")}
         _refused(ValueError, "cumulative_seq_len_q: got .* do not decrease", **starts)
     _refused(ValueError, "cumulative_seq_len_kv: got None beside the other", cumulative_seq_len_q=three)

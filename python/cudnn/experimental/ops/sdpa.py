@@ -147,6 +147,7 @@ class Layout:
         self._lengths = self._integers(f"seq_len_{side}", lengths, self._batch)
         if x.device.type == "cpu":
             self._check_values(side)
+        self._starts, self._lengths = (None if n is None else aligned(n.int()) for n in (self._starts, self._lengths))
         if self._lengths is None and self._starts is not None:
             self._lengths = self._starts.diff()
         self._is_full = self._lengths is None
@@ -160,7 +161,7 @@ class Layout:
         if given.numel() != count or given.is_floating_point():
             got = f"{given.dtype} of shape {tuple(given.shape)}"
             raise ValueError(refusal(_WHERE, name, got, f"{count} integers"))
-        return aligned(given.flatten().int())
+        return given.flatten()
 
     def _check_values(self, side: str) -> None:
         """Raises for lengths and places outside the tensors. Not on a GPU, which the host would have to wait for."""

@@ -28,13 +28,14 @@ class SlidingWindowAttention(APIBase):
         s = attn_scale * q k^T            o = softmax(s) v            stats = ln sum exp(s)
 
     A row that sees no key gets o = 0. It runs on every GPU that cuDNN supports attention on; on CPU tensors the
-    reference executor runs it. o has the type of q, unlike in compression and selection attention: cuDNN's engines
-    accept another one and write o as if it had that of q.
+    reference executor runs it. An o of another type than q's is converted afterwards: cuDNN's engines accept one, but
+    write it as if it had that of q.
 
     | tensor            | one length           | packed                | type                                          |
     |-------------------|----------------------|-----------------------|-----------------------------------------------|
-    | q, o              | (b, hq, sq, d or dv) | (tq, hq, d or dv)     | float16, bfloat16; on the CPU also wider ones |
+    | q                 | (b, hq, sq, d)       | (tq, hq, d)           | float16, bfloat16; on the CPU also wider ones |
     | k, v              | (b, hk, sk, d or dv) | (tk, hk, d or dv)     | that of q                                     |
+    | o                 | (b, hq, sq, dv)      | (tq, hq, dv)          | any floating-point type                       |
     | stats             | (b, hq, sq, 1)       | (tq, hq, 1)           | float32; None: not computed                   |
     | seq_len           | None                 | (b,)                  | int32: rows and keys of each sequence         |
     | ..._ragged_offset | None                 | (b + 1,), or all None | int64: the first element of each sequence     |
@@ -137,11 +138,17 @@ class SlidingWindowAttention(APIBase):
         for name, tensor in tensors.items():
             self._check_like_sample(name, tensor)
         graph, places = self._compiled_kernel
-        data = {places[name]: tensor for name, tensor in self._arguments(tensors).items()}
         handle = cudnn_handle if cudnn_handle is not None else self.handle
         with _ordered(q_tensor.device, current_stream, handle):
+            if o_tensor.dtype != q_tensor.dtype:
+                strided = o_tensor.shape, o_tensor.stride()
+                empty = torch.empty_strided(*strided, dtype=q_tensor.dtype, device=q_tensor.device)
+                tensors["o"] = empty.copy_(o_tensor)  # what no sequence has stays
+            data = {places[name]: tensor for name, tensor in self._arguments(tensors).items()}
             workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q_tensor.device)
             graph.execute(data, workspace, handle=handle)
+            if tensors["o"] is not o_tensor:
+                o_tensor.copy_(tensors["o"])
 
     def _check(self) -> None:
         """Raises for samples that do not fit together."""
@@ -181,10 +188,10 @@ class SlidingWindowAttention(APIBase):
         stats = self.descs["stats"]
         self._check_shape(stats, (*q.shape[:-1], 1))
         self._check_dtype(stats, torch.float32)
-        for name in ("k", "v", "o"):
-            if self._of(name).dtype != q.dtype:
-                cure = "convert it afterwards: cuDNN writes o as if it had q's type" if name == "o" else ""
-                raise self._refuse(f"{name} tensor dtype", self._of(name).dtype, q.dtype, cure)
+        for name in ("k", "v"):
+            self._check_dtype(self._of(name), q.dtype)
+        if not self._of("o").dtype.is_floating_point:
+            raise self._refuse("o tensor dtype", self._of("o").dtype, "floating-point types")
         if self.packed:
             count = self._of("seq_len_q").shape[0]
             for name in (*_LENGTHS, *_OFFSETS):
@@ -234,7 +241,8 @@ class SlidingWindowAttention(APIBase):
             (_, heads, width), (row, head, one) = shape, stride
             shape = (self._of("seq_len_q").shape[0], heads, longest, width)
             stride = (longest * row, head, row, one)
-        return torch.empty_strided(shape, stride, dtype=desc.dtype, device="meta")
+        dtype = self._of("q").dtype if name == "o" else desc.dtype
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def _arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """What the graph takes, by name."""
@@ -305,7 +313,7 @@ def sliding_window_attention_wrapper(
     """Allocates the results, builds the graph where that was not done yet, and executes: ``o_tensor, stats_tensor``.
 
     ``stats_tensor`` is None with ``is_infer``. The host reads the lengths of sequences, to find the longest. Arguments
-    and errors as those of :class:`SlidingWindowAttention`. o has the type and the order of strides of q.
+    and errors as those of :class:`SlidingWindowAttention`. o has ``o_dtype``, or q's type, and q's order of strides.
     """
     packed = q_tensor.ndim == 3
     o = torch.empty((*q_tensor.shape[:-1], v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
