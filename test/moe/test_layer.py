@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +26,6 @@ from cudnn import moe
 from cudnn.moe import experts as operands
 from cudnn.moe import layer as passes
 from cudnn.moe import quantizing
-from cudnn.moe.experts import Rows
 from cudnn.moe.quantizing import quantized, quantized_weights
 from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
@@ -375,22 +373,6 @@ def test_rows_of_the_tokens_gradient_are_gone_before_the_last_product(monkeypatc
     assert alive == [0, 0]
 
 
-def test_rows_are_copied_in_order_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where experts have few rows and, for gradients, where products have many columns."""
-    x, token = torch.randn(4, 8), torch.tensor([3, 0, 0])  # the last row is nobody's
-    rows = Rows(torch.tensor([2]), token, torch.tensor([[1], [-1], [-1], [0]], dtype=torch.int32))
-    for arch, copied in (("sm_90a", True), ("sm_100a", False)):
-        with cudnn.emulation(arch, races=True):
-            found, index = rows.read(x)
-            assert rows.by_number(x, 512) != copied
-            with monkeypatch.context() as many:
-                many.setattr(operands, "MANY", 3)
-                assert rows.read(x)[0] is rows.read(x, 512)[0] is x
-                assert rows.by_number(x, 1024) != copied
-        assert torch.equal(found[:2], x[[3, 0]]) if copied else found is x
-        assert (index is None) == copied
-
-
 @pytest.mark.gpu
 def test_both_passes_in_a_cuda_graph() -> None:
     """Captured together after calls on another stream, as PyTorch asks for; replayed on other tokens."""
@@ -687,48 +669,6 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
             MoE(64, 32, **{"experts": 4, "top_k": 2, **rule})
     with pytest.raises(ValueError, match=r"MoE\.load_gate_up: gate_up: got"):
         layer.load_gate_up(gate)
-
-
-def test_addresses_last_as_long_as_the_weights() -> None:
-    """However many others there are: a CUDA graph that reads them cannot make them."""
-    weights = [torch.ones(2) for _ in range(1100)]
-    tables = [operands.pointers([w]) for w in weights]
-    assert [int(t) for t in tables] == [w.data_ptr() for w in weights]
-    assert operands.pointers([weights[0]]) is tables[0]
-    assert operands.pointers([weights[1].view(2)]) is tables[1]
-    gone = weakref.ref(tables.pop())
-    del weights[-1]
-    operands.pointers([torch.ones(3)])
-    assert gone() is None
-    assert operands.pointers([weights[0]]) is tables[0]
-
-
-def test_addresses_of_a_storage_that_moves_are_few() -> None:
-    """One that is resized to 0 and back, as FSDP does, lies elsewhere each time; others of that storage stay."""
-    weight, others, seen = torch.ones(4), [], set()
-    storage = weight.untyped_storage()
-    for _ in range(20):
-        table, half = operands.pointers([weight]), operands.pointers([weight[2:]])
-        assert (int(table), int(half)) == (weight.data_ptr(), weight[2:].data_ptr())
-        seen.add(int(table))
-        storage.resize_(0)
-        others.append(torch.ones(4))  # takes that memory
-        storage.resize_(16)
-    kept = [key for key, each in operands._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
-    assert len(kept) == 2 * operands.MOVES < len(seen)
-
-
-def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of two devices: each has a thread of autograd."""
-
-    def expired() -> bool:
-        tables.pop("gone", None)  # by the other thread
-        return True
-
-    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), place=0)}
-    monkeypatch.setattr(operands, "_TABLES", tables)
-    weight = torch.ones(2)
-    assert int(operands.pointers([weight])) == weight.data_ptr()
 
 
 def test_what_later_calls_find_is_not_of_this_threads_memory() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn.lazy import torch
 from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
 from cudnn.moe.experts import (
+    COPIED_FORWARD,
     GATED,
     Experts,
     Products,
@@ -77,7 +78,7 @@ def forward(
         tensors |= _narrow_rows(*quantized(x, rows.of_choice, count))
         tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
     else:
-        of_tokens, tensors["a_index"] = rows.read(x)
+        of_tokens, tensors["a_index"] = rows.read(x, wide, COPIED_FORWARD)
         tensors["a"] = matrix(of_tokens)
         del of_tokens
     if not gated:

@@ -1,0 +1,115 @@
+"""The rows of a layer of experts as operands, by number or copied, and tables of addresses."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import cudnn
+from cudnn.moe import experts as operands
+from cudnn.moe import layer as passes
+from cudnn.moe.experts import Rows
+from cudnn.ops import moe_mlp
+
+
+def test_rows_are_copied_in_order_on_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where experts have few rows, and where products have many columns: the forward pass's more than others."""
+    x, token = torch.randn(4, 8), torch.tensor([3, 0, 0])  # the last row is nobody's
+    rows = Rows(torch.tensor([2]), token, torch.tensor([[1], [-1], [-1], [0]], dtype=torch.int32))
+    operands.say_copied.cache_clear()
+    for arch, copied in (("sm_90a", True), ("sm_100a", False)):
+        with cudnn.emulation(arch, races=True), caplog.at_level("INFO", "cudnn"):
+            found, index = rows.read(x, 64)
+            assert rows.by_number(x, 512) != copied
+            with monkeypatch.context() as many:
+                many.setattr(operands, "MANY", 3)
+                assert rows.read(x, 64)[0] is rows.read(x, 512)[0] is x
+                assert rows.by_number(x, 1024) != copied
+                assert rows.by_number(x, 1536, operands.COPIED_FORWARD)
+                assert rows.by_number(x, 2048, operands.COPIED_FORWARD) != copied
+        assert torch.equal(found[:2], x[[3, 0]]) if copied else found is x
+        assert (index is None) == copied
+    assert [r.getMessage() for r in caplog.records if "copy of the tokens" in r.getMessage()] == [
+        "moe_mlp: a copy of the tokens in the experts' order is made for the time of a pass; up has 64 rows"
+    ]
+
+
+@pytest.mark.parametrize("copied", [64, 128])
+def test_the_forward_pass_copies_tokens_where_up_has_many_rows(monkeypatch: pytest.MonkeyPatch, copied: int) -> None:
+    """The copy is gone when the next product's result is made, and the result is right with it and without it."""
+    monkeypatch.setattr(operands, "MANY", 1)
+    monkeypatch.setattr(passes, "COPIED_FORWARD", copied)
+    weights, indices = torch.rand(70, 2), torch.randint(-1, 4, (70, 2))
+    x, up, down = torch.randn(70, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16()
+    right = moe_mlp(x, (indices, weights), up, down)  # the reference's, which test_layer.py compares with a formula
+    copies: list[weakref.ref[torch.Tensor]] = []
+    spread, run, alive, numbered = operands.spread, operands.Products.run, [], []
+
+    def spreads(x: torch.Tensor, rows: torch.Tensor, found: torch.Tensor) -> None:
+        copies.append(weakref.ref(found))
+        spread(x, rows, found)
+
+    def runs(kind: Any, place: Any, name: str, tensors: dict[str, Any], *options: Any) -> None:
+        if place == "down":
+            alive.append(sum(each() is not None for each in copies))
+        else:
+            numbered.append(tensors["a_index"] is not None)
+        run(kind, place, name, tensors, *options)
+
+    monkeypatch.setattr(operands, "spread", spreads)
+    monkeypatch.setattr(operands.Products, "run", runs)
+    with cudnn.emulation("sm_90a", races=True), torch.no_grad():
+        y = moe_mlp(x, (indices, weights), up, down)
+    assert float((y - right).float().norm() / right.float().norm()) < 0.01
+    assert numbered == [copied == 128]
+    assert len(copies) == (copied == 64)
+    assert alive == [0]
+
+
+def test_addresses_last_as_long_as_the_weights() -> None:
+    """However many others there are: a CUDA graph that reads them cannot make them."""
+    weights = [torch.ones(2) for _ in range(1100)]
+    tables = [operands.pointers([w]) for w in weights]
+    assert [int(t) for t in tables] == [w.data_ptr() for w in weights]
+    assert operands.pointers([weights[0]]) is tables[0]
+    assert operands.pointers([weights[1].view(2)]) is tables[1]
+    gone = weakref.ref(tables.pop())
+    del weights[-1]
+    operands.pointers([torch.ones(3)])
+    assert gone() is None
+    assert operands.pointers([weights[0]]) is tables[0]
+
+
+def test_addresses_of_a_storage_that_moves_are_few() -> None:
+    """One that is resized to 0 and back, as FSDP does, lies elsewhere each time; others of that storage stay."""
+    weight, others, seen = torch.ones(4), [], set()
+    storage = weight.untyped_storage()
+    for _ in range(20):
+        table, half = operands.pointers([weight]), operands.pointers([weight[2:]])
+        assert (int(table), int(half)) == (weight.data_ptr(), weight[2:].data_ptr())
+        seen.add(int(table))
+        storage.resize_(0)
+        others.append(torch.ones(4))  # takes that memory
+        storage.resize_(16)
+    kept = [key for key, each in operands._TABLES.items() if each.memory.cdata == StorageWeakRef(storage).cdata]
+    assert len(kept) == 2 * operands.MOVES < len(seen)
+
+
+def test_two_threads_may_find_the_same_addresses_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two devices: each has a thread of autograd."""
+
+    def expired() -> bool:
+        tables.pop("gone", None)  # by the other thread
+        return True
+
+    tables: dict[Any, Any] = {"gone": SimpleNamespace(memory=SimpleNamespace(expired=expired, cdata=0), place=0)}
+    monkeypatch.setattr(operands, "_TABLES", tables)
+    weight = torch.ones(2)
+    assert int(operands.pointers([weight])) == weight.data_ptr()
