@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_graphs_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Table, "MAX_MISSES", 4)
     calls(times=UNTIL_KEPT)
     others = [case("gemm_swiglu", 128, 128, 64) for _ in range(2)]
-    assert [calls(other, times=8)[1] for other in others] == [4, 1]  # the second makes room, which takes four calls
+    assert [calls(other, times=13)[1] for other in others] == [9, 1]  # the second makes room, which takes eight calls
     assert calls() == (1, 0)
     sizes = [case("gemm_swiglu", 128 * (i + 2), 128, 64) for i in range(Call.MAX_LAYOUTS)]
     calls(times=UNTIL_KEPT)
@@ -159,6 +160,40 @@ def test_graphs_are_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> No
         calls(other)
     assert calls() == (1, 0)
     assert str(calls.driver.calls).count("cuGraphExecDestroy") == 4
+
+
+def test_calls_that_come_keep_their_graphs_among_those_that_do_not(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Table, "MAX_CALLS", 2)
+    monkeypatch.setattr(Table, "MAX_MISSES", 4)
+    calls(times=UNTIL_KEPT)
+    for other in [case("gemm_swiglu", 128, 128, 64) for _ in range(20)]:
+        assert calls() == (0, 1)
+        assert calls(other) == (1, 0)
+
+
+def test_where_no_call_comes_again_none_is_looked_up(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read and look up addresses takes time."""
+    monkeypatch.setattr(Table, "MAX_CALLS", 2)
+    monkeypatch.setattr(Table, "MAX_MISSES", 4)
+    monkeypatch.setattr(Table, "CALLS_AT_REST", 9)
+    for other in [case("gemm_swiglu", 128, 128, 64) for _ in range(6)]:
+        assert calls(other) == (1, 0)
+    assert calls(times=9) == (9, 0)
+    assert calls(times=UNTIL_KEPT) == (UNTIL_KEPT + 1, 0)
+    assert calls() == (0, 1)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, True, "2", torch.ones(())])
+def test_numbers_of_a_warm_call_are_looked_at(calls: Calls, wrong: Any) -> None:
+    """Also where a graph is kept for the same addresses, and 1 is True."""
+    calls(times=UNTIL_KEPT, alpha=1.0)
+    kind = ValueError if isinstance(wrong, float) else TypeError
+    with pytest.raises(kind, match="GemmSwiglu: alpha: got"):
+        calls(alpha=wrong)
+    assert calls(alpha=1.0) == (0, 1)
+    assert calls(alpha=1) == (0, 1)
 
 
 def test_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,8 @@ _TEMPLATE = '''
 def run(tensors, scalars, stream, workspace):
     """What ``execute`` does, with tensors in the order of its signature."""
     global known
+    {numbers}
+    {checked}
     try:
         {refitted}
         {names}, = tensors
@@ -81,8 +83,6 @@ def run(tensors, scalars, stream, workspace):
         stream = current_stream(index) if stream is None else raw_stream(stream, index)
         {allocated}
         {replay}
-        {numbers}
-        {defaults}
         limit = layout.limit
         kernel({arguments})
         {keep}
@@ -92,15 +92,26 @@ def run(tensors, scalars, stream, workspace):
             raise
         again(tensors, scalars, stream, workspace)
 '''
+_CHECKED = """
+    if s{i} is None:
+        s{i} = defaults[{i}]
+    elif type(s{i}) is not {kind} or s{i} - s{i} != 0:
+        s{i} = number({name!r}, s{i})
+"""
 _REPLAY = """
-        key = (stream, scalars, {addresses})
         table = layout.mine.table
-        found = table.calls.get(key)
-        if found is None:
-            found = table.note(key, index)
-        elif found.graph is None:
-            found.calls += 1
+        if table.rest:
+            table.rest -= 1
+            found = once
         else:
+            key = (stream, scalars, {addresses})
+            found = table.calls.get(key)
+            if found is None:
+                found = table.note(key, index)
+            elif found.graph is None:
+                found.calls += 1
+                found.used = True
+        if found.graph is not None:
             lane = found.lane
             if (
                 (stream or current_device is None or current_device() == index)
@@ -133,31 +144,49 @@ class Repeated(cuda_graph.Kept):
 
 
 class Table:
-    """The calls of a thread, with tensors of a layout, that may come again: by stream, numbers and addresses."""
+    """The calls of a thread, with tensors of a layout, that may come again: by stream, numbers and addresses.
+
+    Attributes:
+        rest: How many calls go by before one is looked up again: where none comes again, looking is lost time.
+    """
 
     MAX_CALLS = 64  # a training step cycles through fewer sets of buffers
-    MAX_MISSES = 1024  # calls with others, since there were as many as may be
+    MAX_MISSES = (
+        512  # calls with others, where there are as many as may be, until those that no longer come are dropped
+    )
+    CALLS_AT_REST = 8192
 
     def __init__(self) -> None:
         self.calls: dict[tuple[Any, ...], Repeated] = {}
-        self.misses = 0
+        self.misses = self.rest = 0
 
     def note(self, key: tuple[Any, ...], index: int) -> Repeated:
         """Counts a call whose key is new from now on."""
-        stream, scalars, *_ = key
-        if 0 in scalars:  # as a key, -0.0 is the same number
-            return _once
-        if len(self.calls) == self.MAX_CALLS:
-            self.misses += 1
-            if self.misses < self.MAX_MISSES:
-                return _once
-            self.forget()
-        found = self.calls[key] = Repeated(lanes.find(index, stream))
-        return found
+        if 0 in key[1]:  # as a key, -0.0 is the same number
+            return once
+        if len(self.calls) < self.MAX_CALLS:
+            found = self.calls[key] = Repeated(lanes.find(index, key[0]))
+            return found
+        self.misses += 1
+        if self.misses == self.MAX_MISSES:
+            self.make_room()
+        return once
+
+    def make_room(self) -> None:
+        """Drops the calls that did not come again since it was last looked, and their CUDA graphs. Rests if none ever
+        did.
+        """
+        self.misses = 0
+        if not any(found.calls for found in self.calls.values()):
+            self.rest = self.CALLS_AT_REST
+        for key, found in list(self.calls.items()):
+            if not found.used:
+                del self.calls[key]
+                found.drop_graph()
+            found.used = False
 
     def forget(self) -> None:
         """Drops the calls, and their CUDA graphs."""
-        self.misses = 0
         while self.calls:
             self.calls.popitem()[1].drop_graph()
 
@@ -204,7 +233,7 @@ class Lanes(threading.local):
 
 
 lanes = Lanes()
-_once = Repeated(Lane(-1, 0, {}))
+once = Repeated(Lane(-1, 0, {}))
 """Stands for calls that are not counted."""
 
 
@@ -243,7 +272,6 @@ class Call:
         present = [f"t{i}" for i in self.present]
         absent = [f"t{i}" for i, name in enumerate(api.names) if not api.given(name)]
         numbers = [f"s{i}" for i in range(len(api.scalars))]
-        defaults = [f"        if s{i} is None:\n            s{i} = defaults[{i}]" for i in range(len(numbers))]
         prepares = any(slot.name == "workspace" for slot in self.plan.slots)
         arguments, replays = _arguments(api, self.plan), self.keeps_graphs
         addresses = [f"{name}.data_ptr()" for name in [*present, *["workspace"] * prepares]]
@@ -254,7 +282,7 @@ class Call:
             present=", ".join(present),
             values=f"check_values(({', '.join(names)},))" if self.validates else "",
             numbers=f"{', '.join(numbers)}, = scalars" if numbers else "",
-            defaults="\n".join(defaults).strip(),
+            checked="".join(_checked(api, i, name) for i, name in enumerate(api.scalars)).strip(),
             allocated=_ALLOCATED.strip() if prepares else "",
             replay=_REPLAY.format(addresses=", ".join(addresses)).strip() if replays else "",
             keep=_KEEP.format(arguments=arguments).strip() if replays else "",
@@ -269,6 +297,7 @@ class Call:
             "check_values": api.check_values,
             "refitted": self._refitted,
             "defaults": tuple(getattr(api, name) for name in api.scalars),
+            "number": api.checked_number,
             "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
             "raw_stream": launch.raw_stream,
             "allocated": self._allocated,
@@ -277,6 +306,7 @@ class Call:
             "calls_before_graph": Repeated.CALLS_BEFORE_GRAPH,
             "current_device": replays and current_device(),
             "is_capturing": replays and cuda_graph.unchecked("cuStreamIsCapturing"),
+            "once": once,
             "launch_graph": replays and cuda_graph.unchecked("cuGraphLaunch"),
             "title": api._title(),
         }
@@ -375,6 +405,11 @@ def _arguments(api: FusedAPI, plan: Plan) -> str:
         text[name] = f"t{i}.view({views[api.dtype(name)]})" if viewed else f"t{i}"
     text |= {name: f"constants[{name!r}]" for name in api.constants}
     return ", ".join(text[slot.name] for slot in plan.slots)
+
+
+def _checked(api: FusedAPI, i: int, name: str) -> str:
+    """The check of a number that a call gives, as source text: of none that is finite and of its type."""
+    return _CHECKED.strip("\n").format(i=i, name=name, kind="int" if name in api.integers else "float") + "\n"
 
 
 @functools.cache
