@@ -22,6 +22,7 @@ from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention import DESCALES, BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
 from cudnn_kernels.attention.gradients import GradientsConfiguration
 from cudnn_kernels.signature import workspace_size
+from cudnn_kernels.sm90 import attention_backward
 from cudnn_kernels.sm90.attention_forward import AttentionForward
 from support.compiled import compile_kernel
 from support.dense_attention import attend, band
@@ -369,6 +370,31 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
 def test_backward(arch: str, configuration: BackwardConfiguration, problem: Problem) -> None:
     given = backward_arguments(configuration, problem)
     run(arch, problem.configured(configuration), given)
+    assert_right(given, problem, ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    ("configuration", "problem"),
+    brief(
+        [
+            (replace(BACKWARD, head=64, head_v=64, tile=(64, 128)), Problem(((200, 300),), heads=(3, 3), right=0)),
+            (replace(PAIRED, head=128, head_v=128, tile=(64, 32)), Problem(((130, 170),), heads=(6, 3), right=0)),
+            (replace(BACKWARD, tile=(64, 128)), Problem(((200, 400), (70, 150)), (3, 3), True, right=0, left=100)),
+            (replace(BACKWARD, head=64, head_v=64, tile=(64, 128)), Problem(((150, 300),), heads=(3, 3))),
+        ],
+        0,
+    ),
+)
+def test_turns_come_after_those_of_earlier_ctas(
+    configuration: BackwardConfiguration, problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each CTA, or pair, starts when those before are done, with two of the three heads in the first section."""
+    cluster = 1 + configuration.pair
+    monkeypatch.setattr(attention_backward, "TOGETHER", 2 * cluster)
+    monkeypatch.setattr(machine, "WAVE", cluster)
+    configuration = replace(configuration, deterministic=True)
+    given = backward_arguments(configuration, problem)
+    run("sm_90a", problem.configured(configuration), given)
     assert_right(given, problem, ("dq", "dk", "dv"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, select_
 
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.mask import Mask, mask_of
@@ -17,8 +17,8 @@ from cudnn_kernels.attention.sequences import Sequence
 
 @dataclass
 class Work:
-    """A call's blocks of rows, of queries or keys, each for a CTA or a cluster: the first ones of ``together`` heads,
-    then their second ones, and so on, then those of the next heads.
+    """A call's blocks of rows, of queries or keys, each for a CTA or a cluster: the first ones of ``together`` heads, a
+    section, then their second ones, and so on, then those of the next heads.
 
     Fields that are divisors have a form by which kernels divide fast.
     """
@@ -40,8 +40,9 @@ class Work:
 
 @dataclass
 class Block:
-    """The rows of a CTA, which begin with ``row`` of a head of a sequence, and the columns that they see: blocks from
-    ``begin`` to before ``end`` of so many ``heads`` from ``first_head`` on. Where rows are keys, columns are queries.
+    """The rows of a CTA, which begin with ``row`` of a head of a sequence, and the columns that they see: so many
+    ``blocks`` from ``begin`` on, or with a ``way`` of -1 down from it, of so many ``heads`` from ``first_head`` on.
+    Where rows are keys, columns are queries.
 
     ``first_block`` is that of the sequence's queries among all in the workspace. ``mask`` says which columns rows see.
     Of these blocks of all heads the CTA has ``steps`` from the ``first`` on: a ``part`` of the ``number``-th split
@@ -57,8 +58,9 @@ class Block:
     first_column: Int32
     first_block: Int32
     begin: Int32
-    end: Int32
+    blocks: Int32
     mask: Mask
+    way: Any = 1
     first: Any = 0
     steps: Any = None
     part: Any = None
@@ -66,7 +68,7 @@ class Block:
 
     def __post_init__(self) -> None:
         if self.steps is None:
-            self.steps = (self.end - self.begin) * self.heads
+            self.steps = self.blocks * self.heads
 
 
 def work_of(
@@ -111,10 +113,18 @@ def part_of(c: BackwardConfiguration, work: Work, index: Int32, size: int, step:
 def block_of(
     c: BackwardConfiguration, work: Work, index: Int32, size: int, step: int, of_queries: bool, last_first: bool
 ) -> Block:  # fmt: skip
-    """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head."""
+    """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head.
+
+    ``last_first``: a head's last blocks come first. Where rows are keys, CTAs then take turns, and in the last section
+    it is the other way round: the first blocks, the longest ones, come first, and begin with their last columns.
+    """
     rest, place = divmod(index, work.together)
     section, number = divmod(rest, work.blocks)
-    if const_expr(last_first):
+    way: Any = 1
+    if const_expr(last_first and not of_queries):
+        way = Int32(select_((section + 1) * work.together.divisor < work.all_heads, Int32(1), Int32(-1)))
+        number = Int32(select_(way > 0, work.blocks.divisor - 1 - number, number))
+    elif const_expr(last_first):
         number = work.blocks.divisor - 1 - number
     head = section * work.together.divisor + place
     exists = head < work.all_heads
@@ -139,11 +149,15 @@ def block_of(
     begin, _, _, end = mask.blocks(row, cutlass.min(row + size, mask.queries) - 1, step)
     if row >= mask.queries:
         end = begin
-    end = cutlass.max(begin, end)
-    return Block(row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, end, mask)
+    blocks = cutlass.max(end - begin, 0)
+    if const_expr(last_first and not of_queries):
+        begin = Int32(select_(way > 0, begin, end - 1))
+    return Block(
+        row, head, first_head, heads, s.batch, first_row, first_column, first_block, begin, blocks, mask, way
+    )  # fmt: skip
 
 
 def place_of(block: Block, step: Int32) -> tuple[Int32, Int32]:
     """A step's head of the columns, and its block of them."""
-    step, blocks = block.first + step, block.end - block.begin
-    return block.first_head + step // blocks, block.begin + step % blocks
+    step = block.first + step
+    return block.first_head + step // block.blocks, block.begin + block.way * (step % block.blocks)

@@ -10,8 +10,10 @@ Two warpgroups multiply. Each has half of the keys: their S^T and dP^T have keys
 into the products for dV and dK from registers. Only dS passes through shared memory, for dQ, of which each warpgroup
 has half. Of a third warpgroup, one warp lets the copy engine fetch, another one lets it add up dQ.
 
-``deterministic``: additions to a block of queries take turns, in the order of the keys: from the last ones on with
-a causal mask, since their CTAs come to a block first, and from the first ones on without. CTAs start in that order too.
+``deterministic``: additions to a block of queries take turns in the order in which CTAs start, so that a CTA waits for
+earlier ones alone: of keys from the last ones on with a causal mask, since their CTAs come to a block first, and from
+the first ones on without. The last heads have the first keys first even so: their CTAs, the longest ones, must not end
+alone, and go through the queries from the last ones on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -50,8 +52,9 @@ FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
 STAGES = 2
 TOGETHER = 8
-"""Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last; half
-as many with pairs of CTAs. Several blocks of a head still run at the same time, and find in L2 what they load.
+"""Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last, and
+where CTAs take turns, so that few wait; half as many with pairs of CTAs. Several blocks of a head still run at the same
+time, and find in L2 what they load.
 """
 
 
@@ -96,8 +99,7 @@ class Backward(Kernel):
     @property
     def together(self) -> int:
         """Heads of K whose first blocks start together: see ``TOGETHER``."""
-        longest_first = (self.c.right or self.c.compressed) and not self.c.deterministic
-        return TOGETHER // self.cluster if longest_first else 1
+        return TOGETHER // self.cluster if self.c.right or self.c.compressed or self.c.deterministic else 1
 
     def boxes(self) -> dict[str, Box]:
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
@@ -305,9 +307,10 @@ class Backward(Kernel):
         """How many clusters add to a block of queries before this one."""
         row, size = m_block * self.m, self.cluster * self.n
         number = block.row // size
+        before = number - mask.begin(row) // size
         if self.c.right:
-            return (mask.end(row + self.m - 1) - 1) // size - number
-        return number - mask.begin(row) // size
+            before = Int32(select_(block.way > 0, (mask.end(row + self.m - 1) - 1) // size - number, before))
+        return before
 
     @cute.jit
     def wait_for_turn(self, turns: cute.Tensor, part: Any, turn: Int32) -> None:
