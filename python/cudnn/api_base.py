@@ -188,8 +188,8 @@ class TensorDesc:
 
 
 def same_stride(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides lead to the same elements of a shape."""
-    return all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
+    """Whether two strides lead to the same elements of a shape, if it has some."""
+    return 0 in shape or all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
 
 
 def overlapping(x: Any, y: Any) -> bool:

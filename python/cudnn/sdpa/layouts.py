@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import same_stride
 from cudnn.fused.layouts import Layout, Sizes
 from cudnn.lazy import torch
 
@@ -74,9 +73,6 @@ class RowValues(Layout):
     def strides(self, sizes: Sizes) -> Sequence[tuple[int, ...]]:
         rows, heads = sizes["sq"], sizes["hq"]
         return [(heads, 1), (1, rows)] if sizes["packed"] else [(heads * rows, rows, 1)]
-
-    def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        return 0 in shape or any(same_stride(shape, stride, allowed) for allowed in self.strides(sizes))
 
     def fitted(self, tensor: Any) -> Any:
         return tensor.squeeze(-1) if tensor.ndim > 2 and tensor.shape[-1] == 1 else tensor

@@ -80,10 +80,13 @@ def grouped_gemm_dswiglu_wrapper(
 
     Returns ``d_row_tensor, d_col_tensor, dprob_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor``, as
     :func:`cudnn.grouped_gemm_dglu_wrapper` does. ``dprob_tensor_buf`` and ``amax_tensor_buf``: dprob and amax, where
-    the caller has them; else they are zeros, and -inf, of this call.
+    the caller has them; else they are zeros, and -inf, of this call. Without tokens there are no factors.
     """
     dprob_tensor, amax_tensor = dprob_tensor_buf, amax_tensor_buf
-    return call(GroupedGemmDswigluSm100, locals())
+    results = call(GroupedGemmDswigluSm100, locals())
+    if not results["d_row_tensor"].shape[0]:
+        results |= {"sfd_row_tensor": None, "sfd_col_tensor": None}
+    return results
 
 
 grouped_gemm_dswiglu_wrapper_sm100 = grouped_gemm_dswiglu_wrapper
