@@ -579,6 +579,19 @@ def test_the_routers_part_of_gradients(gate: bool) -> None:
     assert torch.equal(layer(x), layer(x, layer.route(x)[1]))
 
 
+def test_as_many_choices_as_a_router_makes_beside_shared_experts() -> None:
+    layer = MoE(16, 32, 17, 16, shared_experts=2)
+    x = torch.randn(9, 16).bfloat16()
+    _, routing = layer.route(x)
+    indices = layer._with_shared(routing.indices)
+    weights = torch.cat([routing.weights, torch.ones(9, 2)], 1)
+    c = Case({"x": x, "weights": weights, "up": layer.up, "down": layer.down}, indices, "swiglu", x)
+    y = layer(x)
+    expected = formula(c, {name: t.detach().double() for name, t in c.tensors.items()})
+    torch.testing.assert_close(y.double(), expected, rtol=0.05, atol=0.05)
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(y.sum(), list(layer.parameters())))
+
+
 def test_a_router_in_float32() -> None:
     """Its logits are float32, the experts bfloat16."""
     layer, x = MoE(64, 32, 4, 2), torch.randn(50, 64).bfloat16()
@@ -660,7 +673,8 @@ def test_the_module_takes_halves_and_main_gradients() -> None:
                 call(wrong)
     for wrong, name in (({"intermediate": 30}, "sizes"), ({"activation": "relu"}, "activation"), ({"fp8": True}, "fp8"),
                         ({"glu_layout": "halves"}, "glu_layout"), ({"shared_experts": -1}, "shared_experts"),
-                        ({"shared_gate": True}, "shared_experts")):  # fmt: skip
+                        ({"shared_gate": True}, "shared_experts"), ({"experts": 1024, "shared_experts": 1}, "experts"),
+                        ({"shared_experts": 31}, "experts")):  # fmt: skip
         with pytest.raises(ValueError, match=f"^MoE: {name}: got"):
             MoE(**{"hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2, **wrong})
     for rule, words in (({"top_k": 5}, "top_k: got 5; allowed: 1 to 4 of 4 experts"), ({"score": "max"}, "score: got"),

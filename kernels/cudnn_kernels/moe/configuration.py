@@ -8,7 +8,8 @@ from cudnn_kernels.formats import FORMATS
 from cudnn_kernels.signature import Scalar, Slot, Stream, Tensor, addresses, vector
 
 MOST_EXPERTS = 1024
-MOST_CHOICES = 16
+MOST_CHOICES = 16  # of a router
+MOST_SUMMED = 32  # of a token in all, with shared experts: a lane of a warp has one
 MOST_GROUPS = 32
 
 

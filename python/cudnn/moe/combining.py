@@ -11,7 +11,7 @@ from cudnn.moe import reference
 from cudnn.moe._run import has_kernel, kernel
 from cudnn.ops._memory import placed
 from cudnn.ops._registration import custom_op
-from cudnn_kernels.moe.configuration import MOST_CHOICES, CombineConfiguration, ValuesConfiguration
+from cudnn_kernels.moe.configuration import MOST_SUMMED, CombineConfiguration, ValuesConfiguration
 
 _COMBINE, _GRADIENT = "cudnn_kernels.moe.combining:Combine", "cudnn_kernels.moe.combining:CombineGradient"
 _VALUES = "cudnn_kernels.moe.values:Values"
@@ -30,7 +30,7 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
 
     Args:
         rows: (R, H), bfloat16, float16 or float32, contiguous; H a multiple of 8.
-        row_of_choice: int32 (T, K), contiguous, K from 1 to 16.
+        row_of_choice: int32 (T, K), contiguous, K from 1 to 32.
         weights: float32 (T, K), contiguous; None: the plain sum.
 
     Raises:
@@ -48,8 +48,8 @@ def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> N
         _refuse("shape of rows", tuple(rows.shape), "(R, H), H a multiple of 8")
     if rows.dtype not in _TYPES:
         _refuse("type of rows", rows.dtype, ", ".join(map(str, _TYPES)))
-    if row_of_choice.ndim != 2 or not 0 < row_of_choice.shape[1] <= MOST_CHOICES:
-        _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_CHOICES}")
+    if row_of_choice.ndim != 2 or not 0 < row_of_choice.shape[1] <= MOST_SUMMED:
+        _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
     if row_of_choice.dtype != torch.int32:
         _refuse("type of row_of_choice", row_of_choice.dtype, "torch.int32", "pass row_of_choice.int()")
     if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != torch.float32):

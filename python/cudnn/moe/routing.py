@@ -15,6 +15,7 @@ from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
     MOST_EXPERTS,
     MOST_GROUPS,
+    MOST_SUMMED,
     RouteConfiguration,
     RouteGradientConfiguration,
     Rule,
@@ -93,7 +94,7 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
     choose an expert more than once.
 
     Args:
-        indices: int32 (T, K), contiguous, K from 1 to 16.
+        indices: int32 (T, K), contiguous, K from 1 to 32.
         experts: E, 1 to 1024.
 
     Raises:
@@ -178,8 +179,8 @@ def _check_rows(where: str, tokens: int, top_k: int) -> None:
 
 def _check_indices(indices: torch.Tensor, experts: int) -> None:
     where = "sort"
-    if indices.ndim != 2 or not 0 < indices.shape[1] <= MOST_CHOICES:
-        _refuse(where, "shape of indices", tuple(indices.shape), f"(T, K), K from 1 to {MOST_CHOICES}")
+    if indices.ndim != 2 or not 0 < indices.shape[1] <= MOST_SUMMED:
+        _refuse(where, "shape of indices", tuple(indices.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
     if indices.dtype != torch.int32:
         _refuse(where, "type of indices", indices.dtype, "torch.int32", "pass indices.int()")
     if not indices.is_contiguous():

@@ -18,6 +18,7 @@ from cudnn.moe.routing import Routing, check_rule, logits_gradient, route, route
 from cudnn.ops._memory import aligned
 from cudnn.ops._moe_mlp import checked, moe_mlp, tokens_of
 from cudnn.ops._registration import autocast_type, is_seen, once
+from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
 
 
 class _Kept(NamedTuple):
@@ -122,7 +123,7 @@ class MoE(torch.nn.Module):
 
     Args:
         hidden, intermediate: Sizes, multiples of 8 and of 32.
-        experts, top_k: How many there are, and how many a token sees.
+        experts, top_k: How many there are, up to 1024 with shared ones, and how many a token sees, up to 16.
         activation, glu_layout: of :func:`cudnn.ops.moe_mlp`.
         bias: The experts have biases.
         shared_experts, shared_gate: See above.
@@ -169,6 +170,11 @@ class MoE(torch.nn.Module):
             raise ValueError(refusal("MoE", "shared_experts", got, "0 or more, and with shared_gate 1 or more"))
         rule = rule_of(top_k, score, pre_softmax, renormalize, n_group, topk_group)
         check_rule("MoE", experts, rule, correction_bias)
+        if top_k + shared_experts > MOST_SUMMED or experts + shared_experts > MOST_EXPERTS:
+            got = f"{experts} and {shared_experts} shared ones, top_k {top_k}"
+            allowed = f"{MOST_EXPERTS} with shared ones, of which a token sees {MOST_SUMMED} at most"
+            cure = "one shared expert of S times the size does what S do: make it a layer of its own"
+            raise ValueError(refusal("MoE", "experts", got, allowed, cure if shared_experts else ""))
         self.experts, self.top_k, self.shared_experts, self.activation = experts, top_k, shared_experts, activation
         self.glu_layout, self.fp8, self.into_main_grad = glu_layout, fp8, into_main_grad
         self._rule = (score, pre_softmax, renormalize, n_group, topk_group)
