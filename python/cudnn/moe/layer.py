@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cudnn.lazy import torch
 from cudnn.moe.combining import sum_into, sum_rows, values_of_choices, values_of_rows
 from cudnn.moe.experts import (
+    COPIED,
     COPIED_FORWARD,
     GATED,
     Experts,
@@ -78,7 +79,7 @@ def forward(
         tensors |= _narrow_rows(*quantized(x, rows.of_choice, count))
         tensors["sfd_row"] = None if factors is None else factors.unsqueeze(2)
     else:
-        of_tokens, tensors["a_index"] = rows.read(x, wide, COPIED_FORWARD)
+        of_tokens, tensors["a_index"] = rows.read(x, wide * columns >= COPIED_FORWARD)
         tensors["a"] = matrix(of_tokens)
         del of_tokens
     if not gated:
@@ -107,7 +108,7 @@ def backward(
     (experts, _, inner), count = shape_of(e.down), rows.count
     needs = Needs(*needed)
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(count, inner)
-    of_rows, index = rows.read(gradient, 2 * inner)
+    of_rows, index = rows.read(gradient, 2 * inner >= COPIED)
     weight_of_row, by_row = values_of_rows(weights, rows.of_choice, count)
     by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
     gated, activation = e.activation in GATED, matrix(activated)
@@ -150,7 +151,7 @@ def _of_x_and_up(
     def of_up(margin: int = 0) -> Tensor | None:
         if not needs.up:
             return None
-        of_x, index = rows.read(x, wide)
+        of_x, index = rows.read(x, wide >= COPIED)
         tensors = {"offsets": rows.offsets, "a": transposed(by_hidden), "b": transposed(of_x), "b_index": index}
         return _of_weights(kind, "up", tensors, up, sums, margin)
 
@@ -163,7 +164,7 @@ def _of_x_and_up(
     kind.run("x", "grouped_gemm", tensors, options)
     if not summed:
         return made, of_up()
-    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide)):
+    if not (x.is_cuda and needs.up and made.numel() >= BESIDE and rows.by_number(x, wide >= COPIED)):
         by_x = sum_rows(made, rows.of_choice)
         del made, tensors  # before rows of x are copied
         return by_x, of_up()
