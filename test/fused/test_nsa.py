@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,11 +17,30 @@ from cudnn_kernels.attention.sparse import SelectionConfiguration
 from kernels import test_nsa as nsa
 from kernels.test_nsa import Choice, Ranking
 from support.dense_attention import attend
-from support.selection import brief, within
+from support.selection import ALONE, brief, within
 
 C, CHOICE = SelectionConfiguration("float16", 4, 2, 64, 64, 16), Choice((12, 0, 38), 3, spare=0)
 E4M3 = torch.float8_e4m3fn
 ENDS = torch.tensor([0, 12, 12, 50], dtype=torch.int32)
+GPU: Any = ALONE[-1]
+
+
+def there(where: str, function: Callable[..., Any], **call: Any) -> list[Any]:
+    """What a function of tensors gives in a place, on the CPU again."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(moved, x))
+        return x.cuda() if where == "gpu" and isinstance(x, torch.Tensor) else x
+
+    with within(where):
+        found = function(**{name: moved(x) for name, x in call.items()})
+    return [None if x is None else x.cpu() for x in found]
+
+
+def on_gpu(*values: Any) -> Any:
+    """A test's parameters, the last of which is where it runs."""
+    return pytest.param(*values, *GPU.values, marks=GPU.marks)
 
 
 def named(given: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -36,20 +56,19 @@ def selection_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
     c = replace(C, causal=is_causal)
     given = nsa.selection_inputs(c, CHOICE)
-    with within(arch):
-        options = {"is_causal": is_causal, "o_dtype": torch.bfloat16 if is_causal else None}
-        o, sums, maxima = NSA.selection_attention_wrapper(**selection_call(given), **options)
+    options = {"is_causal": is_causal, "o_dtype": torch.bfloat16 if is_causal else None}
+    o, sums, maxima = there(arch, NSA.selection_attention_wrapper, **selection_call(given), **options)
     assert o.dtype is (options["o_dtype"] or given["q"].dtype)
     assert sums.shape == maxima.shape == (50, 4, 1)
     nsa.assert_selected(given | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("arch", brief(["", "sm_90a", "sm_100a"], 0, 1))
+@pytest.mark.parametrize("arch", brief(["", "sm_90a", GPU, "sm_100a"], 0, 1, 2))
 def test_selection_backward(is_causal: bool, arch: str) -> None:
     """With a mask, gradients are added to what there is."""
     c = replace(C, causal=is_causal)
@@ -62,13 +81,12 @@ def test_selection_backward(is_causal: bool, arch: str) -> None:
     before = tuple(torch.randn_like(given[x]) for x in "qkv") if is_causal else None
     if before:
         call["added_to"] = tuple(x.clone() for x in before)
-    with within(arch):
-        found = NSA.selection_attention_backward_wrapper(**call, is_causal=is_causal)
+    found = there(arch, NSA.selection_attention_backward_wrapper, **call, is_causal=is_causal)
     own = [x - y for x, y in zip(found, before, strict=True)] if before else found
     nsa.assert_differentiated(given | dict(zip(("dq", "dk", "dv"), own, strict=True)), c)
 
 
-@pytest.mark.parametrize("arch", ["", "sm_90a"])
+@pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
 def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sequences with 3, 0 and 5 rows, blocks of 2; lists with blocks twice, of the future, and none at all."""
     indices = torch.tensor([[0, 0], [1, -1], [1, 0], [2, 0], [7, 1], [0, 1], [0, 2], [2, 1]], dtype=torch.int32)[
@@ -80,8 +98,8 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(inverse, "ROWS", (3,))
 
     def by_block(is_causal: bool) -> list[list[int]]:
-        with within(arch):
-            rows, table = NSA.choosing_rows(indices, counts, ends, 2, is_causal, part=2)
+        given = {"block_indices": indices, "block_counts": counts, "cum_seqlen": ends}
+        rows, table = there(arch, NSA.choosing_rows, **given, block_size=2, is_causal=is_causal, part=2)
         assert table[0].tolist() == [0, 0, 0]
         found = [rows[first:last].tolist() for first, last in pairwise(table[:, 0].tolist())]
         parts = [max(-(-len(x) // 2), 1) for x in found]
@@ -95,17 +113,18 @@ def test_rows_that_chose_a_block(arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert by_block(False) == [[], [], []]
 
 
-@pytest.mark.parametrize("arch", ["", "sm_90a"])
+@pytest.mark.parametrize("arch", ["", "sm_90a", GPU])
 def test_lists_may_be_parts_of_others(arch: str) -> None:
     """The first columns of longer lists; lists without any block."""
     call = selection_call()
     few = call["block_indices_tensor"][..., :2].contiguous()
-    with within(arch):
-        o, sums, _ = NSA.selection_attention_wrapper(**call | {"block_indices_tensor": few})
-        found, found_sums, _ = NSA.selection_attention_wrapper(
-            **call | {"block_indices_tensor": call["block_indices_tensor"][..., :2]}
-        )
-        none, *_ = NSA.selection_attention_wrapper(**call | {"block_indices_tensor": torch.empty(50, 2, 0).int()})
+    part = call["block_indices_tensor"][..., :2]
+    if arch == "gpu":
+        part = call["block_indices_tensor"].cuda()[..., :2]  # a copy of a part is a whole list
+    (o, sums, _), (found, found_sums, _), (none, *_) = (
+        there(arch, NSA.selection_attention_wrapper, **call | {"block_indices_tensor": x})
+        for x in (few, part, torch.empty(50, 2, 0).int())
+    )
     assert torch.equal(found, o)
     assert torch.equal(found_sums, sums)
     assert not none.any()
@@ -165,7 +184,7 @@ def top_k_call(given: dict[str, Any] | None = None) -> dict[str, Any]:
     return call | {"k_value": TOP_K.count, "selection_block_size": TOP_K.block, "compress_stride": TOP_K.stride}
 
 
-@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 @pytest.mark.parametrize("packed", [False, True])
 def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
     c = replace(TOP_K, packed=packed)
@@ -173,8 +192,7 @@ def test_top_k_are_the_largest_probabilities(packed: bool, arch: str) -> None:
     call = top_k_call(given)
     if packed:
         call |= named(given, "cum_seqlen_q", "cum_seqlen_k") | {"lse_tensor": given["lse"].unsqueeze(2)}
-    with within(arch):
-        scores, indices = NSA.topk_reduction_wrapper(**call)
+    scores, indices = there(arch, NSA.topk_reduction_wrapper, **call)
     found = given | {"topk_scores": scores, "topk_indices": indices}
     nsa.assert_ranked(found, c, RANKING, ties=bool(arch))  # products of PyTorch may tell equal keys apart
 
@@ -208,11 +226,10 @@ def one_pass_call(rows: int = 150, keys: int = 18) -> dict[str, Any]:
     return {"q_tensor": q, "k_tensor": k, "v_tensor": v, **ends, **options}
 
 
-@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 def test_compression_and_top_k_in_one_are_both(arch: str) -> None:
     call = one_pass_call()
-    with within(arch):
-        o, lse, indices = NSA.compression_top_k_wrapper(**call)
+    o, lse, indices = there(arch, NSA.compression_top_k_wrapper, **call)
     options = {x: call.pop(x) for x in ("k_value", "selection_block_size", "compress_stride")}
     expected, expected_lse = NSA.compression_attention_wrapper(**call, enable_lse=True)
     del call["v_tensor"]
@@ -304,12 +321,13 @@ def flat(x: torch.Tensor) -> torch.Tensor:
     ("queries", "keys", "d", "packed", "arch"),
     brief(
         [
-            (100, 24, 64, False, ""), (100, 24, 64, True, ""), (100, 24, 64, True, "sm_90a"),
+            (100, 24, 64, False, ""), (100, 24, 64, True, ""), on_gpu(100, 24, 64, True),
+            on_gpu(70, 70, 128, False), on_gpu(400, 200, 32, False), (100, 24, 64, True, "sm_90a"),
             (70, 70, 128, False, "sm_90a"), (400, 200, 32, False, "sm_90a"), (300, 280, 64, True, "sm_90a"),
             (100, 24, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (400, 200, 32, False, "sm_100a"),
             (300, 280, 64, True, "sm_100a"),
         ],
-        0, 1,
+        0, 1, 2, 3, 4,
     ),
 )  # fmt: skip
 def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
@@ -321,8 +339,7 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
         o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
         for name, rows in (("q", queries), ("k", keys)):
             options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows  # int64
-    with within(arch):
-        found, found_lse = NSA.compression_attention_wrapper(**call, **options)
+    found, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
     torch.testing.assert_close(found.double(), 0.5 * o, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(found_lse.double(), lse, atol=1e-5, rtol=1e-5)
 
@@ -331,7 +348,8 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
     ("kind", "result", "d", "packed", "arch"),
     brief(
         [
-            (E4M3, torch.float16, 64, True, ""), (torch.bfloat16, E4M3, 32, False, ""),
+            (E4M3, torch.float16, 64, True, ""), (torch.bfloat16, E4M3, 32, False, ""), on_gpu(E4M3, E4M3, 128, False),
+            on_gpu(E4M3, torch.bfloat16, 64, True), on_gpu(torch.float16, E4M3, 32, False),
             (E4M3, E4M3, 32, True, "sm_90a"), (E4M3, torch.bfloat16, 64, True, "sm_100a"),
             (torch.float16, E4M3, 32, False, "sm_90a"), (E4M3, E4M3, 128, False, "sm_90a"),
             (torch.bfloat16, torch.float16, 64, False, "sm_90a"), (E4M3, torch.float16, 128, False, "sm_90a"),
@@ -339,7 +357,7 @@ def test_compression_sees_complete_keys(queries: int, keys: int, d: int, packed:
             (E4M3, E4M3, 32, True, "sm_100a"), (E4M3, torch.float16, 128, False, "sm_100a"),
             (torch.float16, E4M3, 64, True, "sm_100a"), (torch.bfloat16, torch.float16, 32, False, "sm_100a"),
         ],
-        0, 1, 2, 3,
+        0, 1, 2, 3, 4, 5, 6,
     ),
 )  # fmt: skip
 def test_compression_of_8_bits_and_to_another_type(
@@ -354,8 +372,7 @@ def test_compression_of_8_bits_and_to_another_type(
         o, lse = flat(o), lse.transpose(1, 2).flatten(0, 1)[..., None]
         for name, rows in (("q", 300), ("k", 140)):
             options[f"cum_seqlen_{name}_tensor"] = torch.arange(3) * rows
-    with within(arch):
-        found, found_lse = NSA.compression_attention_wrapper(**call, **options)
+    found, found_lse = there(arch, NSA.compression_attention_wrapper, **call, **options)
     assert found.dtype is result
     assert found.stride() == call["q_tensor"].stride()
     expected = (500 * o).clamp(-torch.finfo(result).max, torch.finfo(result).max)
@@ -412,12 +429,13 @@ def test_what_compression_refuses(change: dict[str, Any], error: type[Exception]
     ("queries", "keys", "d", "packed", "arch"),
     brief(
         [
-            (100, 24, 64, False, ""), (100, 24, 64, True, ""), (150, 40, 64, True, "sm_90a"),
+            (100, 24, 64, False, ""), (100, 24, 64, True, ""), on_gpu(150, 40, 64, True), on_gpu(70, 70, 128, False),
+            (150, 40, 64, True, "sm_90a"),
             (70, 70, 128, False, "sm_90a"), (300, 150, 128, True, "sm_90a"), (130, 4, 64, False, "sm_90a"),
             (150, 40, 64, True, "sm_100a"), (70, 70, 128, False, "sm_100a"), (300, 150, 128, True, "sm_100a"),
             (130, 4, 64, False, "sm_100a"),
         ],
-        0, 1,
+        0, 1, 2, 3,
     ),
 )  # fmt: skip
 def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arch: str) -> None:
@@ -431,8 +449,7 @@ def test_compression_backward(queries: int, keys: int, d: int, packed: bool, arc
     if packed:
         given, lse = {name: flat(x) for name, x in given.items()}, lse.transpose(1, 2).flatten(0, 1)[..., None]
         ends = {f"cum_seqlen_{name}_tensor": torch.arange(3).int() * n for name, n in (("q", queries), ("k", keys))}
-    with within(arch):
-        found = NSA.compression_attention_backward_wrapper(**given, lse_tensor=lse, **ends)
+    found = there(arch, NSA.compression_attention_backward_wrapper, **given, lse_tensor=lse, **ends)
     for gradient, wanted in zip(found, expected, strict=True):
         wanted = flat(wanted) if packed else wanted
         assert (gradient.double() - wanted).norm() < 2e-3 * wanted.norm()
