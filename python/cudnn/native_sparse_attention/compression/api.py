@@ -38,7 +38,7 @@ class CompressionAttention(Sparse):
         lse = ln sum exp(s)
 
     r is that of each sequence, and at least 1. A row that sees no key gets o = 0 and lse = -inf. The kernel for
-    Blackwell (sm_100a) has run in the emulator only, as have 8-bit types on both.
+    Blackwell (sm_100a) has run in the emulator only.
 
     | tensor     | one length             | packed, with offsets | type                                                |
     |------------|------------------------|----------------------|-----------------------------------------------------|
