@@ -240,7 +240,11 @@ TABLE = [
             ),
             ("sm_90a", replace(FORWARD, tile=(128, 64)), replace(WINDOW, right=None)),
             ("sm_100a", TWO_TILES, replace(WINDOW, right=None)),
-            ("sm_90a", DRAWING, replace(PACKED, top_left=True)),
+            (
+                "sm_90a",
+                forward_table.configuration("sm_90a", "", (64, 64), PACKED.ends),
+                replace(PACKED, top_left=True),
+            ),
             ("sm_100a", TWO_TILES, replace(PACKED, top_left=True)),
             *(
                 ("sm_90a", forward_table.configuration("sm_90a", "", heads, problem.ends, result="bfloat16"), problem)

