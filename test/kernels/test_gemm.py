@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn.gemm import reference  # noqa: E402
+from cudnn_kernels.configuration import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.epilogue import (  # noqa: E402
     Amax,
     GatedBackward,
@@ -400,6 +401,21 @@ def check_k(
 def test_rows_of_experts_with_factors_of_sums(arch: str) -> None:
     """Factors of rows are those of all experts, blocks of B are each expert's."""
     check_rows(arch, SUMS[0], ENDS["any"])
+
+
+def test_factors_of_sums_and_results_in_two_buffers() -> None:
+    """The library's tile, with four k tiles: they and the results leave less than a kilobyte."""
+    x, weights = (gemm.configuration((), E4M3, scale="float32", vector=128).given(name) for name in "ab")
+    c = heuristics.configure(GemmProblem(x, weights, (StoreTile("d", "bfloat16"),), GroupedRows(), 256, 512))
+    assert (c.tile, c.staged) == ((128, 256, 128), 2)
+    ends = [130, 130, 300]
+    made = gemm.operands(c, 320, 264, 592, 1, len(ends))
+    expected, d = gemm.product(c, made, ends).bfloat16(), gemm.matrix(320, 264, 1, "bfloat16")
+    kernel = gemm.compiled(HOPPER, c)
+    with ptx_emulator.emulate(HOPPER, races=True, multiprocessors=2) as report:
+        gemm.call(kernel, c, {**made, "offsets": torch.tensor(ends, dtype=torch.int32), "d": d}, 2)
+    torch.testing.assert_close(d, expected, rtol=0, atol=0, equal_nan=True)
+    assert SHARED_MEMORY - 1024 < report.launches[0].shared_bytes <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
     "cooperative": (
         HOPPER, gemm.configuration(EPILOGUE, tile=(128, 64, 128), cluster=(2, 1), part=32), (768, 64, 384)
     ),
+    "two buffers": (HOPPER, gemm.configuration(STORE, tile=(128, 64, 128), part=32, staged=2), (768, 64, 384)),
     "ping-pong": (HOPPER, gemm.configuration(EPILOGUE, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
     "wider": (HOPPER, gemm.configuration(WIDER, tile=(64, 64, 64), pingpong=True, part=32), (512, 64, 192)),
     "wider, one CTA": (BLACKWELL, gemm.configuration(WIDER, tile=(128, 64, 256), part=32), (768, 64, 320)),

@@ -32,7 +32,6 @@ from cudnn_kernels.epilogue import (
 )
 from cudnn_kernels.problem import BlockScale, GemmProblem, Operand
 from cudnn_kernels.schedule import Dense
-from cudnn_kernels.shared_memory import BARRIERS
 from cudnn_kernels.sm90 import heuristics as sm90
 from cudnn_kernels.sm100 import heuristics as sm100
 
@@ -162,7 +161,7 @@ def resources(arch: str, configuration: GemmConfiguration) -> dict[str, Any]:
         "registers": compiled.registers,
         "stack": compiled.stack,
         "buffers": kernel.stages(),
-        "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes(),
+        "shared": kernel.stages() * kernel.stage_bytes() + kernel.epilogue.bytes() + kernel.overhead,
     }
     if arch == BLACKWELL:
         found["accumulators"] = kernel.accumulators
@@ -174,7 +173,7 @@ def wrong(arch: str, configuration: GemmConfiguration, entry: dict[str, Any]) ->
     """Which bounds a kernel's resources break."""
     bounds = {
         "local memory": entry["stack"] <= (144 if needs_of(configuration.epilogue).swept and arch == BLACKWELL else 0),
-        "shared memory": entry["shared"] <= SHARED_MEMORY - BARRIERS,
+        "shared memory": entry["shared"] <= SHARED_MEMORY,
         "buffers": entry["buffers"] >= 2,
         # Hopper: 64 K among 384 threads, before warpgroups shift them; Blackwell: as many as a thread can have
         "registers": entry["registers"] == 168 if arch == HOPPER else entry["registers"] <= 255,

@@ -79,6 +79,7 @@ class Operation:
     """
 
     reduces = False  # so values outside of the product must be 0
+    alignment = 16  # of its shared memory
     streams = False  # whether it works value by value: may be applied by ``start``, ``step`` and ``finish``
     observes = False  # whether it leaves alone the values that others work on
 
@@ -190,7 +191,10 @@ class Epilogue:
 
     def bytes(self) -> int:
         """Shared memory of all operations."""
-        return sum(operation.bytes() for operation in self.operations)
+        end = 0
+        for operation in self.operations:
+            end = -(-end // operation.alignment) * operation.alignment + operation.bytes()
+        return end
 
     def enter(self, parameters: Sequence[Any], smem: Any) -> None:
         """In the kernel: takes parameters and shared memory."""

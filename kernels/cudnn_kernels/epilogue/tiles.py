@@ -23,6 +23,7 @@ from cudnn_kernels.pipeline.copy import address, clipped, ending, matrices
 class _StagedTile(Operation):
     """A tensor (m, n, l) whose tiles pass through buffers in shared memory."""
 
+    alignment = 1024  # of the widest swizzle
     engine: Any  # the copy engine's operation
 
     def __init__(self, declaration: Any, plan: Plan, width: int) -> None:
@@ -53,7 +54,7 @@ class _StagedTile(Operation):
         return ending(tensor, 0) if self.plan.clips_rows else tensor
 
     def bytes(self) -> int:
-        return self.plan.groups * self.plan.stages * self.part_bytes() + 1024
+        return self.plan.groups * self.plan.stages * self.part_bytes()
 
     def enter(self, parameters: Sequence[Any], smem: Any) -> None:
         super().enter(parameters, smem)

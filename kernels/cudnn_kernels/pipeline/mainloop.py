@@ -29,6 +29,7 @@ class Mainloop(Kernel, ABC):
 
     splits_sums: ClassVar[bool]  # whether what has one factor may be several k tiles
     group_barrier: ClassVar[int]  # of the first group of the epilogue
+    overhead: ClassVar[int]  # bytes of shared memory that suffice for barriers, gaps, and what warps tell each other
     kernel: Any
     threads: int
     epilogue: Epilogue
@@ -113,7 +114,8 @@ class Mainloop(Kernel, ABC):
     def stages(self) -> int:
         """Buffers that fit beside the epilogue's."""
         numbers = len(self.c.gathers) * ENTRY * (self.c.tile[2] if self.tiles.clips_k else self.rows)
-        return ring_stages(self.epilogue.bytes() + Factors.bytes(self.sides) + numbers, self.stage_bytes())
+        taken = self.epilogue.bytes() + Factors.bytes(self.sides) + numbers
+        return ring_stages(taken, self.stage_bytes(), self.overhead)
 
     def ready(self, atoms: list) -> None:
         """One thread, before all meet: initialises barriers, and prefetches what describes operands."""

@@ -61,7 +61,7 @@ CHUNK = 32  # columns of sums that are added up at a time
 class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
-    splits_sums, group_barrier = False, Barrier.GROUP
+    splits_sums, group_barrier, overhead = False, Barrier.GROUP, 2048
 
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration, ROWS)
@@ -133,11 +133,11 @@ class Gemm(Mainloop):
 
         smem = SmemAllocator()
         shared = [operand.allocate(smem, stages) for operand in every]
+        self.epilogue.enter(parameters, smem)
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         acc_barriers = smem.allocate_array(cutlass.Int64, 2 * self.accumulators)
         free_barrier = smem.allocate_array(cutlass.Int64, 1)
         holder = smem.allocate_array(Int32, 1)
-        self.epilogue.enter(parameters, smem)
         readers = 1 + ROWS // 32 + (place[0] == 0)  # warps of this CTA that load, finish and, first of a pair, multiply
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
         self.feed = Feed(self.tiles, scheduled, readers + bool(self.sides) + gatherers, smem)

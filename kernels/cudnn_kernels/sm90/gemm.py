@@ -56,7 +56,7 @@ SUMS = 192  # columns of the widest sums beside 64 rows of accumulators, as regi
 class Gemm(Mainloop):
     """The kernel for one :class:`Configuration`."""
 
-    splits_sums, group_barrier = True, Barrier.GROUP
+    splits_sums, group_barrier, overhead = True, Barrier.GROUP, 896
     threads = GROUP * (1 + CONSUMERS)
 
     def __init__(self, configuration: Configuration) -> None:
@@ -122,8 +122,8 @@ class Gemm(Mainloop):
 
         smem = SmemAllocator()
         self.buffers = [operand.allocate(smem, stages) for operand in self.operands]
-        ring = self.ring = Ring.allocate(smem, stages)
         self.epilogue.enter(parameters, smem)
+        ring = self.ring = Ring.allocate(smem, stages)
         gatherers = const_expr(GATHER_WARPS if self.c.gathers else 0)
         readers = 1 + len(self.sides) + gatherers + CONSUMERS * WARPS
         self.feed = Feed(self.tiles, scheduled, readers, smem, turns=self.c.pingpong)
