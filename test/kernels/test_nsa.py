@@ -15,6 +15,7 @@ from cudnn.native_sparse_attention.selection.inverse import choosing_rows
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.attention.sparse import (
+    DRAWN,
     CompressionTopKConfiguration,
     GatedSelectionConfiguration,
     SelectionBackwardConfiguration,
@@ -55,6 +56,7 @@ def selection_inputs(c: SelectionConfiguration, choice: Choice) -> dict[str, Any
         "multiprocessors": 3, "o": torch.full((rows, c.heads, c.head_v), math.nan, dtype=dtype),
         "l": torch.full((rows, c.heads), math.nan), "m": torch.full((rows, c.heads), math.nan),
         "cum_seqlen_q": torch.tensor([0, *choice.lengths]).cumsum(0).to(torch.int32),
+        "workspace": torch.full((workspace_size([DRAWN], {}),), 77, dtype=torch.uint8),
     }  # fmt: skip
     indices = torch.full((rows, c.key_heads, choice.chosen), 1 << 20, dtype=torch.int32)
     counts = torch.zeros(rows, c.key_heads, dtype=torch.int32)

@@ -96,7 +96,7 @@ OF_TOP_K = {
 }
 NOT_NOTICED: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction, and why
     "lists": LISTS,
-    "selection": {"bar.warp.sync": (8, LANES), "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN},
+    "selection": {"bar.warp.sync": (10, LANES), "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN},
     "gradients by rows": {
         "bar.warp.sync": (8, LANES),
         "wait_loop.mbarrier.try_wait.parity.shared.b64": AGAIN,

@@ -27,8 +27,8 @@ class State:
     """Of each of a thread's rows, what is subtracted from scores and the sum of exponentials.
 
     What is subtracted is at most ``SLACK``, or the slack given, less than the largest score so far.
-    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values. ``largest`` are the
-    largest scores so far, where they are wanted. ``lift`` is what is subtracted less than that, LIFT / scale, where
+    ``scale`` is that of the scores, times log2(e). ``sums`` are those of the thread's own values. ``largest`` are its
+    own largest scores so far, where they are wanted. ``lift`` is what is subtracted less than that, LIFT / scale, where
     exponentials are rounded to 8 bits, to have the range of their type.
     """
 
@@ -93,25 +93,43 @@ def update(
     corrections = []
     for slot in range(rows.slots):
         order = rows.order(width, slot)
-        found = [scores[i] for i in order[:chains]]
-        for place, i in enumerate(order[chains:]):
-            found[place % chains] = cute.arch.fmax(found[place % chains], scores[i])
-        before, largest = state.maxima[slot], rows.across(functools.reduce(cute.arch.fmax, found), cute.arch.fmax)
-        if state.largest is not None:
-            state.largest[slot] = cute.arch.fmax(state.largest[slot], largest)
-        largest = cute.arch.fmax(before, largest if state.lift is None else largest - state.lift)
-        largest = Float32(select_((largest - before) * state.scale > slack, largest, before))
-        state.maxima[slot] = largest
-        shift = Float32(select_(largest == -math.inf, Float32(0.0), largest * state.scale))
-        correction = cute.math.exp2(before * state.scale - shift, fastmath=True)
-        sums = [state.sums[slot] * correction, Float32(0.0)]
-        for place, i in enumerate(order):
-            value = cute.math.exp2(scores[i] * state.scale - shift, fastmath=True)
-            scores[i] = value
-            sums[place % 2] = sums[place % 2] + value
-        state.sums[slot] = sums[0] + sums[1]
+        largest = rows.across(largest_of(scores, order, chains), cute.arch.fmax)
+        correction = raise_row(state, slot, largest, slack)
+        state.sums[slot] = powers(state, slot, scores, order, state.sums[slot] * correction)
         corrections.append(correction)
     return corrections
+
+
+def largest_of(scores: cute.Tensor, order: Sequence[int], chains: int = 2) -> Float32:
+    """The largest of some scores, found in so many chains."""
+    found = [scores[i] for i in order[:chains]]
+    for place, i in enumerate(order[chains:]):
+        found[place % chains] = cute.arch.fmax(found[place % chains], scores[i])
+    return functools.reduce(cute.arch.fmax, found)
+
+
+def raise_row(state: State, slot: int, largest: Float32, slack: float = SLACK) -> Float32:
+    """Raises what is subtracted of a row, whose largest score this is: what its sum is to be multiplied by."""
+    before = state.maxima[slot]
+    largest = cute.arch.fmax(before, largest if state.lift is None else largest - state.lift)
+    state.maxima[slot] = Float32(select_((largest - before) * state.scale > slack, largest, before))
+    return cute.math.exp2(before * state.scale - shift(state, slot), fastmath=True)
+
+
+def shift(state: State, slot: int) -> Float32:
+    """What is subtracted of a row, times the scale; 0 before its first score."""
+    subtracted = state.maxima[slot]
+    return Float32(select_(subtracted == -math.inf, Float32(0.0), subtracted * state.scale))
+
+
+def powers(state: State, slot: int, scores: cute.Tensor, order: Sequence[int], total: Any) -> Float32:
+    """Turns a row's scores into exponentials, in place; their sum and the total."""
+    sums, subtracted = [total, Float32(0.0)], shift(state, slot)
+    for place, i in enumerate(order):
+        value = cute.math.exp2(scores[i] * state.scale - subtracted, fastmath=True)
+        scores[i] = value
+        sums[place % 2] = sums[place % 2] + value
+    return sums[0] + sums[1]
 
 
 def finish(state: State, rows: RowLayout, slot: int) -> tuple[Float32, Float32]:

@@ -86,6 +86,10 @@ class Selected(SharedHeads):
         return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
 
 
+DRAWN = Workspace((Elements("drawn", 4),))
+"""How many tiles CTAs have drawn."""
+
+
 @dataclass(frozen=True)
 class SelectionConfiguration(Selected):
     """Forward. ``tile`` is (rows, keys) of a step of a CTA, whose rows are heads of Q that share one of K.
@@ -106,7 +110,7 @@ class SelectionConfiguration(Selected):
         return (
             *self.matrices("q", "k", "v"), *(replace(x, dtype=self.result or self.dtype) for x in self.matrices("o")),
             *self.row_values("l", "m"), *lists(self.key_heads, "cum_seqlen_q"),
-            Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
+            Scalar("scale_softmax", "float32"), MULTIPROCESSORS, DRAWN, Stream(),
         )  # fmt: skip
 
 
@@ -132,7 +136,8 @@ class GatedSelectionConfiguration(SelectionConfiguration):
             Tensor("near", self.dtype, *branch),
             Tensor("gates", self.gates, *gates, align=FORMATS[self.gates].bits // 8),
             *[x for x in (Tensor("selected", self.dtype, *branch), *self.row_values("l", "m")) if self.keeps],
-            *lists(self.key_heads, "cum_seqlen_q"), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, Stream(),
+            *lists(self.key_heads, "cum_seqlen_q"), Scalar("scale_softmax", "float32"), MULTIPROCESSORS, DRAWN,
+            Stream(),
         )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Neighbouring rows, on Hopper, of which each attends to blocks of keys of its own choice.
 
-A CTA takes tiles in turn, which are some rows of a sequence, as many as its warpgroups have rows of products for: a
-group of 16 heads of Q that share a head of K takes 16 of a warpgroup's 64. Three warps of the loading warpgroup read
-the rows' lists, 32 places at a time, and find their union. The fourth lets the copy engine fetch each block of the
-union before once, and says which rows chose it. A warpgroup passes over blocks that none of its rows chose. The next
-tile's blocks are fetched while this one's last are multiplied.
+A CTA takes tiles in turn, or draws them from a counter. A tile is some rows of a sequence, as many as a CTA's
+warpgroups have rows of products for: a group of 16 heads of Q that share a head of K takes 16 of a warpgroup's 64.
+Three warps of the loading warpgroup read the rows' lists, 32 places at a time, and find their union. The fourth lets
+the copy engine fetch each block of the union before once, and says which rows chose it. A warpgroup passes over blocks
+that none of its rows chose. The next tile's blocks are fetched while this one's last are multiplied.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ AGAIN = 1 << 26  # is added to a block for every time that the row listed it bef
 READING = 3  # warps of the loading warpgroup that read lists
 LOADING_BARRIER, READING_BARRIER, FIRST_BARRIER = 1, 2, 3  # of the loading warpgroup, of those warps, and free ones
 FAR = 1 << 30  # steps
+DRAWN = 2  # numbers of tiles on their way
 REACH = 2  # steps from one that a warpgroup holds to the next that it waits for, at most: fewer than buffers
 REGISTERS = {1: (56, 256), 2: (56, 224), 3: (32, 160)}  # of a loading and a multiplying thread, by warpgroups
 
 
 @dataclass
 class Choices:
-    """A call's lists of blocks, how many each row has, where sequences end, and how many tiles a head of K has."""
+    """A call's lists of blocks, how many each row has, where sequences end, and how many tiles a head of K has.
+
+    ``drawn`` is how many tiles CTAs have drawn, if they draw them.
+    """
 
     indices: cute.Tensor
     counts: cute.Tensor
     offsets: cute.Tensor
     tiles: Int32
+    drawn: Any
 
 
 @dataclass
@@ -80,7 +85,7 @@ class Steps:
     """The ring of blocks, and in shared memory of every part of a step its tile of keys and its rows.
 
     A tile of keys of -1 is the end of the rows' list. ``rows_full`` and ``rows_empty`` are for Q, and dO, of every
-    warpgroup.
+    warpgroup. Where CTAs draw tiles, ``queue`` is a ring of the drawn ones' numbers, ``numbers``.
     """
 
     ring: Ring
@@ -88,6 +93,8 @@ class Steps:
     rows_empty: Any
     tiles: cute.Tensor
     masks: cute.Tensor
+    queue: Any
+    numbers: Any
 
 
 @dataclass
@@ -155,11 +162,16 @@ class SelectedRows(AttentionForward):
         """Of all that is loaded: atom and view, buffer, width."""
         return [(*atoms[x], buffers[x], width) for x, width in self.widths.items()]
 
-    def launch_rows(self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32) -> None:
-        """Launches a kernel of :meth:`roles`."""
+    def launch_rows(
+        self, kernel: Any, given: Mapping[str, Any], tensors: Any, scale: Float32, drawn: Any = None
+    ) -> None:  # fmt: skip
+        """Launches a kernel of :meth:`roles`. ``drawn``: the memory of a counter, where CTAs draw tiles."""
         offsets = given["cum_seqlen_q"]
+        if const_expr(drawn is not None):
+            drawn = cute.make_tensor(cute.recast_ptr(drawn.align(16), dtype=Int32), cute.make_layout(1))
+            self.restart(drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
         tiles = sequences.blocks_of(given["q"].shape[0], offsets.shape[0] - 1, self.queries, True) * self.shares
-        choices = Choices(given["block_indices"], given["block_counts"], offsets, tiles)
+        choices = Choices(given["block_indices"], given["block_counts"], offsets, tiles, drawn)
         kernel(self.atoms(given, self.box, self.size), tensors, choices, scale).launch(
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
             block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
@@ -178,7 +190,7 @@ class SelectedRows(AttentionForward):
         if const_expr(self.own_values):
             layout = cute.make_layout((ROWS, self.own_values, self.groups))
             own = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        lists, steps = self.lists(smem), self.steps(smem)
+        lists, steps = self.lists(smem), self.steps(smem, choices)
         self.initialise(steps, thread)
         self.begin(tensors, index, thread)
         few, many = REGISTERS[self.groups]
@@ -216,14 +228,18 @@ class SelectedRows(AttentionForward):
         shapes = (places, places, self.queries, 2, union, union)
         return Lists(*(smem.allocate_tensor(Int32, cute.make_layout(x), byte_alignment=16) for x in shapes))
 
-    def steps(self, smem: Any) -> Steps:
+    def steps(self, smem: Any, choices: Choices) -> Steps:
         """Shared memory for the ring's barriers and what they tell."""
         stages = self.s.stages
         ring, rows = Ring.allocate(smem, stages), (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
         told = (
             smem.allocate_tensor(Int32, cute.make_layout((self.parts, stages)), byte_alignment=16) for _ in range(2)
         )
-        return Steps(ring, *rows, *told)
+        queue, numbers = None, None
+        if const_expr(choices.drawn is not None):
+            queue = Ring.allocate(smem, DRAWN)
+            numbers = smem.allocate_tensor(Int32, cute.make_layout(DRAWN), byte_alignment=16)
+        return Steps(ring, *rows, *told, queue=queue, numbers=numbers)
 
     @cute.jit
     def initialise(self, steps: Steps, thread: Int32) -> None:
@@ -233,6 +249,8 @@ class SelectedRows(AttentionForward):
                 cute.arch.mbarrier_init(steps.rows_full + group, 1)
                 cute.arch.mbarrier_init(steps.rows_empty + group, GROUP // WARP)
             initialise(steps.ring, 1, self.warps)
+            if const_expr(steps.queue is not None):
+                initialise(steps.queue, 1, self.warps + GROUP // WARP)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -327,11 +345,10 @@ class SelectedRows(AttentionForward):
         self, atoms: Any, buffers: Any, choices: Choices, lists: Lists, steps: Steps, thread: Int32
     ) -> None:  # fmt: skip
         """The loading warpgroup, with all tiles of the CTA."""
-        first, _, _ = cute.arch.block_idx()
-        every, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
         most = cutlass.max(choices.indices.shape[2], 1)
-        done, turn, number = Int32(0), Int32(0), Int32(0)  # steps, tiles and unions before
-        for index in cutlass.range(first, choices.tiles * self.s.key_heads, every, unroll=1):
+        done, turn, number, before = Int32(0), Int32(0), Int32(0), Int32(0)  # steps, tiles with rows, unions and tiles
+        while index < choices.tiles * self.s.key_heads:
             mine = self.tile(index, choices)
             if mine.rows > 0:
                 loads = self.loads(atoms, buffers)
@@ -349,6 +366,36 @@ class SelectedRows(AttentionForward):
                     self.fetch_end(steps, done)
                 done += 1
                 turn += 1
+            if const_expr(choices.drawn is not None):
+                if thread // WARP == 1:
+                    self.draw(choices, steps, before)
+            index = self.next_tile(choices, steps, index, before)
+            before += 1
+
+    @cute.jit
+    def draw(self, choices: Choices, steps: Steps, before: Int32) -> None:
+        """One warp: draws a tile, and tells all warps through shared memory. A CTA has its first one without that."""
+        stage, parity, address = before % DRAWN, before // DRAWN % 2, choices.drawn.iterator.toint()
+        queue, numbers = steps.queue, steps.numbers
+        every, _, _ = cute.arch.grid_dim()
+        cute.arch.mbarrier_wait(queue.empty + stage, parity ^ 1)
+        if cute.arch.lane_idx() == 0:
+            numbers[stage] = every + cute.arch.inline_ptx(
+                "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
+            )
+            cute.arch.mbarrier_arrive(queue.full + stage)
+
+    @cute.jit
+    def next_tile(self, choices: Choices, steps: Steps, index: Int32, before: Int32) -> Int32:
+        """The CTA's tile behind one, which so many were before."""
+        every, _, _ = cute.arch.grid_dim()
+        following = index + every
+        if const_expr(choices.drawn is not None):
+            stage, parity, queue = before % DRAWN, before // DRAWN % 2, steps.queue
+            cute.arch.mbarrier_wait(queue.full + stage, parity)
+            following = cute.arch.make_warp_uniform(steps.numbers[stage])
+            self.release(queue.empty + stage)
+        return following
 
     @cute.jit
     def fetch_rows(self, rows: Any, steps: Steps, mine: Tile, turn: Int32) -> None:
@@ -416,16 +463,17 @@ class SelectedRows(AttentionForward):
     @cute.jit
     def consume(self, w: Warpgroup) -> None:
         """A warpgroup, with all tiles of the CTA."""
-        first, _, _ = cute.arch.block_idx()
-        every, _, _ = cute.arch.grid_dim()
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(first, w.choices.tiles * self.s.key_heads, every, unroll=1):
+        index, _, _ = cute.arch.block_idx()
+        stage, phase, turn, before = Int32(0), Int32(0), Int32(0), Int32(0)
+        while index < w.choices.tiles * self.s.key_heads:
             mine = self.tile(index, w.choices)
             if mine.rows > 0:
                 self.prepare(w, mine)
                 cute.arch.mbarrier_wait(w.steps.rows_full + w.group, turn % 2)
                 turn += 1
                 stage, phase = self.attend(w, index, mine, stage, phase)
+            index = self.next_tile(w.choices, w.steps, index, before)
+            before += 1
 
     def prepare(self, w: Warpgroup, mine: Tile) -> None:
         """Before a tile's rows are awaited."""

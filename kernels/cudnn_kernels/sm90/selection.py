@@ -30,7 +30,8 @@ class Selection(SelectedRows):
 
     def launch(self, given: Mapping[str, Any]) -> None:
         tensors = (given["o"], given["l"], given["m"])
-        self.launch_rows(self.selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
+        scale, drawn = given["scale_softmax"] * softmax.LOG2_E, given["workspace"].iterator
+        self.launch_rows(self.selection, given, tensors, scale, drawn)
 
     @cute.kernel
     def selection(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
@@ -56,19 +57,33 @@ class Selection(SelectedRows):
         corrections = cute.make_rmem_tensor(2, Float32)  # of sums before a step: factors
         part = Part(mine, ((scores, own, keys, s.head),), rounded, acc, values, s.head_v, (state, corrections))
         stage, phase = self.take(w, part, stage, phase)
+        for slot in cutlass.range_constexpr(2):
+            largest[slot] = self.score_rows.across(largest[slot], cute.arch.fmax)
         self.write(w, part, self.tile(index, w.choices))  # found again: registers are few
         return advanced(w.steps.ring, stage, phase)
 
     @cute.jit
     def weigh(self, w: Warpgroup, part: Part, ends: Any, some: Boolean, every: Boolean) -> None:
-        """The exponentials of a step's scores, in place, and what sums before are to be multiplied by."""
+        """The exponentials of a step's scores, in place, and what sums before are to be multiplied by.
+
+        Threads compare their largest scores only where one of a warp's is too large for what is subtracted.
+        """
         scores, (state, corrections) = part.products[0][0], part.row_values
         corrections.fill(1.0)
         if some:
             self.hide_unchosen(scores, ends, every, w.thread)
-            factors = softmax.update(state, scores, self.score_rows, self.tile_n)
+            orders = [self.score_rows.order(self.tile_n, slot) for slot in range(2)]
+            own = [softmax.largest_of(scores, order) for order in orders]
             for slot in cutlass.range_constexpr(2):
-                corrections[slot] = factors[slot]
+                state.largest[slot] = cute.arch.fmax(state.largest[slot], own[slot])
+            exceeds = [(own[slot] - state.maxima[slot]) * state.scale > softmax.SLACK for slot in range(2)]
+            if cute.arch.vote_any_sync(exceeds[0] | exceeds[1]):
+                for slot in cutlass.range_constexpr(2):
+                    largest = self.score_rows.across(own[slot], cute.arch.fmax)
+                    corrections[slot] = softmax.raise_row(state, slot, largest)
+                    state.sums[slot] = state.sums[slot] * corrections[slot]
+            for slot in cutlass.range_constexpr(2):
+                state.sums[slot] = softmax.powers(state, slot, scores, orders[slot], state.sums[slot])
 
     def round_step(self, part: Part, some: Boolean) -> None:
         """Makes what was weighed an operand, and multiplies the sums before."""
@@ -106,7 +121,8 @@ class GatedSelection(Selection):
 
     def launch(self, given: Mapping[str, Any]) -> None:
         tensors = tuple(given.get(x) for x in ("o", "compressed", "near", "gates", "selected", "l", "m"))
-        self.launch_rows(self.gated_selection, given, tensors, given["scale_softmax"] * softmax.LOG2_E)
+        scale, drawn = given["scale_softmax"] * softmax.LOG2_E, given["workspace"].iterator
+        self.launch_rows(self.gated_selection, given, tensors, scale, drawn)
 
     @cute.kernel
     def gated_selection(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:

@@ -14,7 +14,8 @@ from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention.sparse import GateConfiguration, GatedSelectionConfiguration
+from cudnn_kernels.attention.sparse import DRAWN, GateConfiguration, GatedSelectionConfiguration
+from cudnn_kernels.signature import workspace_size
 
 _SOURCE = "cudnn_kernels.attention.gates:Gates"
 
@@ -131,8 +132,9 @@ def gated_selection(
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
     multiprocessors = FusedAPI.multiprocessors(index) if q.is_cuda else architecture.multiprocessors
     counts = torch.full(lists.shape[:2], lists.shape[2], dtype=torch.int32, device=lists.device)
-    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates)), *kept]
-    run(architecture.source(configuration), configuration, *tensors, lists, counts, ends, scale, multiprocessors)
+    workspace = torch.empty(workspace_size([DRAWN], {}), dtype=torch.uint8, device=q.device)
+    tensors = [*map(aligned, (q, k, v)), out, *map(aligned, (compressed, near, gates)), *kept, lists, counts, ends]
+    run(architecture.source(configuration), configuration, *tensors, scale, multiprocessors, workspace)
     return out
 
 

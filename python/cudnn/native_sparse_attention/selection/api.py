@@ -40,7 +40,7 @@ class SelectionAttention(Selected):
     the keys from ``b * block_size`` on, as far as the sequence goes, or, with ``is_causal``, as far as the row itself.
     A block that is listed twice counts twice; one outside the sequence has no keys. A row without any key gets o = 0,
     l = 0 and m = -inf. The kernel for Blackwell (sm_100a) has run in the emulator only; its products are those of
-    warps.
+    warps. A call needs a workspace of 256 bytes, which PyTorch's allocator provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get. q and k have the same sequences:
