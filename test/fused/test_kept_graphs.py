@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cudnn.backend import cuda_graph
 from cudnn.fused.call import Call, Repeated, Table, lanes, say_kept
 from support.gemm_families import Case, case, options
 from support.gemms import E4M3, E8M0
@@ -115,6 +116,38 @@ def test_a_graph_that_the_driver_refuses_is_given_up(calls: Calls, caplog: pytes
     calls.driver.refusal = 700
     assert calls(times=UNTIL_KEPT) == (UNTIL_KEPT, 1)
     assert "GemmSwiglu: cuGraphLaunch failed, CUDA driver error 700" in caplog.text
+
+
+def test_a_graph_that_cannot_be_made_is_not_tried_again(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of memory, say. What was begun is given back, and the call has its result all the same."""
+    working = cuda_graph._driver
+
+    def failing(name: str, *arguments: Any) -> None:
+        working(name, *arguments)
+        if name == "cuGraphInstantiateWithFlags":
+            raise RuntimeError("cuGraphInstantiateWithFlags failed: CUDA driver error 2.")
+
+    monkeypatch.setattr(cuda_graph, "_driver", failing)
+    with caplog.at_level("INFO", "cudnn"):
+        assert calls(times=3 * UNTIL_KEPT) == (3 * UNTIL_KEPT + 1, 0)  # one more is recorded
+    assert "runs as before at every call, since its CUDA graph failed: cuGraphInstantiateWithFlags" in caplog.text
+    names = [x[0] for x in calls.driver.calls]
+    assert names.count("cuGraphCreate") == names.count("cuGraphDestroy") == 1
+    assert not lanes.kept
+
+
+def test_the_default_stream_of_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stream 0 is that of the current device, which a graph is launched on only where it is the tensors'."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    calls = Calls(monkeypatch)
+    calls(times=UNTIL_KEPT, current_stream=0)
+    assert calls(current_stream=0) == (0, 1)
+    current[0] = 1
+    assert calls(current_stream=0) == (1, 0)
 
 
 def test_numbers_that_are_zero_are_not_told_apart(calls: Calls) -> None:
