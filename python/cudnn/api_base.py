@@ -66,6 +66,12 @@ def check_tensor(where: str, name: str, tensor: Any) -> None:
     raise TypeError(refusal(where, f"{name} tensor", got, "a torch.Tensor", cure))
 
 
+def check_rank(where: str, name: str, tensor: Any, ranks: Sequence[int], allowed: str) -> None:
+    """Raises unless a tensor has one of these numbers of dimensions."""
+    if tensor.ndim not in ranks:
+        raise ValueError(refusal(where, f"{name} tensor", f"the shape {tuple(tensor.shape)}", allowed))
+
+
 def stride_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """The dimensions from the innermost to the outermost: by stride, then by size."""
     return tuple(sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])))

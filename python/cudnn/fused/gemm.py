@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,25 +85,14 @@ class FusedGemm(FusedAPI):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
-        self.mma_tiler_mn = self._pair("mma_tiler_mn", self.mma_tiler_mn)
-        cluster = given["cluster_shape_mn"]
-        if cluster is None:
-            cluster = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
-        self.cluster_shape_mn = self._pair("cluster_shape_mn", cluster)
+        if self.cluster_shape_mn is None:
+            self.cluster_shape_mn = self.default_cluster if self.mma_tiler_mn[0] == 256 else (1, 1)
         self.sfb_rows = self.rows_of_block(self.descs.get("b"), self.descs.get("sfb"))
 
     @staticmethod
     def rows_of_block(b: Any, sfb: Any) -> int:
         """Rows of B that share a float32 factor: 1 where there are as many factors as rows, else 128."""
         return 1 if b is not None and sfb is not None and tuple(sfb.shape[:1]) == tuple(b.shape[:1]) else SUM_VECTOR
-
-    def _pair(self, name: str, given: Any) -> tuple[int, int]:
-        try:
-            first, second = map(operator.index, given)
-        except (TypeError, ValueError) as error:
-            allowed = "two integers, of rows and columns"
-            raise TypeError(refusal(self._title(), name, repr(given), allowed)) from error
-        return first, second
 
     # What a subclass says.
 
@@ -159,11 +147,16 @@ class FusedGemm(FusedAPI):
     # Support.
 
     def check_options(self) -> None:
-        if self.sf_vec_size not in self.vectors:
-            *rest, last = map(str, self.vectors)
-            raise self.error("sf_vec_size", self.sf_vec_size, f"{', '.join(rest)} or {last}")
+        self.check_vector(self.sf_vec_size)
         if self.kind("sfa") == SUM_SCALES and self.sf_vec_size != SUM_VECTOR:
             raise self.error("sf_vec_size", self.sf_vec_size, f"{SUM_VECTOR}, for scale factors of {SUM_SCALES}")
+
+    @classmethod
+    def check_vector(cls, size: int) -> None:
+        """Raises unless so many elements may share a scale factor."""
+        if size not in cls.vectors:
+            *rest, last = map(str, cls.vectors)
+            raise ValueError(refusal(cls._title(), "sf_vec_size", size, f"{', '.join(rest)} or {last}"))
 
     def check_rules(self, sizes: Sizes) -> None:
         if self.acc_dtype != torch.float32:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from cudnn.api_base import ceil_div
+from cudnn.api_base import ceil_div, check_rank
 from cudnn.errors import refusal
 from cudnn.fused import addresses
 from cudnn.fused.call import Plan
@@ -122,7 +122,9 @@ class ExpertGradients(ExpertsGemm):
         tokens = {"tokens of a": k, "tokens of b": shapes["b"][1]}
         (k,) = shapes.get("a_index", (k,))
         tokens |= {f"tokens of {name}": k for name in "ab" if f"{name}_index" not in shapes}
-        factors = 4 * ceil_div(ceil_div(k, options.get("sf_vec_size", 16)), 4)
+        vector = options.get("sf_vec_size", 16)
+        cls.check_vector(vector)
+        factors = 4 * ceil_div(ceil_div(k, vector), 4)
         atoms = {f"atoms of {name}": 128 * ceil_div(size, 128) for name, size in (("m", m), ("n", n))}
         return {"m": m, "n": n, "k": k, "l": 1, "experts": experts, "factors of k": factors, **tokens, **atoms}
 
@@ -151,11 +153,21 @@ class ExpertGradients(ExpertsGemm):
         return {} if given["wgrad_ptrs"] is not None else {"wgrad": (cls.given_or(given["wgrad_dtype"]), "n")}
 
     @classmethod
+    def check_order(cls, order: Any) -> None:
+        """Raises unless tokens may come in this order."""
+        orders = [order.value for order in WGradInputOrder]
+        if getattr(order, "value", order) not in orders:
+            raise ValueError(refusal(cls._title(), "input_order", repr(order), " or ".join(map(repr, orders))))
+
+    @classmethod
     def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
+        cls.check_order(arguments["input_order"])
         if name_of(b.dtype) == FLOAT4 and not b.shape[0]:  # no bytes tell along which dimension they are packed
             arguments = {**arguments, "b_tensor": b.as_strided(b.shape, (1, UNREAD))}
+        for name, dims in (("a", "(hidden, tokens)"), ("b", "(tokens, hidden)")):
+            check_rank(where, name, arguments[f"{name}_tensor"], (2,), dims)
         wgrad, given = arguments["wgrad_tensor"], arguments["wgrad_ptrs"]
         (m, _), (_, n) = (cls.shape_of(arguments[name]) for name in ("a_tensor", "b_tensor"))
         if (given is not None) != (arguments["output_mode"] == "discrete"):
@@ -171,9 +183,7 @@ class ExpertGradients(ExpertsGemm):
 
     def check_options(self) -> None:
         super().check_options()
-        orders = [order.value for order in WGradInputOrder]
-        if getattr(self.input_order, "value", self.input_order) not in orders:
-            raise self.error("input_order", repr(self.input_order), " or ".join(map(repr, orders)))
+        self.check_order(self.input_order)
 
     def check_weights(self) -> None:
         if self.given("wgrad") == (self.num_experts is not None):

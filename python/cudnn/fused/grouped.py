@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from cudnn import registry, settings
-from cudnn.api_base import TensorDesc, ceil_div
+from cudnn.api_base import TensorDesc, ceil_div, check_rank
 from cudnn.errors import refusal
 from cudnn.fused import addresses
 from cudnn.fused.gemm import NARROW, ONE, OPERAND_TYPES, FusedGemm
@@ -458,6 +458,7 @@ class ExpertsGemm(FusedGemm):
         a, n, b_dtype = arguments["a_tensor"], arguments.get("n"), arguments.get("b_dtype")
         if n is None or b_dtype is None:
             raise ValueError(refusal(where, "n and b_dtype", f"{n} and {b_dtype}", "both, for weights behind b_ptrs"))
+        check_rank(where, "a", a, (2, 3), "(m, k, 1)")
         experts = arguments["padded_offsets"].numel()
         addresses.check(where, "b_ptrs", given, experts, a.device)
         if arguments.get("sfa_tensor") is not None:

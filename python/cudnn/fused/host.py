@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 from cudnn import launch, settings
 from cudnn.api_base import APIBase, TensorDesc, check_tensor, overlapping, unpad
 from cudnn.errors import checked_number, refusal
+from cudnn.fused import kinds
 from cudnn.fused.call import Call, Plan
 from cudnn.fused.layouts import Matrix, Sizes, TensorSpec
-from cudnn.gemm.formats import BITS, dtypes, name_of, torch_type
+from cudnn.gemm.formats import BITS, dtypes, name_of
 from cudnn.lazy import torch
 from cudnn_kernels.architecture import ARCHITECTURES
 
@@ -110,6 +111,7 @@ class FusedAPI(APIBase):
     def __init__(self, given: Mapping[str, Any]) -> None:
         """``given``: the arguments of the subclass's constructor, its ``locals()``. Only descriptions are kept."""
         super().__init__()
+        given = kinds.checked(self._title(), type(self).__init__, given)
         self._interpret_uint8_as_fp4x2 = self.packs
         raw = {name: given.get(f"sample_{name}") for name in (spec.name for spec in self.tensors)}
         samples = self.viewed(raw, given)
@@ -118,7 +120,7 @@ class FusedAPI(APIBase):
         self.refitted = self.unfitting(raw)
         for name, value in given.items():
             if not name.startswith("sample_") and name not in ("self", "__class__"):
-                setattr(self, name, torch_type(value) if name.endswith("dtype") else value)
+                setattr(self, name, value)
         for name in self.scalars:
             setattr(self, name, self.checked_number(name, getattr(self, name)))
         self.margin = settings.CLUSTER_OVERLAP_MARGIN.get()
@@ -346,9 +348,10 @@ class FusedAPI(APIBase):
             self._check_type(spec)
         self.check_sizes(sizes)
         self.check_rules(sizes)
-        devices = {str(desc.device) for desc in self.descs.values() if desc is not None}
-        if len(devices) > 1:
-            raise self.error("samples", f"the devices {', '.join(sorted(devices))}", "one device")
+        devices = {name: str(desc.device) for name, desc in self.descs.items() if desc is not None}
+        if len({*devices.values()}) > 1:
+            got = ", ".join(f"{name} on {device}" for name, device in devices.items())
+            raise self.error("samples", got, "one device")
         target = self._target()
         if target is not None:
             self.usable(self.plan(target, sizes), ARCHITECTURES[target].multiprocessors)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn import settings
+from cudnn import registry, settings
 from cudnn.api_base import TupleDict, check_tensor
 from cudnn.errors import refusal
+from cudnn.fused import kinds
 from cudnn.fused.call import on_stream
 from cudnn.fused.host import FusedAPI
-from cudnn.gemm.formats import torch_type
-from cudnn.lazy import torch
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class Arguments:
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
-    arguments = api.arranged(with_torch_types(api, arguments))
+    name = api.folder()
+    arguments = api.arranged(kinds.checked(f"{name}_wrapper", registry.wrapper(name), arguments))
     made = prepare(api, arguments)
     tensors = {**made.given, **made.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
@@ -53,20 +53,6 @@ def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     named = {parameter: tensors.get(name) for name, parameter in api.parameters.items()}
     operation.execute(**named, **scalars, current_stream=stream)
     return returned
-
-
-_TYPES: dict[type[FusedAPI], tuple[str, ...]] = {}
-"""The types among the parameters of an API's wrapper."""
-
-
-def with_torch_types(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Types as PyTorch has them, where they are those of another library."""
-    names = _TYPES.get(api)
-    if names is None:
-        names = _TYPES[api] = tuple(name for name in arguments if name.endswith("dtype"))
-    if all(arguments[name] is None or type(arguments[name]) is torch.dtype for name in names):
-        return arguments
-    return {**arguments, **{name: torch_type(arguments[name]) for name in names}}
 
 
 def supports(*features: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -95,14 +81,14 @@ def prepare(api: type[FusedAPI], arguments: Mapping[str, Any]) -> Arguments:
             dtype, _ = results.pop(name)
             api.check_buffer(name, given, dtype)
         allocated = allocate(api, fitted, options, results)
-        kinds = api.cache_key(fitted, options)
+        described = api.cache_key(fitted, options)
     except (AttributeError, TypeError):
         for name, tensor in given.items():
             if tensor is not None or not api.spec(name).optional:
                 check_tensor(where, name, tensor)
         raise
     key = (
-        kinds,
+        described,
         tuple((name, dtype, major) for name, (dtype, major) in results.items()),
         tuple(options.items()),
         settings.CLUSTER_OVERLAP_MARGIN.get(),

@@ -1,0 +1,102 @@
+"""Arguments of the Python types that the functions' annotations say: of constructors and of wrappers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cudnn.api_base import check_tensor
+from cudnn.errors import checked_number, refusal
+from cudnn.gemm.formats import torch_type
+from cudnn.lazy import torch
+
+_OR_NONE = " | None"
+
+
+def checked(where: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A function's arguments. Types of another library become PyTorch's, lists of two integers tuples.
+
+    Raises:
+        TypeError: one is not of the Python type of its annotation.
+    """
+    unusual = {}
+    for name, (usual, convert) in _kinds(function).items():
+        value = arguments.get(name)
+        if type(value) not in usual:
+            unusual[name] = convert(where, name, value)
+    return {**arguments, **unusual} if unusual else arguments
+
+
+@functools.cache
+def _kinds(function: Callable[..., Any]) -> dict[str, tuple[frozenset[type], Callable[[str, str, Any], Any]]]:
+    """For each parameter with an annotation that is known here: Python types that need no look, and what looks."""
+    known: dict[str, tuple[tuple[type, ...], Callable[[str, str, Any], Any]]] = {
+        "Tensor": ((torch.Tensor, torch.nn.Parameter), _tensor),
+        "dtype": ((torch.dtype,), _dtype),
+        "bool": ((bool,), _bool),
+        "int": ((int,), _int),
+        "float": ((float,), _float),
+        "str": ((str,), _str),
+        "tuple[int, int]": ((), _pair),
+    }
+    found = {}
+    for p in inspect.signature(function).parameters.values():
+        kind = str(p.annotation)
+        if (short := kind.removesuffix(_OR_NONE)) in known:
+            usual, convert = known[short]
+            none = (type(None),) if kind.endswith(_OR_NONE) or p.default is None else ()
+            found[p.name] = frozenset((*usual, *none)), convert
+    return found
+
+
+def _refused(where: str, name: str, value: Any, allowed: str) -> TypeError:
+    return TypeError(refusal(where, name, repr(value), allowed))
+
+
+def _tensor(where: str, name: str, value: Any) -> Any:
+    if value is None and name.startswith("sample_"):  # for check_support to refuse
+        return None
+    check_tensor(where, name.removeprefix("sample_").removesuffix("_tensor"), value)
+    return value
+
+
+def _dtype(where: str, name: str, value: Any) -> Any:
+    found = torch_type(value)
+    if not isinstance(found, torch.dtype):
+        raise _refused(where, name, value, "a torch.dtype")
+    return found
+
+
+def _bool(where: str, name: str, value: Any) -> Any:
+    try:
+        return {0: False, 1: True}[operator.index(value)]
+    except (KeyError, TypeError) as error:
+        raise _refused(where, name, value, "True or False") from error
+
+
+def _int(where: str, name: str, value: Any) -> Any:
+    return checked_number(where, name, value, integer=True)
+
+
+def _float(where: str, name: str, value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return checked_number(where, name, value, limit=True)
+
+
+def _str(where: str, name: str, value: Any) -> Any:
+    raise _refused(where, name, value, "a str")
+
+
+def _pair(where: str, name: str, value: Any) -> Any:
+    of_tiles = name.endswith("_mn")
+    try:
+        first, second = map(operator.index, value)
+    except (TypeError, ValueError) as error:
+        raise _refused(where, name, value, f"two integers{', of rows and columns' * of_tiles}") from error
+    if of_tiles and min(first, second) < 1:
+        raise ValueError(refusal(where, name, value, "positive numbers of rows and columns"))
+    return first, second

@@ -1,0 +1,176 @@
+"""Arguments of wrong types, shapes, strides, devices and values, of every fused API that the registry finds.
+
+All are refused before anything runs, in words that name the argument, what it got and what is allowed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cudnn import registry
+from cudnn.cli import programs
+from cudnn.fused import wrapper
+from cudnn.fused.host import FusedAPI
+
+pytest.importorskip("ptx_emulator")
+NAMES = list(registry.packages())
+
+
+@dataclass
+class Seen:
+    """What a call of a wrapper was given and made: its arguments, the constructor's, and those of the kernel."""
+
+    api: Any
+    wrapped: dict[str, Any]
+    constructed: dict[str, Any]
+    tensors: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    made: FusedAPI
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def seen(request: pytest.FixtureRequest) -> Seen:
+    """The example of an API, on the CPU."""
+    found: dict[str, Any] = {}
+    initialise, prepare, run = FusedAPI.__init__, wrapper.prepare, FusedAPI.run_on_cpu
+
+    def constructed(self: FusedAPI, given: Any) -> None:
+        parameters = inspect.signature(type(self)).parameters
+        found["constructed"] = {name: given[name] for name in parameters}
+        initialise(self, given)
+
+    def prepared(api: Any, arguments: Any) -> Any:
+        found["wrapped"] = dict(arguments)
+        return prepare(api, arguments)
+
+    def ran(self: FusedAPI, tensors: Any, scalars: Any, *rest: Any) -> None:
+        found.update(made=self, tensors=tensors, scalars=scalars)
+        run(self, tensors, scalars, *rest)
+
+    api, program = registry.find(request.param), programs.find(request.param)
+    api.objects.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedAPI, "__init__", constructed)
+        patch.setattr(wrapper, "prepare", prepared)
+        patch.setattr(FusedAPI, "run_on_cpu", ran)
+        program.make(program.shape, "cpu").call()
+    parameters = inspect.signature(registry.wrapper(request.param)).parameters
+    found["wrapped"] = {name: x for name, x in found["wrapped"].items() if name in parameters}
+    return Seen(api, **found)
+
+
+def refused(call: Callable[[], Any], *names: str) -> str:
+    """What is wrong with how a call is refused; nothing where all is well."""
+    try:
+        call()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        words = str(error)
+        well = (
+            any(name in words for name in names) and "got " in words and ("allowed: " in words or "expected" in words)
+        )
+        return "" if well else f"{type(error).__name__}: {words}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it passed"
+
+
+def spoiled(tensor: torch.Tensor, written: bool) -> Iterator[tuple[str, Any]]:
+    """What no call takes in a tensor's place."""
+    yield from (("a string", "x"), ("an array", np.zeros(3, np.float32)), ("a number", 1.5))
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        if dtype != tensor.dtype:
+            yield str(dtype), torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    yield "meta", tensor.to("meta")
+    yield "no dimension", torch.empty((), dtype=tensor.dtype)
+    yield "one dimension", torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    if written and tensor.numel() > 1:
+        dim = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+        yield "one element for all", tensor.narrow(dim, 0, 1).expand(tensor.shape)
+
+
+def shifted(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """The same at an address that is no multiple of so many bytes."""
+    size = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+    memory = torch.zeros(size + 2 * alignment, dtype=torch.uint8)
+    start = (tensor.itemsize - memory.data_ptr()) % alignment
+    return memory[start : start + size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def test_tensors_of_a_call(seen: Seen) -> None:
+    faults = {}
+    for i, name in enumerate(seen.made.names):
+        tensor, spec = seen.tensors[i], seen.api.spec(name)
+        given: list[tuple[str, Any]] = [("a string", "x")]
+        if tensor is not None:
+            given = [*spoiled(tensor, spec.written), ("None", None)]
+            if tensor.itemsize < spec.layout.alignment:
+                given.append(("its address", shifted(tensor, spec.layout.alignment)))
+        names = (name, "wgrad") if name == "offsets" else (name,)  # there are as many gradients as ends
+        for kind, wrong in given:
+            tensors = (*seen.tensors[:i], wrong, *seen.tensors[i + 1 :])
+            faults[name, kind] = refused(lambda given=tensors: seen.made.run(given, seen.scalars, None, None), *names)
+    assert {key: words for key, words in faults.items() if words} == {}
+
+
+def test_numbers_of_a_call(seen: Seen) -> None:
+    faults = {}
+    for i, name in enumerate(seen.api.scalars):
+        limits = () if name in seen.api.limits else (math.inf,)
+        for wrong in (math.nan, *limits, "x", True, 1j, [1.0], torch.ones(())):
+            scalars = (*seen.scalars[:i], wrong, *seen.scalars[i + 1 :])
+            faults[name, str(wrong)] = refused(lambda s=scalars: seen.made.run(seen.tensors, s, None, None), name)
+    for name, place in (("stream", 0), ("workspace", 1)):
+        for wrong in ("x", 1.5, torch.ones(1)):
+            given = [None, None]
+            given[place] = wrong  # type: ignore[call-overload]
+            faults[name, str(wrong)] = refused(lambda g=given: seen.made.run(seen.tensors, seen.scalars, *g), name)
+    assert {key: words for key, words in faults.items() if words} == {}
+
+
+WRONG = {
+    "bool": ("no", 2, 1.0, []),
+    "int": ("16", 1.5, True, []),
+    "float": ("x", True, []),
+    "str": (5, b"x", []),
+    "dtype": ("float16", 16, []),
+    "tuple[int, int]": ("xy", 128, (128,), (128.0, 128), []),
+}
+"""By annotation; None too, where it does not say so."""
+
+
+def options(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Names of a function's parameters that are no tensors, with values of wrong types."""
+    for p in inspect.signature(function).parameters.values():
+        kind = str(p.annotation).removesuffix(" | None")
+        optional = kind != str(p.annotation)
+        for wrong in (*WRONG.get(kind, ()), *([] if optional or kind not in WRONG else [None])):
+            yield p.name, wrong
+
+
+def test_options_of_a_constructor(seen: Seen) -> None:
+    def build(**more: Any) -> None:
+        seen.api(**{**seen.constructed, **more}).check_support()
+
+    given = options(seen.api)
+    faults = {(name, str(x)): refused(lambda name=name, x=x: build(**{name: x}), name) for name, x in given}
+    assert {key: words for key, words in faults.items() if words} == {}
+
+
+def test_arguments_of_a_wrapper(seen: Seen) -> None:
+    function = registry.wrapper(seen.api.folder())
+    faults = {}
+    for name, wrong in options(function):
+        faults[name, str(wrong)] = refused(lambda name=name, x=wrong: function(**{**seen.wrapped, name: x}), name)
+    for name, tensor in seen.wrapped.items():
+        for kind, wrong in spoiled(tensor, False) if isinstance(tensor, torch.Tensor) else ():
+            names = (name.removesuffix("_tensor"), "b_ptrs") if "padded" in name else (name.removesuffix("_tensor"),)
+            faults[name, kind] = refused(lambda name=name, x=wrong: function(**{**seen.wrapped, name: x}), *names)
+    assert {key: words for key, words in faults.items() if words} == {}
