@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import cudnn
-from cudnn.cli import app
-from cudnn.cli.info import Facts, abilities, diagnose
+from cudnn.cli import app, info
+from cudnn.cli.info import Facts, Problem, abilities, diagnose
 
 LIB = "/env/lib/python3.11/site-packages/nvidia/cudnn/lib"
 HEALTHY = Facts(
@@ -80,6 +80,15 @@ def test_info_of_this_machine() -> None:
     assert cudnn.__version__ in shown
     assert torch.__version__ in shown
     assert "graphs on the reference executor" in shown
+
+
+def test_extras_are_not_taken_for_styles(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts(torch="2.13.0", cudnn_error="To fix it, `pip install '.[cu12]'`")
+    problem = Problem("one is [old]", "`pip install '.[cu13]'`")
+    monkeypatch.setattr(info, "collect", lambda: facts)
+    monkeypatch.setattr(info, "diagnose", lambda facts: [problem])
+    shown = " ".join(CliRunner().invoke(app, ["info"]).output.split())
+    assert all(words in shown for words in ("'.[cu12]'", "one is [old]", "'.[cu13]'"))
 
 
 def test_a_real_second_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import cudnn
+import cudnn.ops
 from cudnn import registry
 from cudnn.cli import programs
 from cudnn.cli.programs import dense
@@ -72,6 +73,15 @@ def test_the_signatures_are_those_of_the_tensors(name: str) -> None:
     for function, names in ((api, {key: f"sample_{key}" for key in sampled}), (api.execute, api.parameters)):
         parameters = inspect.signature(function).parameters
         assert {key for key, parameter in names.items() if parameters[parameter].default is None} <= optional
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_have_the_arguments_of_their_wrappers(name: str) -> None:
+    """As ``help`` and editors show them, but for hints and streams."""
+    mine = inspect.signature(getattr(cudnn.ops, name)).parameters
+    theirs = {p.removesuffix("_tensor"): x for p, x in inspect.signature(registry.wrapper(name)).parameters.items()}
+    assert next(iter(mine)) == next(iter(theirs))
+    assert {p: x.default for p, x in mine.items()} == {p: theirs[p].default for p in mine}
 
 
 def known_signatures() -> dict[str, str]:

@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample_x": torch.empty(512, 16).t()}, ValueError, r"x tensor stride mismatch: expected \(512, 1\), got"),
     ({"sample_amax": torch.empty(16)[::2]}, ValueError, r"amax tensor stride mismatch: expected \(1,\), got \(2,\)"),
     ({"sample_amax": torch.empty(8).half()}, ValueError, "amax tensor dtype mismatch: expected torch.float32, got"),
-    ({"sample_amax": torch.empty(8)}, ValueError, "samples: got x on cpu, .*amax on meta; allowed: one device"),
+    ({"sample_amax": torch.empty(8)}, ValueError, "samples: got x on meta, .*amax on cpu; allowed: one device"),
     ({"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu"),
     ({"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -222,12 +223,15 @@ def test_overrides_on_the_reference_executor() -> None:
     a, b = (graph.tensor(dim=dim, stride=packed(*dim), data_type=FLOAT) for dim in ([1, 4, 8], [1, 8, 6]))
     c = graph.relu(graph.matmul(a, b)).set_output(True)
     graph.build(MODES)
+    restored = cudnn.pygraph(backend="reference")
+    restored.deserialize(graph.serialize())
     y = torch.randn(1, 8, 6)
-    for rows in (2, 4, 7):  # also more than the graph was built with
+    for rows, used in itertools.product((2, 4, 7), (graph, restored)):  # also more than the graph was built with
         x, out = torch.randn(1, rows, 8), torch.empty(1, rows, 6)
         shapes = [[*tensor.shape] for tensor in (x, out)]
+        pack = {tensor.get_uid(): data for tensor, data in ((a, x), (b, y), (c, out))}
         uids = [a.get_uid(), c.get_uid()]
-        graph.execute({a: x, b: y, c: out}, None, None, uids, shapes, [packed(*shape) for shape in shapes])
+        used.execute(pack, None, None, uids, shapes, [packed(*shape) for shape in shapes])
         torch.testing.assert_close(out, (x @ y).relu())
     with pytest.raises(ValueError, match=r"7, 6|M, K"):  # a result of another shape than that of its operands
         graph.execute({a: x, b: y, c: out}, None, None, uids[:1], shapes[:1], [packed(*shapes[0])])

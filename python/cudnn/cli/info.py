@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import cudnn
@@ -137,7 +138,7 @@ def show() -> None:
     table.add_row("driver", facts.driver or "none")
     table.add_row("PyTorch", _with(facts.torch, f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "no CUDA"))
     found = f"{facts.cudnn} (CUDA {facts.cudnn_cuda})\n{facts.cudnn_path}"
-    table.add_row("cuDNN", found if facts.cudnn else facts.cudnn_error)
+    table.add_row("cuDNN", found if facts.cudnn else escape(facts.cudnn_error))  # it names extras, such as [cu12]
     table.add_row("cuDNN packages", "\n".join(" ".join(item) for item in facts.packages.items()) or "none")
     table.add_row("CuTe DSL", facts.dsl or "not installed")
     console.print(table)
@@ -147,7 +148,8 @@ def show() -> None:
         can.add_row(name, "[green]yes[/]" if able else "[yellow]no[/]", detail)
     console.print(can)
     for problem in diagnose(facts):
-        console.print(f"[bold yellow]Warning:[/] {problem.what}.\n  To fix it: {problem.cure}.", soft_wrap=True)
+        what, cure = escape(problem.what), escape(problem.cure)
+        console.print(f"[bold yellow]Warning:[/] {what}.\n  To fix it: {cure}.", soft_wrap=True)
 
 
 def _torch_facts(facts: Facts) -> None:

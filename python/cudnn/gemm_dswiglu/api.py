@@ -101,8 +101,7 @@ class GemmDswiglu(GluLayout):
 
     @classmethod
     def results(cls, given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        ab12 = given["ab12"]
-        check_rank(cls._title(), "ab12", ab12, (2, 3), "(m, 2 n, l)")
+        check_rank(cls._title(), "ab12", ab12 := given["ab12"], (2, 3), "(m, 2 n, l)")
         major = WIDE.major(ab12.shape, ab12.stride())
         default = ab12.dtype if name_of(ab12.dtype) not in FLOAT8 else torch.bfloat16
         found = {"d_ab12": (given["d_ab12_dtype"] or default, major)}

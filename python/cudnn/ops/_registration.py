@@ -49,7 +49,8 @@ def custom_op(
         operator: Any = torch.library.custom_op(f"cudnn::{name}", function, mutates_args=mutates, schema=schema)
         operator.__class__ = _Operator
         operator.__doc__ = inspect.getdoc(function)
-        names = list(inspect.signature(function).parameters)
+        operator.__signature__ = inspect.signature(function)  # that of __call__ says nothing
+        names = list(operator.__signature__.parameters)
         places = frozenset(names.index(each) for each in autocast)
         operator.prepare(places)
         for device in ("cpu", "cuda") if autocast else ():

@@ -748,7 +748,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         planned = program is not None and program.plan is not None
         if cudnn is not None and planned and cudnn.plan is not None and cudnn.plan.is_rebuilt:
             cudnn = None
-        return serialization.dump(self._description(), cudnn, planned)
+        return serialization.dump(self._description(), cudnn, planned, self._override_shape)
 
     def deserialize(self, *arguments: Any) -> None:
         """Restores a graph: ``deserialize(data)`` or ``deserialize(handle, data)`` on a fresh ``pygraph()``.
@@ -763,7 +763,7 @@ class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, Norm
         restored = serialization.load(data)
         self._forget_program()
         self.name, self.nodes = restored.name, restored.nodes
-        self.context = restored.context
+        self.context, self._override_shape = restored.context, restored.override_shape
         self._arrays_on = {"cpu"} if restored.on_cpu else set()
         if restored.plan is None:
             return

@@ -73,9 +73,11 @@ def describe(name: str, context: Context, nodes: Sequence[Node], on_cpu: bool = 
     }
 
 
-def dump(description: dict[str, Any], program: CudnnProgram | None, planned: bool) -> bytes:
-    """A description and the plan that runs it, as UTF-8 JSON."""
-    document: dict[str, Any] = {"format": FORMAT, **description}
+def dump(
+    description: dict[str, Any], program: CudnnProgram | None, planned: bool, override_shape: bool = False
+) -> bytes:
+    """A description and the plan that runs it, as UTF-8 JSON. ``override_shape``: whether calls may override shapes."""
+    document: dict[str, Any] = {"format": FORMAT, **description, "override_shape": override_shape}
     if planned:
         document["plan"] = ""
     if program is not None and program.plan is not None:
@@ -83,7 +85,6 @@ def dump(description: dict[str, Any], program: CudnnProgram | None, planned: boo
         document["tag"] = program.plan.config.tag
         document["numerical_notes"] = [note.name for note in program.plan.config.numerical_notes]
         document["behavior_notes"] = [note.name for note in program.plan.config.behavior_notes]
-        document["override_shape"] = program.override_shape
         document["bindings"] = program.bindings.to_json()
         document["before"] = [[item.node, item.graph.serialize().decode(), *item[2:]] for item in program.before]
         document["cudnn"] = library.version()
