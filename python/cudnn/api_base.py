@@ -198,6 +198,16 @@ def same_stride(shape: Sequence[int], stride: Sequence[int], other: Sequence[int
     return 0 in shape or all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
 
 
+def lies_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether no two elements share memory. Of some that interleave it may say so wrongly."""
+    reach = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1):
+        if step < reach:
+            return False
+        reach += (size - 1) * step
+    return True
+
+
 def overlapping(x: Any, y: Any) -> bool:
     """Whether two tensors of a device share memory.
 

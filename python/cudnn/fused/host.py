@@ -325,8 +325,11 @@ class FusedAPI(APIBase):
         if tensor is None:
             return None
         check_tensor(self._title(), name, tensor)
-        desc = TensorDesc.of(tensor, name, self.packs and isinstance(self.spec(name).layout, Matrix))
-        return self.fitted(name, desc)
+        layout = self.spec(name).layout
+        desc = self.fitted(name, TensorDesc.of(tensor, name, self.packs and isinstance(layout, Matrix)))
+        if not desc.ndim:
+            raise self.error(f"{name} tensor", "no dimension", str(layout))
+        return desc
 
     # Support.
 

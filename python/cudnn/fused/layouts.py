@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cudnn.api_base import TensorDesc, same_stride, unpad
+from cudnn.api_base import TensorDesc, lies_apart, same_stride, unpad
 from cudnn.gemm.formats import FLOAT4, SUM_VECTOR, name_of
 from cudnn.gemm.scales import empty_scales, scale_shape, scale_stride, sum_scale_shape, sum_scale_stride
 from cudnn.lazy import torch
@@ -90,15 +90,10 @@ class Matrix(Layout):
         inner = self.majors.index(self.major(shape, stride))
         if stride[inner] != 1 and shape[inner] != 1:
             return False
-        others = sorted((stride[dim], shape[dim]) for dim in range(3) if dim != inner and shape[dim] > 1)
-        if any(step * bits % (8 * self.alignment) for step, _ in others):
+        others = [stride[dim] for dim in range(3) if dim != inner and shape[dim] > 1]
+        if any(step * bits % (8 * self.alignment) for step in others):
             return False
-        reach = shape[inner]
-        for step, size in others if written else ():
-            if step < reach:
-                return False
-            reach += (size - 1) * step
-        return True
+        return not written or lies_apart(shape, stride)
 
     def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
         dense, _ = super().allowed(sizes, written)

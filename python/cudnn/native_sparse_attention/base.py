@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cudnn.api_base import lies_apart
 from cudnn.errors import refusal
 from cudnn.fused.call import say
 from cudnn.fused.host import FusedAPI
@@ -20,7 +21,10 @@ class AnyRowValues(RowValues):
     """A value for every row of every head, (b, h, s) or packed (t, h), with any strides."""
 
     def accepts(self, shape: Sequence[int], stride: Sequence[int], sizes: Sizes, bits: int, written: bool) -> bool:
-        return True
+        return not written or lies_apart(shape, stride)
+
+    def allowed(self, sizes: Sizes, written: bool) -> tuple[str, str]:
+        return "a place of its own for every element", ""
 
 
 class Sparse(FusedAPI):

@@ -102,9 +102,11 @@ class Attention(FusedAPI):
             raise ValueError(refusal(self._title(), "samples", got, "both cum_seqlen_q and cum_seqlen_k, or neither"))
         self.packed = packed
         samples = {name: self.squeezed(t) if name.startswith("sample_") else t for name, t in given.items()}
+        ends = given["window_size"]
+        if not isinstance(ends, Sequence) or isinstance(ends, str) or len(ends) != 2:
+            raise TypeError(refusal(self._title(), "window_size", repr(ends), "a pair of ints"))
         left, right = (
-            checked_number(self._title(), "window_size", end, "a pair of ints", integer=True)
-            for end in given["window_size"]
+            checked_number(self._title(), "window_size", end, "a pair of ints", integer=True) for end in ends
         )
         right = 0 if given["is_causal"] else right
         self.window = Window(right if right >= 0 else None, left if left >= 0 else None, given["top_left"])
