@@ -32,8 +32,7 @@ class Arguments:
 
 def call(api: type[FusedAPI], arguments: Mapping[str, Any]) -> TupleDict:
     """Runs an API on a wrapper's arguments, its ``locals()``, and returns the results by name."""
-    name = api.folder()
-    arguments = api.arranged(kinds.checked(f"{name}_wrapper", registry.wrapper(name), arguments))
+    arguments = api.arranged(kinds.checked(*_function(api), arguments))
     made = prepare(api, arguments)
     tensors = {**made.given, **made.allocated}
     returned = TupleDict({f"{name}_tensor": tensors.get(name) for name in api.returns})
@@ -112,6 +111,13 @@ def allocate(
             tensor.fill_(spec.fill)
         allocated[name] = tensor.view(*tensor.shape, *(1,) * spec.padding) if spec.padding else tensor
     return allocated
+
+
+@functools.cache
+def _function(api: type[FusedAPI]) -> tuple[str, Callable[..., Any]]:
+    """An API's wrapper, and its name in messages."""
+    name = api.folder()
+    return f"{name}_wrapper", registry.wrapper(name)
 
 
 @functools.cache
