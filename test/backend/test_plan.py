@@ -250,11 +250,16 @@ def test_packs_are_kept_by_pointers_and_bounded(plan: ExecutionPlan, described_h
     assert not extra & {address(pack) for pack in packs}
     assert len(plan.packs) == bound
 
+    packs[2].used = True  # a call met it
     for i in range(ExecutionPlan.MAX_MISSES):
         plan.pack(key(5000 + i))
     newest = key(5000 + ExecutionPlan.MAX_MISSES - 1)
-    assert newest in plan.packs  # the first ones made room
+    assert newest in plan.packs  # others made room
     assert key(1) not in plan.packs
+    assert plan.packs[key(3)] is packs[2]
+    for i in range(ExecutionPlan.MAX_MISSES + bound):
+        plan.pack(key(9000 + i))
+    assert key(3) not in plan.packs  # which no call has met since
     assert len(plan.packs) <= bound
     plan.close()
     assert not plan.packs

@@ -231,7 +231,7 @@ class Kept:
         calls: How often the hot path met it on a stream for which it has no CUDA graph.
         queue: The stream for which it has one, as ``Lane.queue``; None where it has none.
         graph: The executable CUDA graph, as an argument of ``cuGraphLaunch``.
-        used: Whether a call launched it since it was last looked at to make room for others.
+        used: Whether a call met it since it was last looked at to make room for others.
         kept: The lane's ``kept``, where it has one.
     """
 
@@ -286,8 +286,8 @@ class Kept:
             destroy_executable(made)
 
     def _make_room(self, kept: dict[Kept, Any]) -> None:
-        """Drops the CUDA graph, of whatever owner, that no call has launched for longest, where there are as many as
-        may be. Those launched since they were last looked at go to the end of the line.
+        """Drops the CUDA graph, of whatever owner, that no call has met for longest, where there are as many as may be.
+        Those met since they were last looked at go to the end of the line.
         """
         while len(kept) >= self.MAX_GRAPHS:
             for other in list(kept):

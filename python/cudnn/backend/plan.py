@@ -180,9 +180,9 @@ class ExecutionPlan:
         which derives some addresses from others and keeps only the others in its keys.
 
         The first ``MAX_PACKS`` keys of a handle get packs that stay. Later keys share one, which is emptied and filled
-        again: cheaper than to keep them all in turn. Where this goes on for ``MAX_MISSES`` calls, the packs that stayed
-        are of buffers no longer used, and make room. Two threads never share these packs, since cuDNN lets one thread
-        at a time use a handle.
+        again: cheaper than to keep them all in turn. Where this goes on for ``MAX_MISSES`` calls, packs that no call
+        has met since are of buffers no longer used, and make room. Two threads never share these packs, since cuDNN
+        lets one thread at a time use a handle.
         """
         lib = self._library
         pointers = pointers or key
@@ -200,7 +200,7 @@ class ExecutionPlan:
             pack = mine.scratch
             mine.misses += 1
             if mine.misses == self.MAX_MISSES:
-                self._forget(mine)
+                self._make_room(mine)
         put, given = lib.set_unchecked, pack.argument
         count = self._uid_count
         # Plain ints for VARIANT_PACK_UNIQUE_IDS (1000), _DATA_POINTERS (1001), _WORKSPACE (1003) and the types
@@ -240,10 +240,18 @@ class ExecutionPlan:
         lib.check(lib.create_unchecked(_VARIANT_PACK, ctypes.byref(pack)), "creating a variant pack")
         return Pack(library.pointer_argument(pack.value or 0))
 
-    def _forget(self, mine: _Packs) -> None:
+    def _make_room(self, mine: _Packs) -> None:
+        """Drops the packs that no call has met since it was last looked; without CUDA graphs, nobody tells, all."""
         mine.misses = 0
-        while mine.keys:
-            pack = self.packs.pop(mine.keys.pop())
+        used = [key for key in mine.keys if self.packs[key].used]
+        self._forget([key for key in mine.keys if not self.packs[key].used])
+        mine.keys = used
+        for key in used:
+            self.packs[key].used = False
+
+    def _forget(self, keys: Iterable[tuple[int, ...]]) -> None:
+        for key in keys:
+            pack = self.packs.pop(key)
             pack.drop_graph()
             self._library.destroy(pack.argument)
 
@@ -347,7 +355,7 @@ class ExecutionPlan:
 
     def _drop_packs(self) -> None:
         for mine in self._by_handle.values():
-            self._forget(mine)
+            self._forget(mine.keys)
             self._library.destroy(mine.scratch.argument)
         self._by_handle.clear()
 

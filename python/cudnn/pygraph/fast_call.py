@@ -69,9 +69,11 @@ def make(
 _REPLAY = """
         elif found.queue is not handle.queue:
             found.calls += 1
+            found.used = True
             if found.calls == calls_before_graph:
                 keep_graph(found, handle)
         else:
+            found.used = True
             if not handle.until_asked:
                 ask_whether_it_keeps_up(handle)
             handle.until_asked -= 1
@@ -79,7 +81,6 @@ _REPLAY = """
                 handle.keeps_up and (handle.stream or current_device is None or current_device() == handle.device)
                 and not is_capturing(handle.queue, handle.capture_result) and not handle.capturing.value
             ):
-                found.used = True
                 status = launch_graph(found.graph, handle.queue)
                 if not status:
                     return
