@@ -1,9 +1,10 @@
 """What the grouped GEMMs are held to, in one table: each kernel beside its peer, or beside another kernel of ours.
 
-    python benchmarks/grouped_gemm_bars.py [SECONDS]
+    python benchmarks/grouped_gemm_bars.py [SECONDS | --compile]
 
 Three shapes of experts, bf16 where no type is named. A ratio is the other time divided by ours, the median of rounds in
-which all take turns; so more is better, everywhere. No shape is begun after SECONDS. The kernels are compiled first.
+which all take turns; so more is better, everywhere. No shape is begun after SECONDS. The kernels are compiled first;
+with ``--compile``, nothing else is done.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ def host() -> None:
 
 def main() -> None:
     """All, as far as the time allows."""
-    start, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 300.0
+    start, only = time.monotonic(), sys.argv[1:] == ["--compile"]
+    limit = float(sys.argv[1]) if sys.argv[1:] and not only else 300.0
     wanted: dict[Any, warm.Kernel] = {}
     for shape in (*SHAPES, (SMALL[0] * 2, *SMALL[1:])):
         for name, one in problems(*shape).items():
@@ -220,7 +222,7 @@ def main() -> None:
     for _ in warm.warm(list(wanted.values()), cache.user(), min(16, os.cpu_count() or 1)):
         pass
     print(f"{len(wanted)} kernels: {time.monotonic() - start:.1f} s", flush=True)
-    if "--compile" in sys.argv:
+    if only:
         return
     host()
     for shape in SHAPES:
