@@ -195,7 +195,7 @@ def test_no_tokens_with_scale_factors(name: str) -> None:
     """Results of more than 128 columns, whose empty factors have strides of no meaning. One API returns none then."""
     api = registry.find(name)
     kind = "nvfp4" if "hadamard" in name else "mxfp8"
-    more = {"prob": F32, "norm_const": F32} | ({"c": BF16} if api.result[0] == "d_row" else {})
+    more = {"prob": F32, "norm_const": F32} | ({"c": BF16, "beta": F32} if api.result[0] == "d_row" else {})
     narrow = {"d_dtype": E4M3} if kind == "mxfp8" else {}
     p = grouped.problem(name, kind, ends=(0, 0), n=384, inputs=more, **narrow)
     grouped.run(p, "reference")
