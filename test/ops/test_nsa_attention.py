@@ -16,11 +16,22 @@ import cudnn
 from cudnn.ops import _nsa_attention, _nsa_decode, _nsa_gates, _streams, nsa_attention, nsa_decode
 from cudnn.ops._nsa_gates import nsa_gates, selection_takes_gates
 from support.dense_attention import attend, band
-from support.selection import brief
+from support.selection import ALONE, ARCHES, brief
 
 BLOCK, STRIDE, WINDOW = 8, 4, 6
 OPTIONS = {"block_size": BLOCK, "compress_stride": STRIDE, "window_size": WINDOW, "selected_blocks": 6}
 LENGTHS = (64, 88)
+GPU: Any = ALONE[-1]
+
+
+def moved(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call's tensors in a place."""
+    return {name: x.cuda() if where == "gpu" else x for name, x in call.items()}
+
+
+def within(where: str, races: bool = False) -> Any:
+    """The emulator, for an architecture."""
+    return cudnn.emulation(where, races=races) if where in ARCHES else nullcontext()
 
 
 def tensors(
@@ -73,15 +84,15 @@ def chosen(p: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
     return lists
 
 
-@pytest.mark.parametrize("arch", brief(["", "sm_90a"], 0))
+@pytest.mark.parametrize("arch", brief(["", GPU, "sm_90a"], 0, 1))
 def test_half_precision(arch: str) -> None:
     call = tensors((64, 96), (4, 2), 64, torch.float16)
     options = {**OPTIONS, "block_size": 16, "compress_stride": 8}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
-    with cudnn.emulation(arch) if arch else torch.no_grad():
-        found = nsa_attention(**call, **options)
+    with within(arch):
+        found = nsa_attention(**moved(call, arch), **options)
     assert found.dtype is torch.float16
-    torch.testing.assert_close(found.double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(found.cpu().double(), nsa_attention(**wide, **options), atol=4e-3, rtol=4e-3)
 
 
 def test_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +147,14 @@ def test_gradients_are_those_of_the_dense_computation() -> None:
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("arch", "batch", "stride"), brief([("sm_90a", 2, 8), ("sm_90a", 2, 1), ("", 0, 8)], 0))
+@pytest.mark.parametrize(
+    ("arch", "batch", "stride"),
+    brief(
+        [("sm_90a", 2, 8), *(pytest.param("gpu", *x, marks=GPU.marks) for x in ((2, 8), (0, 8), (2, 1))),
+         ("sm_90a", 2, 1), ("", 0, 8)],
+        0, 1, 2, 3,
+    ),
+)  # fmt: skip
 def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None:
     """Of a compressed key for every row there are two blocks, whose sums of dQ meet."""
     call = tensors((72, 72) if stride > 1 else (144, 144), (2, 1), 64, torch.float16, stride)
@@ -144,14 +162,14 @@ def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None
         call = {n: x.unflatten(0, (batch, -1)).transpose(1, 2) for n, x in call.items() if "seqlens" not in n}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
     weights, found = torch.randn(call["query"].shape), []
-    for given in (call, wide):
+    for given, where in ((moved(call, arch), arch), (wide, "")):
         of = leaves(given)
-        with cudnn.emulation(arch) if arch and given is call else nullcontext():
+        with within(where):
             out = nsa_attention(**given, **{**OPTIONS, "block_size": 16, "compress_stride": stride, "window_size": 37})
-            found.append(torch.autograd.grad((out * weights).sum(), of))
+            found.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
     for mine, other in zip(*found, strict=True):
         assert mine.dtype is torch.float16
-        assert (mine.double() - other).norm() < 4e-3 * other.norm()
+        assert (mine.cpu().double() - other).norm() < 4e-3 * other.norm()
 
 
 def test_tensors_at_odd_addresses_are_copied() -> None:
@@ -440,15 +458,16 @@ def test_a_decode_step_of_mixed_types_under_autocast() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "d", "dtype", "block"),
-    brief([("sm_90a", 64, torch.float16, 16), ("sm_100a", 128, torch.bfloat16, 32)], 0),
-)
+    brief([("sm_90a", 64, torch.float16, 16), pytest.param("gpu", 128, torch.bfloat16, 32, marks=GPU.marks),
+           ("sm_100a", 128, torch.bfloat16, 32)], 0, 1),
+)  # fmt: skip
 def test_a_decode_step_by_the_kernel(arch: str, d: int, dtype: torch.dtype, block: int) -> None:
     call = decode_call(dtype, d)
     options = {**OPTIONS, "block_size": block, "compress_stride": 4, "selected_blocks": 5, "window_size": 21}
     expected = nsa_decode(**{name: x.double() if x.is_floating_point() else x for name, x in call.items()}, **options)
-    with cudnn.emulation(arch, races=True):
-        found = nsa_decode(**call, **options)
-    torch.testing.assert_close(found.double(), expected, atol=8e-3, rtol=8e-3)
+    with within(arch, races=True):
+        found = nsa_decode(**moved(call, arch), **options)
+    torch.testing.assert_close(found.cpu().double(), expected, atol=8e-3, rtol=8e-3)
 
 
 def test_no_sequences_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
