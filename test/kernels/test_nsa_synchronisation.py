@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch
 
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
+from cudnn.native_sparse_attention import reference  # noqa: E402
 from cudnn.native_sparse_attention.selection.inverse import choosing_rows  # noqa: E402
 from cudnn_kernels import compiler, fakes  # noqa: E402
 from cudnn_kernels.architecture import ARCHITECTURES  # noqa: E402
@@ -21,6 +23,7 @@ from cudnn_kernels.attention.sparse import (  # noqa: E402
     InverseConfiguration,
     SelectionBackwardConfiguration,
     SelectionConfiguration,
+    SparseDecodeConfiguration,
     TopKConfiguration,
 )
 from emulator.mutation import mutants, unexplained  # noqa: E402
@@ -52,6 +55,34 @@ def assert_sorted(given: dict[str, Any], *_: Any) -> None:
     assert torch.equal(given["choosing"][: len(given["expected"])], given["expected"])
 
 
+def decoded(c: SparseDecodeConfiguration, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of a decode step, caches with NaN behind each sequence, and what it has to find."""
+    dtype, rows = getattr(torch, c.dtype), max(lengths)
+    small = [x // c.stride for x in lengths]
+    given: dict[str, Any] = {"q": torch.randn(len(lengths), c.heads, c.head).to(dtype)}
+    for name, width, ends in (("k", c.head, lengths), ("v", c.head_v, lengths), ("compressed_k", c.head, small),
+                              ("compressed_v", c.head_v, small)):  # fmt: skip
+        given[name] = torch.randn(len(lengths), max(ends), c.key_heads, width).to(dtype)
+        for cache, end in zip(given[name], ends, strict=True):
+            cache[end:] = math.nan
+    given["gates"] = torch.rand(len(lengths), c.heads, 3).to(getattr(torch, c.gates))
+    expected = torch.empty(*given["q"].shape[:2], c.head_v, dtype=torch.float64)
+    wide = [given[x].double() for x in ("q", "k", "v", "compressed_k", "compressed_v", "gates")]
+    caches = [x.transpose(1, 2) for x in wide[1:5]]
+    sizes = (c.block, c.stride, c.count, c.window)
+    reference.decode(wide[0], *caches, wide[5], list(lengths), small, expected, c.head**-0.5, sizes)
+    return given | {
+        "lengths": torch.tensor(lengths, dtype=torch.int32), "expected": expected, "stream": 0,
+        "compressed_lengths": torch.tensor(small, dtype=torch.int32), "scale_softmax": c.head**-0.5,
+        "probabilities": torch.full((len(lengths), c.key_heads, rows // c.stride), math.nan),
+        "o": torch.full_like(expected, math.nan, dtype=dtype),
+    }  # fmt: skip
+
+
+def assert_decoded(given: dict[str, Any], *_: Any) -> None:
+    torch.testing.assert_close(given["o"].double(), given["expected"], atol=2e-3, rtol=2e-3)
+
+
 def one_cta(inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Arguments of one CTA, which fills each buffer of Q again and has keys of several sequences."""
     return lambda *given: inputs(*given) | {"multiprocessors": 1}
@@ -64,6 +95,11 @@ ARGUMENTS: dict[type, tuple[Callable[..., dict[str, Any]], Callable[..., None]]]
     SelectionBackwardConfiguration: (one_cta(nsa.selection_backward_inputs), nsa.assert_differentiated),
     TopKConfiguration: (nsa.top_k_inputs, nsa.assert_ranked),
     InverseConfiguration: (sorted_rows, assert_sorted),
+    SparseDecodeConfiguration: (decoded, assert_decoded),
+}
+SOURCES = {  # of kernels that Hopper and Blackwell share
+    InverseConfiguration: "cudnn_kernels.attention.inverse:Inverse",
+    SparseDecodeConfiguration: "cudnn_kernels.attention.sparse_decode:Decode",
 }
 BACKWARD = SelectionBackwardConfiguration("float16", 16, 1, 64, 64, 16, True, (128, 16), 3, part=32)
 TOP_K = replace(nsa.RANK, tile=(128, 32), stages=2, block=2, stride=1)
@@ -80,6 +116,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "gradients by blocks": (BACKWARD, Choice((1, 2, 40), 3, spare=0)),
     "top-k": (replace(TOP_K, whole=True), Ranking(((10, 9), (100, 98)))),
     "top-k, teams of warps": (replace(TOP_K, heads=64, key_heads=1), Ranking(((100, 98),))),
+    "decode step": (SparseDecodeConfiguration("float16", "float16", 4, 2, 64, 64, 16, 4, 2, 21), (200, 20)),
     "compression with top-k": (ONE_PASS, SEVERAL),
     "compression with top-k, teams of warps": (replace(ONE_PASS, heads=32), SEVERAL),
 }  # fmt: skip
@@ -119,10 +156,7 @@ def launcher(c: Any, problem: Any) -> Callable[[str, int], bool]:
     inputs, check = ARGUMENTS[type(c)]
     torch.manual_seed(0)
     fresh = inputs(c, problem)
-    source = "cudnn_kernels.attention.inverse:Inverse"
-    if not isinstance(c, InverseConfiguration):
-        source = ARCHITECTURES["sm_90a"].source(c)
-    module, kernel = source.split(":")
+    module, kernel = (SOURCES.get(type(c)) or ARCHITECTURES["sm_90a"].source(c)).split(":")
     with ptx_emulator.emulate("sm_90a"):
         made = getattr(importlib.import_module(module), kernel)(c)
         compiled = compiler.compile_for("sm_90a", made, *fakes.arguments(c))

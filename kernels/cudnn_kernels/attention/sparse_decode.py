@@ -254,7 +254,7 @@ class Decode(Kernel):
                             value += parts[column, row, each] * factor
                     gate = gates[batch, head * c.group + row, branch].to(Float32)
                     out[i] = out[i] + value / total * gate
-        if const_expr(branch > 0):
+        if const_expr(branch == 1):  # the next one's parts come at once; behind the last there are none
             cute.arch.sync_threads()
 
     @cute.jit
