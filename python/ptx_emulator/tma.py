@@ -99,7 +99,7 @@ class TMA:
             inside = self._box(tensor, where, lane, site)
             if inside is None:  # an H200 faults where the tensor's own address is no memory; of a store, it does not
                 what = f"the beginning of a tensor, of a load wholly outside it at coordinates {where},"
-                memory.check_global(np.array([tensor.address]), 16, np.array([lane]), site, what)
+                memory.check_global(np.array([tensor.address]), 1, np.array([lane]), site, what)
             else:
                 box[inside[1]] = inside[0]
                 number = int(np.searchsorted(memory.first, inside[2], side="right")) - 1

@@ -170,6 +170,16 @@ def test_the_kernels(arch: str, options: dict[str, Any]) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_the_kernels_of_one_expert_in_a_list() -> None:
+    """Boxes lie wholly outside of its weights, whose view begins at a list of one address, of 8 bytes."""
+    c = case(6, 88, 32, 1, 1)
+    t = c.leaves()
+    with cudnn.emulation("sm_90a", races=True), torch.no_grad():
+        y = ours(c, listed(t))
+    expected = formula(c, {name: x.detach().double() for name, x in t.items()})
+    torch.testing.assert_close(y.double(), expected, rtol=0.05, atol=0.02)
+
+
 FP8 = 0.05  # of the norm: what e4m3 leaves of sums of products
 
 
