@@ -221,12 +221,14 @@ TABLE = [
     brief(
         [
             ("sm_90a", FORWARD, replace(PACKED, softcap=1.5)),
-            ("sm_90a", FORWARD, WINDOW),
+            *(
+                ("sm_90a", forward_table.configuration("sm_90a", "", heads, WINDOW.ends), WINDOW)
+                for heads in ((256, 256), (64, 64))
+            ),
             ("sm_90a", DRAWING, replace(SECTIONS, lengths=((100, 150), (0, 10), (9, 7)), packed=True)),
             ("sm_100a", TWO_TILES, PACKED),
             ("sm_90a", replace(DRAWING, queue=False), SMALL_TYPES[0]),
             ("sm_90a", replace(FORWARD, head=192, head_v=128, tile=(128, 128)), CAPPED),
-            ("sm_90a", replace(FORWARD, head=64, head_v=64, tile=(192, 128)), WINDOW),
             ("sm_90a", HOLDING, SECTIONS),
             ("sm_100a", BLACKWELL, PACKED),
             ("sm_100a", BLACKWELL, WINDOW),

@@ -72,7 +72,8 @@ class ForwardConfiguration(AttentionConfiguration):
 
     ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
     offsets. ``queue``: CTAs stay and draw their tiles. ``holds``: a loop's ends stay in registers and places in rings
-    are unsigned, which saves instructions in every step. ``result`` is O's type, if it is not that of Q.
+    are unsigned, which saves instructions in every step. ``own``: warpgroups take the blocks that their own rows need,
+    not all of the tile's, and no turns; not with 8 bits. ``result`` is O's type, if it is not that of Q.
     """
 
     stages: int = 2
@@ -80,6 +81,7 @@ class ForwardConfiguration(AttentionConfiguration):
     ends: str = "int32"
     queue: bool = False
     holds: bool = False
+    own: bool = False
     result: str = ""
 
     kernel = "attention_forward:AttentionForward"

@@ -11,6 +11,8 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 
+WORD = 32  # bits
+
 
 @dataclass
 class Mask:
@@ -60,17 +62,25 @@ class Mask:
     def hide(
         self, scores: cute.Tensor, layout: RowLayout, thread: Int32, row: Any, key: Any, width: int
     ) -> None:  # fmt: skip
-        """Makes scores that do not count -inf, of a tile that begins at a row and a key."""
+        """Makes scores that do not count -inf, of a tile that begins at a row and a key.
+
+        Which ones count are bits of a word: machine code turns seven of them into predicates at a time.
+        """
         for slot in range(layout.slots):
-            mine = row + layout.row(thread, slot)
-            begin, end = self.begin(mine) - key, self.end(mine) - key
-            end = Int32(select_(mine < self.queries, end, Int32(0)))
-            for place, i in enumerate(layout.order(width, slot)):
-                column = layout.column(thread, place)
-                seen = column < end
-                if const_expr(self.left is not None):
-                    seen = seen & (column >= begin)
-                scores[i] = Float32(select_(seen, scores[i], -Float32.inf))
+            mine, order = row + layout.row(thread, slot), layout.order(width, slot)
+            end = Int32(select_(mine < self.queries, self.end(mine) - key, Int32(0)))
+            for word in range(0, len(order), WORD):
+                seen = ones(layout.before(thread, end) - word)
+                if self.left is not None:
+                    seen = seen & ~ones(layout.before(thread, self.begin(mine) - key) - word)
+                for place, i in enumerate(order[word : word + WORD]):
+                    scores[i] = Float32(select_((seen & 1 << place) != 0, scores[i], -Float32.inf))
+
+
+def ones(count: Int32) -> Int32:
+    """A word whose lowest bits, so many, are 1: none below 0, and all from 32 on, since PTX shifts as far as told."""
+    shift, count = "shl.b32 {$w0}, 1, {$r0};", cutlass.max(count, Int32(0))
+    return cute.arch.inline_ptx(shift, write_only_types=[Int32], read_only_args=[count]) - 1
 
 
 @dataclass

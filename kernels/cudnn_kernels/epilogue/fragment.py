@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, select_
 
@@ -44,6 +45,11 @@ class RowLayout:
         """The column of the value at a position of ``order``."""
         run, offset = position // self.run, position % self.run
         return (run * self.neighbours + thread % self.neighbours) * self.run + offset
+
+    def before(self, thread: Int32, column: Int32) -> Int32:
+        """How many of a thread's positions are columns before this one."""
+        wide, own = self.neighbours * self.run, cutlass.max(column - thread % self.neighbours * self.run, Int32(0))
+        return own // wide * self.run + cutlass.min(own % wide, self.run)
 
     def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
         """Tells of a position of ``order`` whether it is in the group's first so many rows and columns."""

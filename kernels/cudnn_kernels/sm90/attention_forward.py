@@ -84,6 +84,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         super().__init__(configuration)
         self.groups = self.tile_m // ROWS
         self.warps, self.threads = 4 * self.groups, GROUP * (1 + self.groups)
+        self.turns = self.groups > 1 and not configuration.own  # whether warpgroups take turns in issuing products
         self.seldom = configuration.head_v > 128  # whether O is multiplied anew only where that is needed
         self.turners = TURNERS if self.dtype.width == 8 else 0  # warps that transpose V
 
@@ -250,6 +251,13 @@ class AttentionForward(WarpgroupProducts, Forward):
             self.release(room.values_ring.full + stage)
             self.release(room.v_ring.empty + stage)
 
+    def own_blocks(self, p: Problem, group: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The blocks of keys that a warpgroup's rows need, of those of the tile."""
+        if not self.c.own:
+            return self.blocks(p)
+        row = p.row + group * ROWS
+        return p.mask.blocks(row, cutlass.min(row + ROWS, p.mask.queries) - 1, self.tile_n)
+
     def at(self, place: Any) -> tuple[Any, Any]:
         """The buffer, and its barriers' phase, of a block before which so many were taken."""
         place = Uint32(place) if self.c.holds else place
@@ -279,14 +287,29 @@ class AttentionForward(WarpgroupProducts, Forward):
 
     def take(self, call: Call, room: Room, part: Part, p: Problem, place: Int32, phase: Int32) -> None:
         """A warpgroup's rows of a tile."""
+        self.pass_over(room, part, p, place, True)
         log_sums = self.attend(call, room, part, p, place, phase)
         self.store_log_sums(call, p, p.row + part.group * ROWS, part.thread, log_sums)
         self.store(call, room, part, p)
+        self.pass_over(room, part, p, place, False)
+
+    @cute.jit
+    def pass_over(self, room: Room, part: Part, p: Problem, place: Int32, before: bool) -> None:
+        """Gives back the tile's blocks before those that the warpgroup's rows need, or behind them."""
+        if const_expr(self.c.own):
+            begin, _, _, end = self.blocks(p)
+            own_begin, _, _, own_end = self.own_blocks(p, part.group)
+            first, stop = (end, own_end) if const_expr(before) else (own_begin, begin)
+            for n in cutlass.range(first - 1, stop - 1, -1, unroll=1):
+                stage, phase = self.at(place + end - 1 - n)
+                for of in (room.k_ring, room.v_ring):
+                    cute.arch.mbarrier_wait(of.full + stage, phase)
+                    self.release(of.empty + stage)
 
     @cute.jit
     def take_turns(self, group: Int32, begins: bool) -> None:
         """The first warpgroup has the first turn, and takes the one that is left in the end."""
-        if const_expr(self.groups > 1):
+        if const_expr(self.turns):
             if const_expr(begins):
                 if group == self.groups - 1:
                     barriers.arrive(TURN_BARRIER, 2 * GROUP)
@@ -299,11 +322,11 @@ class AttentionForward(WarpgroupProducts, Forward):
         part, scale_output = self.descaled(call, part, p)
         self.reset(part.state, call, p, part.thread)
         part.acc.fill(0.0)
-        begin, whole_begin, whole_end, end = self.blocks(p)
-        last = place + end - 1  # minus a block is how many were taken before it
+        last = place + self.blocks(p)[3] - 1  # minus a block is how many were taken before it
+        begin, whole_begin, whole_end, end = self.own_blocks(p, part.group)
         cute.arch.mbarrier_wait(room.q_full + part.group, phase)
         if end > begin:
-            self.first(room, part, p, end - 1, place)
+            self.first(room, part, p, end - 1, last - end + 1)
             start = end - 1
             if const_expr(self.c.right):  # else no row sees less of these blocks than others do
                 start = cutlass.max(begin, cutlass.min(start, whole_end))
@@ -372,12 +395,12 @@ class AttentionForward(WarpgroupProducts, Forward):
         """
         (stage, phase), (value_stage, value_phase) = self.at(place), self.at(place - 1)
         cute.arch.mbarrier_wait(room.k_ring.full + stage, phase)
-        if const_expr(self.groups > 1):
+        if const_expr(self.turns):
             barriers.wait(TURN_BARRIER + part.group, 2 * GROUP)
         self.multiply_keys(part, stage)
         cute.arch.mbarrier_wait(room.values_ring.full + value_stage, value_phase)
         self.multiply_values(part, value_stage)
-        if const_expr(self.groups > 1):
+        if const_expr(self.turns):
             after = select_(part.group == self.groups - 1, Int32(0), part.group + 1)
             barriers.arrive(TURN_BARRIER + after, 2 * GROUP)
         warpgroup.wait_group(1)

@@ -39,10 +39,13 @@ TILES = {
 8 bits at 96 and values of 192, which were never timed: keys for which registers and shared memory suffice.
 """
 WINDOW_TILES = {
-    ("sm_90a", 64, 64): (192, 96), ("sm_90a", 96, 96): (192, 80), ("sm_90a", 256, 256): (128, 64),
-    (EIGHT_BITS, 64, 64): (192, 96), (EIGHT_BITS, 128, 128): (128, 128), (EIGHT_BITS, 192, 128): (128, 128),
+    ("sm_90a", 64, 64): ((192, 96), 4), ("sm_90a", 96, 96): ((192, 112), 3), ("sm_90a", 192, 192): ((128, 112), 2),
+    ("sm_90a", 256, 256): ((128, 64), 2), (EIGHT_BITS, 64, 64): ((192, 96), 0),
+    (EIGHT_BITS, 128, 128): ((128, 128), 0), (EIGHT_BITS, 192, 128): ((128, 128), 0),
 }  # fmt: skip
-"""Those for windows, where they differ: fewer keys waste less at both edges, and take fewer registers at 96."""
+"""Those for windows, where they differ, since fewer keys waste less at both edges; and, where warpgroups take only the
+blocks that their own rows need, the buffers of K and V.
+"""
 DECODE = {
     "sm_90a": {
         (64, 64): (128, 4), (96, 96): (128, 3), (128, 128): (128, 2), (192, 128): (128, 2), (192, 192): (64, 3),
@@ -63,13 +66,13 @@ def configuration(
     arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any], **options: Any
 ) -> ForwardConfiguration:  # fmt: skip
     """What an architecture's kernel is compiled for."""
-    causal = ends["right"] and not ends["left"]
-    draws = arch == "sm_90a" and ends["packed"] and causal  # timed faster so
-    others = (ends["packed"], ends["top_left"], *options.values())
-    holds = (arch, dtype, *heads) in HOLDING and causal and not any(others)
+    draws = arch == "sm_90a" and ends["packed"] and ends["right"]  # timed faster so
+    others = (ends["left"], ends["packed"], ends["top_left"], *options.values())
+    holds = (arch, dtype, *heads) in HOLDING and ends["right"] and not any(others)
     kind = EIGHT_BITS if options.get("result") else arch
-    tile = (WINDOW_TILES if ends["left"] else {}).get((kind, *heads), TILES[kind][heads])
-    return ForwardConfiguration(dtype, *heads, tile, **ends, queue=draws, holds=holds, **options)
+    tile, stages = (WINDOW_TILES if ends["left"] else {}).get((kind, *heads), (TILES[kind][heads], 0))
+    chosen = {"queue": draws, "holds": holds, "own": stages > 0, "stages": stages or 2}
+    return ForwardConfiguration(dtype, *heads, tile, **ends, **chosen, **options)
 
 
 class SdpaForward(Attention):
