@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], type[Excepti
     ({}, {}, {"mma_tiler_mn": (128, 48)}, ValueError, r"mma_tiler_mn: got \(128, 48\); allowed: .* columns"),
     ({}, {}, {"cluster_shape_mn": (3, 1)}, ValueError, r"cluster_shape_mn: got \(3, 1\); allowed: powers of 2 up to"),
     ({}, {}, {"cluster_shape_mn": (0, 1)}, ValueError, r"cluster_shape_mn: got \(0, 1\); allowed: powers of 2 up to"),
-    ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got the"),
+    ({}, {"b": torch.empty_strided((256, 128, 1), (128, 1, 32768), dtype=BF16)}, {}, ValueError, "samples: got a on "),
     ({}, {}, {"arch": None}, RuntimeError, "device: got meta; allowed: cuda or cpu; others, such as meta, with arch. "),
     ({}, {}, {"arch": "sm_80"}, RuntimeError, "architecture: got sm_80; allowed: sm_90a, sm_100a"),
 ]  # fmt: skip

@@ -92,11 +92,9 @@ def _str(where: str, name: str, value: Any) -> Any:
 
 
 def _pair(where: str, name: str, value: Any) -> Any:
-    of_tiles = name.endswith("_mn")
     try:
         first, second = map(operator.index, value)
     except (TypeError, ValueError) as error:
-        raise _refused(where, name, value, f"two integers{', of rows and columns' * of_tiles}") from error
-    if of_tiles and min(first, second) < 1:
-        raise ValueError(refusal(where, name, value, "positive numbers of rows and columns"))
+        of_tiles = ", of rows and columns" * name.endswith("_mn")
+        raise _refused(where, name, value, f"two integers{of_tiles}") from error
     return first, second

@@ -90,7 +90,7 @@ class SquaredReluExpertsBackward(ExpertsGemm):
     ) -> tuple[int, int]:
         """The shape of ``dprob_workspace``."""
         columns = 1 if cluster_shape_mn is None else cluster_shape_mn[1]
-        return m, ceil_div(n, mma_tiler_mn[1] * columns) * columns
+        return m, ceil_div(n, max(mma_tiler_mn[1] * columns, 1)) * columns  # other tiles are refused later
 
     @staticmethod
     def dbias_workspace_shape(m: int, n: int, *tiles: Any) -> tuple[int, int, int]:
