@@ -41,9 +41,9 @@ class SelectionAttentionBackward(Selected):
 
     dk and dv are summed over the heads of q that share one of k and over the rows that chose a block, in one order:
     results do not change from call to call. Rows behind the last sequence are left as they are. The kernels for
-    Blackwell (sm_100a) have run in the emulator only, as have those for heads of 192 and 256 elements. A call needs a
-    workspace of 8 bytes for every row of every head of q, and 512 (d + dv) / part for every entry of the lists, twice
-    that for blocks of 128, which PyTorch's allocator provides on the stream of the call.
+    Blackwell (sm_100a) have run in the emulator only. A call needs a workspace of 8 bytes for every row of every head
+    of q, and 512 (d + dv) / part for every entry of the lists, twice that for blocks of 128, which PyTorch's allocator
+    provides on the stream of the call.
 
     Args:
         sample_q ... sample_cum_seqlen_q: tensors like those that ``execute`` will get. o, do and dq are like q, dk and
