@@ -294,6 +294,7 @@ def test_operators_are_traced(name: str) -> None:
 ADDRESSED: list[dict[str, Any]] = [
     {"name": "grouped_gemm", "inputs": {"prob": F32}, "major": "mn"},
     {"name": "grouped_gemm_quant", "kind": "nvfp4", "ends": (256, 512), "inputs": {"prob": F32}},
+    {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256,)},
     {"name": "grouped_gemm_glu", "kind": "mxfp8", "ends": (256, 256, 512), "major": "mn",
      "inputs": {"norm_const": F32}, "d_dtype": E4M3},
     {"name": "grouped_gemm_srelu", "inputs": {"prob": F32}},
