@@ -156,9 +156,10 @@ def test_pages_of_keys(head: int, head_v: int, page: int, rows: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("head", "head_v"), SdpaBackward.head_sizes)
 def test_deterministic_gradients(head: int, head_v: int, causal: bool) -> None:
+    """Twelve heads of K are more than take turns side by side."""
     options = {**(CAUSAL if causal else {}), "deterministic": True}
-    q, do = (drawn(1000, 4, width, integers=False) for width in (head, head_v))
-    k, v = (drawn(1000, 2, width, integers=False) for width in (head, head_v))
+    q, do = (drawn(1000, 24, width, integers=False) for width in (head, head_v))
+    k, v = (drawn(1000, 12, width, integers=False) for width in (head, head_v))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     expected, lse, *_ = formula(*leaves, causal, head**-0.5)
     expected.backward(do.float())

@@ -42,6 +42,7 @@ BACKWARD = BackwardConfiguration("bfloat16", 128, 128, (80, 128))
 THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
 WIDER = replace(WIDE, head_v=192, tile=(64, 96))
+QUEUE = BackwardConfiguration("bfloat16", 64, 64, (128, 128), queue=True)
 
 SPLIT = {"split": 3, "parts": 3}
 
@@ -365,6 +366,9 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", BACKWARD, replace(WINDOW, right=None)),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, right=None)),
             ("sm_90a", replace(PAIRED, deterministic=True), replace(SHORT, left=None, top_left=True)),
+            ("sm_90a", QUEUE, SHORT),
+            ("sm_90a", QUEUE, Problem(((200, 290),) * 2, heads=(4, 2), right=5, dtype=torch.float16, nan=(1,))),
+            ("sm_90a", replace(QUEUE, tile=(64, 128), split=True), replace(WINDOW, softcap=1.5)),
             ("sm_90a", replace(BACKWARD, tile=(64, 128), split=True), replace(WINDOW, top_left=True)),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
         ],
@@ -383,7 +387,7 @@ def test_backward(arch: str, configuration: BackwardConfiguration, problem: Prob
     ("configuration", "problem"),
     brief(
         [
-            (replace(BACKWARD, head=64, head_v=64, tile=(64, 128)), Problem(((200, 300),), heads=(3, 3), right=0)),
+            (replace(QUEUE, tile=(64, 128)), Problem(((200, 300),), heads=(3, 3), right=0)),
             (replace(PAIRED, head=128, head_v=128, tile=(64, 32)), Problem(((130, 170),), heads=(6, 3), right=0)),
             (replace(BACKWARD, tile=(64, 128)), Problem(((200, 400), (70, 150)), (3, 3), True, right=0, left=100)),
             (replace(BACKWARD, head=64, head_v=64, tile=(64, 128)), Problem(((150, 300),), heads=(3, 3))),
@@ -396,7 +400,7 @@ def test_turns_come_after_those_of_earlier_ctas(
 ) -> None:
     """Each CTA, or pair, starts when those before are done, with two of the three heads in the first section."""
     cluster = 1 + configuration.pair
-    monkeypatch.setattr(attention_backward, "TOGETHER", 2 * cluster)
+    monkeypatch.setattr(attention_backward, "TOGETHER", 2 * cluster**2)
     monkeypatch.setattr(machine, "WAVE", cluster)
     configuration = replace(configuration, deterministic=True)
     given = backward_arguments(configuration, problem)
@@ -441,6 +445,10 @@ def test_turns_come_after_those_of_earlier_ctas(
             for result in ("float8_e4m3fn", "bfloat16")
         ),
         (replace(PAIRED, right=True), 6),
+        *(
+            pytest.param(replace(QUEUE, right=True, **x), 5, marks=pytest.mark.full)
+            for x in ({}, {"split": True}, {"packed": True, "left": True, "deterministic": True})
+        ),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),
         *(
             pytest.param(table.configuration("sm_90a", "bfloat16", heads, ends), 6, marks=pytest.mark.full)

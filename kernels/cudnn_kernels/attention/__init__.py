@@ -171,10 +171,11 @@ class BackwardConfiguration(AttentionConfiguration):
     in the order of keys. ``v_in_registers``: V is an operand from there, not from shared memory; not with ``pair``.
     ``split``: the last ``split`` blocks of keys are for ``parts`` CTAs, or pairs, each, which share the queries.
     ``shared``: dQ's sums are in the workspace of another pass, and this one "adds" to them, or, where one block has all
-    keys, "stores" them.
+    keys, "stores" them. ``queue``: CTAs stay and draw their blocks of keys; not with ``pair``.
     """
 
     pair: bool = False
+    queue: bool = False
     deterministic: bool = False
     v_in_registers: bool = False
     split: bool = False
@@ -217,7 +218,8 @@ class BackwardConfiguration(AttentionConfiguration):
             *matrices(self.packed, self.dtype, *key, {"dk": self.head, "dv": self.head_v}),
             *offsets(self.packed), Scalar("scale_softmax", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap,
-            *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split, Workspace(self.regions()), Stream(),
+            *[Scalar("split", "int32"), Scalar("parts", "int32")] * self.split, *[MULTIPROCESSORS] * self.queue,
+            Workspace(self.regions()), Stream(),
         )  # fmt: skip
 
     def regions(self) -> tuple[Any, ...]:
@@ -228,4 +230,5 @@ class BackwardConfiguration(AttentionConfiguration):
         if self.deterministic:
             values["turns"] = 1
         rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
-        return *rows, *[Elements("key_sums", 4 * self.keys * self.both, ("split", "parts"))] * self.split
+        drawn = [Elements("drawn", 4)] * self.queue
+        return *rows, *drawn, *[Elements("key_sums", 4 * self.keys * self.both, ("split", "parts"))] * self.split

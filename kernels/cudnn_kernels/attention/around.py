@@ -76,7 +76,8 @@ class Values:
     """What belongs to query rows in the workspace: LSE * log2(e), D, dQ's sums, and how many CTAs added to them.
 
     Of each sequence whole blocks of rows; the first two and the last are (s, h, b), the sums (512, .., blocks, h, b).
-    ``key_sums``: dK and dV of the parts of split blocks of keys, (keys, elements of both, parts, blocks).
+    ``key_sums``: dK and dV of the parts of split blocks of keys, (keys, elements of both, parts, blocks). ``drawn``:
+    how many blocks of keys CTAs have drawn.
     """
 
     log_sums: cute.Tensor
@@ -84,6 +85,7 @@ class Values:
     dq_sums: Any = None
     turns: Any = None
     key_sums: Any = None
+    drawn: Any = None
 
 
 def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
@@ -109,6 +111,8 @@ def values_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     if const_expr(c.split):
         shape = (c.both, c.keys, given["parts"], given["split"])
         values.key_sums = turned(region(c, given["workspace"], "key_sums", shape, sizes))
+    if const_expr(c.queue):
+        values.drawn = region(c, given["workspace"], "drawn", (1,), sizes)
     return values
 
 
@@ -132,7 +136,7 @@ def region(
     """A region of the workspace as values of 32 bits: counts where they are of turns."""
     (slot,) = (slot for slot in c.slots() if isinstance(slot, Workspace))
     start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
-    kind = Int32 if name == "turns" else Float32
+    kind = Int32 if name in ("turns", "drawn") else Float32
     first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=kind)
     return cute.make_tensor(first, cute.make_layout(shape))
 
@@ -154,7 +158,7 @@ class RowProducts:
     def launch(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, values: Values, offsets: Any, stream: Any
     ) -> None:  # fmt: skip
-        """O, dO (s, d, h, b); LSE (s, h, b); the values' turns become zeros too."""
+        """O, dO (s, d, h, b); LSE (s, h, b); the values' turns, and what was drawn, become zeros too."""
         rows = values.products.shape
         blocks, counts, zeros = rows[0] // self.rows, values.turns, values.dq_sums
         if zeros is not None:
@@ -162,18 +166,21 @@ class RowProducts:
         if counts is not None:
             counts = cute.make_tensor(counts.iterator, values.products.layout)
         grid, shape = grid_of(blocks, o.shape[2], o.shape[3])
-        self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, offsets, grid).launch(
+        self.kernel(o, do, lse, values.products, values.log_sums, zeros, counts, values.drawn, offsets, grid).launch(
             grid=shape, block=[ROW_THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor, products: cute.Tensor, log_sums: cute.Tensor,
-        zeros: Any, counts: Any, offsets: Any, grid: Grid,
+        zeros: Any, counts: Any, drawn: Any, offsets: Any, grid: Grid,
     ) -> None:  # fmt: skip
         c, lanes = self.c, self.lanes
-        thread, _, _ = cute.arch.thread_idx()
+        thread, cta = here()
         block, head, batch = place_in(grid)
+        if const_expr(drawn is not None):
+            if cta + thread == 0:
+                drawn[0] = Int32(0)
         lane, size = thread % lanes, c.tile[0]
         mine, first, rows = block_of_rows(block * self.rows // size, o.shape[0], size, offsets)
         mine += block * self.rows % size

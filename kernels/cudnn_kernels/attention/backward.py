@@ -34,6 +34,7 @@ class Work:
     offsets_k: Any
     right: Int32
     left: Int32
+    count: Any = 0  # blocks, and parts of blocks
     whole: Any = None  # blocks that are not split
     parts: Any = None  # divisor: of the others
 
@@ -92,6 +93,7 @@ def work_of(
         work.whole = cutlass.max(Int32(count) - given["split"], Int32(0))
         work.parts = cute.FastDivmodDivisorV2(cutlass.max(given["parts"], 1))
         count = work.whole + (count - work.whole) * given["parts"]
+    work.count = Int32(count)
     return work, count
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
+
+from cudnn_kernels.pipeline import barriers
 
 
 @dataclass
@@ -53,3 +55,30 @@ def advanced(ring: Ring, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
         stage = Int32(0)
         phase = phase ^ 1
     return stage, phase
+
+
+@cute.jit
+def draw(
+    ring: Ring, drawn: cute.Tensor, count: cute.Tensor, turn: Int32, told: Any, draws: bool
+) -> tuple[Int32, ...]:  # fmt: skip
+    """All warps of a CTA: the number of what is drawn in a turn, and what else the drawing warp ``told``.
+
+    It ``draws`` by counting up in global memory, as soon as all have read what was drawn ``stages`` turns ago, and
+    writes it to ``drawn``, (values, stages).
+    """
+    stage, phase = turn % ring.stages, turn // ring.stages % 2
+    if const_expr(draws):
+        cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+        if cute.arch.lane_idx() == 0:
+            drawn[0, stage] = cute.arch.inline_ptx(
+                "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32],
+                read_only_args=[count.iterator.toint()],
+            )  # fmt: skip
+            for i in cutlass.range_constexpr(len(told)):
+                drawn[1 + i, stage] = Int32(told[i])
+            cute.arch.mbarrier_arrive(ring.full + stage)
+    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    found = [cute.arch.make_warp_uniform(drawn[i, stage]) for i in range(1 + len(told))]
+    cute.arch.sync_warp()
+    barriers.arrive_once(ring.empty + stage)
+    return found

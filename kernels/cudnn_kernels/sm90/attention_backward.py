@@ -40,10 +40,10 @@ from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.cluster import Cluster, meet
 from cudnn_kernels.pipeline.copy import copy_bytes
-from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, register_operand
+from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, opaque, register_operand
 
 GROUP = 128  # threads of a warpgroup
 GROUPS = 2  # that multiply
@@ -51,10 +51,11 @@ ROWS = 64  # of a warpgroup's product
 FEW, MANY = 24, 240  # registers of a loading and of a multiplying thread
 ALL_BARRIER = 1  # of the multiplying warpgroups
 STAGES = 2
+DRAWN = 2  # blocks of keys
 TOGETHER = 8
 """Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last, and
-where CTAs take turns, so that few wait; half as many with pairs of CTAs. Several blocks of a head still run at the same
-time, and find in L2 what they load.
+where CTAs take turns, so that few wait; half as many with pairs of CTAs, a quarter if they take turns. Several blocks
+of a head still run at the same time, and find in L2 what they load.
 """
 
 
@@ -99,7 +100,8 @@ class Backward(Kernel):
     @property
     def together(self) -> int:
         """Heads of K whose first blocks start together: see ``TOGETHER``."""
-        return TOGETHER // self.cluster if self.c.right or self.c.compressed or self.c.deterministic else 1
+        c, turns = self.c, self.c.deterministic
+        return TOGETHER // self.cluster ** (1 + turns) if c.right or c.compressed or turns else 1
 
     def boxes(self) -> dict[str, Box]:
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""
@@ -125,7 +127,9 @@ class Backward(Kernel):
         work, clusters = work_of(c, given, self.cluster * self.n, together=self.together)
         atoms = [self.loaded(sequences.copied(given[x.source], c.packed), x) for x in self.boxes().values()]
         key_sums, again = values.key_sums, replace(work)
-        told = (values.log_sums, values.products, values.dq_sums, values.turns, key_sums)
+        told = (values.log_sums, values.products, values.dq_sums, values.turns, key_sums, values.drawn)
+        if c.queue:
+            clusters = cutlass.min(given["multiprocessors"], clusters)
         self.kernel(atoms, dk, dv, told, work, Scale(scale, given.get("softcap"))).launch(
             grid=[self.cluster * clusters, 1, 1], block=[GROUP * (1 + GROUPS), 1, 1], cluster=[self.cluster, 1, 1],
             stream=stream, min_blocks_per_mp=1,
@@ -147,27 +151,55 @@ class Backward(Kernel):
         shared = {x: self.allocate(smem, layout) for x, layout in layouts.items()} | self.more_buffers(smem)
         counts = {f"{x}_{state}": (stages, count) for x, stages in (("q", STAGES), ("do", self.stages))
                   for state, count in (("full", 1), ("empty", 4 * GROUPS))}  # fmt: skip
-        shared |= self.barriers(smem, {"kv_full": (1, 1), **counts, **self.more_barriers()}, thread)
-        c, values, (index, _, _) = self.c, Values(*values), cute.arch.block_idx()
-        if const_expr(c.split):
-            block = part_of(c, work, index // self.cluster, c.keys, self.m, c.last_first)
-        else:
-            block = block_of(c, work, index // self.cluster, c.keys, self.m, False, c.last_first)
-        block.row += rank * self.n
+        counts |= {"kv_full": (1, 1)} | ({"kv_empty": (1, 4 * GROUPS)} if self.c.queue else {})
+        shared |= self.barriers(smem, counts | self.more_barriers(), thread)
+        values = Values(*values)
         if group == 0:
             cute.arch.setmaxregister_decrease(FEW)
             if warp_index == 0:
-                self.produce(dict(zip(self.boxes(), atoms, strict=True)), shared, values, block, rank)
+                copies = dict(zip(self.boxes(), atoms, strict=True))
+                self.each_block(work, values, rank, lambda *x: self.produce(copies, shared, values, rank, *x), True)
             if const_expr(self.assistants > 0):
                 if (warp_index > 0) & (warp_index <= self.assistants):
-                    self.assist(shared, values, block, rank, warp_index - 1)
+                    self.each_block(
+                        work, values, rank, lambda *x: self.assist(shared, values, rank, warp_index - 1, *x)
+                    )
         else:
             cute.arch.setmaxregister_increase(MANY)
-            self.consume(shared, values, block, dk, dv, scale, rank, group - 1, thread - GROUP)
+            self.each_block(work, values, rank, lambda *x: self.consume(shared, values, dk, dv, scale, rank, *x))
         if const_expr(self.cluster > 1):  # until when the other CTA may write here
             meet(Cluster(self.cluster, 1))
 
     name(kernel, "cudnn_attention_backward_sm90")
+
+    def block(self, work: Work, index: Int32, rank: Any) -> Block:
+        """One of the CTA's cluster, or a part of it."""
+        c = self.c
+        if const_expr(c.split):
+            block = part_of(c, work, index, c.keys, self.m, c.last_first)
+        else:
+            block = block_of(c, work, index, c.keys, self.m, False, c.last_first)
+        block.row += rank * self.n
+        return block
+
+    @cute.jit
+    def each_block(self, work: Work, values: Values, rank: Any, visit: Any, draws: bool = False) -> None:
+        """Does something for every block of the CTA, told how many steps came before, and how many blocks with steps.
+
+        With a queue, one warp ``draws``, while others still compute the block before, and tells them.
+        """
+        if const_expr(not self.c.queue):
+            cta, _, _ = cute.arch.block_idx()
+            visit(self.block(work, cta // self.cluster, rank), 0, 0)
+        else:
+            turn = Int32(0)
+            number, before, blocks = ring.draw(*self.queue, values.drawn, turn, (0, 0), draws)
+            while number < work.count:
+                block = self.block(work, number, rank)
+                visit(block, before, blocks)
+                turn += 1
+                told = (before + block.steps, blocks + cutlass.min(block.steps, 1))
+                number, before, blocks = ring.draw(*self.queue, values.drawn, turn, told, draws)
 
     def tile(self, rows: int, columns: int, stages: int = 1, part: int = 0) -> Any:
         """A buffer's layout, rows of contiguous elements: (rows, columns), and stages if there are several.
@@ -192,7 +224,11 @@ class Backward(Kernel):
     def barriers(self, smem: Any, counts: dict[str, tuple[int, int]], thread: Int32) -> dict[str, Any]:
         """Barriers for all CTAs of the cluster: as many as the first number, for so many arrivals as the second."""
         made = {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
+        if const_expr(self.c.queue):
+            self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout((3, DRAWN)))
         if thread == 0:
+            if const_expr(self.c.queue):
+                ring.initialise(self.queue[0], 1, 4 * GROUPS + self.assistants + 1)
             for name, (count, arrivals) in counts.items():
                 for i in range(count):
                     cute.arch.mbarrier_init(made[name] + i, arrivals)
@@ -211,20 +247,24 @@ class Backward(Kernel):
         return {"k": (block.row, 0), "v": (block.row, 0)}
 
     @cute.jit
-    def fetch_keys(self, atoms: Any, shared: Any, block: Block, places: Any) -> None:
+    def fetch_keys(self, atoms: Any, shared: Any, block: Block, places: Any, blocks: Any) -> None:
         """Fetches the tiles that stay, if there are any steps."""
         boxes, full = self.boxes(), shared["kv_full"]
         if block.steps > 0:
+            if const_expr(self.c.queue):
+                cute.arch.mbarrier_wait(shared["kv_empty"], blocks % 2 ^ 1)
             self.expect(full, sum(boxes[x].rows * boxes[x].columns for x in places))
             for x, place in places.items():
                 rows = sequences.copied_rows(atoms[x][1], block.head, block.batch, block.first_row, block.mask.queries)
                 self.fetch(atoms[x][0], rows, boxes[x], place, shared[x], full)
 
     @cute.jit
-    def produce(self, atoms: Any, shared: Any, values: Values, block: Block, rank: Any) -> None:
+    def produce(
+        self, atoms: Any, shared: Any, values: Values, rank: Any, block: Block, before: Any, blocks: Any
+    ) -> None:  # fmt: skip
         """One warp: fetches K and V, then Q and dO of every step."""
         boxes, total = self.boxes(), block.steps
-        self.fetch_keys(atoms, shared, block, self.keys_fetched(block, rank))
+        self.fetch_keys(atoms, shared, block, self.keys_fetched(block, rank), blocks)
         more = cutlass.min(total, 1) if const_expr(self.ahead) else 0  # the last Q is multiplied for nothing
         for step in cutlass.range(total + more, unroll=1):
             used = cutlass.min(step, total - 1)
@@ -232,8 +272,10 @@ class Backward(Kernel):
             first = (block.first_block + index) * self.m
             for x, of_rows in (("q", "log_sums"), ("do", "products")):
                 if x == "q" or step < total:
-                    stages = boxes[x].stages
-                    stage, phase = step % stages, step // stages % 2
+                    stages, count = boxes[x].stages, before + step
+                    if const_expr(x == "q" and self.ahead):
+                        count += blocks
+                    stage, phase = count % stages, count // stages % 2
                     full = shared[f"{x}_full"] + stage
                     cute.arch.mbarrier_wait(shared[f"{x}_empty"] + stage, phase ^ 1)
                     self.expect(full, self.m * boxes[x].columns, 4 * self.m if const_expr(self.copies_values) else 0)
@@ -251,6 +293,12 @@ class Backward(Kernel):
         """Announces so many elements, and so many bytes more."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.dtype.width // 8 + more)
+
+    def multiplying(self) -> tuple[Int32, Int32]:
+        """A multiplying warpgroup's number, and the thread's in it: anew, for to keep them would cost registers."""
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(thread // GROUP) - 1
+        return group, thread - GROUP - group * GROUP
 
     def all_multiplying(self) -> None:
         """Waits for both multiplying warpgroups, of which all have written to shared memory what products read."""
@@ -321,31 +369,27 @@ class Backward(Kernel):
                 "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[place.toint()]
             )
 
-    def end_turn(self, turns: cute.Tensor, part: Any, count: Any = 1) -> None:
-        """Lets the next one add; nothing with a count of 0."""
+    def end_turn(self, turns: cute.Tensor, part: Any) -> None:
+        """Lets the next one add."""
         place = cute.domain_offset((part,), turns).iterator
-        arguments = [place.toint(), Int32(count)]
-        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=arguments)
+        cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[place.toint()])
 
     @cute.jit
     def finish(
-        self, shared: Any, values: Values, block: Block, results: Any, scale: Scale, rank: Any, group: Int32,
-        thread256: Int32,
+        self, shared: Any, values: Values, block: Block, results: Any, scale: Scale, rank: Any
     ) -> None:  # fmt: skip
         """Writes dK and dV, the sums and the tensor of each: of a split block to the workspace."""
         if const_expr(self.c.split):
             if block.number >= 0:
-                self.leave(values, block, results, rank, group, thread256 - group * GROUP)
+                self.leave(values, block, results, rank)
             else:
-                self.store(shared, block, results, scale, group, thread256)
+                self.store(shared, block, results, scale)
         else:
-            self.store(shared, block, results, scale, group, thread256)
+            self.store(shared, block, results, scale)
 
-    def leave(
-        self, values: Values, block: Block, results: Any, rank: Any, group: Int32, thread: Int32
-    ) -> None:  # fmt: skip
+    def leave(self, values: Values, block: Block, results: Any, rank: Any) -> None:
         """Writes sums as they are, to be added to those of other parts."""
-        column = 0
+        (group, thread), column = self.multiplying(), 0
         for (acc, out), product in zip(results.values(), (self.dk, self.dv), strict=True):
             place, head = (rank * self.n, column, block.part, block.number), cute.size(out, mode=[1])
             tile = cute.local_tile(cute.domain_offset(place, values.key_sums)[None, None, 0, 0], (self.n, head), (0, 0))
@@ -353,18 +397,23 @@ class Backward(Kernel):
             cute.autovec_copy(acc, target)
             column += head
 
-    def store(self, shared: Any, block: Block, results: Any, scale: Scale, group: Int32, thread256: Int32) -> None:
-        """Writes sums, rounded, through the buffers of K and V."""
+    def store(self, shared: Any, block: Block, results: Any, scale: Scale) -> None:
+        """Writes sums, rounded, through buffers of shared memory."""
+        group, thread = self.multiplying()
+        if const_expr(self.c.queue):  # else addresses are computed before all steps, which need the registers
+            thread = opaque(thread)
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)  # both have used the buffers
         factors = (scale.scores, None)
         for (x, (acc, _)), product, factor in zip(results.items(), (self.dk, self.dv), factors, strict=True):
             part = self.result_part(shared[x], group)
-            self.put(product, self.rounded(acc, factor), part, self.transposed, thread256 - group * GROUP)
+            self.put(product, self.rounded(acc, factor), part, self.transposed, thread)
         barriers.wait(ALL_BARRIER, GROUPS * GROUP)
         rows = cutlass.min(Int32(self.n), block.mask.queries - block.row)
         for x, (_, out) in results.items():
             target = cute.domain_offset((block.first_row + block.row, 0), out[None, None, block.head, block.batch])
-            store_rows(shared[x], target, rows, thread256)
+            store_rows(shared[x], target, rows, group * GROUP + thread)
+        if const_expr(self.c.queue):
+            barriers.wait(ALL_BARRIER, GROUPS * GROUP)
 
 
 class AttentionBackward(Backward):
@@ -387,11 +436,19 @@ class AttentionBackward(Backward):
             self.query = Product(self.dtype, self.dq_width, b=MN)
 
     def more_buffers(self, smem: Any) -> dict[str, cute.Tensor]:
-        """dS, and float32 values: dQ on its way, and what belongs to a step's rows."""
+        """dS, and float32 values: dQ on its way, and what belongs to a step's rows.
+
+        With a queue dK and dV leave from where dS and dQ were, while K and V of the next block come.
+        """
         per_row = cute.make_layout((self.m, STAGES))
         layouts = {"dq": cute.make_layout((512, self.m * self.c.head // 512)), "log_sums": per_row, "products": per_row}
-        found = {x: smem.allocate_tensor(Float32, layout, byte_alignment=128) for x, layout in layouts.items()}
-        return found | {"ds": self.allocate(smem, self.tile(self.m, self.n, STAGES))}
+        found = {x: smem.allocate_tensor(Float32, layout, byte_alignment=1024) for x, layout in layouts.items()}
+        found["ds"] = self.allocate(smem, self.tile(self.m, self.n, STAGES))
+        for x, over, head in (("dk", "ds", self.c.head), ("dv", "dq", self.c.head_v)) if self.c.queue else ():
+            layout = self.tile(self.n, head)
+            place = cute.recast_ptr(found[over].iterator, layout.inner, dtype=self.dtype)
+            found[x] = cute.make_tensor(place, layout.outer)
+        return found
 
     def more_barriers(self) -> dict[str, tuple[int, int]]:
         return {"dq_full": (GROUPS, 4), "dq_empty": (GROUPS, 1)}
@@ -401,11 +458,11 @@ class AttentionBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Any,
-        group: Int32, thread256: Int32,
+        self, shared: Any, values: Values, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Any, block: Block,
+        before: Any, blocks: Any,
     ) -> None:  # fmt: skip
         """A warpgroup that multiplies."""
-        thread = thread256 - group * GROUP
+        group, thread = self.multiplying()
         rows_k, rows_v = (self.result_part(shared[x], group) for x in ("k", "v"))
         tSrK, tSrV = self.score.left(rows_k, thread), self.gradient.left(rows_v, thread)
         tSrQ, tSrdO = (self.score.right(shared[x], thread) for x in ("q", "do"))
@@ -428,16 +485,18 @@ class AttentionBackward(Backward):
         q_full, q_empty, do_full, do_empty, dq_full, dq_empty = (
             shared[f"{x}_{state}"] for x in ("q", "do", "dq") for state in ("full", "empty")
         )
+        ahead = blocks if const_expr(self.ahead) else 0  # one more of Q than of dO in each
         if block.steps > 0:
-            cute.arch.mbarrier_wait(shared["kv_full"], 0)
+            cute.arch.mbarrier_wait(shared["kv_full"], blocks % 2)
             self.gradient.read(tSrV, rows_v, thread)
             if const_expr(self.ahead):
-                cute.arch.mbarrier_wait(q_full, 0)
-                self.score.issue(scores, tSrK, tSrQ[None, None, None, 0], False)
+                first = before + ahead
+                cute.arch.mbarrier_wait(q_full + first % STAGES, first // STAGES % 2)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, first % STAGES], False)
                 warpgroup.wait_group(0)
-        for step in cutlass.range(block.steps, unroll=1):
-            m_block = place_of(block, step)[1]
-            stage, phase = step % STAGES, step // STAGES % 2
+        m_block, after = place_of(block, 0)[1], block.begin + block.way * block.blocks
+        for place in cutlass.range(before, before + block.steps, unroll=1):
+            stage, phase, q_stage = place % STAGES, place // STAGES % 2, (place + ahead) % STAGES
             if const_expr(not self.ahead):
                 cute.arch.mbarrier_wait(q_full + stage, phase)
                 self.score.issue(scores, tSrK, tSrQ[None, None, None, stage], False)
@@ -447,7 +506,10 @@ class AttentionBackward(Backward):
                 warpgroup.wait_group(1)
             cap(scores, factor)
             self.hide(scores, mask, key, m_block * self.m)
-            log_sums = self.columns(shared["log_sums"][None, stage], thread)
+            m_block += block.way
+            if m_block == after:
+                m_block = block.begin
+            log_sums = self.columns(shared["log_sums"][None, q_stage], thread)
             self.exponentiate(scores, p, scale_log2, self.each(log_sums))
             weights = register_operand(self.dv.mma(), self.rounded(p), (ROWS, self.m))
             warpgroup.wait_group(0)
@@ -460,23 +522,31 @@ class AttentionBackward(Backward):
             self.all_multiplying()
             tQr = (tQrS[None, None, None, stage], tQrK)
             self.query.issue(acc_dq, *(tQr[::-1] if const_expr(self.c.dq_turned) else tQr), False)
-            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, stage], True)
+            self.dk.issue(acc_dk, ds, tKrQ[None, None, None, q_stage], True)
             warpgroup.wait_group(1)
             barriers.arrive_once(do_empty + stage)
-            cute.arch.mbarrier_wait(dq_empty + group, step % 2 ^ 1)
+            cute.arch.mbarrier_wait(dq_empty + group, place % 2 ^ 1)
             self.hand_over(acc_dq, shared["dq"], dq_full + group, group, thread)
             if const_expr(self.ahead):
-                following = (step + 1) % STAGES
-                cute.arch.mbarrier_wait(q_full + following, (step + 1) // STAGES % 2)
-                self.score.issue(scores, tSrK, tSrQ[None, None, None, following], False)
+                following = place + ahead + 1
+                cute.arch.mbarrier_wait(q_full + following % STAGES, following // STAGES % 2)
+                self.score.issue(scores, tSrK, tSrQ[None, None, None, following % STAGES], False)
                 warpgroup.wait_group(1)
-                barriers.arrive_once(q_empty + stage)
+                barriers.arrive_once(q_empty + q_stage)
                 warpgroup.wait_group(0)  # in flight over a loop's end, ptxas would let products wait for each other
             else:
                 warpgroup.wait_group(0)
-                barriers.arrive_once(q_empty + stage)
-        results = {"k": (acc_dk, dk), "v": (acc_dv, dv)}
-        self.finish(shared, values, block, results, scale, rank, group, thread256)
+                barriers.arrive_once(q_empty + q_stage)
+        names = ("dk", "dv") if const_expr(self.c.queue) else ("k", "v")
+        if const_expr(self.c.queue):
+            if block.steps > 0:
+                barriers.arrive_once(shared["kv_empty"])
+                if const_expr(self.ahead):  # the last one was multiplied for nothing
+                    barriers.arrive_once(q_empty + (before + block.steps + ahead) % STAGES)
+                for other in cutlass.range_constexpr(GROUPS):  # dQ has left its buffer
+                    cute.arch.mbarrier_wait(dq_empty + other, (before + block.steps - 1) % 2)
+        results = dict(zip(names, ((acc_dk, dk), (acc_dv, dv)), strict=True))
+        self.finish(shared, values, block, results, scale, rank)
 
     @cute.jit
     def hand_over(self, acc: cute.Tensor, buffer: cute.Tensor, full: Any, part: Int32, thread: Int32) -> None:
@@ -492,7 +562,9 @@ class AttentionBackward(Backward):
         barriers.arrive_once(full)
 
     @cute.jit
-    def assist(self, shared: Any, values: Values, block: Block, rank: Any, part: Int32) -> None:
+    def assist(
+        self, shared: Any, values: Values, rank: Any, part: Int32, block: Block, before: Any, blocks: Any
+    ) -> None:  # fmt: skip
         """One warp: lets the copy engine add a warpgroup's part of dQ, step by step."""
         c, chunks = self.c, self.m * self.c.head // 512 // GROUPS
         source, full, empty = (
@@ -504,7 +576,7 @@ class AttentionBackward(Backward):
         for step in cutlass.range(block.steps, unroll=1):
             place = self.place(block, step)
             target = cute.domain_offset((0, part * chunks), values.dq_sums[(None, None, *place)]).iterator.toint()
-            cute.arch.mbarrier_wait(full, step % 2)
+            cute.arch.mbarrier_wait(full, (before + step) % 2)
             if const_expr(c.deterministic):
                 turn = self.turn(mask, block, place_of(block, step)[1])
                 self.wait_for_turn(values.turns[(None, *place)], part, turn)

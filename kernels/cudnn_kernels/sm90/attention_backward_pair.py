@@ -83,11 +83,11 @@ class PairedBackward(Backward):
 
     @cute.jit
     def consume(
-        self, shared: Any, values: Values, block: Block, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Int32,
-        group: Int32, thread256: Int32,
+        self, shared: Any, values: Values, dk: cute.Tensor, dv: cute.Tensor, scale: Scale, rank: Int32, block: Block,
+        before: Any, blocks: Any,
     ) -> None:  # fmt: skip
         """A warpgroup that multiplies."""
-        c, thread = self.c, thread256 - group * GROUP
+        c, (group, thread) = self.c, self.multiplying()
         tSrQ, tSrdO = (self.score.left(shared[x], thread) for x in ("q", "do"))
         halves = (("k", c.head), ("v", c.head_v))
         sK, sV = (cute.local_tile(shared[x], (self.half_n, head), (group, 0)) for x, head in halves)
@@ -134,7 +134,7 @@ class PairedBackward(Backward):
             cute.arch.mbarrier_wait(peer_empty, phase ^ 1)  # the other CTA has what dS was before
             self.put(self.score, self.rounded(gradients), sdS, True, thread)
             self.all_multiplying()
-            if thread256 < 32:
+            if group * GROUP + thread < 32:
                 self.send(shared["ds"], shared["peer_ds"], peer_full, rank)
             sums = values.dq_sums[(None, None, *self.place(block, step))]
             additions = self.additions(acc_dq, sums, rank * GROUPS + group, thread)
@@ -153,14 +153,13 @@ class PairedBackward(Backward):
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(peer_empty, 1 - rank)
             if const_expr(c.deterministic):
-                self.added(shared["added"])  # in the step before: the fence has little left to wait for
                 cute.arch.mbarrier_wait(shared["turn"], phase)
             self.score.issue(scores, rows, tSrK, True, REST, additions)
+            if const_expr(c.deterministic):
+                cute.arch.sync_warp()
+                arrive_once(shared["added"])
             warpgroup.wait_group(0)  # in flight over the end of a loop, ptxas would let products wait for each other
-        if const_expr(c.deterministic):
-            self.added(shared["added"])
-        results = {"k": (acc_dk, dk), "v": (acc_dv, dv)}
-        self.finish(shared, values, block, results, scale, rank, group, thread256)
+        self.finish(shared, values, block, {"k": (acc_dk, dk), "v": (acc_dv, dv)}, scale, rank)
 
     def exponentials(
         self, scores: cute.Tensor, p: cute.Tensor, scale: Float32, log_sums: cute.Tensor
@@ -188,26 +187,20 @@ class PairedBackward(Backward):
         )
 
     @cute.jit
-    def assist(self, shared: Any, values: Values, block: Block, rank: Int32, part: Int32) -> None:
-        """One warp: says when it is the turn of this CTA's half of dQ, and then that of the step before is over."""
-        total, mask = block.steps, block.mask.turned()
-        for step in cutlass.range(total + cutlass.min(total, 1), unroll=1):
-            used, before = cutlass.min(step, total - 1), cutlass.max(step - 1, 0)  # the last turn is its own still
-            turn = self.turn(mask, block, place_of(block, used)[1])
-            self.wait_for_turn(values.turns[(None, *self.place(block, used))], rank, turn)
+    def assist(
+        self, shared: Any, values: Values, rank: Int32, part: Int32, block: Block, before: Any, blocks: Any
+    ) -> None:  # fmt: skip
+        """One warp: says when it is the turn of this CTA's half of dQ, and, when all have added, that it is over."""
+        mask = block.mask.turned()
+        for step in cutlass.range(block.steps, unroll=1):
+            turns = values.turns[(None, *self.place(block, step))]
+            self.wait_for_turn(turns, rank, self.turn(mask, block, place_of(block, step)[1]))
             cute.arch.sync_warp()
-            cute.arch.mbarrier_wait(shared["added"], step % 2)
             arrive_once(shared["turn"])
-            with cute.arch.elect_one():
-                self.end_turn(values.turns[(None, *self.place(block, before))], rank, cutlass.min(step, 1))
+            cute.arch.mbarrier_wait(shared["added"], step % 2)
+            with cute.arch.elect_one():  # it releases what others did before they arrived, too
+                self.end_turn(turns, rank)
             cute.arch.sync_warp()
-
-    @cute.jit
-    def added(self, done: Any) -> None:
-        """All that a warp has added so far is in memory."""
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-        arrive_once(done)
 
     @cute.jit
     def send(self, sdS: cute.Tensor, sPeerS: cute.Tensor, peer_full: Any, rank: Int32) -> None:

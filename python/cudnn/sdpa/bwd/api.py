@@ -122,6 +122,7 @@ class SdpaBackward(Gradients, Attention):
         heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
             options |= {"deterministic": self.deterministic, "split": self.constants["split"] > 0}
+            options["queue"] = heads == (64, 64) and options["right"]  # slower at 96 and 128, and without a mask
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
