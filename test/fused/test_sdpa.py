@@ -286,7 +286,7 @@ def test_few_rows_split_the_keys(rows: int, arch: str, splits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "drawn"), [(CAUSAL, True), ({}, False), ({"is_causal": True, "window_size": (40, 0)}, True)]
+    ("options", "drawn"), [(CAUSAL, True), ({}, True), ({"is_causal": True, "window_size": (40, 0)}, True)]
 )
 def test_ctas_draw_tiles_of_packed_sequences(options: dict[str, Any], drawn: bool) -> None:
     q, ends = torch.randn(70, 2, 128).bfloat16(), offsets(0, 30, 70)
