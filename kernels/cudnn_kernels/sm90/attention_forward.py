@@ -84,9 +84,13 @@ class AttentionForward(WarpgroupProducts, Forward):
         super().__init__(configuration)
         self.groups = self.tile_m // ROWS
         self.warps, self.threads = 4 * self.groups, GROUP * (1 + self.groups)
-        self.turns = self.groups > 1 and not configuration.own  # whether warpgroups take turns in issuing products
         self.seldom = configuration.head_v > 128  # whether O is multiplied anew only where that is needed
         self.turners = TURNERS if self.dtype.width == 8 else 0  # warps that transpose V
+
+    @property
+    def turns(self) -> bool:
+        """Whether warpgroups take turns in issuing products."""
+        return self.groups > 1 and not self.c.own
 
     @property
     def stays(self) -> bool:
