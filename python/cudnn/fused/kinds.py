@@ -57,7 +57,7 @@ def _refused(where: str, name: str, value: Any, allowed: str) -> TypeError:
 
 
 def _tensor(where: str, name: str, value: Any) -> Any:
-    if value is None and name.startswith("sample_"):  # for check_support to refuse
+    if value is None:  # of those without which there is no call, others say so
         return None
     check_tensor(where, name.removeprefix("sample_").removesuffix("_tensor"), value)
     return value
