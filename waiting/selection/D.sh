@@ -1,5 +1,0 @@
-while [ ! -e $O/warm.done ]; do sleep 0.5; done
-tail -n 8 $O/warm.txt
-timeout 50 python3 $G/bench3.py time Landed,New,LandedGated,NewGated,operator pairs:Landed,New,operator:65536:random:8 turns:Landed,New,LandedGated,NewGated:8192:random:15 turns:Landed,New,LandedGated,NewGated:65536:random:7 turns:Landed,New,LandedGated,NewGated:8192:alike:9 turns:Landed,New:65536:alike:5 turns:Landed,New,NewGated:1024:random:9 pairs:Landed,New,operator:65536:random:8 2>&1
-timeout 25 ncu --clock-control none -k regex:selection --metrics sm__cycles_elapsed.max,gpc__cycles_elapsed.avg.per_second,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum,l1tex__m_xbar2l1tex_read_bytes.sum,sm__inst_executed_pipe_tensor.sum,smsp__inst_executed.sum,l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed,l1tex__data_bank_writes.avg.pct_of_peak_sustained_elapsed python3 $G/bench3.py ncu Landed,New,NewGated 2>&1 | grep -E "cudnn_att|cycles|shared|bytes|inst|bank"
-timeout 60 python3 -m pytest -q -p no:cacheprovider -x test/ops/test_nsa_attention.py test/fused/test_nsa.py test/kernels/test_nsa.py -m gpu 2>&1 | tail -5
