@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cudnn.autotune import TuningReport, autotune
 from cudnn.backend.handle import Handle, default_handle, destroy_handle, set_stream
@@ -23,14 +23,18 @@ from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
     from cudnn.explain.model import Explanation
-    from cudnn.graph_methods import GraphMethods  # pyright: ignore[reportMissingModuleSource]  (a stub)
-else:
-    GraphMethods = object
+    from cudnn.pygraph.methods import Methods
+
+    class Array(Protocol):
+        """A PyTorch tensor, or another array with DLPack."""
+
+        def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    Operations = Methods[Tensor | Array]
+else:  # they are looked up in the pygraph of the block
+    Operations = object
 
 _TENSOR_METHODS = frozenset({"tensor", "tensor_like", "tensor_scalar"})
-_QUERIES = frozenset(
-    {"get_plan_name", "get_workspace_size", "get_workspace_size_plan_at_index", "query_tensor_attributes_of_uid"}
-)
 _LIFE_CYCLE = frozenset(
     {
         "build", "build_operation_graph", "build_plan_at_index", "build_plans", "check_support",
@@ -55,7 +59,7 @@ class _OnClassOrInstance:
         return partial(self._function, owner() if instance is None else instance)
 
 
-class Graph(GraphMethods):
+class Graph(Operations):
     """A graph built in a ``with`` block and called like a function.
 
     Inside the block every operation of ``cudnn.pygraph`` is a method. It takes graph tensors, or arrays (PyTorch
@@ -252,8 +256,6 @@ class Graph(GraphMethods):
                 refusal("Graph", "attribute", repr(name), "an operation of cudnn.pygraph", "look at dir(cudnn.Graph())")
             )
         method = getattr(self._built(), name)
-        if name in _QUERIES:
-            return method
         if not self._open:
             raise RuntimeError(
                 refusal("Graph", name, "a call after the with block", "operations inside it", "make a new cudnn.Graph")
@@ -420,6 +422,23 @@ class Graph(GraphMethods):
                 )  # fmt: skip
             made[tensor] = torch.empty_strided(tensor.dim, tensor.stride, dtype=kind, device=device)
         return made
+
+    # Asking.
+    def get_plan_name(self) -> str:
+        """Name of the plan that a call runs."""
+        return self._built().get_plan_name()
+
+    def get_workspace_size(self) -> int:
+        """Bytes of device memory that a call needs beside the tensors."""
+        return self._built().get_workspace_size()
+
+    def get_workspace_size_plan_at_index(self, index: int) -> int:
+        """Bytes of device memory that the plan at an index needs."""
+        return self._built().get_workspace_size_plan_at_index(index)
+
+    def query_tensor_attributes_of_uid(self, uid: int) -> Tensor:
+        """A copy of the tensor with this uid. RuntimeError where there is none."""
+        return self._built().query_tensor_attributes_of_uid(uid)
 
     def explain(self, narrow: bool = True) -> Explanation:
         """As ``pygraph.explain``, also after a ``with`` block whose build failed."""

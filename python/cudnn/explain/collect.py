@@ -238,9 +238,9 @@ class _Recorder(Lowering):
         self.recorded: list[Operation] = []
         super().__init__(*arguments)
 
-    def expand(self, smaller: NodeList) -> None:
+    def expand(self, smaller: NodeList[Tensor]) -> None:
         for node in smaller.nodes:
-            single = NodeList(smaller.context)
+            single: NodeList[Tensor] = NodeList(smaller.context)
             single.nodes = [node]
             outer, self.step = self.step, node.method
             super().expand(single)

@@ -14,7 +14,7 @@ from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.gemm.scales import round_scales
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import stride_order, strides_in_order
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -194,12 +194,12 @@ def rounded_up(value: Any, kind: data_type) -> Any:
     return torch.where(nearest.to(value.dtype) < value, above.to(value.dtype), nearest.to(value.dtype))
 
 
-class BlockScaleMethods(NodeList):
+class BlockScaleMethods(NodeList[Operand]):
     """The methods that convert to and from microscaling formats."""
 
     def block_scale_quantize(
         self,
-        input: Tensor,
+        input: Operand,
         block_size: int,
         axis: int | None = None,
         transpose: bool = False,
@@ -229,8 +229,8 @@ class BlockScaleMethods(NodeList):
 
     def block_scale_dequantize(
         self,
-        input: Tensor,
-        descale: Tensor,
+        input: Operand,
+        descale: Operand,
         block_size: Sequence[int],
         is_negative_scale: bool = False,
         compute_data_type: object = NOT_SET,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cudnn import enums
@@ -11,7 +11,7 @@ from cudnn.backend import enums as be
 from cudnn.errors import refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class ConvolutionFilterGradient(Convolution):
         return self._oriented(gradient)
 
 
-class ConvolutionMethods(NodeList):
+class ConvolutionMethods(NodeList[Operand]):
     """The methods that add convolutions.
 
     Shapes are ``[N, C, *spatial]`` for images and ``[K, C / groups, *window]`` for filters, with one to three spatial
@@ -260,7 +260,7 @@ class ConvolutionMethods(NodeList):
         cls: type[Convolution],
         name: str,
         compute: object,
-        inputs: dict[str, Tensor | None],
+        inputs: Mapping[str, object],
         output: str,
         padding: Sequence[int],
         pre_padding: Sequence[int],
@@ -299,8 +299,8 @@ class ConvolutionMethods(NodeList):
 
     def conv_fprop(
         self,
-        image: Tensor,
-        weight: Tensor,
+        image: Operand,
+        weight: Operand,
         padding: Sequence[int] = (),
         stride: Sequence[int] = (),
         dilation: Sequence[int] = (),
@@ -324,8 +324,8 @@ class ConvolutionMethods(NodeList):
 
     def conv_dgrad(
         self,
-        loss: Tensor,
-        filter: Tensor | None = None,
+        loss: Operand,
+        filter: Operand | None = None,
         padding: Sequence[int] = (),
         stride: Sequence[int] = (),
         dilation: Sequence[int] = (),
@@ -335,7 +335,7 @@ class ConvolutionMethods(NodeList):
         *,
         pre_padding: Sequence[int] = (),
         post_padding: Sequence[int] = (),
-        weight: Tensor | None = None,
+        weight: Operand | None = None,
     ) -> Tensor:
         """Gradient of ``conv_fprop`` with respect to its image. Takes the same ``padding``, or ``pre_padding`` and
         ``post_padding``, ``stride`` and ``dilation``.
@@ -351,8 +351,8 @@ class ConvolutionMethods(NodeList):
 
     def conv_wgrad(
         self,
-        image: Tensor,
-        loss: Tensor,
+        image: Operand,
+        loss: Operand,
         padding: Sequence[int] = (),
         stride: Sequence[int] = (),
         dilation: Sequence[int] = (),

@@ -34,13 +34,11 @@ from cudnn.enums import (
 )
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.pygraph import known_faults, serialization
-from cudnn.pygraph.attention import AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods
 from cudnn.pygraph.layout import element_wise_layout
 from cudnn.pygraph.lowering import Apart, Bindings, Lowering, Uids
+from cudnn.pygraph.methods import Methods
 from cudnn.pygraph.node import NOT_SET, Context
-from cudnn.pygraph.normalization import NormalizationMethods
 from cudnn.pygraph.program import Before, CudnnProgram, address_of, changed_shapes, keys_by_uid, not_overridable
-from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Tensor
 from cudnn.reference.executor import ReferenceProgram
 
@@ -51,7 +49,7 @@ _log = logging.getLogger("cudnn")
 _DEFAULT_MODES = (heur_mode.A, heur_mode.FALLBACK)
 
 
-class pygraph(AttentionMethods, Fp8AttentionMethods, Mxfp8AttentionMethods, NormalizationMethods, SubGraph):  # noqa: N801
+class pygraph(Methods[Tensor]):  # noqa: N801
     """A graph of operations on tensors.
 
     Describe it (``tensor``, ``tensor_like`` and one method per operation), mark outputs with ``set_output(True)``, call

@@ -204,7 +204,7 @@ class Lowering:
             self.bindings.hidden.append(uid)
         return Apart(node, uid, offset, self.bindings.scratch[-1].offset)
 
-    def expand(self, smaller: NodeList) -> None:
+    def expand(self, smaller: NodeList[Tensor]) -> None:
         """Prepares and lowers the smaller operations that a composite node is made of."""
         for node in smaller.nodes:
             node.prepare(smaller.context)

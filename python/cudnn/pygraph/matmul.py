@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cudnn.backend import enums as be
 from cudnn.errors import checked_number, refusal
 from cudnn.lazy import torch
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -91,13 +91,13 @@ class Matmul(Node):
         return {"C": torch.matmul(a, b).to(kind)}
 
 
-class MatmulMethods(NodeList):
+class MatmulMethods(NodeList[Operand]):
     """The method that adds a matrix product."""
 
     def matmul(
         self,
-        A: Tensor,
-        B: Tensor,
+        A: Operand,
+        B: Operand,
         compute_data_type: object = NOT_SET,
         padding: float = 0.0,
         name: str = "",

@@ -10,7 +10,7 @@ from cudnn.enums import data_type, moe_grouped_matmul_mode
 from cudnn.errors import refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import strides_in_order
-from cudnn.pygraph.node import Context, Node, NodeList
+from cudnn.pygraph.node import Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -149,16 +149,16 @@ class MoeGroupedMatmulBackward(Grouped):
         return {"DWEIGHT": torch.stack([token[start:end].T @ doutput[start:end] for start, end in segments])}
 
 
-class MoeMethods(NodeList):
+class MoeMethods(NodeList[Operand]):
     """The methods that add matrix products of a mixture of experts."""
 
     def moe_grouped_matmul(
         self,
-        token: Tensor,
-        weight: Tensor,
-        first_token_offset: Tensor,
-        token_index: Tensor | None = None,
-        token_ks: Tensor | None = None,
+        token: Operand,
+        weight: Operand,
+        first_token_offset: Operand,
+        token_index: Operand | None = None,
+        token_ks: Operand | None = None,
         mode: moe_grouped_matmul_mode = moe_grouped_matmul_mode.NONE,
         compute_data_type: object = data_type.FLOAT,
         top_k: int = 0,
@@ -207,9 +207,9 @@ class MoeMethods(NodeList):
 
     def moe_grouped_matmul_bwd(
         self,
-        doutput: Tensor,
-        token: Tensor,
-        first_token_offset: Tensor,
+        doutput: Operand,
+        token: Operand,
+        first_token_offset: Operand,
         compute_data_type: object = data_type.FLOAT,
         name: str = "",
     ) -> Tensor:

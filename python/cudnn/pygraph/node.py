@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, get_type_hints
 
 from cudnn.datatypes import library_type
 from cudnn.enums import data_type
@@ -225,9 +225,10 @@ def _decode(value: Any) -> Any:
 
 
 N = TypeVar("N", bound=Node)
+Operand = TypeVar("Operand")  # what methods take where they need a tensor: Tensor or, in cudnn.Graph, an array too
 
 
-class NodeList:
+class NodeList(Generic[Operand]):
     """A list of nodes that grows by method calls: the base of ``pygraph`` and of sub-graphs."""
 
     def __init__(self, context: Context) -> None:
@@ -239,7 +240,7 @@ class NodeList:
         cls: Callable[..., N],
         name: str,
         compute_data_type: object,
-        inputs: Mapping[str, Tensor | None],
+        inputs: Mapping[str, object],
         outputs: Sequence[str] = (),
         **attributes: Any,
     ) -> N:

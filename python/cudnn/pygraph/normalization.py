@@ -7,13 +7,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar, overload
 
 from cudnn.backend import enums as be
 from cudnn.enums import data_type, norm_forward_phase
 from cudnn.errors import checked_number, refusal
 from cudnn.pygraph.layout import channels_last, strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.subgraph import SubGraph
 from cudnn.pygraph.tensor import Results, Tensor
 
@@ -186,7 +186,8 @@ class NormForward(Normalization):
 
     def _scale_plus_one(self, lowering: Lowering) -> Tensor:
         scale = self.inputs["SCALE"]
-        smaller = SubGraph(dataclasses.replace(lowering.context, intermediate_data_type=self.compute_data_type))
+        context = dataclasses.replace(lowering.context, intermediate_data_type=self.compute_data_type)
+        smaller: SubGraph[Tensor] = SubGraph(context)
         one = Tensor.constant(1.0, data_type.FLOAT, len(scale.dim))
         shifted = smaller.add(scale, one, self.compute_data_type, f"{self.name}::SCALE")
         lowering.expand(smaller)
@@ -320,7 +321,7 @@ class BatchNormBackward(NormBackward):
     tag, method, kind = "DBN", "batchnorm_backward", BATCH
 
 
-Self = TypeVar("Self", bound=NodeList)
+Self = TypeVar("Self", bound=NodeList[Any])
 P = ParamSpec("P")
 
 
@@ -338,7 +339,7 @@ def _phase_may_be_left_out(
     return call
 
 
-class NormalizationMethods(NodeList):
+class NormalizationMethods(NodeList[Operand]):
     """The methods that add normalisations.
 
     X is ``[N, C or hidden, ...]`` of rank 2 to 8; MEAN and INV_VARIANCE (``1 / sqrt(variance + epsilon)``) have its
@@ -351,8 +352,8 @@ class NormalizationMethods(NodeList):
         self,
         cls: type[NormForward],
         phase: norm_forward_phase,
-        inputs: Mapping[str, Tensor | None],
-        epsilon: Tensor | float,
+        inputs: Mapping[str, object],
+        epsilon: Operand | float,
         compute: object,
         name: str,
         **attributes: Any,
@@ -372,24 +373,37 @@ class NormalizationMethods(NodeList):
     def _backward(
         self,
         cls: type[NormBackward],
-        inputs: Mapping[str, Tensor | None],
+        inputs: Mapping[str, object],
         compute: object,
         name: str,
-        peer_stats: Sequence[Tensor] = (),
+        peer_stats: Sequence[Operand] = (),
         has_dbias: bool = True,
     ) -> list[Tensor]:
         outputs = ["DX", "DSCALE", "DBIAS"] if has_dbias else ["DX", "DSCALE"]
         node = self._add(cls, name, compute, {**inputs, **_peer_ports(peer_stats)}, outputs)
         return [node.outputs[port] for port in outputs]
 
+    @overload
+    def layernorm(
+        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand,
+        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "", *,
+        zero_centered_gamma: bool = False,
+    ) -> Results: ...  # fmt: skip
+
+    @overload
+    def layernorm(
+        self, input: Operand, scale: Operand, bias: Operand, epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET, name: str = "", *, zero_centered_gamma: bool = False,
+    ) -> Results: ...  # fmt: skip
+
     @_phase_may_be_left_out
     def layernorm(
         self,
         norm_forward_phase: norm_forward_phase,
-        input: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        epsilon: Tensor | float = 1e-5,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
         *,
@@ -412,14 +426,26 @@ class NormalizationMethods(NodeList):
             zero_centered_gamma=zero_centered_gamma,
         )
 
+    @overload
+    def rmsnorm(
+        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
+    @overload
+    def rmsnorm(
+        self, input: Operand, scale: Operand, bias: Operand | None = None, epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
     @_phase_may_be_left_out
     def rmsnorm(
         self,
         norm_forward_phase: norm_forward_phase,
-        input: Tensor,
-        scale: Tensor,
-        bias: Tensor | None = None,
-        epsilon: Tensor | float = 1e-5,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
@@ -430,14 +456,26 @@ class NormalizationMethods(NodeList):
         inputs = {"X": input, "SCALE": scale, "BIAS": bias}
         return self._forward(RMSNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
 
+    @overload
+    def adalayernorm(
+        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
+    @overload
+    def adalayernorm(
+        self, input: Operand, scale: Operand, bias: Operand | None = None, epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
     @_phase_may_be_left_out
     def adalayernorm(
         self,
         norm_forward_phase: norm_forward_phase,
-        input: Tensor,
-        scale: Tensor,
-        bias: Tensor | None = None,
-        epsilon: Tensor | float = 1e-5,
+        input: Operand,
+        scale: Operand,
+        bias: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
@@ -445,14 +483,26 @@ class NormalizationMethods(NodeList):
         inputs = {"X": input, "SCALE": scale, "BIAS": bias}
         return self._forward(AdaLayerNorm, norm_forward_phase, inputs, epsilon, compute_data_type, name)
 
+    @overload
+    def instancenorm(
+        self, norm_forward_phase: norm_forward_phase, input: Operand, scale: Operand, bias: Operand,
+        epsilon: Operand | float = 1e-5, compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
+    @overload
+    def instancenorm(
+        self, input: Operand, scale: Operand, bias: Operand, epsilon: Operand | float = 1e-5,
+        compute_data_type: object = NOT_SET, name: str = "",
+    ) -> Results: ...  # fmt: skip
+
     @_phase_may_be_left_out
     def instancenorm(
         self,
         norm_forward_phase: norm_forward_phase,
-        input: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        epsilon: Tensor | float = 1e-5,
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        epsilon: Operand | float = 1e-5,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
@@ -465,14 +515,14 @@ class NormalizationMethods(NodeList):
 
     def batchnorm(
         self,
-        input: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        in_running_mean: Tensor | None = None,
-        in_running_var: Tensor | None = None,
-        epsilon: Tensor | float = 1e-5,
-        momentum: Tensor | float | None = None,
-        peer_stats: Sequence[Tensor] = (),
+        input: Operand,
+        scale: Operand,
+        bias: Operand,
+        in_running_mean: Operand | None = None,
+        in_running_var: Operand | None = None,
+        epsilon: Operand | float = 1e-5,
+        momentum: Operand | float | None = None,
+        peer_stats: Sequence[Operand] = (),
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Results:
@@ -496,7 +546,7 @@ class NormalizationMethods(NodeList):
                         "in_running_mean, in_running_var and momentum together, or none of the first two",
                         "pass all three")
             )  # fmt: skip
-        inputs: dict[str, Tensor | None] = {"X": input, "SCALE": scale, "BIAS": bias}
+        inputs: dict[str, object] = {"X": input, "SCALE": scale, "BIAS": bias}
         inputs["EPSILON"] = _scalar(where, "epsilon", epsilon)
         outputs = ["Y", "MEAN", "INV_VARIANCE"]
         if present:
@@ -510,11 +560,11 @@ class NormalizationMethods(NodeList):
 
     def batchnorm_inference(
         self,
-        input: Tensor,
-        mean: Tensor,
-        inv_variance: Tensor,
-        scale: Tensor,
-        bias: Tensor,
+        input: Operand,
+        mean: Operand,
+        inv_variance: Operand,
+        scale: Operand,
+        bias: Operand,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Tensor:
@@ -530,11 +580,11 @@ class NormalizationMethods(NodeList):
 
     def layernorm_backward(
         self,
-        grad: Tensor,
-        input: Tensor,
-        scale: Tensor,
-        mean: Tensor,
-        inv_variance: Tensor,
+        grad: Operand,
+        input: Operand,
+        scale: Operand,
+        mean: Operand,
+        inv_variance: Operand,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
@@ -546,10 +596,10 @@ class NormalizationMethods(NodeList):
 
     def rmsnorm_backward(
         self,
-        grad: Tensor,
-        input: Tensor,
-        scale: Tensor,
-        inv_variance: Tensor,
+        grad: Operand,
+        input: Operand,
+        scale: Operand,
+        inv_variance: Operand,
         has_dbias: bool,
         compute_data_type: object = NOT_SET,
         name: str = "",
@@ -563,11 +613,11 @@ class NormalizationMethods(NodeList):
 
     def adalayernorm_backward(
         self,
-        grad: Tensor,
-        input: Tensor,
-        scale: Tensor,
-        mean: Tensor,
-        inv_variance: Tensor,
+        grad: Operand,
+        input: Operand,
+        scale: Operand,
+        mean: Operand,
+        inv_variance: Operand,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
@@ -579,11 +629,11 @@ class NormalizationMethods(NodeList):
 
     def instancenorm_backward(
         self,
-        grad: Tensor,
-        input: Tensor,
-        scale: Tensor,
-        mean: Tensor | None = None,
-        inv_variance: Tensor | None = None,
+        grad: Operand,
+        input: Operand,
+        scale: Operand,
+        mean: Operand | None = None,
+        inv_variance: Operand | None = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
@@ -595,12 +645,12 @@ class NormalizationMethods(NodeList):
 
     def batchnorm_backward(
         self,
-        grad: Tensor,
-        input: Tensor,
-        scale: Tensor,
-        mean: Tensor,
-        inv_variance: Tensor,
-        peer_stats: Sequence[Tensor] = (),
+        grad: Operand,
+        input: Operand,
+        scale: Operand,
+        mean: Operand,
+        inv_variance: Operand,
+        peer_stats: Sequence[Operand] = (),
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> list[Tensor]:
@@ -611,11 +661,11 @@ class NormalizationMethods(NodeList):
         return self._backward(BatchNormBackward, inputs, compute_data_type, name, peer_stats)
 
 
-def _peer_ports(peer_stats: Sequence[Tensor]) -> dict[str, Tensor | None]:
+def _peer_ports(peer_stats: Sequence[Operand]) -> dict[str, Operand]:
     return {f"PEER_STAT_{index}": tensor for index, tensor in enumerate(peer_stats)}
 
 
-def _scalar(where: str, what: str, value: Tensor | float | None) -> Tensor:
+def _scalar(where: str, what: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value
     allowed = "a one-element cudnn.tensor, as graph.tensor_like() makes it of a CPU tensor, or a Python number"

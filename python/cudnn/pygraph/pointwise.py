@@ -12,7 +12,7 @@ from cudnn.enums import data_type
 from cudnn.errors import checked_number, cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import broadcast, strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _number(where: str, what: str, value: float | None) -> float | None:
     return None if value is None else checked_number(where, what, value, "a number", limit=True)
 
 
-class PointwiseMethods(NodeList):
+class PointwiseMethods(NodeList[Operand]):
     """The methods that add element-wise operations.
 
     Each takes tensors that broadcast against each other (aligned at the last dimension), then ``compute_data_type``,
@@ -238,7 +238,7 @@ class PointwiseMethods(NodeList):
     it takes those of the last input of its shape.
     """
 
-    def _pointwise(self, mode: str, inputs: list[Tensor], compute: object, name: str, **attributes: Any) -> Tensor:
+    def _pointwise(self, mode: str, inputs: list[Operand], compute: object, name: str, **attributes: Any) -> Tensor:
         name = self._indexed(name)
         for index, tensor in enumerate(inputs):
             if isinstance(tensor, Tensor) and not tensor.name:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -246,170 +246,182 @@ class PointwiseMethods(NodeList):
         ports = {f"IN_{index}": tensor for index, tensor in enumerate(inputs)}
         return self._add(Pointwise, name, compute, ports, ["OUT_0"], mode=mode, **attributes).outputs["OUT_0"]
 
-    def add(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def add(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a + b``."""
         return self._pointwise("ADD", [a, b], compute_data_type, name)
 
-    def sub(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def sub(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a - b``."""
         return self._pointwise("SUB", [a, b], compute_data_type, name)
 
-    def mul(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def mul(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a * b``."""
         return self._pointwise("MUL", [a, b], compute_data_type, name)
 
-    def div(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def div(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a / b``."""
         return self._pointwise("DIV", [a, b], compute_data_type, name)
 
-    def add_square(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def add_square(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a + b * b``."""
         return self._pointwise("ADD_SQUARE", [a, b], compute_data_type, name)
 
-    def logical_and(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def logical_and(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a and b``."""
         return self._pointwise("LOGICAL_AND", [a, b], compute_data_type, name)
 
-    def logical_or(self, a: Tensor, b: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def logical_or(self, a: Operand, b: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``a or b``."""
         return self._pointwise("LOGICAL_OR", [a, b], compute_data_type, name)
 
-    def bias(self, input: Tensor, bias: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def bias(self, input: Operand, bias: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input + bias``."""
         return self._pointwise("ADD", [input, bias], compute_data_type, name)
 
-    def scale(self, input: Tensor, scale: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def scale(self, input: Operand, scale: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input * scale``."""
         return self._pointwise("MUL", [input, scale], compute_data_type, name)
 
-    def max(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def max(self, input0: Operand, input1: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """The larger of the two."""
         return self._pointwise("MAX", [input0, input1], compute_data_type, name)
 
-    def min(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def min(self, input0: Operand, input1: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """The smaller of the two."""
         return self._pointwise("MIN", [input0, input1], compute_data_type, name)
 
-    def mod(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def mod(self, input0: Operand, input1: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Remainder of ``input0 / input1`` with the sign of ``input0`` (C's fmod)."""
         return self._pointwise("MOD", [input0, input1], compute_data_type, name)
 
-    def pow(self, input0: Tensor, input1: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def pow(self, input0: Operand, input1: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input0 ** input1``."""
         return self._pointwise("POW", [input0, input1], compute_data_type, name)
 
-    def cmp_eq(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_eq(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input == comparison``, else 0."""
         return self._pointwise("CMP_EQ", [input, comparison], compute_data_type, name)
 
-    def cmp_neq(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_neq(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input != comparison``, else 0."""
         return self._pointwise("CMP_NEQ", [input, comparison], compute_data_type, name)
 
-    def cmp_gt(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_gt(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input > comparison``, else 0."""
         return self._pointwise("CMP_GT", [input, comparison], compute_data_type, name)
 
-    def cmp_ge(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_ge(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input >= comparison``, else 0."""
         return self._pointwise("CMP_GE", [input, comparison], compute_data_type, name)
 
-    def cmp_lt(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_lt(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input < comparison``, else 0."""
         return self._pointwise("CMP_LT", [input, comparison], compute_data_type, name)
 
-    def cmp_le(self, input: Tensor, comparison: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cmp_le(
+        self, input: Operand, comparison: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """1 where ``input <= comparison``, else 0."""
         return self._pointwise("CMP_LE", [input, comparison], compute_data_type, name)
 
-    def sqrt(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def sqrt(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Square root."""
         return self._pointwise("SQRT", [input], compute_data_type, name)
 
-    def rsqrt(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def rsqrt(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``1 / sqrt(input)``."""
         return self._pointwise("RSQRT", [input], compute_data_type, name)
 
-    def reciprocal(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def reciprocal(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``1 / input``."""
         return self._pointwise("RECIPROCAL", [input], compute_data_type, name)
 
-    def erf(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def erf(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Error function."""
         return self._pointwise("ERF", [input], compute_data_type, name)
 
-    def identity(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def identity(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """The input, converted to the type of the output."""
         return self._pointwise("IDENTITY", [input], compute_data_type, name)
 
-    def exp(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def exp(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``e ** input``."""
         return self._pointwise("EXP", [input], compute_data_type, name)
 
-    def log(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def log(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Natural logarithm."""
         return self._pointwise("LOG", [input], compute_data_type, name)
 
-    def neg(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def neg(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``-input``."""
         return self._pointwise("NEG", [input], compute_data_type, name)
 
-    def abs(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def abs(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Absolute value."""
         return self._pointwise("ABS", [input], compute_data_type, name)
 
-    def ceil(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def ceil(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Smallest integer not below the input."""
         return self._pointwise("CEIL", [input], compute_data_type, name)
 
-    def floor(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def floor(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Largest integer not above the input."""
         return self._pointwise("FLOOR", [input], compute_data_type, name)
 
-    def sin(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def sin(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Sine of radians."""
         return self._pointwise("SIN", [input], compute_data_type, name)
 
-    def cos(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def cos(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Cosine of radians."""
         return self._pointwise("COS", [input], compute_data_type, name)
 
-    def tan(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def tan(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Tangent of radians."""
         return self._pointwise("TAN", [input], compute_data_type, name)
 
-    def logical_not(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def logical_not(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``not input``."""
         return self._pointwise("LOGICAL_NOT", [input], compute_data_type, name)
 
-    def tanh(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def tanh(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """Hyperbolic tangent."""
         return self._pointwise("TANH_FWD", [input], compute_data_type, name)
 
-    def elu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def elu(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input`` where positive, else ``exp(input) - 1``."""
         return self._pointwise("ELU_FWD", [input], compute_data_type, name)
 
-    def gelu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def gelu(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input * Phi(input)`` with the normal distribution function (Hendrycks and Gimpel, 2016)."""
         return self._pointwise("GELU_FWD", [input], compute_data_type, name)
 
-    def gelu_approx_tanh(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def gelu_approx_tanh(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """GELU with the tanh approximation of Hendrycks and Gimpel, 2016."""
         return self._pointwise("GELU_APPROX_TANH_FWD", [input], compute_data_type, name)
 
-    def sigmoid(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def sigmoid(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``1 / (1 + exp(-input))``."""
         return self._pointwise("SIGMOID_FWD", [input], compute_data_type, name)
 
-    def softplus(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def softplus(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``log(1 + exp(input))``."""
         return self._pointwise("SOFTPLUS_FWD", [input], compute_data_type, name)
 
     def _relu(
         self,
         mode: str,
-        inputs: list[Tensor],
+        inputs: list[Operand],
         compute: object,
         name: str,
         negative_slope: float | None,
@@ -429,7 +441,7 @@ class PointwiseMethods(NodeList):
 
     def relu(
         self,
-        input: Tensor,
+        input: Operand,
         negative_slope: float | None = None,
         lower_clip: float | None = None,
         upper_clip: float | None = None,
@@ -440,36 +452,36 @@ class PointwiseMethods(NodeList):
         return self._relu("RELU_FWD", [input], compute_data_type, name, negative_slope, lower_clip, upper_clip)
 
     def leaky_relu(
-        self, input: Tensor, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
+        self, input: Operand, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``input`` where positive, else ``negative_slope * input``."""
         return self._relu("RELU_FWD", [input], compute_data_type, name, negative_slope, None, None)
 
     def swish(
-        self, input: Tensor, swish_beta: float | None = None, compute_data_type: object = NOT_SET, name: str = ""
+        self, input: Operand, swish_beta: float | None = None, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``input * sigmoid(swish_beta * input)``; beta is 1 by default (SiLU)."""
         beta = _number(name or "swish", "swish_beta", swish_beta)
         return self._pointwise("SWISH_FWD", [input], compute_data_type, name, swish_beta=beta)
 
-    def silu(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def silu(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """``input * sigmoid(input)``."""
         return self._pointwise("SWISH_FWD", [input], compute_data_type, name)
 
-    def gen_index(self, input: Tensor, axis: int, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def gen_index(self, input: Operand, axis: int, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
         """The index along ``axis`` of each element of a tensor of the input's shape."""
         return self._pointwise("GEN_INDEX", [input], compute_data_type, name, axis=int(axis))
 
     def binary_select(
-        self, input0: Tensor, input1: Tensor, mask: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+        self, input0: Operand, input1: Operand, mask: Operand, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``input0`` where ``mask`` is true, else ``input1``."""
         return self._pointwise("BINARY_SELECT", [input0, input1, mask], compute_data_type, name)
 
     def relu_backward(
         self,
-        loss: Tensor,
-        input: Tensor,
+        loss: Operand,
+        input: Operand,
         negative_slope: float | None = None,
         lower_clip: float | None = None,
         upper_clip: float | None = None,
@@ -480,15 +492,15 @@ class PointwiseMethods(NodeList):
         return self._relu("RELU_BWD", [loss, input], compute_data_type, name, negative_slope, lower_clip, upper_clip)
 
     def leaky_relu_backward(
-        self, loss: Tensor, input: Tensor, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
+        self, loss: Operand, input: Operand, negative_slope: float, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``loss`` times the derivative of ``leaky_relu`` at ``input``."""
         return self._relu("RELU_BWD", [loss, input], compute_data_type, name, negative_slope, None, None)
 
     def swish_backward(
         self,
-        loss: Tensor,
-        input: Tensor,
+        loss: Operand,
+        input: Operand,
         compute_data_type: object = NOT_SET,
         swish_beta: float | None = None,
         name: str = "",
@@ -497,32 +509,38 @@ class PointwiseMethods(NodeList):
         beta = _number(name or "swish_backward", "swish_beta", swish_beta)
         return self._pointwise("SWISH_BWD", [loss, input], compute_data_type, name, swish_beta=beta)
 
-    def tanh_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def tanh_backward(
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """``loss`` times the derivative of ``tanh`` at ``input``."""
         return self._pointwise("TANH_BWD", [loss, input], compute_data_type, name)
 
     def sigmoid_backward(
-        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``loss`` times the derivative of ``sigmoid`` at ``input``."""
         return self._pointwise("SIGMOID_BWD", [loss, input], compute_data_type, name)
 
-    def elu_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def elu_backward(
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """``loss`` times the derivative of ``elu`` at ``input``."""
         return self._pointwise("ELU_BWD", [loss, input], compute_data_type, name)
 
-    def gelu_backward(self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> Tensor:
+    def gelu_backward(
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
+    ) -> Tensor:
         """``loss`` times the derivative of ``gelu`` at ``input``."""
         return self._pointwise("GELU_BWD", [loss, input], compute_data_type, name)
 
     def softplus_backward(
-        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``loss`` times the derivative of ``softplus`` at ``input``."""
         return self._pointwise("SOFTPLUS_BWD", [loss, input], compute_data_type, name)
 
     def gelu_approx_tanh_backward(
-        self, loss: Tensor, input: Tensor, compute_data_type: object = NOT_SET, name: str = ""
+        self, loss: Operand, input: Operand, compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``loss`` times the derivative of ``gelu_approx_tanh`` at ``input``."""
         return self._pointwise("GELU_APPROX_TANH_BWD", [loss, input], compute_data_type, name)

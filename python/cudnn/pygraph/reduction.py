@@ -12,7 +12,7 @@ from cudnn.enums import data_type, reduction_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.tensor import Tensor
 
@@ -100,7 +100,7 @@ class Reduction(Node):
                 refusal(self.where, f"compute_data_type for mode {mode.name}", self.compute_data_type.name,
                         ", ".join(kind.name for kind in FLOATING), "set one of these")
             )  # fmt: skip
-        smaller = PointwiseMethods(
+        smaller: PointwiseMethods[Tensor] = PointwiseMethods(
             dataclasses.replace(
                 lowering.context,
                 intermediate_data_type=self.compute_data_type,
@@ -193,16 +193,16 @@ class GenStats(Node):
         return {"SUM": x.sum(axes, keepdim=True), "SQ_SUM": (x * x).sum(axes, keepdim=True)}
 
 
-class ReductionMethods(NodeList):
+class ReductionMethods(NodeList[Operand]):
     """The methods that add reductions."""
 
     def reduction(
         self,
-        input: Tensor,
+        input: Operand,
         mode: reduction_mode,
         compute_data_type: object = NOT_SET,
         name: str = "",
-        group_offset: Tensor | None = None,
+        group_offset: Operand | None = None,
     ) -> Tensor:
         """Reduces ``input`` over every dimension in which the shape set on the result with ``set_dim()`` has extent 1.
 
@@ -222,7 +222,7 @@ class ReductionMethods(NodeList):
         inputs = {"X": input, "GROUP_OFFSET": group_offset}
         return self._add(Reduction, name, compute_data_type, inputs, ["Y"], mode=mode).outputs["Y"]
 
-    def genstats(self, input: Tensor, compute_data_type: object = NOT_SET, name: str = "") -> list[Tensor]:
+    def genstats(self, input: Operand, compute_data_type: object = NOT_SET, name: str = "") -> list[Tensor]:
         """Sums per channel of ``input`` ``[N, C, ...]`` and of its squares, the start of batch normalisation.
 
         Returns ``[SUM, SQ_SUM]``, each ``[1, C, 1, ...]``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ from cudnn.enums import data_type, padding_mode, resample_mode
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -234,12 +234,12 @@ class ResampleBackward(Resample):
         return {"DX": torch.autograd.grad(windows, image, shares * dy.unsqueeze(-1))[0]}
 
 
-class ResampleMethods(NodeList):
+class ResampleMethods(NodeList[Operand]):
     """The methods that add pooling."""
 
     def resample(
         self,
-        input: Tensor,
+        input: Operand,
         resampling_mode: resample_mode,
         padding_mode: padding_mode = ZERO_PAD,
         pre_padding: Sequence[int] = (),
@@ -278,16 +278,16 @@ class ResampleMethods(NodeList):
 
     def resample_backward(
         self,
-        loss: Tensor,
+        loss: Operand,
         resampling_mode: resample_mode,
         padding_mode: padding_mode = ZERO_PAD,
         pre_padding: Sequence[int] = (),
         post_padding: Sequence[int] = (),
         stride: Sequence[int] = (),
         window: Sequence[int] = (),
-        index: Tensor | None = None,
-        input: Tensor | None = None,
-        output: Tensor | None = None,
+        index: Operand | None = None,
+        input: Operand | None = None,
+        output: Operand | None = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
     ) -> Tensor:
@@ -307,7 +307,7 @@ class ResampleMethods(NodeList):
         cls: type[Resample],
         name: str,
         compute_data_type: object,
-        inputs: dict[str, Tensor | None],
+        inputs: Mapping[str, object],
         outputs: Sequence[str],
         mode: resample_mode,
         padding: padding_mode,

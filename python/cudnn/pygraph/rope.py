@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cudnn.backend import enums as be
 from cudnn.errors import checked_number, refusal
 from cudnn.lazy import torch
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class RopeBackward(Rope):
     direction = -1
 
 
-class RopeMethods(NodeList):
+class RopeMethods(NodeList[Operand]):
     """The methods that add rotary position embeddings."""
 
     def rope(
         self,
-        input: Tensor,
-        freqs: Tensor,
+        input: Operand,
+        freqs: Operand,
         output_scale: float = 1.0,
         rope_dim: int = 0,
         compute_data_type: object = NOT_SET,
@@ -117,8 +117,8 @@ class RopeMethods(NodeList):
 
     def rope_backward(
         self,
-        dY: Tensor,
-        freqs: Tensor,
+        dY: Operand,
+        freqs: Operand,
         output_scale: float = 1.0,
         rope_dim: int = 0,
         compute_data_type: object = NOT_SET,

@@ -15,7 +15,7 @@ from cudnn.enums import data_type
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.layout import channels_last, row_major, span, strides_like
-from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -314,11 +314,11 @@ def _too_old(where: str, what: str, got: str, version: int) -> cudnnGraphNotSupp
     )
 
 
-class StructureMethods(NodeList):
+class StructureMethods(NodeList[Operand]):
     """The methods that add operations which move or rename elements."""
 
     def reshape(
-        self, input: Tensor, name: str = "", reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
+        self, input: Operand, name: str = "", reshape_mode: enums.reshape_mode = enums.reshape_mode.VIEW_ONLY
     ) -> Tensor:
         """``input`` under another shape: call ``set_dim()``, and best ``set_stride()``, on the result.
 
@@ -330,7 +330,7 @@ class StructureMethods(NodeList):
         return self._add(Reshape, name, NOT_SET, {"X": input}, ["Y"], reshape_mode=reshape_mode).outputs["Y"]
 
     def transpose(
-        self, input: Tensor, permutation: Sequence[int], compute_data_type: object = NOT_SET, name: str = ""
+        self, input: Operand, permutation: Sequence[int], compute_data_type: object = NOT_SET, name: str = ""
     ) -> Tensor:
         """``input`` with its dimensions reordered: dimension i of the result is dimension ``permutation[i]`` of it.
 
@@ -342,7 +342,7 @@ class StructureMethods(NodeList):
 
     def slice(
         self,
-        input: Tensor,
+        input: Operand,
         slices: Sequence[builtins.slice] = (),
         compute_data_type: object = NOT_SET,
         name: str = "",
@@ -362,7 +362,7 @@ class StructureMethods(NodeList):
         return self._add(Slice, name, compute_data_type, {"X": input}, ["Y"], slices=triples).outputs["Y"]
 
     def concatenate(
-        self, inputs: Sequence[Tensor], axis: int, in_place_index: int | None = None, name: str = ""
+        self, inputs: Sequence[Operand], axis: int, in_place_index: int | None = None, name: str = ""
     ) -> Tensor:
         """``inputs`` joined along dimension ``axis``; their other extents and their types are equal.
 
@@ -372,6 +372,6 @@ class StructureMethods(NodeList):
         name = self._indexed(name)
         if not inputs:
             raise ValueError(refusal(f"{name} (concatenate)", "inputs", "none", "one tensor or more", "pass a list"))
-        ports: dict[str, Tensor | None] = {f"X_{index}": tensor for index, tensor in enumerate(inputs)}
+        ports: dict[str, object] = {f"X_{index}": tensor for index, tensor in enumerate(inputs)}
         node = self._add(Concatenate, name, NOT_SET, ports, ["Y"], axis=int(axis), in_place_index=in_place_index)
         return node.outputs["Y"]

@@ -11,7 +11,7 @@ from cudnn.pygraph.block_scale import BlockScaleMethods
 from cudnn.pygraph.convolution import ConvolutionMethods
 from cudnn.pygraph.matmul import MatmulMethods
 from cudnn.pygraph.moe import MoeMethods
-from cudnn.pygraph.node import NOT_SET
+from cudnn.pygraph.node import NOT_SET, Operand
 from cudnn.pygraph.pointwise import PointwiseMethods
 from cudnn.pygraph.reduction import ReductionMethods
 from cudnn.pygraph.resample import ResampleMethods
@@ -21,15 +21,15 @@ from cudnn.pygraph.tensor import Tensor
 
 
 class SubGraph(
-    PointwiseMethods,
-    MatmulMethods,
-    MoeMethods,
-    BlockScaleMethods,
-    ReductionMethods,
-    ConvolutionMethods,
-    ResampleMethods,
-    RopeMethods,
-    StructureMethods,
+    PointwiseMethods[Operand],
+    MatmulMethods[Operand],
+    MoeMethods[Operand],
+    BlockScaleMethods[Operand],
+    ReductionMethods[Operand],
+    ConvolutionMethods[Operand],
+    ResampleMethods[Operand],
+    RopeMethods[Operand],
+    StructureMethods[Operand],
 ):
     """Tensors, and every operation that is not composite itself. ``pygraph`` adds the others and the life cycle."""
 

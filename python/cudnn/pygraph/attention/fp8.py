@@ -18,7 +18,7 @@ from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
 from cudnn.pygraph.attention.scores import ScoreGraph, ScoreModifier
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_gradients, attention_weights, largest, weighted_sum
 from cudnn.reference.memory import rounded
@@ -160,27 +160,27 @@ class AttentionFp8Backward(AttentionBackward):
         return results
 
 
-class Fp8AttentionMethods(NodeList):
+class Fp8AttentionMethods(NodeList[Operand]):
     """The methods that add attention on fp8 tensors; shapes and strides as in ``sdpa``."""
 
     def sdpa_fp8(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        descale_q: Tensor,
-        descale_k: Tensor,
-        descale_v: Tensor,
-        descale_s: Tensor,
-        scale_s: Tensor,
-        scale_o: Tensor,
+        q: Operand,
+        k: Operand,
+        v: Operand,
+        descale_q: Operand,
+        descale_k: Operand,
+        descale_v: Operand,
+        descale_s: Operand,
+        scale_s: Operand,
+        scale_o: Operand,
         is_inference: bool | None = None,
-        attn_scale: float | Tensor | None = None,
-        bias: Tensor | None = None,
+        attn_scale: float | Operand | None = None,
+        bias: Operand | None = None,
         use_alibi_mask: bool = False,
         use_padding_mask: bool = False,
-        seq_len_q: Tensor | None = None,
-        seq_len_kv: Tensor | None = None,
+        seq_len_q: Operand | None = None,
+        seq_len_kv: Operand | None = None,
         use_causal_mask: bool = False,
         use_causal_mask_bottom_right: bool = False,
         sliding_window: int | None = None,
@@ -188,17 +188,17 @@ class Fp8AttentionMethods(NodeList):
         left_bound: int | None = None,
         right_bound: int | None = None,
         dropout: Dropout = None,
-        rng_dump: Tensor | None = None,
-        paged_attention_k_table: Tensor | None = None,
-        paged_attention_v_table: Tensor | None = None,
+        rng_dump: Operand | None = None,
+        paged_attention_k_table: Operand | None = None,
+        paged_attention_v_table: Operand | None = None,
         paged_attention_max_seq_len_kv: int | None = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
         fn: ScoreModifier | None = None,
         generate_stats: bool | None = None,
-        score_max: Tensor | None = None,
-        score_sum_exp: Tensor | None = None,
-        sink_token: Tensor | None = None,
+        score_max: Operand | None = None,
+        score_sum_exp: Operand | None = None,
+        sink_token: Operand | None = None,
     ) -> Results:
         """Scaled dot-product attention on fp8 tensors.
 
@@ -240,28 +240,28 @@ class Fp8AttentionMethods(NodeList):
 
     def sdpa_fp8_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        dO: Tensor,
-        stats: Tensor,
-        descale_q: Tensor,
-        descale_k: Tensor,
-        descale_v: Tensor,
-        descale_o: Tensor,
-        descale_dO: Tensor,
-        descale_s: Tensor,
-        descale_dP: Tensor,
-        scale_s: Tensor,
-        scale_dQ: Tensor,
-        scale_dK: Tensor,
-        scale_dV: Tensor,
-        scale_dP: Tensor,
-        attn_scale: float | Tensor | None = None,
+        q: Operand,
+        k: Operand,
+        v: Operand,
+        o: Operand,
+        dO: Operand,
+        stats: Operand,
+        descale_q: Operand,
+        descale_k: Operand,
+        descale_v: Operand,
+        descale_o: Operand,
+        descale_dO: Operand,
+        descale_s: Operand,
+        descale_dP: Operand,
+        scale_s: Operand,
+        scale_dQ: Operand,
+        scale_dK: Operand,
+        scale_dV: Operand,
+        scale_dP: Operand,
+        attn_scale: float | Operand | None = None,
         use_padding_mask: bool = False,
-        seq_len_q: Tensor | None = None,
-        seq_len_kv: Tensor | None = None,
+        seq_len_q: Operand | None = None,
+        seq_len_kv: Operand | None = None,
         use_causal_mask: bool = False,
         use_causal_mask_bottom_right: bool = False,
         diagonal_alignment: diagonal_alignment = diagonal_alignment.TOP_LEFT,
@@ -271,8 +271,8 @@ class Fp8AttentionMethods(NodeList):
         dropout: Dropout = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
-        sink_token: Tensor | None = None,
-        dSink_token: Tensor | None = None,
+        sink_token: Operand | None = None,
+        dSink_token: Operand | None = None,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention on fp8 tensors.
 

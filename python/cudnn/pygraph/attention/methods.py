@@ -9,14 +9,14 @@ from cudnn.errors import refusal
 from cudnn.pygraph.attention.backward import AttentionBackward
 from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.scores import ScoreModifier
-from cudnn.pygraph.node import NOT_SET, Node, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Node, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 
 CUSTOM_DROPOUT = ("Dropout_mask", "Dropout_scale", "Dropout_scale_inv")
 Dropout = float | tuple[Any, ...] | None
 
 
-class AttentionMethods(NodeList):
+class AttentionMethods(NodeList[Operand]):
     """The methods that add attention.
 
     Logical shapes are batch, heads, sequence, head size, whatever the strides; the last stride is 1. More heads in Q
@@ -25,17 +25,17 @@ class AttentionMethods(NodeList):
 
     def sdpa(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Operand,
+        k: Operand,
+        v: Operand,
         is_inference: bool | None = None,
-        attn_scale: float | Tensor | None = None,
-        bias: Tensor | None = None,
-        block_mask: Tensor | None = None,
+        attn_scale: float | Operand | None = None,
+        bias: Operand | None = None,
+        block_mask: Operand | None = None,
         use_alibi_mask: bool = False,
         use_padding_mask: bool = False,
-        seq_len_q: Tensor | None = None,
-        seq_len_kv: Tensor | None = None,
+        seq_len_q: Operand | None = None,
+        seq_len_kv: Operand | None = None,
         use_causal_mask: bool = False,
         use_causal_mask_bottom_right: bool = False,
         sliding_window_length: int | None = None,
@@ -43,21 +43,21 @@ class AttentionMethods(NodeList):
         diagonal_band_left_bound: int | None = None,
         diagonal_band_right_bound: int | None = None,
         dropout: Dropout = None,
-        rng_dump: Tensor | None = None,
-        paged_attention_k_table: Tensor | None = None,
-        paged_attention_v_table: Tensor | None = None,
+        rng_dump: Operand | None = None,
+        paged_attention_k_table: Operand | None = None,
+        paged_attention_v_table: Operand | None = None,
         paged_attention_max_seq_len_kv: int | None = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
         score_mod: ScoreModifier | None = None,
         generate_stats: bool | None = None,
         implementation: attention_implementation = attention_implementation.AUTO,
-        score_max: Tensor | None = None,
-        score_sum_exp: Tensor | None = None,
-        sink_token: Tensor | None = None,
+        score_max: Operand | None = None,
+        score_sum_exp: Operand | None = None,
+        sink_token: Operand | None = None,
         unfuse_fma: bool = False,
         *,
-        attn_bias: Tensor | None = None,
+        attn_bias: Operand | None = None,
         dropout_seed: Any = None,
         dropout_offset: Any = None,
     ) -> Results:
@@ -134,19 +134,19 @@ class AttentionMethods(NodeList):
 
     def sdpa_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        dO: Tensor,
-        stats: Tensor,
-        attn_scale: float | Tensor | None = None,
-        bias: Tensor | None = None,
-        dBias: Tensor | None = None,
+        q: Operand,
+        k: Operand,
+        v: Operand,
+        o: Operand,
+        dO: Operand,
+        stats: Operand,
+        attn_scale: float | Operand | None = None,
+        bias: Operand | None = None,
+        dBias: Operand | None = None,
         use_alibi_mask: bool = False,
         use_padding_mask: bool = False,
-        seq_len_q: Tensor | None = None,
-        seq_len_kv: Tensor | None = None,
+        seq_len_q: Operand | None = None,
+        seq_len_kv: Operand | None = None,
         max_total_seq_len_q: int | None = None,
         max_total_seq_len_kv: int | None = None,
         use_causal_mask: bool = False,
@@ -156,14 +156,14 @@ class AttentionMethods(NodeList):
         diagonal_band_left_bound: int | None = None,
         diagonal_band_right_bound: int | None = None,
         dropout: Dropout = None,
-        rng_dump: Tensor | None = None,
+        rng_dump: Operand | None = None,
         use_deterministic_algorithm: bool = False,
         compute_data_type: object = NOT_SET,
         name: str = "",
         score_mod: ScoreModifier | None = None,
         score_mod_bprop: ScoreModifier | None = None,
-        sink_token: Tensor | None = None,
-        dSink_token: Tensor | None = None,
+        sink_token: Operand | None = None,
+        dSink_token: Operand | None = None,
         implementation: attention_implementation = attention_implementation.AUTO,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention.
@@ -216,11 +216,11 @@ class AttentionMethods(NodeList):
     scaled_dot_product_flash_attention_backward = sdpa_backward
 
 
-def add_outputs(node: Node, **outputs: Tensor | None) -> None:
+def add_outputs(node: Node, **outputs: object) -> None:
     """Lets a node write tensors that the user has made."""
     for port, tensor in outputs.items():
         if tensor is not None:
-            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not isinstance(tensor, Tensor):
                 raise TypeError(
                     refusal(node.where, port, type(tensor).__name__, "a cudnn.tensor", "make one with graph.tensor()")
                 )
@@ -244,14 +244,14 @@ def wants_stats(where: str, is_inference: object, generate_stats: object) -> boo
 
 def shared(
     where: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_scale: float | Tensor | None,
-    bias: Tensor | None,
+    q: object,
+    k: object,
+    v: object,
+    attn_scale: object,
+    bias: object,
     use_padding_mask: bool,
-    seq_len_q: Tensor | None,
-    seq_len_kv: Tensor | None,
+    seq_len_q: object,
+    seq_len_kv: object,
     causal: bool,
     causal_bottom_right: bool,
     sliding_window_length: int | None,
@@ -259,9 +259,9 @@ def shared(
     left_bound: int | None,
     right_bound: int | None,
     dropout: Dropout,
-    sink: Tensor | None,
+    sink: object,
     alibi: bool,
-) -> tuple[dict[str, Tensor | None], dict[str, Any]]:
+) -> tuple[dict[str, object], dict[str, Any]]:
     """The inputs and attributes that both passes have."""
     _conflict(
         where, causal and causal_bottom_right, "use_causal_mask and use_causal_mask_bottom_right", "both", "one of them"
@@ -285,7 +285,7 @@ def shared(
         raise TypeError(
             refusal(where, "attn_scale", type(attn_scale).__name__, "a number, a cudnn.tensor or None", "pass float(x)")
         )
-    inputs = {
+    inputs: dict[str, object] = {
         "Q": q, "K": k, "V": v, "Attn_scale": scale_tensor, "Bias": bias, "Seq_len_q": seq_len_q,
         "Seq_len_kv": seq_len_kv, "Sink": sink,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from cudnn.pygraph.attention.forward import AttentionForward
 from cudnn.pygraph.attention.methods import Dropout, add_outputs, shared, wants_stats
 from cudnn.pygraph.attention.scores import ScoreGraph, swapped
 from cudnn.pygraph.lowering import Lowering
-from cudnn.pygraph.node import NOT_SET, Context, NodeList, where_of
+from cudnn.pygraph.node import NOT_SET, Context, NodeList, Operand, where_of
 from cudnn.pygraph.tensor import Results, Tensor
 from cudnn.reference.attention import attention_forward, attention_gradients, largest
 
@@ -101,18 +101,18 @@ def _dequantize(values: Mapping[str, Any], port: str, axis: int) -> Any:
     return x * scale[:, :, : x.shape[2], : x.shape[3]]
 
 
-class Mxfp8AttentionMethods(NodeList):
+class Mxfp8AttentionMethods(NodeList[Operand]):
     """The methods that add attention on MXFP8 tensors; shapes and strides as in ``sdpa``."""
 
     def sdpa_mxfp8(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        descale_q: Tensor,
-        descale_k: Tensor,
-        descale_v: Tensor,
-        attn_scale: float | Tensor | None = None,
+        q: Operand,
+        k: Operand,
+        v: Operand,
+        descale_q: Operand,
+        descale_k: Operand,
+        descale_v: Operand,
+        attn_scale: float | Operand | None = None,
         use_causal_mask: bool = False,
         use_causal_mask_bottom_right: bool = False,
         diagonal_alignment: diagonal_alignment = diagonal_alignment.TOP_LEFT,
@@ -121,7 +121,7 @@ class Mxfp8AttentionMethods(NodeList):
         compute_data_type: object = NOT_SET,
         name: str = "",
         generate_stats: bool | None = None,
-        sink_token: Tensor | None = None,
+        sink_token: Operand | None = None,
         unfuse_fma: bool = False,
     ) -> Results:
         """Scaled dot-product attention on MXFP8 tensors: compute capability 10, cuDNN 9.21.
@@ -156,27 +156,27 @@ class Mxfp8AttentionMethods(NodeList):
 
     def sdpa_mxfp8_backward(
         self,
-        q: Tensor,
-        q_T: Tensor,
-        k: Tensor,
-        k_T: Tensor,
-        v: Tensor,
-        o_f16: Tensor,
-        dO_f16: Tensor,
-        dO: Tensor,
-        dO_T: Tensor,
-        stats: Tensor,
-        descale_q: Tensor,
-        descale_q_T: Tensor,
-        descale_k: Tensor,
-        descale_k_T: Tensor,
-        descale_v: Tensor,
-        descale_dO: Tensor,
-        descale_dO_T: Tensor,
-        attn_scale: float | Tensor | None = None,
+        q: Operand,
+        q_T: Operand,
+        k: Operand,
+        k_T: Operand,
+        v: Operand,
+        o_f16: Operand,
+        dO_f16: Operand,
+        dO: Operand,
+        dO_T: Operand,
+        stats: Operand,
+        descale_q: Operand,
+        descale_q_T: Operand,
+        descale_k: Operand,
+        descale_k_T: Operand,
+        descale_v: Operand,
+        descale_dO: Operand,
+        descale_dO_T: Operand,
+        attn_scale: float | Operand | None = None,
         use_padding_mask: bool = False,
-        seq_len_q: Tensor | None = None,
-        seq_len_kv: Tensor | None = None,
+        seq_len_q: Operand | None = None,
+        seq_len_kv: Operand | None = None,
         use_causal_mask: bool = False,
         use_causal_mask_bottom_right: bool = False,
         diagonal_alignment: diagonal_alignment = diagonal_alignment.TOP_LEFT,
@@ -186,8 +186,8 @@ class Mxfp8AttentionMethods(NodeList):
         dropout: Dropout = None,
         compute_data_type: object = NOT_SET,
         name: str = "",
-        sink_token: Tensor | None = None,
-        dSink_token: Tensor | None = None,
+        sink_token: Operand | None = None,
+        dSink_token: Operand | None = None,
     ) -> list[Tensor]:
         """Gradients of scaled dot-product attention on MXFP8 tensors: on the reference executor only.
 

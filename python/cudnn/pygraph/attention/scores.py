@@ -379,7 +379,7 @@ def exchange(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class ScoreGraph(SubGraph):
+class ScoreGraph(SubGraph[Tensor]):
     """The smaller operations that an attention node is made of; ``version`` is that of cuDNN."""
 
     def __init__(self, node: Attention, context: Context, version: int) -> None:
