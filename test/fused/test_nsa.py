@@ -408,6 +408,30 @@ def test_packed_values_of_rows_may_have_any_strides() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1, 3, 1)])
+def test_offsets_may_have_dimensions_of_one_element(shape: tuple[int, ...]) -> None:
+    """In all parts; the log-sum-exp of selection is 0, its gradients are only compared with each other."""
+    q, k, v = (torch.randn(rows, heads, 64).half() for rows, heads in ((80, 2), (20, 1), (20, 1)))
+    near, chosen, counts = torch.randn(80, 1, 64).half(), torch.zeros(80, 1, 2).int(), torch.ones(80, 1).int()
+    sizes = {"k_value": 4, "selection_block_size": 16, "compress_stride": 4}
+
+    def results(*ends: torch.Tensor) -> list[torch.Tensor]:
+        o, lse = NSA.compression_attention_wrapper(q, k, v, *ends, enable_lse=True)
+        lists = {"block_indices_tensor": chosen, "block_counts_tensor": counts, "cum_seqlen_q_tensor": ends[0]}
+        found = (
+            NSA.compression_attention_backward_wrapper(q, k, v, o, o, lse, *ends),
+            NSA.topk_reduction_wrapper(q, k, lse, *ends, **sizes),
+            NSA.compression_top_k_wrapper(q, k, v, *ends, **sizes),
+            NSA.selection_attention_wrapper(q, near, near, chosen, counts, *ends[:1] * 2, block_size=16),
+            NSA.selection_attention_backward_wrapper(q, near, near, o, o, 0 * lse, **lists, block_size=16),
+        )
+        return [o, lse, *(x for given in found for x in given)]
+
+    ends = [torch.arange(3, dtype=torch.int32) * rows for rows in (40, 10)]
+    for expected, found in zip(results(*ends), results(*(x.view(shape) for x in ends)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

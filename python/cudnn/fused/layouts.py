@@ -289,6 +289,15 @@ class Contiguous(Layout):
         return f"({', '.join(map(str, self.dims))}{',' * (len(self.dims) == 1)})"
 
 
+class Vector(Contiguous):
+    """One dimension; those of size 1 may stand before or behind it."""
+
+    def fitted(self, tensor: Any) -> Any:
+        while tensor.ndim > 1 and tensor.shape[0] == 1:
+            tensor = tensor.squeeze(0)
+        return super().fitted(tensor)
+
+
 class FirstOf(Contiguous):
     """One value; of several the first."""
 

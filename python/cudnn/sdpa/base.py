@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cudnn.errors import checked_number, refusal
 from cudnn.fused.host import FusedAPI
-from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.layouts import Sizes, TensorSpec, Vector
 from cudnn.lazy import torch
 from cudnn.sdpa.layouts import Heads, RowValues
 from cudnn.sdpa.reference import Window
@@ -36,7 +36,7 @@ def row_values(written: bool = False) -> TensorSpec:
 
 
 OFFSETS = tuple(
-    TensorSpec(name, Contiguous("ends", alignment=4), ("int32",), optional=True)
+    TensorSpec(name, Vector("ends", alignment=4), ("int32",), optional=True)
     for name in ("cum_seqlen_q", "cum_seqlen_k")
 )
 

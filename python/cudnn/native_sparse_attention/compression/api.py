@@ -47,7 +47,8 @@ class CompressionAttention(Sparse):
     | lse        | (b, hq, sq[, 1])       | (tq, hq[, 1])        | float32, with any strides; may be None              |
     | cum_seqlen | ignored, with a notice | (b + 1,)             | int32 or int64: 0, then where sequences end         |
 
-    Tensors (b, h, s, d) are transposed (b, s, h, d) ones. d is 32, 64 or 128. A compiled object serves all other sizes.
+    Tensors (b, h, s, d) are transposed (b, s, h, d) ones. d is 32, 64 or 128. Offsets may have more dimensions, of size
+    1. A compiled object serves all other sizes.
 
     Args:
         sample_q ... sample_cum_seqlen_k: tensors like those that ``execute`` will get.

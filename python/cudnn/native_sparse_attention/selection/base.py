@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec
+from cudnn.fused.layouts import Contiguous, Sizes, TensorSpec, Vector
 from cudnn.native_sparse_attention.base import Sparse
 from cudnn.sdpa.layouts import Heads
 
@@ -13,7 +13,7 @@ BLOCKS = (16, 32, 64, 128)
 LISTS = (
     TensorSpec("block_indices", Heads("sq", "hk", "chosen", 4), ("int32",)),
     TensorSpec("block_counts", Contiguous("sq", "hk", alignment=4), ("int32",)),
-    TensorSpec("cum_seqlen_q", Contiguous("ends", alignment=4), ("int32",)),
+    TensorSpec("cum_seqlen_q", Vector("ends", alignment=4), ("int32",)),
 )
 
 

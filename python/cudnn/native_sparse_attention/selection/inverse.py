@@ -25,7 +25,8 @@ def choosing_rows(
     """The rows that chose each block, in ascending order, and where each block's rows end; on the lists' device.
 
     Args:
-        block_indices, block_counts, cum_seqlen: (t, hk, n), (t, hk) and (sequences + 1,), int32.
+        block_indices, block_counts, cum_seqlen: (t, hk, n), (t, hk) and (sequences + 1,), int32. Dimensions of size 1
+            may stand around the last one's.
         block_size: rows of a block.
         is_causal: leaves out blocks that begin behind a row.
         part: rows of a list that the kernel takes at a time.
@@ -38,6 +39,7 @@ def choosing_rows(
         written behind the last list.
     """
     rows, heads, most = block_indices.shape
+    cum_seqlen = cum_seqlen.flatten()
     device, sequences = block_indices.device, cum_seqlen.shape[0] - 1
     blocks = rows // block_size + sequences
     if block_indices.numel() and (block_indices.is_cuda or launch.emulated_architecture()):
