@@ -242,7 +242,7 @@ LOGITS = torch.zeros(4, 8)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logits": torch.zeros(8)}, r"route: shape of logits: got \(8,\); allowed: \(T, E\), E from 1 to 1024"),
     ({"logits": torch.zeros(2, 1025)}, r"shape of logits: got \(2, 1025\)"),
-    ({"logits": LOGITS.double()}, "type of logits: got torch.float64"),
+    ({"logits": LOGITS.int()}, "type of logits: got torch.int32; .* on the CPU, not emulated, torch.float64 too"),
     ({"logits": torch.zeros(8, 4).T}, r"strides of logits: got \(1, 4\); .* To fix it, pass logits.contiguous"),
     ({"top_k": 0}, "top_k: got 0; allowed: 1 to 8 of 8 experts"),
     ({"top_k": 9}, "top_k: got 9"),

@@ -485,14 +485,21 @@ class FusedAPI(APIBase):
             self.run_empty(tensors)
             return
         self.check_values(tensors)
-        tensors = self.fitted_all(tensors)
-        scalars = tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
-        if call is not None:
-            call.emulate(tensors, scalars, ARCHITECTURES[arch].multiprocessors, workspace)
+        if call is None:
+            self.refer(tensors, scalars)
             return
+        call.emulate(self.fitted_all(tensors), self.settled(scalars), ARCHITECTURES[arch].multiprocessors, workspace)
+
+    def refer(self, tensors: tuple[Any, ...], scalars: tuple[Any, ...], *_: Any) -> None:
+        """What :attr:`run` does on the CPU, without a check: also for float64, which no kernel takes, in float64."""
         launch.say_reference_runs(self._title())
+        given = (*self.fitted_all(tensors), *self.settled(scalars))
         with torch.no_grad():  # kernels record nothing for autograd
-            self.reference(dict(zip((*self.names, *self.scalars), (*tensors, *scalars), strict=True)))
+            self.reference(dict(zip((*self.names, *self.scalars), given, strict=True)))
+
+    def settled(self, scalars: Sequence[Any]) -> tuple[Any, ...]:
+        """A call's scalars, those of the constructor where they are None."""
+        return tuple(getattr(self, n) if s is None else s for n, s in zip(self.scalars, scalars, strict=True))
 
     def _emulated_call(self, arch: str) -> Call:
         """The kernel for the emulator, compiled at the first call."""

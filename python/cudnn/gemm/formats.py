@@ -44,6 +44,11 @@ def torch_type(dtype: Any) -> Any:
     return getattr(torch, _CUTLASS.get(name, name), dtype) if name in (*_CUTLASS, *FORMATS) else dtype
 
 
+def wide(x: Any) -> Any:
+    """A tensor in the type that references compute in: float64 stays, all others become float32."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def dtypes(names: tuple[str, ...]) -> list[Any]:
     """PyTorch's types of these names."""
     return [getattr(torch, name) for name in names]

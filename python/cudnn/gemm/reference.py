@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from cudnn.gemm.formats import FLOAT4, name_of
+from cudnn.gemm.formats import FLOAT4, LARGEST, name_of, wide
 from cudnn.gemm.scales import dequantize
 from cudnn.lazy import torch
 from cudnn_kernels import epilogue as declared
@@ -15,19 +15,19 @@ from cudnn_kernels.formats import FORMATS
 FLOAT32_LARGEST = 3.40282346638528859812e38
 
 GROUPS = "groups"
-Values = dict[str, Any]  # tensors (m, n, l), float32, by name; and the rows' groups
+Values = dict[str, Any]  # tensors (m, n, l), float32 or float64, by name; and the rows' groups
 Arguments = Mapping[str, Any]
 
 
 def product(tensors: Mapping[str, Any], vector: int) -> Any:
-    """acc[m, n, l] = sum over k of A[m, k, l] B[n, k, l], in float32, of the operands times their scale factors."""
+    """acc[m, n, l] = sum over k of A[m, k, l] B[n, k, l], in float32 or float64; operands times their factors."""
     a = dequantize(tensors["a"], tensors.get("sfa"), vector)
     b = dequantize(tensors["b"], tensors.get("sfb"), vector)
     return torch.einsum("mkl,nkl->mnl", a, b)
 
 
 def evaluate(declarations: Sequence[Any], accumulator: Any, arguments: Arguments, groups: Any = None) -> None:
-    """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32.
+    """Does to the arguments, by name, what the kernel does; ``accumulator`` is (m, n, l), float32 or float64.
 
     Every l is an expert of its own or, with ``groups``, int64 (m,), each row belongs to the one that they say.
     """
@@ -43,12 +43,12 @@ def scale(o: declared.Scale, values: Values, arguments: Arguments) -> None:
 
 
 def multiply_group(o: declared.MultiplyGroup, values: Values, arguments: Arguments) -> None:
-    factor, groups = arguments[o.tensor].float() ** o.power, values[GROUPS]
+    factor, groups = wide(arguments[o.tensor]) ** o.power, values[GROUPS]
     values[o.value] = values[o.value] * (factor if groups is None else factor[groups].reshape(-1, 1, 1))
 
 
 def load_tile(o: declared.LoadTile, values: Values, arguments: Arguments) -> None:
-    x = arguments[o.tensor].float()
+    x = wide(arguments[o.tensor])
     values[o.value] = woven(x) if o.halves else x
 
 
@@ -59,9 +59,9 @@ def store_tile(o: declared.StoreTile, values: Values, arguments: Arguments) -> N
         codes = e2m1(x)
         target.copy_(codes[:, 0::2] + 16 * codes[:, 1::2])
     else:
-        limit = FORMATS[o.dtype].largest
+        limit = LARGEST.get(o.dtype)
         rounded = (x if limit is None else x.clamp(-limit, limit)).to(target.dtype)
-        target.copy_(target.float() + rounded.float() if o.adds else rounded)
+        target.copy_(wide(target) + wide(rounded) if o.adds else rounded)
 
 
 def woven(x: Any) -> Any:
@@ -75,11 +75,11 @@ def unwoven(x: Any) -> Any:
 
 
 def multiply_column(o: declared.MultiplyColumn, values: Values, arguments: Arguments) -> None:
-    values[o.value] = values[o.value] * arguments[o.tensor].float()
+    values[o.value] = values[o.value] * wide(arguments[o.tensor])
 
 
 def add_row(o: declared.AddRow, values: Values, arguments: Arguments) -> None:
-    row, groups = arguments[o.tensor].float().unsqueeze(0), values[GROUPS]
+    row, groups = wide(arguments[o.tensor]).unsqueeze(0), values[GROUPS]
     row = woven(row) if o.halves else row
     if groups is not None:
         row = row.transpose(0, 2)[groups]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudnn.api_base import ceil_div
-from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of
+from cudnn.gemm.formats import FLOAT4, LARGEST, QUANTIZED_LIMIT, SUM_VECTOR, name_of, wide
 from cudnn.lazy import torch
 
 ATOM_ROWS, ATOM_BLOCKS = 128, 4
@@ -183,8 +183,8 @@ def quantize_rows(
 
 
 def dequantize(x: Any, scales: Any = None, vector: int = 1) -> Any:
-    """The values (mn, k, l) of an operand, float32, times its scale factors where it has some."""
-    values = unpack_float4(x) if name_of(x.dtype) == FLOAT4 else x.float()
+    """The values (mn, k, l) of an operand, float32 or, of float64, that, times its scale factors where it has some."""
+    values = unpack_float4(x) if name_of(x.dtype) == FLOAT4 else wide(x)
     if scales is None:
         return values
     mn, k, _ = values.shape

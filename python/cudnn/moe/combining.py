@@ -126,7 +126,7 @@ def spread(tokens: torch.Tensor, row_of_choice: torch.Tensor, rows: torch.Tensor
 def values_of_rows(
     of_choices: torch.Tensor, row_of_choice: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of choices (T, K), float32, as those of rows (R, 1, 1), and zeros for as many sums.
+    """Numbers of choices (T, K), float32 or float64, as those of rows (R, 1, 1), and zeros for as many sums.
 
     Neither is written in rows of nobody.
     """
@@ -141,7 +141,7 @@ def values_of_rows(
 
 
 def values_of_choices(of_rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
-    """Numbers of rows (R, 1, 1), float32, as those of choices (T, K), 0 where one was dropped."""
+    """Numbers of rows (R, 1, 1), float32 or float64, as those of choices (T, K), 0 where one was dropped."""
     if not has_kernel(of_rows, "combine"):
         return of_rows[row_of_choice.long(), 0, 0].where(row_of_choice >= 0, 0.0)
     of_choices = of_rows.new_empty(row_of_choice.shape)

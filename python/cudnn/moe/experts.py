@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GATED = ("swiglu", "geglu")
 ACTIVATIONS = (*GATED, "srelu")
+WIDE = (torch.float32, torch.float64)  # types that only the reference takes
 COPIED = 896  # rows of an expert's up from which on, on Hopper, tokens are copied in the experts' order for gradients
 COPIED_FORWARD = 6 * 2**20  # elements of an expert's up from which on they are for the forward pass
 MANY = 1024  # and with fewer rows an expert, on average, for every product
@@ -202,8 +203,11 @@ def _made(name: str, tensors: dict[str, Any], options: dict[str, Any], margin: i
     scalars = {option: options.pop(option) for option in api.run_time if option in options}
     operation = api(**api.samples(tensors), **options)
     operation.margin += margin
-    operation.check_support()
-    operation.compile()
+    if operation.dtype("a") in WIDE:
+        operation.run = operation.refer
+    else:
+        operation.check_support()
+        operation.compile()
     return operation, api.names, tuple(scalars.get(each, getattr(operation, each)) for each in api.scalars)
 
 

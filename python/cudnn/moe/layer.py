@@ -15,6 +15,7 @@ from cudnn.moe.experts import (
     COPIED,
     COPIED_FORWARD,
     GATED,
+    WIDE,
     Experts,
     Products,
     Rows,
@@ -110,7 +111,8 @@ def backward(
     by_hidden, activated = torch.empty_like(hidden), hidden.new_empty(count, inner)
     of_rows, index = rows.read(gradient, 2 * inner >= COPIED)
     weight_of_row, by_row = values_of_rows(weights, rows.of_choice, count)
-    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=torch.bfloat16) if needs.up_bias else None
+    stored = x.dtype if x.dtype in WIDE else torch.bfloat16
+    by_bias = hidden.new_empty(experts, hidden.shape[1], dtype=stored) if needs.up_bias else None
     gated, activation = e.activation in GATED, matrix(activated)
     tensors, options = operand(e.down, True)
     tensors |= {"padded_offsets": rows.offsets, "alpha": ones(experts, x.device), "a": matrix(of_rows)}

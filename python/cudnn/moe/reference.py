@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cudnn.gemm.formats import wide
+
 if TYPE_CHECKING:
     from cudnn_kernels.moe.configuration import Rule
 
-REMOVED = -(2**31)  # below the key of every number
-
 
 def keys(values: torch.Tensor) -> torch.Tensor:
-    """int32 in the order of float32 values: -0 equals 0, and a NaN is above all numbers, as in ``torch.topk``."""
-    bits = (values + 0.0).contiguous().view(torch.int32)
-    return torch.where(values.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    """Integers, as wide as the values, in their order: -0 equals 0, and a NaN is above all numbers, as in
+    ``torch.topk``. The least integer is no number's.
+    """
+    kind = torch.int64 if values.dtype is torch.float64 else torch.int32
+    bits, limits = (values + 0.0).contiguous().view(kind), torch.iinfo(kind)
+    return torch.where(values.isnan(), limits.max, bits ^ ((bits >> limits.bits - 1) & limits.max))
 
 
 def choose(logits: torch.Tensor, bias: torch.Tensor | None, rule: Rule) -> torch.Tensor:
     """The experts of each token, int32 (T, K): by selection value, the lower expert first where they are equal."""
-    values = logits.float()
+    values = wide(logits)
     if bias is not None:
         values = (_scores(values, rule) if rule.is_scored_before else values) + bias
     order = keys(values)
@@ -29,7 +32,7 @@ def choose(logits: torch.Tensor, bias: torch.Tensor | None, rule: Rule) -> torch
         best = groups.amax(2) if bias is None else groups.topk(2)[0].sum(2)
         kept = keys(best).sort(dim=1, descending=True, stable=True)[1][:, : rule.topk_group]
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
-        order = order.where(is_kept.repeat_interleave(groups.shape[2], 1), REMOVED)
+        order = order.where(is_kept.repeat_interleave(groups.shape[2], 1), torch.iinfo(order.dtype).min)
     return order.sort(dim=1, descending=True, stable=True)[1][:, : rule.top_k].int()
 
 
@@ -38,8 +41,8 @@ def _scores(values: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 
 def weigh(logits: torch.Tensor, indices: torch.Tensor, rule: Rule, scaling_factor: float) -> torch.Tensor:
-    """The weights of chosen experts, float32 (T, K)."""
-    values = logits.float()
+    """The weights of chosen experts (T, K), float32 or, of logits in float64, that."""
+    values = wide(logits)
     if rule.is_dense:
         chosen = values.softmax(-1).gather(1, indices.long())
     else:
@@ -54,7 +57,7 @@ def logits_gradient(
 ) -> torch.Tensor:
     """The gradient of logits from that of the weights, in the type of logits."""
     chosen = indices.long()
-    values, g = logits.float(), gradient.float() * scaling_factor
+    values, g = wide(logits), wide(gradient) * scaling_factor
     total = torch.zeros_like(values)
     if rule.is_dense:
         p = values.softmax(-1)
@@ -88,8 +91,8 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sums of rows in float32, one choice after the other, rounded to the type of rows."""
-    total = rows.new_zeros(row_of_choice.shape[0], rows.shape[1], dtype=torch.float32)
+    """Sums of rows in float32 or float64, one choice after the other, rounded to the type of rows."""
+    total = wide(rows.new_zeros(row_of_choice.shape[0], rows.shape[1]))
     for choice in range(row_of_choice.shape[1]):
         total += _part(rows, row_of_choice[:, choice], None if weights is None else weights[:, choice])
     return total.to(rows.dtype)
@@ -98,8 +101,8 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tens
 def _part(rows: torch.Tensor, row: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """The rows of one choice times their weights; zeros where there is no row."""
     if not rows.shape[0]:
-        return rows.new_zeros(row.shape[0], rows.shape[1], dtype=torch.float32)
-    found = rows[row.long().clamp(min=0)].float()
+        return wide(rows.new_zeros(row.shape[0], rows.shape[1]))
+    found = wide(rows[row.long().clamp(min=0)])
     found = found if weight is None else found * weight[:, None]
     return found.where(row[:, None] >= 0, 0.0)
 

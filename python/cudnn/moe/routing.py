@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cudnn.errors import checked_number, refusal
+from cudnn.gemm.formats import wide
 from cudnn.moe import reference
-from cudnn.moe._run import Kernel, has_kernel, kernel
+from cudnn.moe._run import Kernel, architecture, has_kernel, kernel
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.moe.configuration import (
     MOST_CHOICES,
@@ -32,7 +33,7 @@ class Routing(NamedTuple):
     """T tokens with K experts each, as T * K rows sorted by expert; those of an expert are in the order of tokens.
 
     - ``indices`` int32 (T, K): the experts of a token.
-    - ``weights`` float32 (T, K), differentiable.
+    - ``weights`` float32 (T, K), differentiable; float64 of logits in float64.
     - ``offsets`` int32 (E,): where the rows of each expert end.
     - ``token_of_row`` int32 (T * K,): the token of a row.
     - ``row_of_choice`` int32 (T, K): the row of a token's choice.
@@ -67,7 +68,8 @@ def route(
     the same in every run.
 
     Args:
-        logits: (T, E), float32, bfloat16 or float16; rows contiguous. T from 0, E from 1 to 1024.
+        logits: (T, E), float32, bfloat16 or float16, on the CPU also float64, in which all is computed then; rows
+            contiguous. T from 0, E from 1 to 1024.
         top_k: K, 1 to 16 experts for a token, at most E.
         score: "softmax" or "sigmoid".
         pre_softmax: True: the softmax is over all experts. False: over the chosen ones.
@@ -115,7 +117,7 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
         routing: What :func:`route` returned for them.
         score: "softmax" or "sigmoid".
     """
-    values = logits.float()
+    values = wide(logits)
     if not values.shape[0]:
         return values.sum()
     if score == "softmax":
@@ -124,13 +126,13 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
         scores = values.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
     counts = routing.offsets.diff(prepend=routing.offsets.new_zeros(1))
-    shares = counts.float() / routing.indices.numel()
+    shares = counts.to(values.dtype) / routing.indices.numel()
     return logits.shape[1] * (shares * probabilities.mean(0)).sum()
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """The mean of logsumexp(logits)^2, which keeps logits small; 0 of no tokens. B. Zoph et al.: ST-MoE (2022)."""
-    values = logits.float()
+    values = wide(logits)
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
 
 
@@ -143,8 +145,9 @@ def _check(logits: torch.Tensor, bias: Maybe, rule: Rule) -> None:
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MOST_EXPERTS:
         _refuse(where, "shape of logits", tuple(logits.shape), f"(T, E), E from 1 to {MOST_EXPERTS}")
     experts = logits.shape[1]
-    if logits.dtype not in _TYPES:
-        _refuse(where, "type of logits", logits.dtype, ", ".join(map(str, _TYPES)))
+    if logits.dtype not in _TYPES and (logits.dtype is not torch.float64 or architecture(logits)):
+        allowed = f"{', '.join(map(str, _TYPES))}; on the CPU, not emulated, torch.float64 too"
+        _refuse(where, "type of logits", logits.dtype, allowed)
     if logits.stride(1) != 1 and experts > 1:
         _refuse(where, "strides of logits", logits.stride(), "rows contiguous", "pass logits.contiguous()")
     check_rule(where, experts, rule, bias is not None)
@@ -256,7 +259,7 @@ def _(
 ) -> Five:
     _check(logits, bias, Rule(top_k, score, pre_softmax, renormalize, n_group, topk_group))
     indices = logits.new_empty(logits.shape[0], top_k, dtype=torch.int32)
-    return torch.empty_like(indices, dtype=torch.float32), indices, *_empty(indices, logits.shape[1])
+    return wide(torch.empty_like(indices, dtype=logits.dtype)), indices, *_empty(indices, logits.shape[1])
 
 
 def _empty(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

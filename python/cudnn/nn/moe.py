@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.errors import checked_number, refusal
 from cudnn.fused.gated import LAYOUTS
+from cudnn.gemm.formats import wide
 from cudnn.moe import layer as passes
 from cudnn.moe.experts import ACTIVATIONS, GATED, NUMBERS, Experts, Products, Rows
 from cudnn.moe.parallel import agreed, ranks_of
@@ -133,7 +134,8 @@ class MoE(torch.nn.Module):
             ``down.main_grad``, float32, as Megatron's optimizers have them, and gives none to autograd.
         group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
             in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
-        dtype: bfloat16 or float16; float32 for calls under ``torch.autocast``.
+        dtype: bfloat16 or float16; float32 for calls under ``torch.autocast`` and, as float64, for the reference on the
+            CPU.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
 
@@ -236,8 +238,8 @@ class MoE(torch.nn.Module):
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """The shared experts' weights (T, shared_experts)."""
-        weight = tokens.new_ones(tokens.shape[0], self.shared_experts, dtype=torch.float32)
-        return weight if self.shared_gate is None else weight * self.shared_gate(tokens).float().sigmoid()
+        weight = wide(tokens.new_ones(tokens.shape[0], self.shared_experts))
+        return weight if self.shared_gate is None else weight * wide(self.shared_gate(tokens)).sigmoid()
 
     def _with_shared(self, indices: Tensor) -> Tensor:
         """The shared experts as further choices of every token."""

@@ -9,7 +9,19 @@ import torch
 from cudnn.errors import refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer
-from cudnn.moe.experts import ACTIVATIONS, GATED, Experts, Products, Rows, environment, is_list, products, shape_of
+from cudnn.moe._run import architecture
+from cudnn.moe.experts import (
+    ACTIVATIONS,
+    GATED,
+    WIDE,
+    Experts,
+    Products,
+    Rows,
+    environment,
+    is_list,
+    products,
+    shape_of,
+)
 from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
 from cudnn.moe.routing import Routing, sort
 from cudnn.ops._memory import aligned
@@ -51,9 +63,10 @@ def moe_mlp(
     ``torch.compile``, in CUDA graphs after a first call, and with activation checkpointing.
 
     Args:
-        x: ``[..., H]``, T tokens in all, bfloat16 or float16.
+        x: ``[..., H]``, T tokens in all, bfloat16 or float16; for the reference also float32 or float64, in which
+            all is computed and stored then.
         routing: What :func:`cudnn.moe.route` returned; or ``indices``, integers ``[T, K]``, the experts of each token,
-            and ``weights``, float32 ``[T, K]``, differentiable.
+            and ``weights``, ``[T, K]``, differentiable: float32 or, for an x of float64, float64.
         up: ``[E, N, H]``, of the type of x, or a list of E tensors ``[N, H]``. N is 2 I for a gated activation: of
             every 64 rows, the first 32 are gates, see ``cudnn.interleave_glu_weights``; else I.
         down: ``[E, H, I]``, or a list of E tensors ``[H, I]``.
@@ -169,10 +182,12 @@ def _check_choices(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     shapes = {"x": tuple(x.shape), "indices": tuple(indices.shape), "weights": tuple(weights.shape)}
     if indices.ndim != 2 or indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
         raise ValueError(refusal(_WHERE, "shapes of a routing", shapes, "x [T, H], indices and weights [T, K]"))
-    if indices.dtype not in _INTEGERS or weights.dtype is not torch.float32:
-        got = f"{indices.dtype} and {weights.dtype}"
-        cure = "pass weights.float()" if weights.is_floating_point() and indices.dtype in _INTEGERS else ""
-        raise ValueError(refusal(_WHERE, "types of indices and weights", got, "integers and float32", cure))
+    kind = torch.float64 if x.dtype is torch.float64 else torch.float32
+    if indices.dtype not in _INTEGERS or weights.dtype is not kind:
+        name, got = str(kind).removeprefix("torch."), f"{indices.dtype} and {weights.dtype}"
+        fits = weights.is_floating_point() and indices.dtype in _INTEGERS
+        cure = f"pass weights.{'float' if kind is torch.float32 else 'double'}()" if fits else ""
+        raise ValueError(refusal(_WHERE, "types of indices and weights", got, f"integers and {name}", cure))
 
 
 def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Experts, sums: Sequence[Any]) -> None:
@@ -207,8 +222,11 @@ def _check(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, e: Exp
             raise ValueError(refusal(_WHERE, f"shape of {name}", tuple(bias.shape), str(shape)))
     biases = [bias for bias in (e.up_bias, e.down_bias) if bias is not None]
     types = {tensor.dtype for tensor in (x, *e.up, *e.down, *biases)}
-    if len(types) > 1 or x.dtype not in _TYPES:
-        raise ValueError(refusal(_WHERE, "types", types, f"one of {', '.join(map(str, _TYPES))} for all but weights"))
+    is_wide = x.dtype in WIDE
+    if len(types) > 1 or (x.dtype not in _TYPES and (not is_wide or e.fp8 or architecture(x))):
+        got, allowed = sorted(map(str, types)), f"one of {', '.join(map(str, _TYPES))} for all but weights"
+        cure = "use that, or torch.autocast; others are for the reference, on the CPU, without fp8" if is_wide else ""
+        raise ValueError(refusal(_WHERE, "types", ", ".join(got), allowed, cure))
     devices = {tensor.device for tensor in (x, weights, indices, *e.up, *e.down, *biases, *sums[0], *sums[1])}
     if len(devices) > 1:
         raise ValueError(refusal(_WHERE, "devices", sorted(map(str, devices)), "one device", "move them to one"))
@@ -243,7 +261,7 @@ def checked(
         weights.device,
     )
     tokens = (x.shape[0] == indices.shape[0], x.shape[1:], x.dtype, x.device)
-    options = (e.activation, *e.numbers, e.glu_layout, e.fp8)
+    options = (e.activation, *e.numbers, e.glu_layout, e.fp8, None if x.is_cuda else architecture(x))
     key = (*firsts, *biases, lengths, routed, tokens, options, environment())
     found = _KINDS.get(key)
     if found is None or max(lengths) > 1:
