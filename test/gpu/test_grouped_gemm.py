@@ -16,8 +16,8 @@ I32 = torch.int32
 
 REPEATED: list[dict[str, Any]] = [
     {"name": "grouped_gemm_glu", "kind": "fp16", "inputs": {"prob": F32, "a_index": I32}, "generate_c": True},
-    {"name": "grouped_gemm_dglu", "n": 96, "act_func": "dsituglu", "situ_beta1": 1.5, "deterministic": True,
-     "inputs": {"c": F16, "beta": F32, "prob": F32, "dprob": F32}},
+    {"name": "grouped_gemm_dglu", "kind": "nvfp4", "ends": (256, 512), "n": 96, "act_func": "dsituglu",
+     "situ_beta1": 1.5, "deterministic": True, "inputs": {"c": F16, "beta": F32, "prob": F32, "dprob": F32}},
     {"name": "grouped_gemm_dsrelu", "n": 320, "deterministic": True, "generate_dbias": True,
      "inputs": {"c": BF16, "prob": F32, "dprob": F32}},
     {"name": "grouped_gemm_quant", "kind": "mxfp8", "ends": (256, 512), "n": 160, "d_dtype": E4M3,

@@ -70,9 +70,12 @@ class Activated(ExpertsGemm):
             raise self.unsupported("scale factors", "tensors", allowed, cure)
 
     def check_activation(self, allowed: Sequence[str]) -> None:
-        """Raises for another activation, or for numbers that it cannot have."""
+        """Raises for another activation, or for numbers that it cannot have. situglu needs block-scaled operands."""
+        if not self.scaled:
+            allowed = [name for name in allowed if not name.endswith("situglu")]
         if self.act_func not in allowed:
-            raise self.error("act_func", repr(self.act_func), " or ".join(map(repr, allowed)))
+            choice = " or ".join(map(repr, allowed)) + ", without scale factors" * (not self.scaled)
+            raise self.error("act_func", repr(self.act_func), choice)
         check_situ(self._title(), vars(self))
 
     @classmethod

@@ -33,8 +33,8 @@ class GroupedGemmDglu(GatedExpertsBackward):
 
     Args:
         sample_a ... sample_activation: tensors like those that ``execute`` will get. ``sample_dprob=None``: no sums.
-        act_func: ``"dswiglu"``, ``"dgeglu"`` or ``"dsituglu"``. linear_offset (None: 1.0), geglu_alpha, glu_clamp_max,
-            glu_clamp_min: of dgeglu. situ_beta1, situ_beta2: of dsituglu, positive.
+        act_func: ``"dswiglu"``, ``"dgeglu"`` or, for operands with scale factors, ``"dsituglu"``. linear_offset (None:
+            1.0), geglu_alpha, glu_clamp_max, glu_clamp_min: of dgeglu. situ_beta1, situ_beta2: of dsituglu, positive.
         epilogue_op: None, ``"none"``, ``"identity"``, ``"relu"`` or ``"srelu"``, without effect.
         sample_dbias: (experts, 2 n), bfloat16, overwritten; added up in an order that does not vary.
         round_dgrad_to_input_dtype: x is rounded to the operands' type first, which has 16 bits and no scale factors.

@@ -39,9 +39,9 @@ class GroupedGemmGlu(GatedExperts):
 
     Args:
         sample_a ... sample_prob: tensors like those that ``execute`` will get.
-        act_func: ``"swiglu"``, ``"geglu"`` or ``"situglu"``. Their numbers are arguments of calls: None there is 1.0
-            for linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps, 4.0 and 25.0 for those of situglu,
-            which are positive.
+        act_func: ``"swiglu"``, ``"geglu"`` or, for operands with scale factors, ``"situglu"``. Their numbers are
+            arguments of calls: None there is 1.0 for linear_offset, 1.702 for geglu_alpha, 7.0 and -7.0 for the clamps,
+            4.0 and 25.0 for those of situglu, which are positive.
         situ_beta1: what None is for it in calls.
         glu_layout: ``"interleaved"``: gates and others take turns in blocks of 32 columns of c, rows of b and elements
             of bias, as above. ``"concatenated"``: the gates are the first half, the others the second one; b is a
