@@ -16,7 +16,6 @@ import cudnn
 from cudnn import registry
 from cudnn.fused import operator
 
-WIDTH = 120
 _WRITTEN = "Written by `python docs/generate.py`."
 _OPERATORS = f'''"""The operators of the fused APIs, ``cudnn.ops``, for type checkers. {_WRITTEN}"""
 
@@ -42,23 +41,23 @@ def _operator(name: str) -> str:
     signature, names = operator.signature_of(api, function)
     shown = [_named(name, types[names[name]], p.default) for name, p in signature.parameters.items()]
     result = f"tuple[{', '.join(['Tensor'] * len(api.returns))}]"
-    about = (
-        f"{api.title}: {', '.join(api.returns)}; what there is not has no elements. See :class:`cudnn.{api.__name__}`."
-    )
-    about = textwrap.wrap(f'"""{about}"""', WIDTH, initial_indent="    ", subsequent_indent="    ")
-    lines = (f"def {name}(", *(f"    {each}," for each in shown), f") -> {result}:", *about)
-    return "".join(f"{line}\n" for line in lines)
+    about = f"{', '.join(api.returns)}; what there is not has no elements. See :class:`cudnn.{api.__name__}`."
+    about = _wrapped(f'"""{api.title}: {about}"""')
+    # No line ends within a parameter.
+    arguments = [
+        line.replace("\0", " ") for line in _wrapped(" ".join(f"{each},".replace(" ", "\0") for each in shown))
+    ]
+    return "\n".join([f"def {name}(", *arguments, f") -> {result}:  # fmt: skip", *about, ""])
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, initial_indent="    ", subsequent_indent="    ")
 
 
 def names() -> str:
     """The public names of the fused APIs, which `cudnn` has."""
-    lines = [f'"""The public names of the fused APIs. {_WRITTEN}"""', ""]
-    for package in dict.fromkeys(registry.public_names().values()):
-        exported = [name for name, home in registry.public_names().items() if home == package]
-        for name in sorted(exported, key=lambda name: (name[0].islower(), name.lower())):  # as ruff has it
-            line = f"from {package} import {name} as {name}"
-            lines += [line] if len(line) <= WIDTH else [f"from {package} import (", f"    {name} as {name},", ")"]
-    return "\n".join(lines) + "\n"
+    imports = [f"from {package} import *" for package in dict.fromkeys(registry.public_names().values())]
+    return "\n".join([f'"""The public names of the fused APIs. {_WRITTEN}"""', "", "# ruff: noqa: F403", *imports, ""])
 
 
 _PACKAGE = Path(cudnn.__file__).parent

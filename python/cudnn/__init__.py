@@ -49,12 +49,6 @@ if TYPE_CHECKING:
     from cudnn.backend.causal_conv1d import causal_conv1d_forward as causal_conv1d_forward
     from cudnn.fused.names import *  # noqa: F403  # pyright: ignore[reportMissingModuleSource]  (a stub)
     from cudnn.launch.emulation import emulation as emulation
-    from cudnn.sdpa import SdpaBackward as SdpaBackward
-    from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
-    from cudnn.sdpa import SdpaForward as SdpaForward
-    from cudnn.sdpa import SdpafwdSm100D256 as SdpafwdSm100D256
-    from cudnn.sdpa import sdpa_bwd_wrapper_sm100_d256 as sdpa_bwd_wrapper_sm100_d256
-    from cudnn.sdpa import sdpa_fwd_wrapper_sm100_d256 as sdpa_fwd_wrapper_sm100_d256
 
 __version__ = "0.1.0"
 

@@ -1,140 +1,27 @@
 """The public names of the fused APIs. Written by `python docs/generate.py`."""
 
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
-    DiscreteGroupedGemmDswiglu as DiscreteGroupedGemmDswiglu,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
-    DiscreteGroupedGemmDswigluSm100 as DiscreteGroupedGemmDswigluSm100,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
-    discrete_grouped_gemm_dswiglu_wrapper as discrete_grouped_gemm_dswiglu_wrapper,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import (
-    discrete_grouped_gemm_dswiglu_wrapper_sm100 as discrete_grouped_gemm_dswiglu_wrapper_sm100,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
-    DiscreteGroupedGemmSwiglu as DiscreteGroupedGemmSwiglu,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
-    DiscreteGroupedGemmSwigluSm100 as DiscreteGroupedGemmSwigluSm100,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
-    discrete_grouped_gemm_swiglu_wrapper as discrete_grouped_gemm_swiglu_wrapper,
-)
-from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import (
-    discrete_grouped_gemm_swiglu_wrapper_sm100 as discrete_grouped_gemm_swiglu_wrapper_sm100,
-)
-from cudnn.gemm_amax import GemmAmax as GemmAmax
-from cudnn.gemm_amax import GemmAmaxSm100 as GemmAmaxSm100
-from cudnn.gemm_amax import gemm_amax_wrapper as gemm_amax_wrapper
-from cudnn.gemm_amax import gemm_amax_wrapper_sm100 as gemm_amax_wrapper_sm100
-from cudnn.gemm_dsrelu import GemmDsrelu as GemmDsrelu
-from cudnn.gemm_dsrelu import GemmDsreluSm100 as GemmDsreluSm100
-from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper as gemm_dsrelu_wrapper
-from cudnn.gemm_dsrelu import gemm_dsrelu_wrapper_sm100 as gemm_dsrelu_wrapper_sm100
-from cudnn.gemm_dswiglu import GemmDswiglu as GemmDswiglu
-from cudnn.gemm_dswiglu import GemmDswigluSm100 as GemmDswigluSm100
-from cudnn.gemm_dswiglu import gemm_dswiglu_wrapper as gemm_dswiglu_wrapper
-from cudnn.gemm_dswiglu import gemm_dswiglu_wrapper_sm100 as gemm_dswiglu_wrapper_sm100
-from cudnn.gemm_geglu import GemmGeglu as GemmGeglu
-from cudnn.gemm_geglu import GemmGegluSm100 as GemmGegluSm100
-from cudnn.gemm_geglu import gemm_geglu_wrapper as gemm_geglu_wrapper
-from cudnn.gemm_geglu import gemm_geglu_wrapper_sm100 as gemm_geglu_wrapper_sm100
-from cudnn.gemm_proj_rope_mxfp8 import GemmProjRopeMxfp8Bf16InSm100 as GemmProjRopeMxfp8Bf16InSm100
-from cudnn.gemm_proj_rope_mxfp8 import GemmProjRopeMxfp8Mxfp8InSm100 as GemmProjRopeMxfp8Mxfp8InSm100
-from cudnn.gemm_proj_rope_mxfp8 import gemm_proj_rope_mxfp8_wrapper_sm100 as gemm_proj_rope_mxfp8_wrapper_sm100
-from cudnn.gemm_rope import GemmRope as GemmRope
-from cudnn.gemm_rope import GemmRopeSm100 as GemmRopeSm100
-from cudnn.gemm_rope import gemm_rope_wrapper as gemm_rope_wrapper
-from cudnn.gemm_rope import gemm_rope_wrapper_sm100 as gemm_rope_wrapper_sm100
-from cudnn.gemm_srelu import GemmSrelu as GemmSrelu
-from cudnn.gemm_srelu import GemmSreluSm100 as GemmSreluSm100
-from cudnn.gemm_srelu import gemm_srelu_wrapper as gemm_srelu_wrapper
-from cudnn.gemm_srelu import gemm_srelu_wrapper_sm100 as gemm_srelu_wrapper_sm100
-from cudnn.gemm_swiglu import GemmSwiglu as GemmSwiglu
-from cudnn.gemm_swiglu import GemmSwigluSm100 as GemmSwigluSm100
-from cudnn.gemm_swiglu import gemm_swiglu_wrapper as gemm_swiglu_wrapper
-from cudnn.gemm_swiglu import gemm_swiglu_wrapper_sm100 as gemm_swiglu_wrapper_sm100
-from cudnn.gemm_swiglu import interleave_gate_up as interleave_gate_up
-from cudnn.gemm_swiglu import interleave_glu_weights as interleave_glu_weights
-from cudnn.grouped_gemm.grouped_gemm import GroupedGemm as GroupedGemm
-from cudnn.grouped_gemm.grouped_gemm import GroupedGemmSm100 as GroupedGemmSm100
-from cudnn.grouped_gemm.grouped_gemm import grouped_gemm_wrapper as grouped_gemm_wrapper
-from cudnn.grouped_gemm.grouped_gemm import grouped_gemm_wrapper_sm100 as grouped_gemm_wrapper_sm100
-from cudnn.grouped_gemm.grouped_gemm_dglu import GroupedGemmDglu as GroupedGemmDglu
-from cudnn.grouped_gemm.grouped_gemm_dglu import GroupedGemmDgluSm100 as GroupedGemmDgluSm100
-from cudnn.grouped_gemm.grouped_gemm_dglu import grouped_gemm_dglu_wrapper as grouped_gemm_dglu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_dglu import grouped_gemm_dglu_wrapper_sm100 as grouped_gemm_dglu_wrapper_sm100
-from cudnn.grouped_gemm.grouped_gemm_dsrelu import GroupedGemmDsrelu as GroupedGemmDsrelu
-from cudnn.grouped_gemm.grouped_gemm_dsrelu import GroupedGemmDsreluSm100 as GroupedGemmDsreluSm100
-from cudnn.grouped_gemm.grouped_gemm_dsrelu import grouped_gemm_dsrelu_wrapper as grouped_gemm_dsrelu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_dsrelu import (
-    grouped_gemm_dsrelu_wrapper_sm100 as grouped_gemm_dsrelu_wrapper_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_dswiglu import GroupedGemmDswiglu as GroupedGemmDswiglu
-from cudnn.grouped_gemm.grouped_gemm_dswiglu import GroupedGemmDswigluSm100 as GroupedGemmDswigluSm100
-from cudnn.grouped_gemm.grouped_gemm_dswiglu import grouped_gemm_dswiglu_wrapper as grouped_gemm_dswiglu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_dswiglu import (
-    grouped_gemm_dswiglu_wrapper_sm100 as grouped_gemm_dswiglu_wrapper_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGlu as GroupedGemmGlu
-from cudnn.grouped_gemm.grouped_gemm_glu import GroupedGemmGluSm100 as GroupedGemmGluSm100
-from cudnn.grouped_gemm.grouped_gemm_glu import grouped_gemm_glu_wrapper as grouped_gemm_glu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_glu import grouped_gemm_glu_wrapper_sm100 as grouped_gemm_glu_wrapper_sm100
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import GroupedGemmGluHadamard as GroupedGemmGluHadamard
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import GroupedGemmGluHadamardSm100 as GroupedGemmGluHadamardSm100
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
-    grouped_gemm_glu_hadamard_wrapper as grouped_gemm_glu_hadamard_wrapper,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import (
-    grouped_gemm_glu_hadamard_wrapper_sm100 as grouped_gemm_glu_hadamard_wrapper_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
-    GroupedGemmGluHadamardQuant as GroupedGemmGluHadamardQuant,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
-    GroupedGemmGluHadamardQuantSm100 as GroupedGemmGluHadamardQuantSm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
-    grouped_gemm_glu_hadamard_quant_wrapper as grouped_gemm_glu_hadamard_quant_wrapper,
-)
-from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import (
-    grouped_gemm_glu_hadamard_quant_wrapper_sm100 as grouped_gemm_glu_hadamard_quant_wrapper_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuant as GroupedGemmQuant
-from cudnn.grouped_gemm.grouped_gemm_quant import GroupedGemmQuantSm100 as GroupedGemmQuantSm100
-from cudnn.grouped_gemm.grouped_gemm_quant import grouped_gemm_quant_wrapper as grouped_gemm_quant_wrapper
-from cudnn.grouped_gemm.grouped_gemm_quant import grouped_gemm_quant_wrapper_sm100 as grouped_gemm_quant_wrapper_sm100
-from cudnn.grouped_gemm.grouped_gemm_srelu import GroupedGemmSrelu as GroupedGemmSrelu
-from cudnn.grouped_gemm.grouped_gemm_srelu import GroupedGemmSreluSm100 as GroupedGemmSreluSm100
-from cudnn.grouped_gemm.grouped_gemm_srelu import grouped_gemm_srelu_wrapper as grouped_gemm_srelu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_srelu import grouped_gemm_srelu_wrapper_sm100 as grouped_gemm_srelu_wrapper_sm100
-from cudnn.grouped_gemm.grouped_gemm_swiglu import GroupedGemmSwiglu as GroupedGemmSwiglu
-from cudnn.grouped_gemm.grouped_gemm_swiglu import GroupedGemmSwigluSm100 as GroupedGemmSwigluSm100
-from cudnn.grouped_gemm.grouped_gemm_swiglu import grouped_gemm_swiglu_wrapper as grouped_gemm_swiglu_wrapper
-from cudnn.grouped_gemm.grouped_gemm_swiglu import (
-    grouped_gemm_swiglu_wrapper_sm100 as grouped_gemm_swiglu_wrapper_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgrad as GroupedGemmWgrad
-from cudnn.grouped_gemm.grouped_gemm_wgrad import GroupedGemmWgradSm100 as GroupedGemmWgradSm100
-from cudnn.grouped_gemm.grouped_gemm_wgrad import (
-    get_grouped_gemm_wgrad_workspace_size as get_grouped_gemm_wgrad_workspace_size,
-)
-from cudnn.grouped_gemm.grouped_gemm_wgrad import (
-    get_grouped_gemm_wgrad_workspace_size_sm100 as get_grouped_gemm_wgrad_workspace_size_sm100,
-)
-from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper as grouped_gemm_wgrad_wrapper
-from cudnn.grouped_gemm.grouped_gemm_wgrad import grouped_gemm_wgrad_wrapper_sm100 as grouped_gemm_wgrad_wrapper_sm100
-from cudnn.native_sparse_attention import NSA as NSA
-from cudnn.rmsnorm_rht_amax import RmsNormRhtAmax as RmsNormRhtAmax
-from cudnn.rmsnorm_rht_amax import RmsNormRhtAmaxSm100 as RmsNormRhtAmaxSm100
-from cudnn.rmsnorm_rht_amax import best_num_threads as best_num_threads
-from cudnn.rmsnorm_rht_amax import pick_rows_per_cta as pick_rows_per_cta
-from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper as rmsnorm_rht_amax_wrapper
-from cudnn.rmsnorm_rht_amax import rmsnorm_rht_amax_wrapper_sm100 as rmsnorm_rht_amax_wrapper_sm100
-from cudnn.sdpa import SdpaBackward as SdpaBackward
-from cudnn.sdpa import SdpabwdSm100D256 as SdpabwdSm100D256
-from cudnn.sdpa import SdpaForward as SdpaForward
-from cudnn.sdpa import SdpafwdSm100D256 as SdpafwdSm100D256
-from cudnn.sdpa import sdpa_bwd_wrapper_sm100_d256 as sdpa_bwd_wrapper_sm100_d256
-from cudnn.sdpa import sdpa_fwd_wrapper_sm100_d256 as sdpa_fwd_wrapper_sm100_d256
+# ruff: noqa: F403
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_dswiglu import *
+from cudnn.discrete_grouped_gemm.discrete_grouped_gemm_swiglu import *
+from cudnn.gemm_amax import *
+from cudnn.gemm_dsrelu import *
+from cudnn.gemm_dswiglu import *
+from cudnn.gemm_geglu import *
+from cudnn.gemm_proj_rope_mxfp8 import *
+from cudnn.gemm_rope import *
+from cudnn.gemm_srelu import *
+from cudnn.gemm_swiglu import *
+from cudnn.grouped_gemm.grouped_gemm import *
+from cudnn.grouped_gemm.grouped_gemm_dglu import *
+from cudnn.grouped_gemm.grouped_gemm_dsrelu import *
+from cudnn.grouped_gemm.grouped_gemm_dswiglu import *
+from cudnn.grouped_gemm.grouped_gemm_glu import *
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard import *
+from cudnn.grouped_gemm.grouped_gemm_glu_hadamard_quant import *
+from cudnn.grouped_gemm.grouped_gemm_quant import *
+from cudnn.grouped_gemm.grouped_gemm_srelu import *
+from cudnn.grouped_gemm.grouped_gemm_swiglu import *
+from cudnn.grouped_gemm.grouped_gemm_wgrad import *
+from cudnn.native_sparse_attention import *
+from cudnn.rmsnorm_rht_amax import *
+from cudnn.sdpa import *
