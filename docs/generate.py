@@ -25,7 +25,7 @@ _COMMON = ("self", "compute_data_type", "name")
 def _families() -> Iterator[type]:
     """The classes that hold the methods of `pygraph`, one a family of operations, in the order of its bases."""
     for cls in cudnn.pygraph.__mro__[1:]:
-        if issubclass(cls, NodeList) and cls not in (NodeList, SubGraph):
+        if issubclass(cls, NodeList) and cls is not SubGraph and _methods(cls):
             yield cls
 
 
