@@ -197,9 +197,19 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden": 12}, "hidden: got 12; allowed: multiples of 8"),
         ({"max_tokens": 0}, "max_tokens: got 0; allowed: 1 or more"),
         ({"max_rows": 0}, "max_rows: got 0; allowed: 1 or more"),
+        ({"dtype": torch.float64}, "dtype: got torch.float64; allowed: torch.bfloat16, torch.float16, torch.float32"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
             Exchange(**{"group": group, "experts": 8, "top_k": 2, "hidden": 16, **given, **changed})
+    for wrong, words in ((None, "got no initialised torch.distributed"), (-100, "got -100")):
+        allowed = f"group: {words}; allowed: a process group of torch.distributed that this rank belongs to, or a"
+        with pytest.raises(TypeError, match=f"^Exchange: {allowed}"):
+            Exchange(wrong, 8, 2, 16, **given)
+    with pytest.raises(TypeError, match=r"^MoE: group: got -100; "):
+        cudnn.nn.MoE(64, 32, 4, 2, group=-100)
+    x, up, down = (torch.zeros(shape).bfloat16() for shape in ((5, 64), (1, 64, 64), (1, 64, 32)))
+    with pytest.raises(TypeError, match=r"^moe_mlp: group: got 3; "):
+        cudnn.ops.moe_mlp(x, (torch.zeros(5, 1).long(), torch.ones(5, 1)), up, down, group=3)
     parallel = Exchange(group, 8, 2, 16, **given)
     x, indices, weights = torch.zeros(5, 16).bfloat16(), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
     for changed, words in (

@@ -31,7 +31,7 @@ from cudnn.nn import MoE
 from cudnn.ops import moe_mlp
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-EPSILON = {BF16: 2.0**-8, F16: 2.0**-11}
+EPSILON = {BF16: 2.0**-8, F16: 2.0**-11, F64: 2.0**-40}
 WEIGHTS = ("up", "down")
 ARCHS = ("sm_90a", "sm_100a")
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)
@@ -61,7 +61,7 @@ def case(
     wide = inner if activation == "srelu" else 2 * inner
     logits = torch.randn(tokens, experts)
     logits[:, : max(top_k, experts // 4)] += skew
-    weights, indices = logits.softmax(1).topk(top_k)
+    weights, indices = logits.to(F64 if dtype is F64 else F32).softmax(1).topk(top_k)
     if dropped:
         indices = indices.where(torch.rand(indices.shape) > 0.3, -1)
     tensors = {
@@ -130,7 +130,7 @@ def listed(t: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {n: [w.clone().requires_grad_() for w in x.detach()] if n in WEIGHTS else x for n, x in t.items()}
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, F16, F64])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "srelu"])
 @settings(max_examples=3)
 @given(st.data())

@@ -32,6 +32,7 @@ from cudnn_kernels.moe.configuration import (
 
 _WHERE = "Exchange"
 _DISPATCH, _GIVE_BACK = (f"cudnn_kernels.moe.exchange:{name}" for name in ("Dispatch", "GiveBack"))
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 Tensor = torch.Tensor
 
 
@@ -87,6 +88,7 @@ class Exchange:
     Raises:
         ValueError: an argument, or a tensor of a call, that is not allowed; more tokens than ``max_tokens``; ranks
             whose arguments differ.
+        TypeError: a group that is none.
         RuntimeError: a rank did not come within the time limit.
     """
 
@@ -96,7 +98,8 @@ class Exchange:
         symmetric: bool | None = None, time_limit: float = 600.0,
     ) -> None:  # fmt: skip
         group = dist.group.WORLD if group is None else group
-        self._group, self.rank, self.ranks = ref(group), dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = size_of(_WHERE, group)
+        self._group, self.rank = ref(group), dist.get_rank(group)
         self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -107,6 +110,7 @@ class Exchange:
             ("experts", experts, experts > 0 and not experts % self.ranks, f"multiples of {self.ranks} ranks"),
             ("top_k", top_k, 0 < top_k <= MOST_CHOICES, f"1 to {MOST_CHOICES}"),
             ("hidden", hidden, hidden > 0 and not hidden % 8, "multiples of 8"),
+            ("dtype", dtype, dtype in _TYPES, ", ".join(map(str, _TYPES))),
             ("max_tokens", max_tokens, max_tokens > 0, "1 or more"),
             ("max_rows", max_rows, max_rows is None or max_rows > 0, "1 or more, or None"),
         ):
@@ -187,6 +191,19 @@ class Exchange:
         if not len(back):
             return back.new_zeros(indices.shape)
         return back[row, torch.arange(self.top_k, device=row.device)].where(is_one, 0.0)
+
+
+def size_of(where: str, group: Any) -> int:
+    """How many ranks a process group has.
+
+    Raises:
+        TypeError: it is none, or this rank does not belong to it.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        got = "no initialised torch.distributed" if group is None else repr(group)
+        allowed = "a process group of torch.distributed that this rank belongs to, or a cudnn.moe.Exchange"
+        raise TypeError(refusal(where, "group", got, allowed))
+    return dist.get_world_size(group)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -8,12 +8,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
 from cudnn.errors import refusal
 from cudnn.moe import layer
-from cudnn.moe.exchange import Exchange, Sent, agree
+from cudnn.moe.exchange import Exchange, Sent, agree, size_of
 from cudnn.moe.experts import Experts, Rows, is_list, products, shape_of
 from cudnn.moe.routing import sort
 from cudnn.ops._registration import once
@@ -51,9 +50,13 @@ def _known(group: Any) -> Any:
     return found
 
 
-def ranks_of(group: Any) -> int:
-    """How many ranks share the experts of a layer whose ``group`` this is: a process group or an exchange."""
-    return group.ranks if isinstance(group, Exchange) else dist.get_world_size(group)
+def ranks_of(where: str, group: Any) -> int:
+    """How many ranks share the experts of a layer whose ``group`` this is: a process group or an exchange.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    return group.ranks if isinstance(group, Exchange) else size_of(where, group)
 
 
 def agreed(where: str, group: Any, words: str, sizes: Sizes, x: Tensor, time_limit: float) -> None:

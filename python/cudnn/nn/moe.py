@@ -141,6 +141,7 @@ class MoE(torch.nn.Module):
 
     Raises:
         ValueError: an activation or size that is not allowed.
+        TypeError: a group that is none.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class MoE(torch.nn.Module):
         named = zip(NUMBERS, numbers, strict=True)
         self._numbers = {name: checked_number("MoE", name, x, limit="clamp" in name) for name, x in named}
         made = {"device": device, "dtype": dtype}
-        ranks = 1 if group is None else ranks_of(group)
+        ranks = 1 if group is None else ranks_of("MoE", group)
         if experts % ranks or (group is not None and shared_experts):
             got = f"{experts} experts and {shared_experts} shared ones on {ranks} ranks"
             allowed = "as many experts on each rank, and no shared ones with a group"

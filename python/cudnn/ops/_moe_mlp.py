@@ -94,6 +94,7 @@ def moe_mlp(
 
     Raises:
         ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
+        TypeError: a group that is none.
         RuntimeError: a rank of the group did not call within the time limit.
     """
     up, down, tokens = _listed("up", up), _listed("down", down), tokens_of(_WHERE, x)
@@ -124,7 +125,7 @@ def _on_ranks(
         with torch.autocast(x.device.type, enabled=False):
             return _on_ranks(cast(x), indices, weights, e, sums, group, time_limit)
     _check(x, indices, weights, e, sums)
-    experts, top_k = shape_of(e.up)[0] * ranks_of(group), indices.shape[1]
+    experts, top_k = shape_of(e.up)[0] * ranks_of(_WHERE, group), indices.shape[1]
     shapes = f"up {shape_of(e.up)}, down {shape_of(e.down)}, {x.dtype}"
     words = f"{top_k} of {experts} experts, {shapes}, {e.activation} {e.glu_layout} {e.numbers} fp8={e.fp8}"
     exchange = exchange_of(group, words, (experts, top_k, x.shape[1], x.dtype), x, time_limit)
