@@ -126,6 +126,17 @@ def test_logits_and_gradients(name: str) -> None:
         assert error(ours[each], own[each]) < 2 * error(theirs[each], own[each]) + 0.15, each
 
 
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("gpt-oss", torch.float64)])
+def test_experts_in_wide_types(name: str, dtype: torch.dtype) -> None:
+    """Logits and gradients can be compared closely, in float64 to more digits."""
+    found = [results(model(name, "eager", experts, dtype)) for experts in ("cudnn", "eager")]
+    slack = 1e-4 if dtype is torch.float32 else 1e-7  # rotations have float32 in them
+    for each, expected in found[1].items():
+        assert expected.dtype is dtype
+        limit = slack * float(expected.abs().max())
+        torch.testing.assert_close(found[0][each], expected, rtol=slack, atol=limit, msg=each)
+
+
 @pytest.mark.parametrize("padded", brief([False, True], 0))
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_in_float32(name: str, padded: bool) -> None:

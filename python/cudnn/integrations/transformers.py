@@ -50,7 +50,7 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 
     Args:
         module: What transformers' ``use_experts_implementation`` made of a class of experts.
-        hidden_states: (T, H), bfloat16 or float16, or any under autocast.
+        hidden_states: (T, H), bfloat16 or float16, or any under autocast; on the CPU also float32 and float64.
         top_k_index, top_k_weights: (T, K); experts outside of 0 to E - 1 are left out.
 
     Raises:
@@ -67,10 +67,11 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     if module.has_gate and not module.is_concatenated:
         up = _in_halves(up)
         up_bias = None if up_bias is None else _in_halves(up_bias)
-    routing, layout = (top_k_index, top_k_weights.float()), "concatenated" if module.has_gate else "interleaved"
+    kind = torch.float64 if hidden_states.dtype is torch.float64 else torch.float32
+    layout = "concatenated" if module.has_gate else "interleaved"
     return moe_mlp(
-        hidden_states, routing, up.contiguous(), down.contiguous(), up_bias, down_bias, activation=activation,
-        glu_layout=layout, **numbers,
+        hidden_states, (top_k_index, top_k_weights.to(kind)), up.contiguous(), down.contiguous(), up_bias, down_bias,
+        activation=activation, glu_layout=layout, **numbers,
     )  # fmt: skip
 
 
