@@ -47,8 +47,15 @@ def jit(
     """Decorates a function returning ``(graph, tensors)``: builds the graph if need be; returns ``(graph, uids)``.
 
     ``options`` are accepted for programs that pass any; none has an effect.
+
+    Raises:
+        TypeError: ``heur_modes`` is something else, such as the function itself, where ``@cudnn.jit`` lacks its ``()``.
     """
     modes: list[Any] = [*heur_modes] if isinstance(heur_modes, Iterable) else [heur_modes]
+    if any(not isinstance(mode, heur_mode) for mode in modes):
+        got = "a function" if callable(heur_modes) else repr(heur_modes)
+        cure = "write @cudnn.jit(), with parentheses" if callable(heur_modes) else "pass cudnn.heur_mode.A, say"
+        raise TypeError(refusal("jit", "heur_modes", got, "a cudnn.heur_mode, or a list of them", cure))
 
     def decorate(function: Callable[P, tuple[pygraph, Sequence[Any]]]) -> Callable[P, tuple[pygraph, list[int]]]:
         @functools.wraps(function)
@@ -68,7 +75,13 @@ def jit(
 
 
 def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: one result per ``key_fn(*args, **kwargs)``; beyond ``maxsize`` the oldest is dropped."""
+    """Decorates a function: one result per ``key_fn(*args, **kwargs)``; beyond ``maxsize`` the oldest is dropped.
+
+    Raises:
+        TypeError: ``key_fn`` is no function; later, it returned a value that is not hashable, such as a list.
+    """
+    if not callable(key_fn):
+        raise TypeError(refusal("graph_cache", "key_fn", repr(key_fn), "a function of the same arguments"))
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         results: dict[Hashable, R] = {}
@@ -77,8 +90,13 @@ def graph_cache(key_fn: Callable[..., Hashable], maxsize: int = 256) -> Callable
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
             key = key_fn(*args, **kwargs)
-            with contextlib.suppress(KeyError):  # another thread may drop it meanwhile
+            try:
                 return results[key]
+            except KeyError:  # another thread may drop it meanwhile
+                pass
+            except TypeError as error:
+                what, cure = f"what key_fn of {function.__name__} returned", "return tuples in place of lists"
+                raise TypeError(refusal("graph_cache", what, repr(key), "a hashable value", cure)) from error
             made = function(*args, **kwargs)
             with lock:
                 made = results.setdefault(key, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -252,9 +253,9 @@ class Graph(Operations):
                         "cycle by itself", "use cudnn.pygraph for the single steps")
             )  # fmt: skip
         if not callable(getattr(pygraph, name, None)):
-            raise AttributeError(
-                refusal("Graph", "attribute", repr(name), "an operation of cudnn.pygraph", "look at dir(cudnn.Graph())")
-            )
+            alike = difflib.get_close_matches(name, [other for other in dir(self) if not other.startswith("_")], 1)
+            cure = f"write {alike[0]}" if alike else "look at dir(cudnn.Graph())"
+            raise AttributeError(refusal("Graph", "attribute", repr(name), "an operation of cudnn.pygraph", cure))
         method = getattr(self._built(), name)
         if not self._open:
             raise RuntimeError(

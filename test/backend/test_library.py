@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cudnn.backend import library
+from cudnn.backend.enums import Status
 from cudnn.errors import CudnnLibraryError
 
 FAKE = """
@@ -37,6 +38,13 @@ def test_an_unknown_status_is_still_told(libcudnn: library.Library) -> None:
     assert str(error).startswith("doing this failed: CUDNN_STATUS 7777")
     assert (error.status, error.not_supported) == (7777, False)
     assert libcudnn.error(3002, "x").not_supported
+
+
+def test_a_missing_driver_library_is_named(libcudnn: library.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, told in ((False, True), (True, False)):
+        monkeypatch.setattr(library, "loads", lambda name, found=found: found)
+        assert ("libcuda.so.1" in str(libcudnn.error(int(Status.SUBLIBRARY_LOADING_FAILED), "finalizing"))) is told
+        assert "libcuda.so.1" not in str(libcudnn.error(int(Status.BAD_PARAM), "finalizing"))
 
 
 def test_a_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from support.cli import invoke, words
 REFUSED = {
     "bench": [
         (["nothing"], f"got 'nothing'; allowed: {', '.join(bench.BENCHMARKS)}."),
+        ([], "NAME: got nothing; allowed: "),
         (["gemm_swiglu", "--dtype", "int8"], "got 'int8'; allowed: bf16, fp16, fp8, fp8_128, mxfp8, nvfp4."),
         (["rmsnorm_rht_amax", "--dtype", "fp8"], "got 'fp8'; allowed: bf16."),
         (["gemm_amax", "--no-ab12"], "got gemm_amax; allowed: only with results that have ab12."),
-        (["gemm_swiglu", "--shapes", "128x64"], "got '128x64'; allowed: MxNxK, M a multiple of 1, N a multiple of 64"),
+        (["gemm_swiglu", "--shapes", "128x64"], "got '128x64'; allowed: MxNxK, N a multiple of 64, K"),
         (["gemm_swiglu", "--shapes", "128x64x64,8x65x64"], "got '8x65x64'; allowed: MxNxK"),
         (["gemm_swiglu", "--shapes", "0x64x64"], "got '0x64x64'; allowed: MxNxK"),
         (["gemm_swiglu", "--shapes", "1x-64x64"], "got '1x-64x64'; allowed: MxNxK"),

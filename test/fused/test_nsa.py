@@ -166,9 +166,10 @@ def test_what_a_list_may_say() -> None:
         ({"block_counts_tensor": torch.zeros(50, 2)}, ValueError, "block_counts tensor dtype"),
         ({"scale_softmax": -1.0}, ValueError, "scale_softmax"),
         ({"scale_softmax": math.nan}, ValueError, "scale_softmax"),
-        ({f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"}, ValueError, "head size"),
+        ({f"{name}_tensor": torch.zeros(50, 2, 80).half() for name in "qkv"}, ValueError,
+         r"head size: got \(80, 80\); allowed: 64, 128, 192 with 128 in v, 256\."),
     ],
-)
+)  # fmt: skip
 def test_what_selection_refuses(change: dict[str, Any], error: type[Exception], message: str) -> None:
     NSA.SelectionAttention.objects.clear()
     with pytest.raises(error, match=message):

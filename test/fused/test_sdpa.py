@@ -339,7 +339,8 @@ def test_last_blocks_of_keys_are_split(
         ({"qk_acc_dtype": torch.float16}, ValueError, "qk_acc_dtype"),
         ({"window_size": (64, 0)}, NotImplementedError, "window_size"),
         ({"is_causal": True, "window_size": (31, 0)}, ValueError, "window_size, left"),
-        ({"q_tensor": matrix(1, 1, 2), "is_causal": True}, ValueError, "window_size, right"),
+        ({"q_tensor": matrix(1, 1, 2), "is_causal": True}, ValueError, "is_causal: got True; allowed: False where"),
+        ({"window_size": (-2, -1)}, ValueError, r"window_size: got \(-2, -1\); allowed: ends of 0 and more, or -1"),
         ({"q_tensor": matrix(1, 32, 3)}, ValueError, "heads of q"),
         ({"q_tensor": matrix(1, 32, 2).contiguous()}, ValueError, "q tensor stride"),
         ({"k_tensor": matrix(1, 32, 2).bfloat16()}, ValueError, "k tensor dtype"),
@@ -355,6 +356,14 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     given = {name: matrix(1, 32, 2) for name in ("q_tensor", "k_tensor", "v_tensor")}
     with pytest.raises(error, match=message):
         sdpa_fwd_wrapper_sm100_d256(**{**given, **change})
+
+
+@pytest.mark.parametrize("missing", ["q", "k", "v", "o", "lse"])
+def test_no_tensor(missing: str) -> None:
+    samples: dict[str, Any] = {f"sample_{name}": matrix(1, 32, 2) for name in "qkvo"}
+    samples |= {"sample_lse": torch.empty(1, 2, 32), f"sample_{missing}": None}
+    with pytest.raises(ValueError, match=f"SdpaForward: {missing} tensor: got None; allowed: a tensor"):
+        SdpaForward(**samples).check_support()
 
 
 def test_given_lengths_of_the_longest_sequences_decide_what_hides_no_key() -> None:

@@ -336,6 +336,7 @@ WRONG_ARGUMENTS: dict[str, tuple[Any, type[Exception], str]] = {  # options, or 
     "two names of a bias": (lambda one: {"bias": one, "attn_bias": one}, RuntimeError, "bias and attn_bias"),
     "no tensor for a sink": (lambda one: {"sink_token": 0.5}, TypeError, "input Sink"),
     "a sink of another shape": (lambda one: {"sink_token": one}, ValueError, r"Sink .*h_q, 1, 1\] = \[1, 4, 1, 1\]"),
+    "no modifier": (lambda one: {"score_mod": 5}, TypeError, "score_mod: got 5; allowed: a function"),
     "a modifier of no result": (lambda one: {"score_mod": lambda graph, x: None}, TypeError, "returned NoneType"),
     "a longest sequence without pages": (
         lambda one: {"paged_attention_max_seq_len_kv": 64}, NOT_SUPPORTED, "max_seq_len_kv: got 64 without page tables"

@@ -71,8 +71,8 @@ def test_no_member_of_an_enumeration() -> None:
     graph = reference_graph(io=HALF)
     q = graph.tensor(**half(1, 2, 16, 64))
     for arguments, words in (
-        ({"implementation": "FUSED"}, "implementation: got 'FUSED'; allowed: cudnn.attention_implementation. AUTO,"),
-        ({"diagonal_alignment": 7}, "diagonal_alignment: got 7; allowed: cudnn.diagonal_alignment. TOP_LEFT, BOTTOM"),
+        ({"implementation": "FUSED"}, "implementation: got 'FUSED'; allowed: a cudnn.attention_implementation: AUTO,"),
+        ({"diagonal_alignment": 7}, "diagonal_alignment: got 7; allowed: a cudnn.diagonal_alignment: TOP_LEFT, BOTTOM"),
     ):
         options: dict[str, Any] = arguments
         with pytest.raises(ValueError, match=f"sdpa: {words}"):
@@ -202,9 +202,25 @@ def test_the_reference_has_one_plan() -> None:
     for call in (graph.build_plan_at_index, lambda i: graph.execute_plan_at_index(pack, None, i)):
         with pytest.raises(RuntimeError, match="plan index: got 1; allowed: 0"):
             call(1)
+    for engine, knobs in ((1, {}), (0, {cudnn.knob_type.STAGES: 2})):
+        with pytest.raises(RuntimeError, match=rf"plan: got engine {engine} with knobs .*; allowed: engine 0"):
+            graph.create_execution_plan(engine, knobs)
     restored = cudnn.pygraph()
     restored.deserialize(None, graph.serialize())  # as with no handle
     assert repr(restored) == repr(graph)
+
+
+def test_a_plan_of_the_references_engine() -> None:
+    graph = reference_graph()
+    x = graph.tensor(dim=[4, 6], stride=[6, 1])
+    y = graph.add(x, x).set_output(True)
+    graph.build()
+    graph.create_execution_plan(0, {})
+    graph.check_support()
+    graph.build_plans()
+    out = torch.zeros(4, 6)
+    graph.execute({x: torch.ones(4, 6), y: out}, None)
+    assert (out == 2).all()
 
 
 def test_overrides_need_a_graph_that_is_built_for_them() -> None:

@@ -103,6 +103,22 @@ def test_jit_says_what_a_function_has_to_return() -> None:
         cudnn.jit()(lambda: 1)()  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [(lambda: 0, r"got a function; .* write @cudnn\.jit\(\)"), ("A", r"got 'A'; .* pass cudnn\.heur_mode\.A")],
+)
+def test_jit_refuses_what_is_no_mode(modes: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"jit: heur_modes: {message}"):
+        cudnn.jit(modes)
+
+
+def test_keys_of_a_cache() -> None:
+    with pytest.raises(TypeError, match="graph_cache: key_fn: got None; allowed: a function"):
+        cudnn.graph_cache(key_fn=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"what key_fn of <lambda> returned: got \[3\]; .* return tuples"):
+        cudnn.graph_cache(key_fn=lambda n: [n])(lambda n: n)(3)  # type: ignore[arg-type]
+
+
 def test_keywords_reach_the_key_function() -> None:
     seen: list[Any] = []
 

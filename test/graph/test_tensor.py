@@ -144,6 +144,15 @@ def test_an_unknown_dlpack_type_is_not_set(graph: cudnn.pygraph) -> None:
     assert dlpack_to_data_type(99, 16) is cudnn.data_type.NOT_SET
 
 
+def test_pytorchs_functions_and_operators_refuse_it(graph: cudnn.pygraph) -> None:
+    x: Any = graph.tensor_like(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match=r"torch\.relu: argument: got a cudnn\.tensor, which has no data.*graph\.relu"):
+        torch.relu(x)
+    for compute in (lambda: x + 1, lambda: 2 * x, lambda: -x, lambda: x @ x, lambda: torch.zeros(2, 2) + x):
+        with pytest.raises(TypeError, match=r"operand: got a cudnn\.tensor, which has no data.*graph\.add"):
+            compute()
+
+
 def test_what_is_no_array(graph: cudnn.pygraph) -> None:
     with pytest.raises(ValueError, match=r"tensor_like: source: got list; allowed: a cudnn.tensor"):
         graph.tensor_like([1, 2])

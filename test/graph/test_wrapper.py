@@ -103,6 +103,9 @@ def test_a_name_that_is_no_operation() -> None:
         graph.relu(torch.randn(2, 3))
         assert not hasattr(graph, "reluu")
     assert not hasattr(cudnn.Graph(), "shape")
+    for name, cure in (("mat_mul", "write matmul"), ("flip", r"look at dir\(cudnn.Graph\(\)\)")):
+        with pytest.raises(AttributeError, match=f"attribute: got '{name}'; .*{cure}"):
+            getattr(cudnn.Graph(), name)
 
 
 def test_dir_lists_operations() -> None:

@@ -490,6 +490,8 @@ def test_a_decode_step_refuses_strides_that_the_kernel_cannot_load() -> None:
     [
         ({"gates": torch.rand(2, 4, 2).double()}, ValueError, "shape of gates"),
         ({"lengths": torch.tensor([64, 88])}, ValueError, "type of lengths"),
+        ({"lengths": 88}, TypeError, "lengths tensor: got int; allowed: a torch.Tensor"),
+        ({"lengths": torch.tensor([64, 101]).int()}, ValueError, r"lengths: got \[64, 101\]; allowed: numbers from 0"),
         ({"key": torch.rand(2, 3, 100, 16).double()}, ValueError, "heads of query"),
         ({"selected_blocks": 4}, ValueError, "selected_blocks"),
         ({"compress_stride": 3}, ValueError, "block_size and compress_stride"),

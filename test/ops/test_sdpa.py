@@ -284,6 +284,9 @@ def test_refused_tensors() -> None:
     for tensors in ((q[0], k[0], v[0]), (q, k[:1], v), (q, k, v[:, :, 1:]), (q[..., 8:], k, v)):
         with pytest.raises(ValueError, match=r"shapes: got .* allowed: \[B, H_q, S_q, D\]"):
             scaled_dot_product_attention(*tensors)
+    for function in (scaled_dot_product_attention, cudnn.ops.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=r"key tensor: got numpy\.ndarray.*pass torch\.from_numpy\(key\)"):
+            function(q, k.numpy(), v)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"types and devices: got .*float32 on cpu"):
         scaled_dot_product_attention(q, k.float(), v)
 

@@ -129,6 +129,8 @@ class Library:
         if detail != said:
             _log.debug("%s failed; cuDNN's whole text: %s", what, said)
         text = f"{what} failed: {name}" + (f"; cuDNN {format_version(self.version)} says: {detail}" if detail else "")
+        if name.endswith("SUBLIBRARY_LOADING_FAILED") and not loads("libcuda.so.1"):
+            text += ". To fix it, install the CUDA driver's library, libcuda.so.1, which this part of cuDNN needs."
         return CudnnError(text, status, name)
 
     def require(self, since: int, what: str) -> None:
@@ -198,6 +200,15 @@ def mapped_libraries(name: str) -> list[str]:
     except OSError:
         return []
     return sorted(file for file in files if os.path.basename(file).startswith(name))
+
+
+def loads(name: str) -> bool:
+    """Whether the dynamic linker finds a library, and loads it."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def _find() -> str:

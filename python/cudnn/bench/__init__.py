@@ -75,8 +75,8 @@ class Benchmark:
             if len(sizes) != len(multiples) or any(
                 size < 1 or size % multiple for size, multiple in zip(sizes, multiples, strict=True)
             ):
-                needs = ", ".join(f"{name} a multiple of {multiple}" for name, multiple in self.dimensions.items())
-                raise ValueError(f"got {part.strip()!r}; allowed: {'x'.join(self.dimensions)}, {needs}.")
+                needs = "".join(f", {name} a multiple of {n}" for name, n in self.dimensions.items() if n > 1)
+                raise ValueError(f"got {part.strip()!r}; allowed: {'x'.join(self.dimensions)}{needs}.")
             shapes.append(sizes)
         return tuple(shapes)
 

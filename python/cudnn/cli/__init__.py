@@ -105,7 +105,7 @@ def _emulate(
     if is_script and not Path(target).is_file():
         raise typer.BadParameter(f"got {target!r}; allowed: a file that exists.", param_hint="TARGET")
     if not is_script:
-        check(target, (*PROGRAMS, "a script, *.py"), "TARGET")
+        check(target, (*PROGRAMS, "or a script (*.py), for everything else"), "TARGET")
     if is_script and shape:
         raise typer.BadParameter(f"got {shape!r}; allowed: only with a fused API.", param_hint="--shape")
     if not is_script and arguments:

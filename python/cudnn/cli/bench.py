@@ -75,7 +75,8 @@ def main(
     if from_csv is not None:
         raise typer.Exit(_model().compare(from_csv) if model else _show(from_csv, plot))
     if name not in bench.BENCHMARKS:
-        raise typer.BadParameter(f"got {name!r}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
+        got = repr(name) if name else "nothing"
+        raise typer.BadParameter(f"got {got}; allowed: {', '.join(bench.BENCHMARKS)}.", param_hint="NAME")
     benchmark = bench.find(name)
     dtype = dtype or benchmark.dtypes[0]
     if dtype not in benchmark.dtypes:

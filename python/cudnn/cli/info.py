@@ -55,7 +55,7 @@ def collect() -> Facts:
     facts = Facts(dsl=_version("nvidia-cutlass-dsl"))
     _torch_facts(facts)
     facts.driver = _driver_version()
-    facts.driver_library = _loads("libcuda.so.1")
+    facts.driver_library = library.loads("libcuda.so.1")
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         if _PACKAGE.fullmatch(name):
@@ -188,14 +188,6 @@ def _driver_version() -> str:
     nvml.nvmlSystemGetDriverVersion(text, len(text))
     nvml.nvmlShutdown()
     return text.value.decode()
-
-
-def _loads(name: str) -> bool:
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def _version(distribution: str) -> str:

@@ -41,6 +41,7 @@ class Sparse(FusedAPI):
     scale_softmax: float
 
     def __init__(self, given: Mapping[str, Any]) -> None:
+        self.check_needed(given, "q")
         q = given["sample_q"]
         if q.ndim not in (3, 4):
             allowed = "(t, h, d) or (b, h, s, d)"
@@ -75,8 +76,8 @@ class Sparse(FusedAPI):
     def check_rules(self, sizes: Sizes) -> None:
         heads = (sizes["d"], sizes["dv"]) if "dv" in sizes else (sizes["d"],)
         if heads not in self.head_sizes:
-            allowed = ", ".join(" and ".join(map(str, dict.fromkeys(sizes))) for sizes in self.head_sizes)
-            raise self.error("head size", heads if len(heads) > 1 else heads[0], allowed)
+            allowed = (str(d) if {*dv} <= {d} else f"{d} with {dv[0]} in v" for d, *dv in self.head_sizes)
+            raise self.error("head size", heads if len(heads) > 1 else heads[0], ", ".join(allowed))
         hq, hk = sizes["hq"], sizes["hk"]
         if hk == 0 or hq % hk:
             raise self.error("heads of q", hq, f"multiples of the {hk} heads of k")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from cudnn import launch
-from cudnn.errors import refusal
 from cudnn.experimental.ops.sdpa import check, over_batches
 from cudnn.fused.call import say
 from cudnn.ops._memory import aligned
@@ -147,8 +146,7 @@ def _bounds_of_d256(
     if not reason and bounds[2] != -1:
         reason = f"left_bound={bounds[2]}: the kernels take -1"
     if reason:
-        allowed, cure = "what the kernels take", "use torch.ops.cudnn.sdpa"
-        raise NotImplementedError(refusal("sdpa_d256", "attention", reason, allowed, cure))
+        raise NotImplementedError(f"sdpa_d256: got {reason}. To fix it, use torch.ops.cudnn.sdpa.")
 
 
 @custom_op("sdpa_fwd_d256", autocast=NAMES)

@@ -2,6 +2,7 @@
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
@@ -55,10 +56,15 @@ def nsa_decode(
         ``[B, H_q, D_v]``, in the type of query.
 
     Raises:
-        ValueError: shapes, types or sizes.
+        TypeError: an argument that is no tensor.
+        ValueError: shapes, types or sizes; on the CPU also lengths that the caches do not have.
         NotImplementedError: what the kernel does not have.
         RuntimeError: no kernel for the device.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("compressed_key", compressed_key),
+                    ("compressed_value", compressed_value), ("gates", gates), ("lengths", lengths),
+                    ("compressed_lengths", compressed_lengths)):  # fmt: skip
+        check_tensor(_WHERE, name, x)
     if dtype := autocast_type(query):
         given = [query, key, value, compressed_key, compressed_value]
         query, key, value, compressed_key, compressed_value = in_type(given, dtype)
@@ -113,6 +119,11 @@ def nsa_decode_step(
     o = q.new_empty((*q.shape[:2], v.shape[3]))
     if not o.numel():
         return o
+    if not q.is_cuda:
+        for name, x, cache in (("lengths", lengths, k), ("compressed_lengths", compressed_lengths, ck)):
+            if ((x < 0) | (x > cache.shape[2])).any():
+                allowed = f"numbers from 0 to {cache.shape[2]}, the rows of the cache"
+                raise ValueError(refusal(_WHERE, name, x.tolist(), allowed))
     if not (q.element_size() == 2 and has_kernel(q, _WHERE)):
         if q.is_cuda:
             raise ValueError(refusal(_WHERE, "type of query", q.dtype, "torch.float16 or torch.bfloat16"))

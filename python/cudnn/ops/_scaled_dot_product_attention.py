@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops.sdpa import attend, sdpa
@@ -73,9 +74,11 @@ def scaled_dot_product_attention(
         ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1, sinks beside
             lengths or a mask that has a gradient, a backend.
         NotImplementedError: what the fused backend does not have.
-        TypeError: the type of the mask.
+        TypeError: query, key or value is no tensor; the type of the mask.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(_WHERE, name, x)
     bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     if not 0 <= checked_number(_WHERE, "dropout_p", dropout_p) < 1:
@@ -91,7 +94,7 @@ def scaled_dot_product_attention(
         others = dropout_p > 0 or any(x is not None for x in (attn_mask, sinks, *lengths))
         obstacle = fused.obstacle(query, key, value, bounds, scale, others)
         if backend and obstacle:
-            raise NotImplementedError(refusal(_WHERE, 'backend "fused"', obstacle, "what it has", "pass backend=None"))
+            raise NotImplementedError(f'{_WHERE}: backend="fused": got {obstacle}. To fix it, leave backend out.')
         causal = is_causal or right_bound == 0
         if backend or (not obstacle and left_bound == -1 and fused.is_faster(query, key, value, causal)):
             return attend(query, key, value, scale, enable_gqa, bounds, operator=fused.attend)

@@ -323,7 +323,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
                 elif not len(plans):  # else there is our kernels' one
                     raise
         elif isinstance(self._program, ReferenceProgram):
-            self._program.plan = "reference"
+            self._program.make_plan()
 
     def check_support(self) -> None:
         """Raises ``cudnnGraphNotSupportedError`` where no configuration may be used. Builds nothing."""
@@ -474,6 +474,8 @@ class pygraph(Methods[Tensor]):  # noqa: N801
         plans = self._plans("create_execution_plan")
         if plans is not None and self._operation_graph is not None:
             plans.append(self._operation_graph.engine_config(engine_id, knobs, self._device_property))
+        elif isinstance(self._program, ReferenceProgram):
+            self._program.make_plan(engine_id, knobs)
 
     def _restrict(self, step: str, given: Any) -> None:
         plans = self._plans(step)
@@ -565,8 +567,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             override = (override_uids, override_shapes or [], override_strides or [])
             return program.execute(tensor_to_buffer, workspace, used, None, override)
         program.execute(tensor_to_buffer, workspace, used)
-        # It refers to the graph weakly: a cycle would leave the plan to the garbage collector, which may destroy it in
-        # the middle of a stream capture.
+        # Weakly: of a cycle the garbage collector would destroy the plan, maybe in the middle of a stream capture.
         otherwise = functools.partial(_execute_again, weakref.ref(self))
         fast = program.specialised(tensor_to_buffer, workspace, self._handle, otherwise)
         if fast is not None:
@@ -767,7 +768,7 @@ class pygraph(Methods[Tensor]):  # noqa: N801
             return
         if self._runs_on_reference():
             self._program = ReferenceProgram(self.nodes, keys_by_uid)
-            self._program.plan = "reference"
+            self._program.make_plan()
             return
         if not restored.plan:
             _log.info("graph %r was serialised without a plan of cuDNN: one is built here", self.name)

@@ -7,7 +7,7 @@ import json
 import operator
 from collections.abc import Callable, Sequence
 from math import gcd, prod
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from cudnn.datatypes import (
     _is_torch_tensor,  # pyright: ignore[reportPrivateUsage]
@@ -22,6 +22,7 @@ from cudnn.pygraph.layout import row_major, span
 from cudnn.pygraph.schema import conforming
 
 NOT_SET = data_type.NOT_SET
+_WITHOUT_DATA = "a cudnn.tensor, which has no data"
 _LIMIT = 2**63  # cuDNN's extents, strides and uids are signed numbers of 64 bits
 
 
@@ -356,6 +357,20 @@ class Tensor:
 
     def __repr__(self) -> str:
         return json.dumps(self.describe())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Called by PyTorch's functions that are given a graph tensor: they cannot compute with one."""
+        cure = "call the graph's operation in its place: graph.relu(input=x), say"
+        where = f"torch.{getattr(function, '__name__', function)}"
+        raise TypeError(refusal(where, "argument", _WITHOUT_DATA, "a torch.Tensor", cure))
+
+    def _operator(self, *_: object) -> NoReturn:
+        cure = "call the graph's operation in its place: graph.add(a=x, b=y), say"
+        raise TypeError(refusal("arithmetic operator", "operand", _WITHOUT_DATA, "numbers and arrays", cure))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = _operator
 
 
 def _integer(name: str, what: str, value: object) -> int:

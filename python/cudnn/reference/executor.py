@@ -54,6 +54,13 @@ class ReferenceProgram:
                     if rows is not None:
                         self._rows[tensor.uid] = rows
 
+    def make_plan(self, engine_id: int = 0, knobs: Mapping[Any, int] | None = None) -> None:
+        """Makes the one plan. RuntimeError for another engine than number 0, and for knobs, which it does not have."""
+        if engine_id or knobs:
+            got = f"engine {engine_id} with knobs {dict(knobs or {})}"
+            raise RuntimeError(refusal("reference executor", "plan", got, "engine 0, its only one, without knobs"))
+        self.plan = "reference"
+
     @property
     def uids(self) -> list[int]:
         """The tensors that a call brings, in ascending order."""

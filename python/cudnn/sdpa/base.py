@@ -96,6 +96,7 @@ class Attention(FusedAPI):
     softcap: float = 0.0
 
     def __init__(self, given: Mapping[str, Any]) -> None:
+        self.check_needed(given, *self.sized_by)
         packed = given["sample_cum_seqlen_q"] is not None
         if packed != (given["sample_cum_seqlen_k"] is not None):
             got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
@@ -108,6 +109,8 @@ class Attention(FusedAPI):
         left, right = (
             checked_number(self._title(), "window_size", end, "a pair of ints", integer=True) for end in ends
         )
+        if min(left, right) < -1:
+            raise self.error("window_size", (left, right), "ends of 0 and more, or -1 for none")
         right = 0 if given["is_causal"] else right
         self.window = Window(right if right >= 0 else None, left if left >= 0 else None, given["top_left"])
         scale = checked_scale(self, given["scale_softmax"], positive=False) or given["sample_q"].shape[-1] ** -0.5
@@ -165,7 +168,7 @@ class Attention(FusedAPI):
 
     def check_rules(self, sizes: Sizes) -> None:
         if (sizes["d"], sizes["dv"]) not in self.head_sizes:
-            allowed = ", ".join(str(d) if d == dv else f"{d} and {dv} in v" for d, dv in self.head_sizes)
+            allowed = ", ".join(str(d) if d == dv else f"{d} with {dv} in v" for d, dv in self.head_sizes)
             raise self.error("head size", (sizes["d"], sizes["dv"]), allowed)
         if sizes["hq"] % max(sizes["hk"], 1):
             raise self.error("heads of q", sizes["hq"], f"multiples of the {sizes['hk']} heads of k")
@@ -196,8 +199,9 @@ class Attention(FusedAPI):
         longest_q, longest_k = self.longest
         if self.window.left is not None and self.window.left >= longest_k - 1:
             raise self.error("window_size, left", self.window.left, f"less than {longest_k - 1}, or -1 for no end")
-        if self.window.right is not None and self.window.right >= longest_q - 1:
-            raise self.error("window_size, right", self.window.right, f"less than {longest_q - 1}, or -1 for no end")
+        if self.is_causal and longest_q <= 1:
+            allowed = "False where no sequence has more than one row of q, which sees all keys anyway"
+            raise self.error("is_causal", True, allowed)
 
     def check_call(self, cum_seqlen_q: Any, cum_seqlen_k: Any) -> None:
         """Raises where offsets are missing, or not wanted."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, refusal
 from cudnn.experimental.ops._graphs import GraphCache, Tensors, run
@@ -66,6 +67,7 @@ def scaled_dot_product_attention(
 
     Raises:
         NotImplementedError: attn_mask or dropout_p.
+        TypeError: query, key or value is no tensor.
         ValueError: shapes, bounds or lengths.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
@@ -74,6 +76,8 @@ def scaled_dot_product_attention(
         raise NotImplementedError(refusal(_WHERE, "attn_mask", "a tensor", "None: existing programs rely on it", cure))
     if dropout_p != 0:
         raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0, no dropout", cure))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(_WHERE, name, x)
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
     bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
     positive = scale is None or checked_number(_WHERE, "scale", scale) > 0

@@ -340,8 +340,8 @@ E = TypeVar("E", bound=Enumeration)
 def _member(where: str, argument: str, value: object, kind: type[E]) -> E:
     """A member of an enumeration, which may be given by its number."""
     if value not in [*kind]:
-        allowed = ", ".join(member.name for member in kind)
-        raise ValueError(refusal(where, argument, repr(value), f"cudnn.{kind.__name__}. {allowed}", "pass one of them"))
+        allowed = f"a cudnn.{kind.__name__}: {', '.join(member.name for member in kind)}"
+        raise ValueError(refusal(where, argument, repr(value), allowed, "pass one of them"))
     return kind(value)
 
 

@@ -425,6 +425,9 @@ class ScoreGraph(SubGraph[Tensor]):
 
     def called(self, modifier: ScoreModifier, scores: Tensor) -> Tensor:
         """What a user's function makes of the scores."""
+        if not callable(modifier):
+            allowed = "a function (graph, scores) that returns a cudnn.tensor"
+            raise TypeError(refusal(self.node.where, "score_mod", repr(modifier), allowed))
         found = modifier(self, scores)
         if not isinstance(found, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
