@@ -137,7 +137,7 @@ def drawn(problem: Problem, head: int, head_v: int) -> dict[str, Any]:
     numbers |= SPLIT
     ends = {"right": problem.right or 0, "left": problem.left or 0}
     given = {**found, **numbers, **ends, "multiprocessors": 3, "stream": 0}
-    return given | {"workspace": torch.full((64,), 255, dtype=torch.uint8)}
+    return given | {"workspace": torch.full((4096,), 255, dtype=torch.uint8)}
 
 
 def sequence(given: dict[str, Any], problem: Problem, index: int) -> dict[str, torch.Tensor]:
@@ -294,6 +294,30 @@ def test_ctas_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = given["lse"][0, 0, :17]
     assert counts.sum() == 8 * sum(range(4, 33, 4))
     assert counts.max() <= 1.1 * counts.mean()
+
+
+class Sorting(AttentionForward):
+    """Puts tiles in order, and computes nothing."""
+
+    @cute.jit
+    def body(self, call: Any) -> None:
+        pass
+
+
+def test_tiles_with_most_keys_are_drawn_first() -> None:
+    """The last tiles that are drawn are short: when they are, all CTAs are done at about the same time."""
+    lengths = tuple((37 * i % 300 * (i % 5 > 0), 53 * i % 400 // 4) for i in range(45))
+    c = ForwardConfiguration("bfloat16", 64, 64, (128, 32), packed=True, queue=True)
+    given = drawn(Problem(lengths, packed=True), 64, 64)
+    with ptx_emulator.emulate("sm_90a", races=True):
+        compiler.compile_for("sm_90a", Sorting(c), *fakes.arguments(c))(*(given[slot.name] for slot in c.slots()))
+    expected: list[tuple[int, int]] = []
+    for i in sorted(range(45), key=lambda i: lengths[i][1]):
+        expected += [(i, len(expected))] * math.ceil(lengths[i][0] / 128)
+    size = workspace_size(c.slots(), {"sq": sum(q for q, _ in lengths), "b": 45})
+    assert size >= 8 * (1 + len(expected))
+    order = given["workspace"][:size].view(torch.int32).view(-1, 2)[: 1 + len(expected)]
+    assert order.tolist() == [[0, len(expected)], *map(list, expected)]
 
 
 @pytest.mark.full

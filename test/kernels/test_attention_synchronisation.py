@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, Any, Problem]] = {
     # small tiles, and enough steps to fill each buffer again after its release
     "forward": ("sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0)),  # a CTA takes both heads' tiles
     "forward, drawn": (
-        "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96)), packed=True, right=0),
+        "sm_90a", replace(SMALL, queue=True), Problem(((128, 96), (1, 40), (70, 96), (2, 96)), packed=True, right=0),
     ),
     "forward, 8 bits": (
         "sm_90a", SMALL, Problem(((128, 192),), heads=(2, 1), right=0, dtype=torch.float8_e4m3fn),
@@ -70,7 +70,10 @@ PAIR = {
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "forward": {"bar.sync": (2, TURNS)},
     "forward, 8 bits": {"bar.sync": (2, TURNS), "bar.warp.sync": (1, HANDED)},
-    "forward, drawn": {"bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED)},
+    "forward, drawn": {
+        "bar.sync": (1, TURNS), "bar.warp.sync": (2, HANDED),
+        WAIT: (1, "a number's buffer: the warp that draws waits for Q's buffer before, and so for all who read it"),
+    },
     "decode": {
         "mbarrier.init.shared.b64": (1, "a CTA has one tile: nobody waits until Q was read"),
         "mbarrier.arrive.shared.b64": (1, "the last V, after which nobody fills its buffer"),

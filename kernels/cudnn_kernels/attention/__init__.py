@@ -71,7 +71,7 @@ class ForwardConfiguration(AttentionConfiguration):
     """O = softmax(scale Q K^T + mask) V.
 
     ``tile`` is (query rows, keys) of a CTA. ``sink``: every head has a logit without a value. ``ends`` is the type of
-    offsets. ``queue``: CTAs stay and draw their tiles. ``holds``: a loop's ends stay in registers and places in rings
+    offsets. ``queue``: CTAs stay and draw packed tiles. ``holds``: a loop's ends stay in registers and places in rings
     are unsigned, which saves instructions in every step. ``own``: warpgroups take the blocks that their own rows need,
     not all of the tile's, and no turns; not with 8 bits. ``result`` is O's type, if it is not that of Q.
     """
@@ -102,8 +102,19 @@ class ForwardConfiguration(AttentionConfiguration):
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, MULTIPROCESSORS,
-            *[Workspace((Elements("drawn", 4),))] * self.queue, Stream(),
+            *[Workspace((Order("order", self.tile[0]),))] * self.queue, Stream(),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Order:
+    """A region of the workspace: two numbers of 32 bits for each tile of so many rows of packed sequences, and two."""
+
+    name: str
+    rows: int
+
+    def bytes(self, sizes: Sizes) -> Any:
+        return 8 * (1 + sizes["sq"] // self.rows + sizes["b"])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, select_
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, select_
 from cutlass.cute.nvgpu import cpasync
 
 from cudnn_kernels.attention import DESCALES, ForwardConfiguration, sequences, softmax
@@ -19,11 +19,13 @@ from cudnn_kernels.attention.mask import Mask, mask_of
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
-from cudnn_kernels.kernel import Kernel
+from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
 
 Q, K, V, O = range(4)  # noqa: E741
 L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
+WARP = 32
+SORTING = 4  # warps of a CTA that sorts
 
 
 @dataclass
@@ -41,8 +43,8 @@ class Problem:
 
 @dataclass
 class Work:
-    """The tiles of a call. They come in sections: with a causal mask, all tiles of some heads whose K and V fit into
-    L2; else all tiles.
+    """The tiles of a call. They come in sections: with a causal mask, and where they are drawn, all tiles of some heads
+    whose K and V fit into L2; else all tiles.
 
     Fields that are divisors have a form by which kernels divide fast.
     """
@@ -61,7 +63,7 @@ class Work:
     offsets_k: Any
     right: Int32
     left: Int32
-    drawn: Any  # how many tiles CTAs have drawn, if they draw them
+    order: Any  # of packed sequences' tiles, if CTAs draw them: see Forward.sort
 
 
 @dataclass
@@ -103,6 +105,11 @@ class Forward(Kernel):
         self.tile_m, self.tile_n = c.tile
         self.boxes = [(self.rows, c.head), (self.tile_n, c.head), (self.tile_n, c.head_v), (self.rows, c.head_v)]
 
+    @property
+    def in_sections(self) -> bool:
+        """Whether sections are of some heads."""
+        return self.c.right or self.c.queue
+
     def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         """Buffers in shared memory, rows of contiguous elements: (rows, columns, stages)."""
         raise NotImplementedError
@@ -112,7 +119,10 @@ class Forward(Kernel):
         work = self.work(given)
         ctas = work.tiles * work.all_heads
         if c.queue:
-            self.restart(work.drawn).launch(grid=[1, 1, 1], block=[1, 1, 1], stream=given["stream"])
+            batches = work.offsets_q.shape[0] - 1
+            self.sort(work.offsets_q, work.offsets_k, work.order).launch(
+                grid=[cute.ceil_div(batches, SORTING), 1, 1], block=[WARP * SORTING, 1, 1], stream=given["stream"]
+            )
         if self.stays or c.queue:
             ctas = cutlass.min(given["multiprocessors"], ctas)
         lse = sequences.rows(given["lse"], c.packed, c.lse == "by head") if c.lse else None
@@ -154,7 +164,7 @@ class Forward(Kernel):
         batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
         tiles = Int32(sequences.blocks_of(q.shape[0], batches, self.tile_m, c.packed))
         all_heads = together = Int32(q.shape[2] if c.packed else q.shape[2] * q.shape[3])
-        if const_expr(c.right):
+        if const_expr(self.in_sections):
             keys = k.shape[0] // cutlass.max(Int32(batches), 1) if c.packed else k.shape[0]  # on average
             keys_in_l2 = L2_BYTES // ((c.head + c.head_v) * self.dtype.width // 8)
             share = q.shape[2] // k.shape[2]
@@ -167,47 +177,74 @@ class Forward(Kernel):
         if const_expr(self.stays):
             section = cute.ceil_div(section, given["multiprocessors"])
             turns = section * cute.ceil_div(all_heads, together)
-        drawn = None
+        order = None
         if const_expr(c.queue):
-            drawn = cute.make_tensor(
-                cute.recast_ptr(given["workspace"].iterator.align(16), dtype=Int32), cute.make_layout(1)
-            )
-        divisors = (section, together, all_heads % together if c.right else tiles, q.shape[2], q.shape[2] // k.shape[2])
+            numbers = cute.recast_ptr(given["workspace"].iterator.align(16), dtype=Int32)
+            order = cute.make_tensor(numbers, cute.make_layout((2, tiles + 1)))
+        rest = all_heads % together if self.in_sections else tiles
+        divisors = (section, together, rest, q.shape[2], q.shape[2] // k.shape[2])
         return Work(
             tiles, all_heads, turns, Int32(q.shape[0]), Int32(k.shape[0]),
             *[cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in divisors], offsets,
-            given.get("cum_seqlen_k"), given["right"], given["left"], drawn,
+            given.get("cum_seqlen_k"), given["right"], given["left"], order,
         )  # fmt: skip
 
     @cute.kernel
-    def restart(self, drawn: cute.Tensor) -> None:
-        """One thread: no tile was drawn."""
-        drawn[0] = Int32(0)
+    def sort(self, offsets_q: cute.Tensor, offsets_k: cute.Tensor, order: cute.Tensor) -> None:
+        """Puts packed sequences' tiles in order, those of few keys first: they are drawn from the last on, and what is
+        drawn last should not take long.
 
-    name(restart, "cudnn_attention_restart")
+        ``order``, (2, tiles + 1): none was drawn, and how many there are of a head; then of each tile, its sequence and
+        the number of that sequence's first one. A warp has a sequence.
+        """
+        thread, cta = here()
+        lane, count = cute.arch.lane_idx(), offsets_q.shape[0] - 1
+        mine = cta * SORTING + cute.arch.make_warp_uniform(thread // WARP)
+        before, every = Int32(0), Int32(0)
+        if mine < count:
+            s = sequences.packed(offsets_q, offsets_k, mine)
+            for other in cutlass.range(lane, count, WARP, unroll=4):
+                o = sequences.packed(offsets_q, offsets_k, other)
+                tiles = cute.ceil_div(o.queries, self.tile_m)
+                every += tiles
+                if (o.keys < s.keys) | ((o.keys == s.keys) & (other < mine)):
+                    before += tiles
+            before, every = cute.arch.warp_reduction_sum(before), cute.arch.warp_reduction_sum(every)
+            for tile in cutlass.range(lane, cute.ceil_div(s.queries, self.tile_m), WARP, unroll=1):
+                order[0, 1 + before + tile] = mine
+                order[1, 1 + before + tile] = before
+        if (mine == 0) & (lane == 0):
+            order[0, 0] = Int32(0)
+            order[1, 0] = every
+
+    name(sort, "cudnn_attention_sort")
 
     @cute.jit
     def tile(self, work: Work, turn: Any = None) -> tuple[Int32, Int32]:
-        """A CTA's tile in a turn, and its head among all heads; the tile is negative where there is none.
-
-        What is drawn is a CTA's number, as if each had one tile.
+        """A CTA's tile in a turn, or the one of a number that was drawn, and its head among all heads; the tile is
+        negative where there is none.
 
         With a causal mask the last rows come first, since they take longest. CTAs take tiles in rising order in one
         turn and in falling order in the next, so that none gets only long ones.
         """
         cta, _, _ = cute.arch.block_idx()
-        section, index = divmod(turn if const_expr(self.stays or self.c.queue) else cta, work.section)
+        tiles = work.order[1, 0] if const_expr(self.c.queue) else work.tiles
+        if const_expr(self.c.queue):
+            section = Int32(Uint32(turn) // Uint32(tiles * work.together.divisor))
+            index = turn - section * tiles * work.together.divisor
+        else:
+            section, index = divmod(turn if const_expr(self.stays) else cta, work.section)
         if const_expr(self.stays):
             ctas, _, _ = cute.arch.grid_dim()
             index = index * ctas + Int32(select_((section + index) % 2 == 1, ctas - 1 - cta, cta))
         first = section * work.together.divisor
         tile, head = divmod(index, work.together)
-        if const_expr(not self.c.right):
+        if const_expr(not self.in_sections):
             head, tile = divmod(index, work.others)
-            tile = Int32(select_(head < work.all_heads, tile, work.tiles))
+            tile = Int32(select_(head < work.all_heads, tile, tiles))
         elif first + work.together.divisor > work.all_heads:
             tile, head = divmod(index, work.others)
-        return work.tiles - 1 - tile, first + head
+        return tiles - 1 - tile, first + head
 
     @cute.jit
     def problem(self, work: Work, tile: Int32, index: Int32) -> Problem:
@@ -216,7 +253,10 @@ class Forward(Kernel):
         batch, head = divmod(index, work.heads)
         s = Sequence(batch, work.queries, work.keys, Int32(0), Int32(0))
         if const_expr(c.packed):
-            batch, tile = sequences.find_block(work.offsets_q, tile, self.tile_m)
+            if const_expr(c.queue):
+                batch, tile = work.order[0, 1 + tile], tile - work.order[1, 1 + tile]
+            else:
+                batch, tile = sequences.find_block(work.offsets_q, tile, self.tile_m)
             s = sequences.packed(work.offsets_q, work.offsets_k, batch)
         mask = mask_of(c, s.queries, s.keys, work.right, work.left)
         return Problem(tile * self.tile_m, head, head // work.share, s.batch, s.first_query, s.first_key, mask)

@@ -84,7 +84,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         super().__init__(configuration)
         self.groups = self.tile_m // ROWS
         self.warps, self.threads = 4 * self.groups, GROUP * (1 + self.groups)
-        self.seldom = configuration.head_v > 128  # whether O is multiplied anew only where that is needed
+        self.seldom = configuration.head_v > 192  # whether O is multiplied anew only where that is needed
         self.turners = TURNERS if self.dtype.width == 8 else 0  # warps that transpose V
 
     @property
@@ -147,7 +147,7 @@ class AttentionForward(WarpgroupProducts, Forward):
         full, empty = (smem.allocate_array(cutlass.Int64, self.groups) for _ in range(2))
         rings = [ring.Ring.allocate(smem, c.stages) for _ in range(3 if self.turners else 2)]
         if const_expr(c.queue):  # not in the room, whose fields a loop would take for changed
-            self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout(DRAWN))
+            self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout((1, DRAWN)))
         if thread == 0:
             for group in cutlass.range_constexpr(self.groups):
                 cute.arch.mbarrier_init(full + group, self.query_arrivals)
@@ -181,22 +181,11 @@ class AttentionForward(WarpgroupProducts, Forward):
         """The same where CTAs draw tiles. The warp that fetches draws a tile while others still compute the one before,
         and tells them through shared memory.
         """
-        queue, drawn = self.queue
+        order = call.work.order
         place, phase, turn, number = Int32(0), Int32(0), Int32(0), Int32(0)
-        total, address = call.work.tiles * call.work.all_heads, call.work.drawn.iterator.toint()
+        total = order[1, 0] * call.work.all_heads
         while number < total:
-            stage, parity = turn % DRAWN, turn // DRAWN % 2
-            if const_expr(draws):
-                cute.arch.mbarrier_wait(queue.empty + stage, parity ^ 1)
-                if cute.arch.lane_idx() == 0:
-                    drawn[stage] = cute.arch.inline_ptx(
-                        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
-                    )
-                    cute.arch.mbarrier_arrive(queue.full + stage)
-            cute.arch.mbarrier_wait(queue.full + stage, parity)
-            number = cute.arch.make_warp_uniform(drawn[stage])
-            cute.arch.sync_warp()
-            self.release(queue.empty + stage)
+            (number,) = ring.draw(*self.queue, order, turn, (), draws)
             if number < total:
                 place, phase = self.visit_tile(call, visit, number, place, phase)
             turn += 1

@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.kernel import here
+from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
@@ -176,6 +177,13 @@ class SelectedRows(AttentionForward):
             grid=[cutlass.min(tiles * self.s.key_heads, given["multiprocessors"]), 1, 1],
             block=[GROUP * (1 + self.groups), 1, 1], stream=given["stream"], min_blocks_per_mp=1,
         )  # fmt: skip
+
+    @cute.kernel
+    def restart(self, drawn: cute.Tensor) -> None:
+        """One thread: no tile was drawn."""
+        drawn[0] = Int32(0)
+
+    name(restart, "cudnn_attention_restart")
 
     @cute.jit
     def roles(self, atoms: Any, tensors: Any, choices: Choices, scale: Float32) -> None:
