@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -297,6 +297,25 @@ class APIBase(ABC):
     def _title(cls) -> str:
         """The name in messages: that of the class, without the suffix that existing programs know it by."""
         return cls.__name__.removesuffix("Sm100")
+
+    @classmethod
+    def check_needed(cls, **tensors: Any) -> None:
+        """Raises unless these, which a constructor or wrapper looks at before all else is checked, are tensors."""
+        for name, tensor in tensors.items():
+            if tensor is None:
+                raise ValueError(refusal(cls._title(), f"{name} tensor", "None", "a tensor"))
+            check_tensor(cls._title(), name, tensor)
+
+    @classmethod
+    def kinds_of(cls, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a wrapper's objects depend on: types, devices, shapes and strides of the tensors that are given."""
+        try:
+            return tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors.values())
+        except (AttributeError, TypeError):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    check_tensor(cls._title(), name, tensor)
+            raise
 
     def _describe(self, tensor: Any, name: str) -> TensorDesc | None:
         if tensor is None:

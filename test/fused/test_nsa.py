@@ -176,6 +176,27 @@ def test_what_selection_refuses(change: dict[str, Any], error: type[Exception], 
         NSA.selection_attention_wrapper(**{**selection_call(), **change})
 
 
+@pytest.mark.parametrize("missing", ["q", "k", "v"])
+def test_wrappers_of_what_is_no_tensor(missing: str) -> None:
+    x = torch.zeros(1, 4, 32, 64).half()
+    three: dict[str, Any] = dict.fromkeys(("q_tensor", "k_tensor", "v_tensor"), x)
+    rows = {"lse_tensor": torch.zeros(1, 4, 32)}
+    for api, wrapper, given in [
+        (NSA.CompressionAttention, NSA.compression_attention_wrapper, three),
+        (
+            NSA.CompressionAttentionBackward, NSA.compression_attention_backward_wrapper,
+            three | rows | {"o_tensor": x, "do_tensor": x},
+        ),
+        (NSA.SlidingWindowAttention, NSA.sliding_window_attention_wrapper, three),
+        (NSA.SelectionAttention, NSA.selection_attention_wrapper, selection_call()),
+        *[(NSA.TopKReduction, NSA.topk_reduction_wrapper, three | rows)] * (missing != "v"),
+    ]:  # fmt: skip
+        call = {name: x for name, x in given.items() if api is not NSA.TopKReduction or name != "v_tensor"}
+        for value, error, got in ((None, ValueError, "None"), (x.numpy(), TypeError, r"numpy\.ndarray")):
+            with pytest.raises(error, match=f"{api.__name__}: {missing} tensor: got {got}"):
+                wrapper(**{**call, f"{missing}_tensor": value})
+
+
 TOP_K, RANKING = replace(nsa.RANK, heads=4, packed=False), Ranking(((150, 18), (150, 18)))
 
 

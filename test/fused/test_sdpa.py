@@ -366,6 +366,23 @@ def test_no_tensor(missing: str) -> None:
         SdpaForward(**samples).check_support()
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q_tensor": None}, ValueError, "q tensor: got None"),
+        ({"k_tensor": np.zeros((1, 2, 32, 256))}, TypeError, r"k tensor: got numpy\.ndarray.*torch\.from_numpy"),
+        ({"cum_seqlen_q_tensor": [0, 32]}, TypeError, "cum_seqlen_q tensor: got list"),
+    ],
+)
+def test_wrappers_of_what_is_no_tensor(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {f"{name}_tensor": matrix(1, 32, 2) for name in "qkv"} | change
+    with pytest.raises(error, match=f"SdpafwdSm100D256: {message}"):
+        sdpa_fwd_wrapper_sm100_d256(**given)
+    given |= {"o_tensor": matrix(1, 32, 2), "do_tensor": matrix(1, 32, 2), "lse_tensor": torch.zeros(1, 2, 32)}
+    with pytest.raises(error, match=f"SdpabwdSm100D256: {message}"):
+        sdpa_bwd_wrapper_sm100_d256(**given)
+
+
 def test_given_lengths_of_the_longest_sequences_decide_what_hides_no_key() -> None:
     q, ends = torch.randn(3, 2, 256).half(), offsets(0, 1, 2, 3)
     options: dict[str, Any] = {"max_s_q": 16, "max_s_k": 16, "is_causal": True, "window_size": (4, 0)}

@@ -287,6 +287,11 @@ def test_refused_tensors() -> None:
     for function in (scaled_dot_product_attention, cudnn.ops.scaled_dot_product_attention):
         with pytest.raises(TypeError, match=r"key tensor: got numpy\.ndarray.*pass torch\.from_numpy\(key\)"):
             function(q, k.numpy(), v)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"seq_len_kv tensor: got list; allowed: a torch\.Tensor"):
+            function(q, k, v, seq_len_kv=[1, 2])  # type: ignore[arg-type]
+        for bound in ("diagonal_alignment", "left_bound", "right_bound"):
+            with pytest.raises(TypeError, match=f"{bound}: got float; allowed: an int"):
+                function(q, k, v, **{bound: 0.5})
     with pytest.raises(ValueError, match=r"types and devices: got .*float32 on cpu"):
         scaled_dot_product_attention(q, k.float(), v)
 

@@ -321,14 +321,6 @@ class FusedAPI(APIBase):
         """What is raised for a combination that no kernel covers."""
         return NotImplementedError(refusal(self._title(), what, got, allowed, cure))
 
-    @classmethod
-    def check_needed(cls, given: Mapping[str, Any], *names: str) -> None:
-        """Raises unless these samples, whose sizes a constructor looks at, are tensors."""
-        for name in names:
-            if given[f"sample_{name}"] is None:
-                raise ValueError(refusal(cls._title(), f"{name} tensor", "None", "a tensor"))
-            check_tensor(cls._title(), name, given[f"sample_{name}"])
-
     def _described(self, name: str, tensor: Any) -> TensorDesc | None:
         if tensor is None:
             return None

@@ -41,7 +41,7 @@ class Sparse(FusedAPI):
     scale_softmax: float
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.check_needed(given, "q")
+        self.check_needed(q=given["sample_q"])
         q = given["sample_q"]
         if q.ndim not in (3, 4):
             allowed = "(t, h, d) or (b, h, s, d)"
@@ -133,8 +133,7 @@ class Sparse(FusedAPI):
 
 def cached(api: type[Sparse], samples: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The object that a wrapper uses for tensors like these: made and compiled once."""
-    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in samples.values())
-    key = (kinds, tuple(options.items()))
+    key = (api.kinds_of(samples), tuple(options.items()))
     made = api.objects.get(key)
     if made is None:
         made = api(**api.samples(samples), **options)

@@ -4,10 +4,9 @@ import functools
 
 import torch
 
-from cudnn.api_base import check_tensor
 from cudnn.enums import diagonal_alignment as alignments
 from cudnn.errors import checked_number, refusal
-from cudnn.experimental.ops.sdpa import attend, sdpa
+from cudnn.experimental.ops.sdpa import attend, check_tensors, integers, sdpa
 from cudnn.ops import _fused_attention as fused
 from cudnn.ops import _sinks
 from cudnn.ops._registration import autocast_type, in_type
@@ -74,13 +73,12 @@ def scaled_dot_product_attention(
         ValueError: shapes, bounds, lengths, a mask beside others, a probability below 0 or not below 1, sinks beside
             lengths or a mask that has a gradient, a backend.
         NotImplementedError: what the fused backend does not have.
-        TypeError: query, key or value is no tensor; the type of the mask.
+        TypeError: no tensor where one is needed; a bound that is no integer; the type of the mask.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(_WHERE, name, x)
-    bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
+    check_tensors(query, key, value, lengths, attn_mask=attn_mask, sinks=sinks)
+    bounds = integers(is_causal, diagonal_alignment, left_bound, right_bound)
     if not 0 <= checked_number(_WHERE, "dropout_p", dropout_p) < 1:
         raise ValueError(refusal(_WHERE, "dropout_p", dropout_p, "0 and more, less than 1"))
     if scale is not None:

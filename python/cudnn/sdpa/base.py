@@ -96,7 +96,7 @@ class Attention(FusedAPI):
     softcap: float = 0.0
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.check_needed(given, *self.sized_by)
+        self.check_needed(**{name: given[f"sample_{name}"] for name in self.sized_by})
         packed = given["sample_cum_seqlen_q"] is not None
         if packed != (given["sample_cum_seqlen_k"] is not None):
             got = "cum_seqlen_k alone" if not packed else "cum_seqlen_q alone"
@@ -264,8 +264,7 @@ class Attention(FusedAPI):
 
 def called(api: type[Attention], tensors: Sequence[Any], options: Mapping[str, Any], stream: Any = None) -> None:
     """Executes the object that a wrapper has for tensors like these, in the order of ``execute``: made at first."""
-    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors)
-    key = (kinds, tuple(options.items()))
+    key = (api.kinds_of(dict(zip(api.names, tensors, strict=False))), tuple(options.items()))
     made = api.objects.get(key)
     if made is None:
         made = api(*tensors, **options)

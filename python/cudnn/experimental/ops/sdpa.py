@@ -18,6 +18,7 @@ from cudnn.ops._vmap import in_front, one_by_one
 from cudnn.pygraph.graph import pygraph
 
 _WHERE = "scaled_dot_product_attention"
+_LENGTHS = ("seq_len_q", "seq_len_kv", "cumulative_seq_len_q", "cumulative_seq_len_kv")
 _fprop_cache: GraphCache = {}
 _bprop_cache: GraphCache = {}
 Maybe = torch.Tensor | None
@@ -67,7 +68,7 @@ def scaled_dot_product_attention(
 
     Raises:
         NotImplementedError: attn_mask or dropout_p.
-        TypeError: query, key or value is no tensor.
+        TypeError: no tensor where one is needed; a bound that is no integer.
         ValueError: shapes, bounds or lengths.
         cudnnGraphNotSupportedError: what cuDNN does not support.
     """
@@ -76,13 +77,30 @@ def scaled_dot_product_attention(
         raise NotImplementedError(refusal(_WHERE, "attn_mask", "a tensor", "None: existing programs rely on it", cure))
     if dropout_p != 0:
         raise NotImplementedError(refusal(_WHERE, "dropout_p", dropout_p, "0, no dropout", cure))
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_tensor(_WHERE, name, x)
     lengths = seq_len_q, seq_len_kv, cumulative_seq_len_q, cumulative_seq_len_kv
-    bounds = is_causal, int(diagonal_alignment), left_bound, right_bound
+    check_tensors(query, key, value, lengths)
+    bounds = integers(is_causal, diagonal_alignment, left_bound, right_bound)
     positive = scale is None or checked_number(_WHERE, "scale", scale) > 0
     operator = _of_d256 if positive and _has_d256(query, key, value, bounds, lengths) else sdpa
     return attend(query, key, value, scale, enable_gqa, bounds, lengths, operator=operator)
+
+
+def check_tensors(query: Any, key: Any, value: Any, lengths: Sequence[Any], **others: Any) -> None:
+    """Raises TypeError for arguments that are no tensors; ``lengths`` and ``others`` may be None."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(_WHERE, name, x)
+    for name, x in (*zip(_LENGTHS, lengths, strict=True), *others.items()):
+        if x is not None:
+            check_tensor(_WHERE, name, x)
+
+
+def integers(is_causal: bool, alignment: Any, left: Any, right: Any) -> tuple[bool, int, int, int]:
+    """The bounds, of which the last three may be any integers. TypeError for others."""
+    found = {"diagonal_alignment": alignment, "left_bound": left, "right_bound": right}
+    for name, value in found.items():
+        if not isinstance(value, int):  # nearly never, so that torch.compile traces this
+            found[name] = checked_number(_WHERE, name, value, integer=True)
+    return is_causal, int(found["diagonal_alignment"]), found["left_bound"], found["right_bound"]
 
 
 def _has_d256(

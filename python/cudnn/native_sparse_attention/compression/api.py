@@ -173,6 +173,7 @@ def compression_attention_wrapper(
         "is_persistent": is_persistent, "scale_q": scale_q, "scale_k": scale_k, "scale_v": scale_v,
         "inv_scale_o": inv_scale_o, "scale_softmax": scale_softmax,
     }  # fmt: skip
+    CompressionAttention.check_needed(q=q_tensor)
     o, lse = torch.empty_like(q_tensor, dtype=o_dtype or q_tensor.dtype), None
     if enable_lse:
         shape = q_tensor.shape[:-1] if q_tensor.ndim == 4 else (1, q_tensor.shape[1], q_tensor.shape[0])

@@ -114,6 +114,7 @@ def compression_attention_backward_wrapper(
 
     Arguments and errors as those of :class:`CompressionAttentionBackward`.
     """
+    CompressionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
     results = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q_tensor, k_tensor, v_tensor), strict=True)}
     tensors = {
         "q": q_tensor, "k": k_tensor, "v": v_tensor, "o": o_tensor, "do": do_tensor, "lse": lse_tensor, **results,

@@ -171,6 +171,7 @@ def compression_top_k_wrapper(
         "k_value": k_value, "selection_block_size": selection_block_size, "compress_stride": compress_stride,
         "max_s_k": max_s_k, "scale_softmax": scale_softmax,
     }  # fmt: skip
+    CompressionTopK.check_needed(q=q_tensor, k=k_tensor)
     rows, device = q_tensor.shape[0], q_tensor.device
     results = {
         "o": torch.empty_like(q_tensor),

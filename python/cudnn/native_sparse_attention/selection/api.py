@@ -125,6 +125,7 @@ def selection_attention_wrapper(
         "acc_dtype": acc_dtype, "block_size": block_size, "scale_softmax": scale_softmax,
         "is_causal": is_causal,
     }  # fmt: skip
+    SelectionAttention.check_needed(q=q_tensor, v=v_tensor)
     rows = q_tensor.shape[:-1]
     o = torch.empty((*rows, v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     sums, maxima = (torch.empty((*rows, 1), dtype=torch.float32, device=q_tensor.device) for _ in range(2))

@@ -134,6 +134,7 @@ def selection_attention_backward_wrapper(
     :class:`SelectionAttentionBackward`.
     """
     lists = (block_indices_tensor, block_counts_tensor, cum_seqlen_q_tensor)
+    SelectionAttentionBackward.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
     made = added_to or [torch.empty_like(x) for x in (q_tensor, k_tensor, v_tensor)]
     results = dict(zip(("dq", "dk", "dv"), made, strict=True))
     part, choosing, ends = chosen_by or turned_around(*lists, block_size, is_causal)

@@ -315,6 +315,7 @@ def sliding_window_attention_wrapper(
     ``stats_tensor`` is None with ``is_infer``. The host reads the lengths of sequences, to find the longest. Arguments
     and errors as those of :class:`SlidingWindowAttention`. o has ``o_dtype``, or q's type, and q's order of strides.
     """
+    SlidingWindowAttention.check_needed(q=q_tensor, v=v_tensor)
     packed = q_tensor.ndim == 3
     o = torch.empty((*q_tensor.shape[:-1], v_tensor.shape[-1]), dtype=o_dtype or q_tensor.dtype, device=q_tensor.device)
     if not packed and q_tensor.stride(1) < q_tensor.stride(2):
@@ -337,8 +338,7 @@ def sliding_window_attention_wrapper(
         "max_seq_len_kv": longest[1], "attn_scale": attn_scale, "intermediate_data_type": intermediate_data_type,
         "compute_data_type": compute_data_type, "cudnn_handle": cudnn_handle,
     }  # fmt: skip
-    kinds = tuple(None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors.values())
-    key = (kinds, tuple(options.items()))
+    key = (SlidingWindowAttention.kinds_of(tensors), tuple(options.items()))
     made = SlidingWindowAttention.objects.get(key)
     if made is None:
         made = SlidingWindowAttention(**{f"sample_{name}": x for name, x in tensors.items()}, **options)

@@ -171,6 +171,7 @@ def topk_reduction_wrapper(
         "selection_block_size": selection_block_size, "compress_stride": compress_stride, "is_causal": is_causal,
         "mma_tiler_mn": tuple(mma_tiler_mn), "scale_softmax": scale_softmax, "whole_lists": whole_lists,
     }  # fmt: skip
+    TopKReduction.check_needed(q=q_tensor, k=k_tensor)
     packed, heads = q_tensor.ndim == 3, k_tensor.shape[1]
     rows = (q_tensor.shape[0],) if packed else (q_tensor.shape[0], q_tensor.shape[2])
     scores = torch.empty((*rows, heads, k_value), dtype=torch.float32, device=q_tensor.device)

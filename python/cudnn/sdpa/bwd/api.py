@@ -157,6 +157,7 @@ def sdpa_bwd_wrapper_sm100_d256(
         "scale_softmax": scale_softmax,
     }  # fmt: skip
     given = (q_tensor, k_tensor, v_tensor, o_tensor, do_tensor, lse_tensor)
+    SdpabwdSm100D256.check_needed(q=q_tensor, k=k_tensor, v=v_tensor)
     results = tuple(map(torch.empty_like, (q_tensor, k_tensor, v_tensor)))
     tensors = (*given, *results, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
     called(SdpabwdSm100D256, tensors, options, current_stream)

@@ -285,6 +285,7 @@ def sdpa_fwd_wrapper_sm100_d256(
         "mma_tiler_mn": tuple(mma_tiler_mn), "is_causal": is_causal, "window_size": tuple(window_size),
         "scale_softmax": scale_softmax, "scale_output": scale_output,
     }  # fmt: skip
+    SdpafwdSm100D256.check_needed(q=q_tensor)
     o = torch.empty_like(q_tensor)
     lse = torch.empty(lse_shape(q_tensor, cum_seqlen_q_tensor), dtype=torch.float32, device=q_tensor.device)
     tensors = (q_tensor, k_tensor, v_tensor, o, lse, cum_seqlen_q_tensor, cum_seqlen_k_tensor)
