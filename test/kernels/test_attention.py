@@ -43,6 +43,7 @@ THIN = BackwardConfiguration("bfloat16", 96, 96, (64, 128), v_in_registers=True)
 WIDE = BackwardConfiguration("bfloat16", 192, 128, (64, 112), pair=True)
 WIDER = replace(WIDE, head_v=192, tile=(64, 96))
 QUEUE = BackwardConfiguration("bfloat16", 64, 64, (128, 128), queue=True)
+LONG_QUEUE = replace(QUEUE, head=128, head_v=128, tile=(64, 128))
 
 SPLIT = {"split": 3, "parts": 3}
 
@@ -204,6 +205,7 @@ LENGTHS = ((50, 100), (9, 7), (0, 10), (150, 170), (3, 1), (30, 20))
 ONE_END: dict[str, Any] = {"packed": False, "right": True, "left": False, "deterministic": False}
 PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
+UNSEEN = replace(SHORT, lengths=(*SHORT.lengths, (100, 5)))  # whole blocks of rows that see no key
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
 SECTIONS = Problem(((100, 150),), heads=(5, 5), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
@@ -353,7 +355,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
     brief(
         [
             ("sm_90a", PAIRED, replace(PACKED, heads=(2, 1), left=60)),
-            ("sm_90a", replace(BACKWARD, deterministic=True), SHORT),
+            ("sm_90a", replace(BACKWARD, deterministic=True), UNSEEN),
             (
                 "sm_90a",
                 replace(BACKWARD, head=64, head_v=64, tile=(128, 128)),
@@ -394,6 +396,8 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", QUEUE, Problem(((200, 290),) * 2, heads=(4, 2), right=5, dtype=torch.float16, nan=(1,))),
             ("sm_90a", replace(QUEUE, tile=(64, 128), split=True), replace(WINDOW, softcap=1.5)),
             ("sm_90a", replace(BACKWARD, tile=(64, 128), split=True), replace(WINDOW, top_left=True)),
+            ("sm_90a", replace(LONG_QUEUE, deterministic=True), UNSEEN),
+            ("sm_90a", replace(LONG_QUEUE, split=True), replace(WINDOW, heads=(4, 2))),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
         ],
         1,
@@ -470,7 +474,8 @@ def test_turns_come_after_those_of_earlier_ctas(
         ),
         (replace(PAIRED, right=True), 6),
         *(
-            pytest.param(replace(QUEUE, right=True, **x), 5, marks=pytest.mark.full)
+            pytest.param(replace(queue, right=True, **x), 5, marks=pytest.mark.full)
+            for queue in (QUEUE, LONG_QUEUE)
             for x in ({}, {"split": True}, {"packed": True, "left": True, "deterministic": True})
         ),
         pytest.param(replace(BACKWARD, right=True), 5, marks=pytest.mark.full),

@@ -208,6 +208,11 @@ class BackwardConfiguration(AttentionConfiguration):
         return self.deterministic and self.right
 
     @property
+    def stores_first(self) -> bool:
+        """Whether the first CTA whose turn it is stores its part of dQ, so that sums need not be zeros before."""
+        return self.deterministic and not self.pair and not self.shared
+
+    @property
     def dq_turned(self) -> bool:
         """Whether products for dQ have elements of the head in rows, which come in 64: query rows come in 8 then."""
         return self.tile[0] % 64 > 0

@@ -142,7 +142,8 @@ def region(
 
 
 class RowProducts:
-    """D = the sum of O dO over a row, LSE * log2(e), and zeros for dQ's sums. One CTA has 16 rows of a head.
+    """D = the sum of O dO over a row, LSE * log2(e), and zeros for what is counted or added up. One CTA has 16 rows of
+    a head.
 
     Results begin a new block of rows for every sequence. LSE is inf where there is no row, or where it is -inf: so P
     is 0 there. A row has 8 to 32 lanes, and a lane some rows, all of which it loads before it adds.
@@ -160,7 +161,7 @@ class RowProducts:
     ) -> None:  # fmt: skip
         """O, dO (s, d, h, b); LSE (s, h, b); the values' turns, and what was drawn, become zeros too."""
         rows = values.products.shape
-        blocks, counts, zeros = rows[0] // self.rows, values.turns, values.dq_sums
+        blocks, counts, zeros = rows[0] // self.rows, values.turns, None if self.c.stores_first else values.dq_sums
         if zeros is not None:
             zeros = cute.make_tensor(zeros.iterator, cute.make_layout((self.rows * self.c.head, blocks, *rows[1:])))
         if counts is not None:
@@ -226,20 +227,25 @@ class QueryGradient:
     """dQ = scale times the sums that Hopper's backward kernels leave, rounded. One CTA has a block of rows of a head.
 
     Sums are in the order of accumulators: for every 64 rows and 8 elements of the head, or the other way round, four
-    values of each of 128 threads.
+    values of each of 128 threads. Where CTAs took turns, and the first one stored, blocks that had no turn are zeros.
     """
 
     def __init__(self, configuration: BackwardConfiguration) -> None:
         self.c = configuration
         self.dtype = DTYPES[configuration.dtype]
 
-    def launch(self, sums: cute.Tensor, dq: cute.Tensor, offsets: Any, scale: Float32, stream: Any) -> None:
-        """Sums (512, rows * d / 512, blocks, h, b), dQ (s, d, h, b)."""
+    def launch(
+        self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, stream: Any
+    ) -> None:  # fmt: skip
+        """Sums (512, rows * d / 512, blocks, h, b), turns (rows, blocks, h, b), dQ (s, d, h, b)."""
         grid, shape = grid_of(sums.shape[2], dq.shape[2], dq.shape[3])
-        self.kernel(sums, dq, offsets, scale, grid).launch(grid=shape, block=[THREADS, 1, 1], stream=stream)
+        turns = turns if self.c.stores_first else None
+        self.kernel(sums, turns, dq, offsets, scale, grid).launch(grid=shape, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, dq: cute.Tensor, offsets: Any, scale: Float32, grid: Grid) -> None:
+    def kernel(
+        self, sums: cute.Tensor, turns: Any, dq: cute.Tensor, offsets: Any, scale: Float32, grid: Grid
+    ) -> None:  # fmt: skip
         c, size = self.c, self.c.tile[0]
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = place_in(grid)
@@ -248,13 +254,17 @@ class QueryGradient:
         pitch = c.head + VECTOR  # rows 16 bytes apart from each other's banks
         sdQ = smem.allocate_tensor(self.dtype, cute.make_layout((size, c.head), stride=(pitch, 1)), byte_alignment=16)
         if row < rows:
-            groups, columns = THREADS // 128, c.head // 8
+            groups, columns, additions = THREADS // 128, c.head // 8, Int32(1)
+            if const_expr(turns is not None):
+                additions = turns[0, block, head, batch]
             lane, group = thread % 128, thread // 128
             values = cute.make_rmem_tensor(4, Float32)
+            values.fill(0.0)
             for i in cutlass.range_constexpr(size * c.head // 512 // groups):
                 index = i * groups + group
                 source = cute.local_tile(sums[None, index, block, head, batch], (4,), (lane,))
-                cute.autovec_copy(source, values)
+                if additions > 0:
+                    cute.autovec_copy(source, values)
                 across = size // 8 if c.dq_turned else columns  # 8 columns each, of accumulators in 64 rows
                 along = index // across * SLAB + lane // WARP * 16 + lane % WARP // 4
                 for j in cutlass.range_constexpr(2):

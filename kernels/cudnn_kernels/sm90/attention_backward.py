@@ -116,9 +116,9 @@ class Backward(Kernel):
         # before the launch, after which the DSL may take for them what they are inside the kernel
         offsets, scale, stream = given.get("cum_seqlen_q"), given["scale_softmax"], given["stream"]
         dq, values = sequences.matrix(given["dq"], c.packed), prepare(c, given)
-        sums = values.dq_sums
+        sums, turns = values.dq_sums, values.turns
         self.launch_passes(given, values)
-        QueryGradient(c).launch(sums, dq, offsets, scale, stream)
+        QueryGradient(c).launch(sums, turns, dq, offsets, scale, stream)
 
     def launch_passes(self, given: Mapping[str, Any], values: Values) -> None:
         """The kernels between those of :mod:`cudnn_kernels.attention.around`, on a call's arguments by name."""
@@ -571,21 +571,25 @@ class AttentionBackward(Backward):
             cute.domain_offset((0, part * chunks), shared["dq"]).iterator.toint(), shared["dq_full"] + part,
             shared["dq_empty"] + part,
         )  # fmt: skip
-        way = ("", "") if const_expr(c.shared == "stores") else ("reduce.", ".add.f32")
+        size = 4 * 512 * chunks
         mask = block.mask.turned()  # of the loop's own: a branch in it rebinds the values of what it uses
         for step in cutlass.range(block.steps, unroll=1):
             place = self.place(block, step)
             target = cute.domain_offset((0, part * chunks), values.dq_sums[(None, None, *place)]).iterator.toint()
             cute.arch.mbarrier_wait(full, (before + step) % 2)
+            turn = Int32(0)
             if const_expr(c.deterministic):
                 turn = self.turn(mask, block, place_of(block, step)[1])
                 self.wait_for_turn(values.turns[(None, *place)], part, turn)
                 cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
             with cute.arch.elect_one():
-                cute.arch.inline_ptx(
-                    f"cp.{way[0]}async.bulk.global.shared::cta.bulk_group{way[1]} [{{$r0}}], [{{$r1}}], {{$r2}};",
-                    read_only_args=[target, source, Int32(4 * 512 * chunks)],
-                )
+                if const_expr(c.stores_first):
+                    if turn == 0:
+                        self.write(target, source, size, False)
+                    else:
+                        self.write(target, source, size, True)
+                else:
+                    self.write(target, source, size, c.shared != "stores")
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(empty)
@@ -594,6 +598,14 @@ class AttentionBackward(Backward):
                     cute.arch.inline_ptx("fence.proxy.async.global;", read_only_args=[])
                     self.end_turn(values.turns[(None, *place)], part)
             cute.arch.sync_warp()
+
+    def write(self, target: Any, source: Any, size: int, adds: bool) -> None:
+        """One thread: lets the copy engine write to global memory, or add to what is there."""
+        reduce, add = ("reduce.", ".add.f32") if adds else ("", "")
+        cute.arch.inline_ptx(
+            f"cp.{reduce}async.bulk.global.shared::cta.bulk_group{add} [{{$r0}}], [{{$r1}}], {{$r2}};",
+            read_only_args=[target, source, Int32(size)],
+        )
 
     def columns(self, values: cute.Tensor, thread: Int32) -> cute.Tensor:
         """The values, in shared memory, of the query rows that a thread has as columns."""

@@ -55,7 +55,7 @@ class BranchGradients(Kernel):
         BranchRows(c).launch_on(given, values_compressed, values)
         CompressionBackward(c.compressed).launch_passes(of_compressed, values_compressed)
         AttentionBackward(near).launch_passes(of_near, values)
-        QueryGradient(near).launch(sums, dq, offsets, scale, stream)
+        QueryGradient(near).launch(sums, None, dq, offsets, scale, stream)
 
 
 class BranchRows(RowProducts):

@@ -30,15 +30,16 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same of packed sequences, and of split blocks with a causal mask: 80 rows take more registers than there are."""
+"""The same of packed sequences, and where the mask ends on the right: 80 rows take more registers than there are, and
+more steps at a mask's edge.
+"""
 CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 """The same with a soft cap."""
 
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
-    small = ends["packed"] or (ends["right"] and ends.get("split"))
-    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
+    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if ends["packed"] or ends["right"] else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
         "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
@@ -122,7 +123,8 @@ class SdpaBackward(Gradients, Attention):
         heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
             options |= {"deterministic": self.deterministic, "split": self.constants["split"] > 0}
-            options["queue"] = heads == (64, 64) and options["right"]  # slower at 96 and 128, and without a mask
+            draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)  # a cap takes its registers
+            options["queue"] = draws and options["right"]  # slower at 96, and without a mask
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
