@@ -95,7 +95,7 @@ def test_programs(program: Path) -> None:
     assert result.exit_code == 1
     assert result.output.count("graph 'test_graph':") == 2  # each graph once
     assert "refused: mm (matmul): A and B: got dim=[1, 2, 3] and dim=[1, 4, 5]" in result.output
-    assert "to fix it: transpose one" in result.output
+    assert "to fix it: correct one of the shapes" in result.output
     result = explain(program, "--format", "svg")
     assert result.exit_code == 2
     assert "got 2 graphs; allowed: one graph for an SVG file" in words(result)

@@ -276,7 +276,7 @@ def test_all_faulty_nodes_are_named_and_only_they() -> None:
     assert explained.state == "refused"
     assert [reason.nodes for reason in explained.reasons] == [(0,), (2,)]
     assert explained.reasons[0].rule.startswith("mm (matmul): A and B: got dim=[1, 2, 3]")
-    assert explained.reasons[0].cures == ("transpose one by swapping its last two dims and strides",)
+    assert explained.reasons[0].cures == ("correct one of the shapes",)
     assert [node.refused for node in explained.nodes] == [True, False, True]
     assert explained.tensors[3].dim == ()
     assert "dim unknown" in str(explained)
@@ -545,7 +545,7 @@ def test_drawings_of_refusals() -> None:
     root = ElementTree.fromstring(explained.svg())
     assert [rect.get("class") for rect in root.iter(f"{SVG}rect")].count("refused") == 2  # and in the legend
     caption = " ".join(text.text or "" for text in root.iter(f"{SVG}text"))
-    assert "transpose one by swapping" in caption
+    assert "correct one of the shapes" in caption
     assert ":::refused" in explained.mermaid()
 
 

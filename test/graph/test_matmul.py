@@ -66,6 +66,9 @@ def test_names() -> None:
     ("build", "error", "words"),
     [
         (lambda g, t: g.matmul(t(2, 4, 8), t(3, 8, 3)), ValueError, ["batch"]),
+        (lambda g, t: g.matmul(t(2, 4, 8), t(2, 3, 8)), ValueError, ["inner extents 8 and 3", "transpose B"]),
+        (lambda g, t: g.matmul(t(2, 8, 4), t(2, 8, 3)), ValueError, ["inner extents 4 and 8", "transpose A"]),
+        (lambda g, t: g.matmul(t(2, 4, 8), t(2, 5, 3)), ValueError, ["inner extents 8 and 5", "correct one"]),
         (lambda g, t: g.matmul(t(2, 4, 8), torch.ones(2, 8, 3)), TypeError, ["input B", "cudnn.tensor"]),
         (lambda g, t: g.matmul(t(2, 4, 8), g.tensor([2, 8, 3], [3, 1])), ValueError, ["as many strides"]),
     ],

@@ -43,11 +43,12 @@ class Matmul(Node):
                 operand.stride.insert(0, operand.dim[0] * operand.stride[0])
                 operand.dim.insert(0, 1)
         if a.dim[-1] != b.dim[-2]:
-            raise ValueError(
-                refusal(self.where, "A and B",
-                        f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}",
-                        "[.., M, K] and [.., K, N]", "transpose one by swapping its last two dims and strides")
-            )  # fmt: skip
+            fitting = "B" if a.dim[-1] == b.dim[-1] else "A" if a.dim[-2] == b.dim[-2] else ""
+            cure = (
+                f"transpose {fitting}: swap its last two dims and strides" if fitting else "correct one of the shapes"
+            )
+            got = f"dim={a.dim} and dim={b.dim}: inner extents {a.dim[-1]} and {b.dim[-2]}"
+            raise ValueError(refusal(self.where, "A and B", got, "[.., M, K] and [.., K, N]", cure))
         batch = [max(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)]
         # Grouped heads in attention: cuDNN lets one matrix serve several consecutive ones of the other operand.
         if any(max(pair) % min(pair) for pair in zip(a.dim[:-2], b.dim[:-2], strict=True)):
