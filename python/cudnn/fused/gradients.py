@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from cudnn.api_base import ceil_div, check_rank
+from cudnn.api_base import ceil_div, check_rank, check_tensor, unpad
 from cudnn.errors import refusal
 from cudnn.fused import addresses
 from cudnn.fused.call import Plan
@@ -90,6 +90,7 @@ class ExpertGradients(ExpertsGemm):
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)
         self.schedule = GroupedK()
+        self.expert = self._describe(given["sample_wgrad_expert"], "sample_wgrad_expert")
         offsets = given["sample_offsets"]
         read = type(offsets) is torch.Tensor and offsets.device.type == "cpu"  # on a GPU, that would wait for it
         if self.scaled and read and offsets.dtype == torch.int32:
@@ -160,6 +161,26 @@ class ExpertGradients(ExpertsGemm):
             raise ValueError(refusal(cls._title(), "input_order", repr(order), " or ".join(map(repr, orders))))
 
     @classmethod
+    def check_descriptors(cls, where: str, workspace: Any, experts: int, discrete: bool, like: Any) -> None:
+        """Raises unless a ``descriptor_workspace`` is one that other kernels could use."""
+        check_tensor(where, "descriptor_workspace", workspace)
+        needed = cls.descriptor_bytes(experts, discrete)
+        if workspace.dtype != torch.uint8 or not workspace.is_contiguous() or workspace.numel() < needed:
+            got = f"{workspace.numel()} elements of {workspace.dtype}, strides {workspace.stride()}"
+            allowed = f"at least {needed} bytes, torch.uint8, contiguous"
+            cure = "ask get_grouped_gemm_wgrad_workspace_size"
+            raise ValueError(refusal(where, "descriptor_workspace", got, allowed, cure))
+        if workspace.device != like.device:
+            raise ValueError(
+                refusal(where, "descriptor_workspace", workspace.device, f"{like.device}, as the operands")
+            )
+
+    @staticmethod
+    def descriptor_bytes(experts: int, discrete: bool) -> int:
+        """Bytes of a ``descriptor_workspace``."""
+        return max(128 * (5 if discrete else 4) * experts, 1)
+
+    @classmethod
     def arranged(cls, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """For gradients behind addresses, what the constructor wants to know; zeros to add to, where none are given."""
         where, experts, b = "grouped_gemm_wgrad_wrapper", arguments["offsets_tensor"].numel(), arguments["b_tensor"]
@@ -174,6 +195,8 @@ class ExpertGradients(ExpertsGemm):
             got = f"output_mode={arguments['output_mode']!r}, wgrad_ptrs {'None' if given is None else 'given'}"
             raise ValueError(refusal(where, "wgrad_ptrs", got, "addresses with output_mode='discrete', else None"))
         dtype, device = cls.given_or(arguments["wgrad_dtype"]), arguments["a_tensor"].device
+        if arguments["descriptor_workspace"] is not None:
+            cls.check_descriptors(where, arguments["descriptor_workspace"], experts, given is not None, b)
         if given is not None:
             addresses.check(where, "wgrad_ptrs", given, experts, device)
             return {**arguments, "num_experts": experts, "wgrad_shape": (m, n), "wgrad_dtype": dtype}
@@ -199,6 +222,14 @@ class ExpertGradients(ExpertsGemm):
         super().check_sizes(sizes)
         if self.wgrad_shape is not None and tuple(self.wgrad_shape) != (sizes["m"], sizes["n"]):
             raise self.error("wgrad_shape", self.wgrad_shape, f"({sizes['m']}, {sizes['n']}), of a and b")
+
+        if self.expert is None:
+            return
+        expert, expected = unpad(self.expert, 2), (sizes["m"], sizes["n"])
+        self._check_shape(expert, expected)
+        self._check_stride(expert, (sizes["n"], 1))
+        if self.given("wgrad_ptrs"):
+            self._check_dtype(expert, self.wgrad_dtype)
 
     def check_groups(self, sizes: Sizes) -> None:
         if self.given("wgrad_ptrs") and name_of(self.wgrad_dtype) not in FLOATS:

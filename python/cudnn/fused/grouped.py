@@ -502,8 +502,8 @@ class ExpertsGemm(FusedGemm):
             if getattr(self, name) not in allowed:
                 raise self.error(name, repr(getattr(self, name)), " or ".join(map(repr, allowed)))
         self.check_weights()
-        if self.given("scheduler_counter") and not (self.scaled and self.use_dynamic_sched):
-            allowed = "None, but for use_dynamic_sched=True and operands with scale factors"
+        if self.given("scheduler_counter") and not (self.scaled and self.use_dynamic_sched and self.given("b")):
+            allowed = "None, but for use_dynamic_sched=True, operands with scale factors and weights in a tensor"
             raise self.error("scheduler_counter tensor", "a tensor", allowed)
 
     def check_clamp(self, scale: float | None) -> None:

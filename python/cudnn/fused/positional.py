@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cudnn import settings
 from cudnn.errors import refusal
 from cudnn.lazy import torch
 
@@ -16,7 +17,8 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """Lets a function be called with positional arguments in an older order of its parameters, ``names``.
 
     Calls that go no further than both orders agree cost a comparison. Beyond that the types of the arguments tell which
-    order is meant: one that they fit, if need be that which has experts' ends where they are, else the function's own.
+    order is meant: one that they fit, if need be that which has experts' ends where they are, else that of the version
+    whose meaning the call has.
 
     Raises:
         TypeError: they fit neither; the message has the function's own order.
@@ -33,7 +35,9 @@ def older_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         def call(*given: Any, **named: Any) -> Any:
             if len(given) <= same:
                 return function(*given, **named)
-            fitting = [order for order in (newer, older) if _fit(given, order, kinds)]
+            semantics = named.get("semantics") or settings.SEMANTICS.get()
+            orders = (older, newer) if semantics == "1.23" else (newer, older)
+            fitting = [order for order in orders if _fit(given, order, kinds)]
             for order in sorted(fitting, key=lambda order: not _places_ends(given, order)):
                 return function(**dict(zip(order, given, strict=False)), **named)
             got = ", ".join(type(x).__name__ for x in given)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExpertsBackward
 from cudnn.fused.grouped import ExpertsGemm, behind_addresses, bias_gradient
+from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ class DiscreteGroupedGemmDswigluSm100(DiscreteGroupedGemmDswiglu):
     """:class:`DiscreteGroupedGemmDswiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@older_order(
+    "a_tensor b_ptrs c_tensor sfa_tensor sfb_ptrs padded_offsets alpha_tensor beta_tensor prob_tensor "
+    "dprob_tensor n b_dtype generate_dbias norm_const_tensor acc_dtype d_dtype cd_major mma_tiler_mn "
+    "cluster_shape_mn sf_vec_size vector_f32 m_aligned discrete_col_sfd act_func b_major epilogue_op "
+    "use_dynamic_sched current_stream"
+)
 def discrete_grouped_gemm_dswiglu_wrapper(
     a_tensor: Tensor, b_ptrs: Tensor, c_tensor: Tensor, sfa_tensor: Tensor | None, sfb_ptrs: Tensor | None,
     padded_offsets: Tensor, alpha_tensor: Tensor, beta_tensor: Tensor, prob_tensor: Tensor | None,

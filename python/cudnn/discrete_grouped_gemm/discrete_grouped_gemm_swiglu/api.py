@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.gated_experts import GatedExperts
 from cudnn.fused.grouped import ExpertsGemm, behind_addresses
+from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class DiscreteGroupedGemmSwigluSm100(DiscreteGroupedGemmSwiglu):
     """:class:`DiscreteGroupedGemmSwiglu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@older_order(
+    "a_tensor b_ptrs sfa_tensor sfb_ptrs padded_offsets alpha_tensor n b_dtype bias_tensor norm_const_tensor "
+    "prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn sf_vec_size vector_f32 "
+    "m_aligned discrete_col_sfd act_func b_major use_dynamic_sched current_stream"
+)
 def discrete_grouped_gemm_swiglu_wrapper(
     a_tensor: Tensor, b_ptrs: Tensor, sfa_tensor: Tensor | None, sfb_ptrs: Tensor | None, padded_offsets: Tensor,
     alpha_tensor: Tensor, n: int, b_dtype: dtype, bias_tensor: Tensor | None = None,

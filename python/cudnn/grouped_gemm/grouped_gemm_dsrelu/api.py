@@ -95,6 +95,11 @@ class GroupedGemmDsreluSm100(GroupedGemmDsrelu):
     """:class:`GroupedGemmDsrelu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@older_order(
+    "a_tensor b_tensor c_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor prob_tensor dprob_tensor "
+    "generate_dbias b_ptrs sfb_ptrs n b_dtype b_major norm_const_tensor acc_dtype d_dtype cd_major mma_tiler_mn "
+    "cluster_shape_mn sf_vec_size vector_f32 m_aligned discrete_col_sfd use_dynamic_sched current_stream"
+)
 def grouped_gemm_dsrelu_wrapper(
     a_tensor: Tensor, b_tensor: Tensor | None = None, c_tensor: Tensor | None = None,
     sfa_tensor: Tensor | None = None, sfb_tensor: Tensor | None = None, padded_offsets: Tensor | None = None,

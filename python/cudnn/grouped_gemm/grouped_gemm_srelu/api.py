@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cudnn.fused.grouped import BIAS, PROB, ExpertsGemm, indexed, operands, output, quantized
 from cudnn.fused.layouts import Sizes
+from cudnn.fused.positional import older_order
 from cudnn.fused.wrapper import call
 from cudnn.gemm.formats import FLOAT8, name_of
 from cudnn_kernels import epilogue
@@ -94,6 +95,11 @@ class GroupedGemmSreluSm100(GroupedGemmSrelu):
     """:class:`GroupedGemmSrelu` by the name that existing programs use. The wrapper makes objects of it."""
 
 
+@older_order(
+    "a_tensor b_tensor sfa_tensor sfb_tensor padded_offsets alpha_tensor bias_tensor b_ptrs sfb_ptrs n b_dtype "
+    "b_major norm_const_tensor prob_tensor acc_dtype c_dtype d_dtype cd_major mma_tiler_mn cluster_shape_mn "
+    "sf_vec_size vector_f32 m_aligned discrete_col_sfd use_dynamic_sched current_stream"
+)
 def grouped_gemm_srelu_wrapper(
     a_tensor: Tensor, b_tensor: Tensor | None = None, sfa_tensor: Tensor | None = None,
     sfb_tensor: Tensor | None = None, padded_offsets: Tensor | None = None, alpha_tensor: Tensor | None = None,

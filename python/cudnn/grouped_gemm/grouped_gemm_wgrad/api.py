@@ -30,7 +30,7 @@ class GroupedGemmWgrad(ExpertGradients):
     Args:
         sample_a ... sample_global_scale_b: tensors like those that ``execute`` will get.
         num_experts, wgrad_shape, wgrad_dtype, sample_wgrad_expert: of gradients behind addresses, ``wgrad_ptrs``, each
-            contiguous.
+            contiguous, as the sample of one is.
         accumulate_on_output: the gradients are added to.
         input_order: ``"tensor2d"``, or ``"tensor_ragged"``, which is the same unless tokens are contiguous.
         others: as those of :class:`cudnn.GroupedGemmQuant`.
@@ -118,7 +118,7 @@ def get_grouped_gemm_wgrad_workspace_size(
     ):
         if wrong:
             raise ValueError(refusal(where, name, got, allowed))
-    return max(128 * (4 if output_mode == "dense" else 5) * num_experts, 1)
+    return ExpertGradients.descriptor_bytes(num_experts, output_mode == "discrete")
 
 
 get_grouped_gemm_wgrad_workspace_size_sm100 = get_grouped_gemm_wgrad_workspace_size

@@ -1,0 +1,132 @@
+"""Calls of the grouped fused GEMMs as programs that exist make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cudnn
+from support import grouped
+from support.gemms import BF16, E4M3, E8M0, F32
+
+TILES = ((256, 256), None, 16, False, 256, False)  # mma_tiler_mn ... discrete_col_sfd
+
+
+def inputs(p: grouped.Problem, names: str) -> list[Any]:
+    return [p.given.get(name) for name in names.split()]
+
+
+@pytest.mark.parametrize("semantics", ["1.23", "1.32"])
+@pytest.mark.parametrize("stream", [None, 0])
+@pytest.mark.parametrize(
+    ("name", "before", "between"),
+    [
+        ("grouped_gemm_dsrelu", "a b c sfa sfb padded_offsets alpha prob dprob",
+         (False, None, None, None, None, "k", None, F32, BF16, "n", *TILES)),
+        ("discrete_grouped_gemm_swiglu", "a b_ptrs sfa sfb_ptrs padded_offsets alpha n b_dtype",
+         (None, None, None, F32, BF16, BF16, "n", *TILES, "swiglu", "k")),
+        ("discrete_grouped_gemm_dswiglu", "a b_ptrs c sfa sfb_ptrs padded_offsets alpha beta prob dprob n b_dtype",
+         (False, None, F32, BF16, "n", *TILES, "dswiglu", "k", None)),
+    ],
+)  # fmt: skip
+def test_the_older_tail_of_positional_arguments(
+    name: str,
+    before: str,
+    between: tuple[Any, ...],
+    stream: int | None,
+    semantics: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """use_dynamic_sched and current_stream came before what later versions put between them."""
+    monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", semantics)
+    given = {"prob": F32, "c": BF16, "dprob": F32, "beta": F32} if "ds" in name else {}
+    p = grouped.problem(name, inputs=given)
+    p.given["dprob"] = torch.zeros(200, 1, 1)
+    grouped.run(p, "reference")
+    values = p.given | p.options
+    wrapper = getattr(cudnn, f"{name}_wrapper_sm100")
+    placed = wrapper(*(values.get(key) for key in before.split()), *between, True, stream)
+    key = "d_row_tensor" if "ds" in name else "d_tensor"
+    assert torch.equal(placed[key], p.results[key])
+
+
+def test_positional_arguments_that_fit_two_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number is a clamp or a stream: the version whose meaning the call has tells which."""
+    p = grouped.problem("grouped_gemm_srelu", inputs={"prob": F32})
+    before = inputs(p, "a b sfa sfb padded_offsets alpha bias b_ptrs sfb_ptrs n b_dtype")
+    before += ["k", None, p.given["prob"], F32, BF16, BF16, "n", *TILES, False]
+    (_, plain, *_), (_, clamped, *_) = (cudnn.grouped_gemm_srelu_wrapper_sm100(*before, *x) for x in ((), (1,)))
+    assert not torch.equal(plain, clamped)
+    monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
+    assert torch.equal(cudnn.grouped_gemm_srelu_wrapper_sm100(*before, 0)["d_tensor"], plain)
+
+
+def test_a_result_that_is_not_written_may_be_another() -> None:
+    """Without quantisation, d_col is neither read nor written."""
+    p = grouped.problem("grouped_gemm_glu", "nvfp4", (256, 512), inputs={"prob": F32})
+    grouped.run(p, "reference")
+    c, d = torch.empty(512, 128, 1).bfloat16(), torch.empty(512, 64, 1).bfloat16()
+    a, prob, weights = p.given["a"], p.given["prob"], inputs(p, "b sfb")
+    about = inputs(p, "sfa padded_offsets alpha")
+    made = cudnn.GroupedGemmGluSm100(a, c, d, *about, d, *weights, sample_prob=prob)
+    made.compile()
+    made.execute(a, c, d, *about, *weights, d_col_tensor=d, prob_tensor=prob)
+    assert torch.equal(d, p.results["d_tensor"])
+    with pytest.raises(ValueError, match="c tensor: got memory that d uses too"):
+        made.execute(a, c, c[:, :64], *about, *weights, d_col_tensor=d, prob_tensor=prob)
+
+
+def test_a_scheduler_counter_goes_with_weights_in_a_tensor() -> None:
+    """Behind addresses it was ignored."""
+    p = grouped.problem("grouped_gemm_quant", "mxfp8", (256, 512), inputs={"norm_const": F32})
+    given = {"a_tensor": p.given["a"], "sfa_tensor": p.given["sfa"], "padded_offsets": p.given["padded_offsets"]}
+    given |= {"alpha_tensor": p.given["alpha"], "d_dtype": BF16, "sf_vec_size": 32, "use_dynamic_sched": True}
+    counter = torch.zeros(1, dtype=torch.int32)
+    places, factors = (torch.tensor([p.given[name].data_ptr()] * 2) for name in ("b", "sfb"))
+    dense = {"b_tensor": p.given["b"], "sfb_tensor": p.given["sfb"]}
+    cudnn.grouped_gemm_quant_wrapper_sm100(**given, **dense, scheduler_counter_tensor=counter)
+    discrete = {"b_ptrs": places, "sfb_ptrs": factors, "n": 128, "b_dtype": E4M3}
+    with pytest.raises(
+        ValueError, match=r"scheduler_counter tensor: got a tensor; allowed: None, but for .* in a tensor"
+    ):
+        cudnn.grouped_gemm_quant_wrapper_sm100(**given, **discrete, scheduler_counter_tensor=counter)
+
+
+def gradient_inputs() -> tuple[torch.Tensor, ...]:
+    a, b = torch.randn(64, 256).to(E4M3), torch.randn(96, 256).to(E4M3)
+    factors = torch.ones(128, 8).to(E8M0)
+    return a, b.T, factors, factors, torch.tensor([128, 256], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("expert", "error"),
+    [
+        (torch.zeros(96, 64).bfloat16().T, r"sample_wgrad_expert tensor stride mismatch: expected \(96, 1\)"),
+        (torch.zeros(64, 128).bfloat16()[:, :96], r"sample_wgrad_expert tensor stride mismatch: expected \(96, 1\)"),
+        (torch.zeros(96, 64).bfloat16(), r"sample_wgrad_expert tensor shape mismatch: expected \(64, 96\)"),
+        (torch.zeros(64, 96), r"sample_wgrad_expert tensor dtype mismatch: expected torch.bfloat16"),
+        (torch.zeros(64, 96).bfloat16(), None),
+    ],
+)
+def test_the_sample_of_a_gradient_behind_an_address(expert: torch.Tensor, error: str | None) -> None:
+    """Other strides were ignored: gradients were written as if they were contiguous."""
+    made = cudnn.GroupedGemmWgradSm100(
+        *gradient_inputs(), sample_wgrad_expert=expert, num_experts=2, wgrad_shape=(64, 96), wgrad_dtype=BF16,
+        sf_vec_size=32,
+    )  # fmt: skip
+    if error is None:
+        assert made.check_support()
+        return
+    with pytest.raises(ValueError, match=error):
+        made.check_support()
+
+
+@pytest.mark.parametrize("scratch", [torch.zeros(8).byte(), torch.zeros(2048).char(), torch.zeros(4096).byte()[::2]])
+def test_a_descriptor_workspace_that_is_none(scratch: torch.Tensor) -> None:
+    """Ours use none, but a program that runs here has to run with kernels that do."""
+    given = gradient_inputs()
+    cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=torch.zeros(1024).byte())
+    with pytest.raises(ValueError, match=r"descriptor_workspace: got .* allowed: at least 1024 bytes, torch.uint8"):
+        cudnn.grouped_gemm_wgrad_wrapper_sm100(*given, sf_vec_size=32, descriptor_workspace=scratch)
