@@ -30,8 +30,8 @@ TILES: dict[tuple[int, int], dict[str, Any]] = {
 }
 """On Hopper, by head sizes: query rows of a step, keys of a CTA, and other options of ``BackwardConfiguration``."""
 SMALL_TILES = {(128, 128): {"tile": (64, 128)}}
-"""The same of packed sequences, and where the mask ends on the right: 80 rows take more registers than there are, and
-more steps at a mask's edge.
+"""The same of packed sequences, where CTAs draw blocks of keys, and of split blocks with a causal mask: 80 rows take
+more registers than there are.
 """
 CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 """The same with a soft cap."""
@@ -39,7 +39,8 @@ CAPPED_TILES = SMALL_TILES | {(64, 64): {"tile": (64, 128)}}
 
 def configuration(arch: str, dtype: str, heads: tuple[int, int], ends: dict[str, Any]) -> BackwardConfiguration:
     """What an architecture's kernels are compiled for."""
-    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if ends["packed"] or ends["right"] else {})
+    small = ends["packed"] or ends.get("queue") or (ends["right"] and ends.get("split"))
+    tiles = TILES | (CAPPED_TILES if ends.get("softcap") else SMALL_TILES if small else {})
     choices = {
         "sm_90a": lambda: BackwardConfiguration(dtype, *heads, **tiles[heads], **ends),
         "sm_100a": lambda: GradientsConfiguration(dtype, *heads, **ends),
@@ -113,8 +114,18 @@ class SdpaBackward(Gradients, Attention):
         heads = (sizes["d"], sizes["dv"])
         if (self._target() or "sm_90a") != "sm_90a" or heads not in TILES or self.packed:
             return {"split": 0, "parts": 1}
-        c = configuration("sm_90a", "bfloat16", heads, {**self.ends(), "deterministic": self.deterministic})
+        c = configuration("sm_90a", "bfloat16", heads, self.kernel_options(heads))
         return parts.of_window(c, sizes, self.window, self.expected_multiprocessors())
+
+    def kernel_options(self, heads: tuple[int, int]) -> dict[str, Any]:
+        """Options of a configuration for Hopper, but for whether blocks are split.
+
+        CTAs draw blocks of keys where the mask makes them shorter, but at 96, where it is slower, and where it takes
+        the registers of a soft cap.
+        """
+        draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)
+        options = {"softcap": self.softcap > 0, "deterministic": self.deterministic}
+        return self.ends() | options | {"queue": draws and self.window.right is not None}
 
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         return {**super().sizes(descs), **self.constants}
@@ -122,9 +133,7 @@ class SdpaBackward(Gradients, Attention):
     def plan(self, arch: str, sizes: Sizes) -> Plan:
         heads, options = (sizes["d"], sizes["dv"]), self.ends() | {"softcap": self.softcap > 0}
         if arch == "sm_90a":
-            options |= {"deterministic": self.deterministic, "split": self.constants["split"] > 0}
-            draws = heads == (64, 64) or (heads == (128, 128) and not self.softcap)  # a cap takes its registers
-            options["queue"] = draws and options["right"]  # slower at 96, and without a mask
+            options = self.kernel_options(heads) | {"split": self.constants["split"] > 0}
         return kernel_plan(arch, configuration(arch, name_of(self.dtype("q")), heads, options))
 
     def reference(self, tensors: Mapping[str, Any]) -> None:
