@@ -240,13 +240,6 @@ class GenStatsMode(Versioned):
     SUM_SQSUM = 0
 
 
-class BnFinalizeStatsMode(Versioned):
-    """Phase of ``bn_finalize`` (``CUDNN_BN_FINALIZE_STATISTICS_``)."""
-
-    TRAINING = 0
-    INFERENCE = 1
-
-
 class RngDistribution(Versioned):
     """Random distributions (``CUDNN_RNG_DISTRIBUTION_``)."""
 
@@ -293,13 +286,6 @@ class BehaviorNote(Versioned):
     REQUIRES_BIAS_INT8x32_REORDER = 2
     SUPPORTS_CUDA_GRAPH_NATIVE_API = 3, 90500
     CUBLASLT_DEPENDENCY = 4, 91500
-
-
-class CudaGraphRetention(Versioned):
-    """What a plan keeps of a CUDA graph (``CUDNN_CUDA_GRAPH_RETENTION_``)."""
-
-    PER_GRAPH = 0, 92800
-    NONE = 1
 
 
 class KnobType(Versioned):
