@@ -125,6 +125,24 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_source_lines(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels for the emulator compile in a fourth less time without; with ``--full``, messages of faults have them."""
+    from ptx_emulator.runtime.hook import HOOK
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HOOK, "source_lines", bool(request.config.getoption("full")))
+        yield
+
+
+@pytest.fixture
+def source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that read the lines of source in messages of faults."""
+    from ptx_emulator.runtime.hook import HOOK
+
+    monkeypatch.setattr(HOOK, "source_lines", True)
+
+
 @pytest.fixture(scope="session")
 def libcudnn() -> library.Library:
     """libcudnn, ready to build plans with or without a GPU."""

@@ -133,6 +133,7 @@ def test_a_defect_of_a_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(emulate("rmsnorm_rht_amax").exception, KeyError)
 
 
+@pytest.mark.usefixtures("source_lines")
 def test_the_race_of_the_documentation_is_shown_with_its_source(tmp_path: Path) -> None:
     script = tmp_path / "turn.py"
     script.write_text(SCRIPT)

@@ -75,6 +75,7 @@ def test_two_architectures_in_one_process() -> None:
 
 
 @pytest.mark.parametrize("tvm_ffi", [False, True])
+@pytest.mark.usefixtures("source_lines")
 def test_fault_surfaces_at_the_call_with_its_python_line(tvm_ffi: bool) -> None:
     a, b = tensors()
     short = torch.zeros(100)

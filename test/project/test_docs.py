@@ -17,6 +17,7 @@ from cudnn.backend.handle import gpu_available
 from cudnn.backend.library import Library
 from support.pages import PAGES, ROOT, Block, Page, current, describe_h200
 
+pytestmark = pytest.mark.usefixtures("source_lines")  # pages show them
 COMMANDS = [(page, block) for page in map(Page.read, PAGES) for block in page.commands]
 STALE = "the page shows {shown!r}: run `PYTHONPATH=test python -m support.pages --write {page}`"
 

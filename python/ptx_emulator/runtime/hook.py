@@ -60,6 +60,7 @@ class Hook:
 
     def __init__(self) -> None:
         self.installed = False
+        self.source_lines = True  # messages name those of an instruction; to compile them in takes a third more time
         self.lock = threading.RLock()  # the DSL's own state is that of one compilation
         # Compiled code holds the addresses of these callbacks for as long as the process lives.
         self.runtimes: list[Runtime] = []
@@ -178,7 +179,7 @@ class Hook:
         dsl = CuTeDSL._get_dsl()
         settings: dict[str, Callable[[Session], Any]] = {
             "arch": lambda session: session.arch, "no_cache": lambda _: True,
-            "disable_file_caching": lambda _: True, "lineinfo": lambda _: True,
+            "disable_file_caching": lambda _: True, "lineinfo": lambda _: self.source_lines,
         }  # fmt: skip
         base = type(dsl.envar)
         properties = {name: self._setting(base, name, value) for name, value in settings.items()}
