@@ -90,6 +90,7 @@ def test_operators_are_registered_right(activation: str) -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "no tensor": (TypeError, "x tensor: got list; allowed: a torch.Tensor", {"x": [1.0]}),
     "rank": (ValueError, r"shape of x: got \(2, 5\); allowed: \[B, C, T\]", {"x": torch.zeros(2, 5)}),
     "rank of bias": (ValueError, r"shape of bias: got \(5, 1\); allowed: \[C\]", {"bias": torch.zeros(5, 1)}),
     "channels": (ValueError, "channels: got .*'weight': 6", {"weight": torch.zeros(6, 4)}),

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -69,6 +70,25 @@ def test_operators_are_called_directly_where_nothing_has_to_see_it(monkeypatch: 
 
 
 # torch.func.
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"a": [1]}, r"a: got list; allowed: torch\.Tensor\."),
+        ({"b": np.zeros((256, 64, 1))}, r"b: got ndarray; allowed: torch\.Tensor\."),
+        ({"c_dtype": "bf16"}, r"c_dtype: got str; allowed: torch\.dtype \| None\."),
+        ({"alpha": "1"}, r"alpha: got str; allowed: float\."),
+        ({"out_dtype": torch.float16}, "got an unexpected keyword argument 'out_dtype'; allowed: a, b, alpha, "),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(change: dict[str, Any], message: str, gradient: bool) -> None:
+    a, b = torch.zeros(8, 64, 1).bfloat16().requires_grad_(gradient), torch.zeros(256, 64, 1).bfloat16()
+    with pytest.raises(TypeError, match=f"^cudnn::gemm_swiglu: {message}"):
+        cudnn.ops.gemm_swiglu(**{"a": a, "b": b, **change})
+    with pytest.raises(TypeError, match=r"gemm_swiglu: missing a required argument: 'b'; allowed: a, b, alpha, "):
+        cudnn.ops.gemm_swiglu(a)
 
 
 def test_one_derivative_by_torch_func() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from cudnn.api_base import check_tensor
 from cudnn.backend import causal_conv1d as backend
 from cudnn.backend import library
 from cudnn.errors import cudnnGraphNotSupportedError, refusal
@@ -35,9 +36,10 @@ def causal_conv1d(
 
     Raises:
         ValueError: shapes, the type, the activation, tensors of several devices.
-        TypeError: tensors of several types.
+        TypeError: tensors of several types; an argument that is no tensor.
         cudnnGraphNotSupportedError: an older cuDNN, or a W that it does not have.
     """
+    check_tensor(_WHERE, "x", x)
     if x.ndim != 3:
         raise ValueError(refusal(_WHERE, "shape of x", tuple(x.shape), _RANKS["x"]))
     return causal_conv1d_fwd_primitive(x, weight, x.new_zeros(x.shape[1]) if bias is None else bias, activation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
+from cudnn.errors import refusal
 from cudnn.ops._vmap import one_by_one
 
 P = ParamSpec("P")
@@ -21,6 +23,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)  # float64 and types of 8 bits and fewer stay what they are
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WRONG_TYPE = re.compile(r"for argument '(?P<argument>\w+)' but instead found type '(?P<type>[^']*)'")
 _library = torch.library.Library("cudnn", "FRAGMENT")
 _TWICE = "nothing here is differentiated twice. To fix it, detach its tensors, or compute this part in PyTorch."
 
@@ -92,13 +95,33 @@ class _Operator(CustomOpDef):
         self._rule = func
         return super().register_vmap(func)
 
+    def _by_pytorch(self, *args: Any, **kwargs: Any) -> Any:
+        """A call in PyTorch's own way. What it says of arguments that do not fit names C++ types and prints values."""
+        try:
+            return self._opoverload(*args, **kwargs)
+        except RuntimeError as error:
+            told = str(error)
+            if not told.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
+                raise
+            signature = inspect.signature(self._init_fn)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as wrong:
+                raise TypeError(f"{self._qualname}: {wrong}; allowed: {', '.join(signature.parameters)}.") from error
+            if found := _WRONG_TYPE.search(told):
+                allowed = signature.parameters[found["argument"]].annotation
+                if isinstance(allowed, type):
+                    allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
+                raise TypeError(refusal(self._qualname, found["argument"], found["type"], allowed)) from error
+            raise
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._opoverload(*args, **kwargs)
         derived = differentiating()
         if kwargs or len(args) != self._count:
             if not derived:
-                return self._opoverload(*args, **kwargs)
+                return self._by_pytorch(*args, **kwargs)
             bound = inspect.signature(self._init_fn).bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
@@ -115,7 +138,7 @@ class _Operator(CustomOpDef):
                 return _cast(self, device, self._cast)(*args)
             return (self._function or self._last).apply(args, *tensors)
         if is_seen(tensors, self._has_autocast):
-            return self._opoverload(*args)
+            return self._by_pytorch(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return self._function.apply(args, *tensors) if self._function else self._opoverload(*args)
         for place in self._mutated:
