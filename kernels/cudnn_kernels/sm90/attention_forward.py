@@ -167,28 +167,20 @@ class AttentionForward(WarpgroupProducts, Forward):
     def each_tile(self, call: Call, visit: Any, draws: bool = False) -> None:
         """Does something for every tile of the CTA, told what it is, how many blocks came before, and Q's phase.
 
-        Where CTAs draw tiles, one warp ``draws``.
+        Where CTAs draw tiles, the warp that fetches ``draws``, while others still compute the tile before, and tells
+        them.
         """
-        place, phase = Int32(0), Int32(0)
+        work, place, phase = call.work, Int32(0), Int32(0)
         if const_expr(self.c.queue):
-            self.each_drawn_tile(call, visit, draws)
+            turn, number, total = Int32(0), Int32(0), work.order[1, 0] * work.all_heads
+            while number < total:
+                (number,) = ring.draw(*self.queue, work.order, turn, (), draws)
+                if number < total:
+                    place, phase = self.visit_tile(call, visit, number, place, phase)
+                turn += 1
         else:
-            for turn in cutlass.range(call.work.turns, unroll=1):
+            for turn in cutlass.range(work.turns, unroll=1):
                 place, phase = self.visit_tile(call, visit, turn, place, phase)
-
-    @cute.jit
-    def each_drawn_tile(self, call: Call, visit: Any, draws: bool) -> None:
-        """The same where CTAs draw tiles. The warp that fetches draws a tile while others still compute the one before,
-        and tells them through shared memory.
-        """
-        order = call.work.order
-        place, phase, turn, number = Int32(0), Int32(0), Int32(0), Int32(0)
-        total = order[1, 0] * call.work.all_heads
-        while number < total:
-            (number,) = ring.draw(*self.queue, order, turn, (), draws)
-            if number < total:
-                place, phase = self.visit_tile(call, visit, number, place, phase)
-            turn += 1
 
     @cute.jit
     def visit_tile(self, call: Call, visit: Any, turn: Int32, place: Int32, phase: Int32) -> tuple[Int32, Int32]:
