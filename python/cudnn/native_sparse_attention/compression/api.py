@@ -141,7 +141,7 @@ class CompressionAttention(Sparse):
         configuration = ForwardConfiguration(
             name_of(self.dtype("q")), *heads, tile, packed=self.packed, right=True, compressed=True,
             lse="by strides" if self.given("lse") else "", ends=name_of(ends) if ends is not None else "int32",
-            result=name_of(self.dtype("o")),
+            queue=arch == "sm_90a" and self.packed, result=name_of(self.dtype("o")),
         )  # fmt: skip
         return kernel_plan(arch, configuration)
 
