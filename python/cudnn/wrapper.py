@@ -60,6 +60,21 @@ class _OnClassOrInstance:
         return partial(self._function, owner() if instance is None else instance)
 
 
+class _Results(list[Any]):
+    """What an operation with several results returns. None stands for those that were not asked for."""
+
+    def __init__(self, node: str, method: str, results: list[Any]) -> None:
+        super().__init__(results)
+        self._node, self._method = node, method
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(Tensor, name):
+            raise AttributeError(f"'list' object has no attribute {name!r}")
+        ports = ", ".join("_" if x is None else x.name.rpartition("::")[2].lower() or "_" for x in self)
+        cure = f"write {ports} = graph.{self._method}(...)"
+        raise AttributeError(refusal(self._node, name, "a list of results", "one tensor", cure))
+
+
 class Graph(Operations):
     """A graph built in a ``with`` block and called like a function.
 
@@ -289,7 +304,7 @@ class Graph(Operations):
         for index, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(tensor, Tensor):
                 self._register(tensor.name or f"{node}::{index}", tensor)
-        return result
+        return _Results(node, method.__name__, result) if isinstance(result, list) else result
 
     def _argument(self, name: str, value: Any) -> Any:
         """Arrays become graph tensors; graph tensors are registered under the argument's name."""

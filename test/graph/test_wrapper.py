@@ -108,6 +108,21 @@ def test_a_name_that_is_no_operation() -> None:
             getattr(cudnn.Graph(), name)
 
 
+def test_several_results_are_no_tensor() -> None:
+    q = torch.zeros(1, 2, 16, 64).half()
+    with cudnn.Graph() as graph:
+        results: Any = graph.sdpa(q=q, k=q, v=q, is_inference=True, name="attend")
+        assert isinstance(results, list)
+        assert results[1] is None
+        with pytest.raises(
+            AttributeError, match=r"attend: set_output: got a list of results.*write o, _ = graph\.sdpa"
+        ):
+            results.set_output(True)
+        with pytest.raises(AttributeError, match="'list' object has no attribute 'numpy'"):
+            results.numpy()
+        results[0].set_output(True)
+
+
 def test_dir_lists_operations() -> None:
     assert {"matmul", "conv_fprop", "set_io_tuples", "tensor_like"} <= set(dir(cudnn.Graph()))
 
