@@ -65,6 +65,21 @@ def _public_names(roots: tuple[str, ...]) -> Mapping[str, str]:
     return {name: package for package in sorted(found) for name in _exported(roots, package)}
 
 
+def of_family(family: str, name: str) -> Any:
+    """What a folder of fused APIs has by a name: one of its packages, or a public name of theirs.
+
+    Raises:
+        AttributeError: there is none of that name.
+    """
+    package = f"{family}.{name}"
+    if package in packages().values():
+        return importlib.import_module(package)
+    package = public_names().get(name, "")
+    if not package.startswith(f"{family}."):
+        raise AttributeError(f"module {family!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(package), name)
+
+
 @functools.cache
 def find(name: str) -> type[FusedAPI]:
     """The class of a fused API, under the name without an architecture.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +18,19 @@ TILES = ((256, 256), None, 16, False, 256, False)  # mma_tiler_mn ... discrete_c
 
 def inputs(p: grouped.Problem, names: str) -> list[Any]:
     return [p.given.get(name) for name in names.split()]
+
+
+@pytest.mark.parametrize("family", ["grouped_gemm", "discrete_grouped_gemm"])
+def test_packages_of_a_family_are_its_attributes(family: str) -> None:
+    """Also where nothing has imported them by their paths."""
+    program = f"""
+import cudnn
+package = cudnn.{family}.{family}_swiglu
+assert package.api.{family}_swiglu_wrapper_sm100 is cudnn.{family}_swiglu_wrapper_sm100
+assert cudnn.{family}.{family}_swiglu_wrapper_sm100 is cudnn.{family}_swiglu_wrapper_sm100
+assert not hasattr(cudnn.{family}, "grouped_gemm_none")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("semantics", ["1.23", "1.32"])
