@@ -447,9 +447,7 @@ SCALED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("given", SCALED, ids=lambda given: "-".join(map(str, given)) + given["kind"])
 @pytest.mark.parametrize("where", WHERE)
 def test_scaled_weight_gradients(where: str, given: dict[str, Any]) -> None:
-    refused = where == "sm_100a" and "input_order" in given
-    with pytest.raises(NotImplementedError, match="on sm_90a") if refused else contextlib.nullcontext():
-        scaled_gradients(where, **given)
+    scaled_gradients(where, **given)
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -459,14 +457,16 @@ def test_gradients_of_experts_matrices(where: str) -> None:
     a, b = torch.randn(136, 208, device=device).bfloat16(), torch.randn(208, 72, device=device).bfloat16()
     parts = torch.cat([x.reshape(-1) for x in a.tensor_split(ends, 1)]).view(a.shape)
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-    made = (within(where),
-            pytest.raises(NotImplementedError) if where == "sm_100a" else contextlib.nullcontext())  # fmt: skip
-    with made[0], made[1]:
+    with within(where):
         (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper(
             parts, b, None, None, offsets, wgrad_dtype=F32, input_order="tensor_ragged"
         )
         for found, start, end in zip(wgrad, (0, *ends[:-1]), ends, strict=True):
             torch.testing.assert_close(found, a[:, start:end].float() @ b[start:end].float(), rtol=1e-4, atol=1e-4)
+        with pytest.raises(
+            NotImplementedError, match=r"input_order: got 'tensor_ragged' .*; allowed: with scale factors or"
+        ):
+            cudnn.grouped_gemm_wgrad_wrapper(parts.half(), b.half(), None, None, offsets, input_order="tensor_ragged")
 
 
 def test_what_functions_say_of_themselves() -> None:
@@ -489,7 +489,7 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
     """In a tensor and at addresses, or what they were, where they are added to. Empty operands come as Transformer
     Engine makes them.
     """
-    device, refused = "cuda" if where == "gpu" else "cpu", bool(more) and where == "sm_100a"
+    device = "cuda" if where == "gpu" else "cpu"
     out = torch.full((2, 16, 32), 7.0, device=device)
     nothing, offsets = torch.empty(0, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     a, b = nothing.to(BF16), nothing.to(BF16)
@@ -505,14 +505,12 @@ def test_gradients_of_no_tokens_are_zero(where: str, dtype: Any, scale: Any, vec
     with within(where):
         call = functools.partial(cudnn.grouped_gemm_wgrad_wrapper, a, b, factors, factors, offsets, **given)
         for added in (True, False):
-            with pytest.raises(NotImplementedError) if refused and not added else contextlib.nullcontext():
-                call(**behind, accumulate_on_output=added)
-                assert bool((out == 7.0).all()) if added else not out.any()
+            call(**behind, accumulate_on_output=added)
+            assert bool((out == 7.0).all()) if added else not out.any()
         out.fill_(7.0)
-        if not refused:
-            (wgrad,) = call(wgrad_tensor=out)
-            assert wgrad is out
-            assert not out.any()
+        (wgrad,) = call(wgrad_tensor=out)
+        assert wgrad is out
+        assert not out.any()
 
 
 # Versions.

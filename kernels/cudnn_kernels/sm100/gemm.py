@@ -50,6 +50,7 @@ from cudnn_kernels.pipeline.mainloop import Mainloop
 from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
+from cudnn_kernels.sm90.operand import prepare
 from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
 
@@ -84,6 +85,9 @@ class Gemm(Mainloop):
             ),
             fragment=lambda dtype, width: cute.make_rmem_tensor(((1, width), 1, 1), dtype),
         )
+
+    def launch(self, given: Mapping[str, Any]) -> None:
+        super().launch(prepare(self.c, given) if self.c.prepared else given)
 
     def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         c, views = self.c, dict(arguments)

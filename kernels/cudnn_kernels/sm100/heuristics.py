@@ -7,6 +7,7 @@ import math
 from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration, configured
 from cudnn_kernels.epilogue import needs_of
 from cudnn_kernels.problem import GemmProblem
+from cudnn_kernels.sm90.heuristics import prepared_first
 
 PART = 32  # columns that pass through the epilogue together, at least
 ATOM = 128  # columns of a tile come in whole atoms of B's factors
@@ -24,7 +25,12 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     An epilogue that stages 32 bits twice, or more, gets 128 at most, as one through which more than 64 pass together:
     more would spill registers. So do block-scaled experts that have parts of k, for one copy brings factors of 128
     rows, and operands with factors of sums, of which a thread adds up a row in registers.
+
+    Each expert's part of a ragged operand has rows of its own length, which no one descriptor of the copy engine knows:
+    such operands become bfloat16 first, with the same distance between all rows.
     """
+    if problem.a.ragged or problem.b.ragged:
+        return prepared_first(problem, configure)
     needs, scale = needs_of(problem.epilogue), problem.a.scale
     scaled, of_sums = scale is not None and not scale.of_sums, scale is not None and scale.of_sums
     m, n = problem.tile or (256, 128 if scaled else 256)

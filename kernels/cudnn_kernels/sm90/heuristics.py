@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +36,18 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     wgmma adds up products of 8 bits with 13 bits, those of 16 bits with 25: for an ``accurate`` product, operands of 8
     bits are widened to bfloat16, which is exact. Factors of sums stay what they are.
     """
+    return prepared_first(problem, configure_gemm)
+
+
+def prepared_first(problem: GemmProblem, configure: Callable[[GemmProblem], GemmConfiguration]) -> GemmConfiguration:
+    """The preparation of the operands that need one, and what is chosen for what becomes of them."""
     operands = (problem.a, problem.b)
     bare = [replace(x, scale=None) if x.scale and x.scale.of_sums else x for x in operands]
     steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in bare]
     prepared = [step.result if step else x for x, step in zip(bare, steps, strict=True)]
     a, b = (replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
             for x, was in zip(prepared, operands, strict=True))  # fmt: skip
-    gemm = configure_gemm(replace(problem, a=a, b=b))
+    gemm = configure(replace(problem, a=a, b=b))
     return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
 
 

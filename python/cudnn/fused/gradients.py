@@ -10,7 +10,6 @@ from typing import Any
 from cudnn.api_base import ceil_div, check_rank, check_tensor, unpad
 from cudnn.errors import refusal
 from cudnn.fused import addresses
-from cudnn.fused.call import Plan
 from cudnn.fused.gemm import NARROW
 from cudnn.fused.grouped import FLOATS, MOST_EXPERTS, ExpertsGemm, numbered
 from cudnn.fused.host import ALIGNMENT
@@ -255,17 +254,12 @@ class ExpertGradients(ExpertsGemm):
     def operand(self, name: str) -> Operand:
         return replace(super().operand(name), ragged=self.ragged(name))
 
-    def plan(self, arch: str, sizes: Sizes) -> Plan:
-        prepared = arch == "sm_90a" and (self.scaled or self.kind("a") == "bfloat16")
-        if not prepared and any(map(self.ragged, "ab")):
-            got = f"'tensor_ragged' with contiguous tokens of {self.kind('a')} on {arch}"
-            allowed = "on sm_90a, with scale factors or bfloat16; else 'tensor2d'"
-            raise self.unsupported("input_order", got, allowed)
-        return super().plan(arch, sizes)
-
     def check_own_rules(self, sizes: Sizes) -> None:
         if self.given("wgrad") and self.major("wgrad") != "n":
             raise self.error("wgrad tensor", "columns that are contiguous", "rows that are")
+        if not (self.scaled or self.kind("a") == "bfloat16") and any(map(self.ragged, "ab")):
+            got = f"'tensor_ragged' with contiguous tokens of {self.kind('a')}"
+            raise self.unsupported("input_order", got, "with scale factors or bfloat16; else 'tensor2d'")
 
     def run_empty(self, tensors: Sequence[Any]) -> None:
         """Zeros, where they are not to be added; the kernel writes those at addresses, and reads no operand."""

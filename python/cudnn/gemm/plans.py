@@ -1,7 +1,7 @@
 """How a fused GEMM runs on an architecture: which kernel, in which configuration, called with which arguments.
 
-The kernels choose their configuration and list their arguments as named slots, which the host binds by name. On Hopper,
-operands that the tensor cores cannot read are prepared in a workspace, in the same call.
+The kernels choose their configuration and list their arguments as named slots, which the host binds by name. Operands
+that the tensor cores or the copy engine cannot read are prepared in a workspace, in the same call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from cudnn_kernels.architecture import ARCHITECTURES
 from cudnn_kernels.problem import GemmProblem
 from cudnn_kernels.signature import workspace_size
 
-DEQUANTISED = "block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no block scales"
+NOTICES = {
+    "sm_90a": "block-scaled operands are dequantised to bfloat16 on sm_90a, whose tensor cores know no block scales",
+    "sm_100a": "block-scaled operands are dequantised to bfloat16 on sm_100a if each expert's are a matrix of its own",
+}
 
 
 class GemmPlan:
@@ -23,7 +26,8 @@ class GemmPlan:
         self.configuration = architecture.configure(problem)
         self.source = architecture.source(self.configuration)
         self.slots = self.configuration.slots()
-        self.notice = DEQUANTISED if any(step.source.scale for _, step in self.configuration.prepared) else ""
+        dequantised = any(step.source.scale for _, step in self.configuration.prepared)
+        self.notice = NOTICES[arch] if dequantised else ""
 
     @property
     def cluster_size(self) -> int:
