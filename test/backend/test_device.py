@@ -55,6 +55,15 @@ def test_kernel_cache_spares_compilation(libcudnn: library.Library, h200: Device
         assert again < compiled / 5
 
 
+def test_a_kernel_cache_without_kernels() -> None:
+    """What reads it refuses, and it can be filled afterwards."""
+    cache = create_kernel_cache()
+    for read in (cache.serialize, cache.size, cache.revision):
+        with pytest.raises(RuntimeError, match=r"got a cache that no graph was built with; .* build a graph"):
+            read()
+    assert cache._descriptor is None
+
+
 def test_a_used_kernel_cache_is_not_filled_again(h200: DeviceProperties) -> None:
     cache = create_kernel_cache()
     _build(cache, h200, 128)

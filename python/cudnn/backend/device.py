@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from typing import Any
 
 from cudnn.backend.attributes import Attribute
 from cudnn.backend.descriptor import Descriptor
 from cudnn.backend.enums import DescriptorType
+from cudnn.errors import refusal
 
 
 class DeviceProperties:
@@ -58,9 +60,19 @@ class KernelCache:
                 self.descriptor.finalize()
                 self._finalized = True
 
+    def _get(self, attribute: Attribute) -> Any:
+        if not self._finalized:
+            got, cure = "a cache that no graph was built with", "build a graph that has it as kernel_cache, on cuDNN"
+            raise RuntimeError(refusal("KernelCache", "contents", got, "a cache with kernels", cure))
+        return self.descriptor.get(attribute)
+
     def serialize(self) -> str:
-        """The cache as JSON text, for ``deserialize`` in another process."""
-        return self.descriptor.get(Attribute.KERNEL_CACHE_JSON_REPRESENTATION).decode()
+        """The cache as JSON text, for ``deserialize`` in another process.
+
+        Raises:
+            RuntimeError: no graph was built with it, or on the reference executor alone, which compiles nothing.
+        """
+        return self._get(Attribute.KERNEL_CACHE_JSON_REPRESENTATION).decode()
 
     def deserialize(self, text: str) -> None:
         """Fills a fresh cache.
@@ -78,11 +90,11 @@ class KernelCache:
 
     def revision(self) -> int:
         """A number that grows with each kernel added. Needs cuDNN 9.27."""
-        return self.descriptor.get(Attribute.KERNEL_CACHE_REVISION)
+        return self._get(Attribute.KERNEL_CACHE_REVISION)
 
     def size(self) -> int:
         """How many kernels the cache holds. Needs cuDNN 9.27."""
-        return self.descriptor.get(Attribute.KERNEL_CACHE_ENTRY_COUNT)
+        return self._get(Attribute.KERNEL_CACHE_ENTRY_COUNT)
 
 
 def create_kernel_cache() -> KernelCache:
