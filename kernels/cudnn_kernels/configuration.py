@@ -170,6 +170,9 @@ class GemmConfiguration:
         if whole or any(x.index and x.major != major for x, major in zip((self.a, self.b), lines, strict=True)):
             allowed = "of rows of a K-major A, or of k of MN-major operands, of experts, without scale factors"
             raise ValueError(f"index: got {self.a}, {self.b}, {self.schedule}; allowed: {allowed}")
+        if self.schedule.sideways and (self.cluster != (2, 1) or self.gathers):
+            allowed = "(2, 1), of operands in order, where the last rows are taken sideways"
+            raise ValueError(f"cluster: got {self.cluster}, {self.gathers}; allowed: {allowed}")
         if self.a.ragged or self.b.ragged:
             raise ValueError(f"ragged: got {self.a}, {self.b}; allowed: neither, but before it is prepared")
 

@@ -22,6 +22,7 @@ from cudnn.gemm import reference  # noqa: E402
 from cudnn_kernels.configuration import SHARED_MEMORY  # noqa: E402
 from cudnn_kernels.epilogue import (  # noqa: E402
     Amax,
+    Gated,
     GatedBackward,
     LoadTile,
     SquaredReluBackward,
@@ -31,7 +32,7 @@ from cudnn_kernels.epilogue import (  # noqa: E402
 from cudnn_kernels.formats import bits  # noqa: E402
 from cudnn_kernels.problem import GemmProblem, Operand  # noqa: E402
 from cudnn_kernels.schedule import Dense, GroupedK, GroupedRows  # noqa: E402
-from cudnn_kernels.schedule.tiles import share  # noqa: E402
+from cudnn_kernels.schedule.tiles import share, tiles_of  # noqa: E402
 from cudnn_kernels.sm90 import heuristics  # noqa: E402
 from support import gemm, gemms  # noqa: E402
 from support.gemm import ARCHES, BLACKWELL, E4M3, E5M2, E8M0, HOPPER, PACKED  # noqa: E402
@@ -301,6 +302,57 @@ def test_a_warpgroup_without_rows_multiplies_nothing() -> None:
     """Of three tiles' halves, 64 rows each, one belongs to no row of its expert; two tiles of columns, and of k."""
     launch = check_rows(HOPPER, PLAIN[0], [1, 129])
     assert launch.operations["wgmma multiply-adds"] == 3 * 64 * (2 * 128) * (2 * 64)
+
+
+SIDEWAYS = {"cluster": (2, 1), "schedule": GroupedRows(sideways=True)}
+
+
+@pytest.mark.parametrize(
+    ("types", "tile", "pointers", "ends"),
+    brief(
+        [
+            (types, tile, pointers, ends)
+            for types, tile in ((PLAIN[0], (64, 64)), (PLAIN[0], (128, 128)), (SUMS[0], (128, 64)))
+            for pointers, ends in itertools.product([False, True], ENDS)
+        ],
+        1,
+    ),
+)
+def test_last_rows_sideways(types: Types, tile: tuple[int, int], pointers: bool, ends: str) -> None:
+    """Two or three columns of tiles, or one: of an odd number, the last one has a cluster that stands upright."""
+    check_rows(HOPPER, types, ENDS[ends], pointers, tile=tile, pingpong=tile[0] == 64, **SIDEWAYS)
+
+
+@given(st.integers(0, 4000), st.integers(1, 40), st.sampled_from([64, 128]))
+def test_sideways_clusters_have_a_tile_for_each_cta(rows: int, columns: int, height: int) -> None:
+    """But for one, where the tiles are odd in number."""
+    tiles = tiles_of(GroupedRows(sideways=True), 2 * height, 64)
+    assert tiles.of(rows, columns) == -(-(-(-rows // height) * columns) // 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "index", "sideways"),
+    [
+        (GroupedRows(), "", True),
+        (GroupedRows(aligned=128), "", True),
+        (GroupedRows(aligned=256), "", False),  # of which no expert's rows of tiles are odd in number
+        (GroupedRows(), "a_index", False),
+        (Dense(), "", False),
+    ],
+)
+def test_which_last_rows_are_taken_sideways(schedule: Any, index: str, sideways: bool) -> None:
+    operands = Operand("bfloat16", index=index), Operand("bfloat16")
+    c = heuristics.configure(GemmProblem(*operands, (Gated(), StoreTile("d", "bfloat16")), schedule, 2816, 2048))
+    assert c.schedule.sideways == sideways
+
+
+@pytest.mark.parametrize(
+    "choice", [{"cluster": (1, 2)}, {"cluster": (2, 1), "index": "a"}, {"cluster": (2, 1), "arch": BLACKWELL}]
+)
+def test_what_is_not_taken_sideways(choice: dict[str, Any]) -> None:
+    given = {"arch": HOPPER, "tile": (128, 64), "schedule": GroupedRows(sideways=True), **choice}
+    with pytest.raises(ValueError, match="sideways"):
+        gemm.compiled(given["arch"], configured(types=PLAIN[0], **given))
 
 
 @pytest.mark.parametrize("arch", brief([(HOPPER,), (BLACKWELL,)], 0))

@@ -56,6 +56,10 @@ CASES: dict[str, tuple[str, Any, tuple[int, int, int]]] = {
         HOPPER, gemm.configuration(STORE, tile=(64, 64, 64), pingpong=True, part=32, schedule=GroupedRows()),
         (928, 64, 192)
     ),
+    "last rows sideways": (
+        HOPPER, gemm.configuration(STORE, tile=(128, 64, 64), cluster=(2, 1), pingpong=True, part=32,
+                                   schedule=GroupedRows(sideways=True)), (928, 192, 192)
+    ),
     "weights behind pointers": (
         BLACKWELL,
         replace(rows := gemm.configuration(STORE, tile=(128, 64, 256), cluster=(2, 1), part=32,
@@ -106,6 +110,7 @@ FREE = "the pair's freeing of tensor memory waits for the other CTA, as the clus
 END = "the cluster's last barrier waits for what the producers' tails and the freeing of tensor memory wait for"
 TWICE = "the barriers are initialised in groups, a fence each: the last one covers all"
 SHUFFLES = "the shuffles that add up the lanes' tiles wait for all lanes, too"
+IDLE = "a warpgroup without rows reads nothing of what it waits for"
 CLUSTER = {"barrier.cluster.arrive": (1, END), "barrier.cluster.wait": (1, END)}
 EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruction are not missed, and why
     "plain": {WAIT: (3, TAIL)},
@@ -116,6 +121,7 @@ EQUIVALENT: dict[str, dict[str, tuple[int, str]]] = {  # how many of an instruct
     "block-scaled": {WAIT: (4, TAIL)},
     "k of experts": {WAIT: (5, TAIL)},
     "rows of experts": {"bar.warp.sync": (1, SHUFFLES)},
+    "last rows sideways": {WAIT: (1, IDLE), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
     "weights behind pointers": {WAIT: (5, TAIL), "bar.warp.sync": (1, SHUFFLES), **CLUSTER},
 }
 LANES = "lanes meet at the waits in between too, and the detector takes what one of them has waited for as known to all"

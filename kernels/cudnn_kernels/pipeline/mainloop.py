@@ -127,16 +127,26 @@ class Mainloop(Kernel, ABC):
     def begins(self, work: Any) -> tuple[Int32, Int32]:
         """This CTA's first row and column of a cluster's tile."""
         m, n, _ = cute.arch.block_idx()
-        column = work.column * self.c.cluster[1] + n
-        return work.row + m * self.rows, column * self.c.tile[1]
+        column = self.column(work, (m, n))
+        return self.row(work, (m, n)), column * self.c.tile[1]
+
+    def row(self, work: Any, place: Any) -> Int32:
+        """The first row of the CTA at a ``place`` in the cluster."""
+        m = place[0] * (2 - work.valid) if self.c.schedule.sideways else place[0]
+        return work.row + m * self.rows
+
+    def column(self, work: Any, place: Any) -> Int32:
+        """The number of its column of tiles."""
+        column = work.column * self.c.cluster[1] + place[1]
+        return column + place[0] * (work.valid - 1) if self.c.schedule.sideways else column
 
     def tile(self, work: Work, place: Any, share: Any, count: Int32, thread: Int32, group: Any) -> Tile:
         """What a group of threads of the CTA at a ``place`` has of its cluster's tile: a ``share``, by number."""
         return Tile(
-            row=work.row + place[0] * self.rows + share * self.epilogue.plan.rows,
+            row=self.row(work, place) + share * self.epilogue.plan.rows,
             start=work.start,
             end=work.end,
-            column=work.column * self.c.cluster[1] + place[1],
+            column=self.column(work, place),
             n=self.feed.extent().n,
             batch=self.tiles.last(work.group)[2],
             expert=work.group,

@@ -19,10 +19,11 @@ class Schedule:
 
     ``aligned``: every group's rows are a multiple of as many; 0: a group has all rows. ``searches``: to find a tile
     takes so long that one warp does it for all. ``splits_k``: groups have parts of k, and each has scale factors of its
-    own. ``strip``: rows of tiles that are taken together.
+    own. ``strip``: rows of tiles that are taken together. ``sideways`` as of :class:`GroupedRows`.
     """
 
     strip: int = 8
+    sideways: ClassVar[bool] = False
     aligned: ClassVar[int] = 0
     b: ClassVar[str] = "l"
     d: ClassVar[str] = "l"
@@ -59,9 +60,13 @@ class GroupedRows(Grouped):
     Experts end at any multiple of ``aligned``, and may have no rows. Rows beyond the last one are not touched. Tiles
     begin where experts do; what reaches into the next expert is not stored. It costs less where nothing does: where the
     rows of a cluster's tiles divide ``aligned``.
+
+    ``sideways``, for clusters of two rows of CTAs: if an expert's rows of tiles are odd in number, the CTAs take those
+    of the last row side by side and share A, where else one of them would have nothing to do.
     """
 
     aligned: int = 1
+    sideways: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
     b: ClassVar[str] = "experts"
 
 

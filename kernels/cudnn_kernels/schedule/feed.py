@@ -126,7 +126,7 @@ class Feed:
                 self.write(stage, work)
                 cute.arch.mbarrier_arrive(self.ring.full + stage)
             stage, phase = advanced(self.ring, stage, phase)
-            ends -= 1 - work.valid
+            ends -= Int32(work.valid == 0)
             if const_expr(not self.tiles.counts):
                 if index == self.index and work.valid != 0:
                     # All have their first tile. The others are for as many clusters as take no more turns.

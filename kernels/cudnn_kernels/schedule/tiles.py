@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, select_
 
 from cudnn_kernels import schedule as declared
 
 WARP = 32
 
+TilesOf = Callable[[Any, Any], Any]
+"""How many tiles an expert has, by its rows and the tiles in a row."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """A cluster's tile, if ``valid`` is not 0.
+    """A cluster's tile, if ``valid`` is not 0. If it is 2, CTAs that else have the same columns have the same rows.
 
     ``row`` is its first row; the group's rows are those from ``start`` to before ``end``, all of A. ``column`` counts
     the cluster's tiles. ``k`` and ``k_end`` are the range of k. ``group`` is the batch or the expert.
@@ -139,6 +142,7 @@ class GroupedRowsTiles(Tiles):
         super().__init__(declaration, rows, columns)
         self.clips_rows = declaration.aligned % rows != 0
         self.row_offsets = declaration.offsets
+        self.sideways = int(declaration.sideways)
 
     def count(self, m: Any, n: Any, batch: Any, offsets: Any = None) -> Any:
         return (m + offsets.shape[0]) * n
@@ -151,15 +155,29 @@ class GroupedRowsTiles(Tiles):
 
     def all(self, parameters: Any) -> Int32:
         """How many tiles there are. All lanes of a warp take part."""
-        return all_tiles(parameters[SIZES], self.extent(parameters).tile_columns, self.rows)
+        return all_tiles(parameters[SIZES], self.extent(parameters).tile_columns, self.of)
+
+    def of(self, rows: Any, n: Any) -> Any:
+        """How many tiles so many rows of an expert have, ``n`` to a row."""
+        lines = self.lines(rows)
+        return (lines * n + 1) >> 1 if self.sideways else lines * n
+
+    def lines(self, rows: Any) -> Any:
+        """How many rows of tiles so many rows have: of single CTAs' tiles, where these may lie sideways."""
+        height = self.rows // (1 + self.sideways)
+        return (rows + (height - 1)) // height
 
     def find(self, parameters: Any, index: Any, state: Any) -> tuple[Work, Any]:
         e, offsets = self.extent(parameters), parameters[SIZES]
         _, n = e.tiles()
-        expert, before, start, end, first, count = search(offsets, index, n, self.rows, *state)
-        m = (end - start + (self.rows - 1)) // self.rows
+        expert, before, start, end, first, count = search(offsets, index, n, self.of, *state)
+        m = self.lines(end - start) >> self.sideways
         row, column = strips(index - before, cutlass.max(m, 1), n, self.o.strip)
         valid = Int32(expert < offsets.shape[0])
+        if self.sideways:
+            last = (index - before - m * n) * 2  # the column in the last row, if it is not negative
+            row, column = Int32(select_(last < 0, row, m)), Int32(select_(last < 0, column, last))
+            valid *= 1 + Int32((last >= 0) & (last + 1 < n))
         work = Work(start + row * self.rows, start, end, column, Int32(0), e.k, expert, valid)
         return work, (first, count)
 
@@ -232,12 +250,12 @@ def expert_range(offsets: cute.Tensor, expert: Int32) -> tuple[Int32, Int32, Int
 
 
 @cute.jit
-def all_tiles(offsets: cute.Tensor, n: Int32, height: cutlass.Constexpr[int]) -> Int32:
+def all_tiles(offsets: cute.Tensor, n: Int32, of: cutlass.Constexpr[TilesOf]) -> Int32:
     """The tiles of all experts, n to a row. Each lane counts those of every 32nd expert."""
     expert, tiles = cute.arch.lane_idx(), Int32(0)
     while expert < offsets.shape[0]:
         start, end, _ = expert_range(offsets, expert)
-        tiles += (end - start + (height - 1)) // height * n
+        tiles += of(end - start, n)
         expert += WARP
     cute.arch.sync_warp()
     for step in cutlass.range_constexpr(5):
@@ -247,7 +265,7 @@ def all_tiles(offsets: cute.Tensor, n: Int32, height: cutlass.Constexpr[int]) ->
 
 @cute.jit
 def search(
-    offsets: cute.Tensor, index: Int32, n: Int32, height: cutlass.Constexpr[int], first: Int32, before: Int32
+    offsets: cute.Tensor, index: Int32, n: Int32, of: cutlass.Constexpr[TilesOf], first: Int32, before: Int32
 ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32]:
     """The expert that has a tile; the tiles before it; its first row and the one after its last.
 
@@ -259,7 +277,7 @@ def search(
     tiles, start, end, here = Int32(0), Int32(0), Int32(0), Int32(WARP)
     while first < experts and here == WARP:
         start, end, _ = expert_range(offsets, first + lane)
-        tiles = (end - start + (height - 1)) // height * n
+        tiles = of(end - start, n)
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(tiles, 1 << step, mask_and_clamp=0)
             if lane >= 1 << step:

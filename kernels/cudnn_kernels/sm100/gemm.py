@@ -67,6 +67,8 @@ class Gemm(Mainloop):
     def __init__(self, configuration: Configuration) -> None:
         super().__init__(configuration, ROWS)
         c = configuration
+        if c.schedule.sideways:
+            raise ValueError(f"{c.schedule}: got sideways; allowed: clusters whose tiles lie as they do, on Blackwell")
         self.pair = c.tile[0] // ROWS  # CTAs that share a tile
         self.group = tcgen05.CtaGroup.TWO if self.pair == 2 else tcgen05.CtaGroup.ONE
         most = SUMS if self.sides else 2

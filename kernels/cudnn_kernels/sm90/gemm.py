@@ -64,7 +64,9 @@ class Gemm(Mainloop):
         self.tile_m, self.tile_n, self.tile_k = c.tile
         self.cluster = Cluster(*c.cluster)
         super().__init__(c, self.tile_m)
-        self.operands = [TileOperand(c, side, self.tiles.clips_k) for side in range(2)]
+        clips = self.tiles.clips_k
+        self.operands = [TileOperand(c, side, clips, alike=side) for side in range(2)]
+        self.sideways = [TileOperand(c, side, clips, alike=1 - side) for side in range(2) if c.schedule.sideways]
         self.group_rows = self.tile_m if c.pingpong else self.tile_m // CONSUMERS
         self.promotes = promotes(c)
         self.together = c.a.scale.vector // self.tile_k if c.scales_sums else 1  # k tiles whose sum is promoted
@@ -75,7 +77,7 @@ class Gemm(Mainloop):
             raise ValueError(f"tile: got {c.tile}; allowed: {allowed}")
         self.boxes = bool(c.gathers) and not self.tiles.clips_k  # whether the copy engine gathers
         self.threads_copy = bool(c.gathers) and not self.boxes
-        self.registers = COPY_REGISTERS if self.sides or self.threads_copy else REGISTERS
+        self.registers = COPY_REGISTERS if self.sides or self.threads_copy or c.schedule.sideways else REGISTERS
         self.copied = [x for x in self.operands if not x.operand.index]  # by the copy engine
         self.epilogue = self.epilogue_of(
             rows=self.group_rows,
@@ -90,7 +92,8 @@ class Gemm(Mainloop):
         super().launch(prepare(self.c, given) if self.c.prepared else given)
 
     def described(self, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        made = [operand.descriptor(operand.view(arguments[operand.name])) for operand in self.copied]
+        copied = [*self.copied, *self.sideways]
+        made = [operand.descriptor(operand.view(arguments[operand.name])) for operand in copied]
         pointers = arguments["b_ptrs"] if self.c.b.pointers else None  # a prepared operand is a tensor
         return [atom for atom, _ in made], [tensor for _, tensor in made], pointers
 
@@ -175,13 +178,27 @@ class Gemm(Mainloop):
                 expect(ring, stage, phase, sum(x.bits() for x in counted) // 8)
                 full = ring.full + stage
                 first = work.k + k * self.tile_k
-                for i in cutlass.range_constexpr(len(self.copied)):
-                    operand = const_expr(self.copied[i])
-                    side = const_expr(operand.side)
-                    tile = operand.part(tensors[i], starts[side], first, work.k_end, last[side])
-                    operand.fetch(atoms[i], tile, self.buffers[side], stage, full, sharers[side])
+                place = (starts, first, work.k_end, last)
+                if const_expr(self.sideways):
+                    if work.valid == 2:
+                        self.fetch(self.sideways, atoms[2:], tensors[2:], place, sharers, stage, full)
+                    else:
+                        self.fetch(self.copied, atoms[:2], tensors[:2], place, sharers, stage, full)
+                else:
+                    self.fetch(self.copied, atoms, tensors, place, sharers, stage, full)
                 stage, phase = advanced(ring, stage, phase)
             cursor = self.feed.next(cursor)
+
+    def fetch(
+        self, operands: Sequence[TileOperand], atoms: list, tensors: list, place: tuple[Any, ...], sharers: list,
+        stage: Int32, full: Any,
+    ) -> None:  # fmt: skip
+        """Starts the copies of the operands' k tile at a place: first row and column, k, its end, last indices."""
+        starts, first, end, last = place
+        for operand, atom, tensor in zip(operands, atoms, tensors, strict=True):
+            side = operand.side
+            tile = operand.part(tensor, starts[side], first, end, last[side])
+            operand.fetch(atom, tile, self.buffers[side], stage, full, sharers[operand.alike])
 
     def gather(self, gathered: Any, smem: Any) -> Gather:
         """What brings the other operands: tensors and numbers."""

@@ -15,11 +15,14 @@ from cudnn_kernels.pipeline import tile_operand
 
 
 class TileOperand(tile_operand.TileOperand):
-    """An operand of which the CTAs of a cluster's row, or column, fetch a part of each tile and send it to all."""
+    """An operand of which the CTAs of a cluster's row, or column, fetch a part of each tile and send it to all.
 
-    def __init__(self, c: GemmConfiguration, side: int, clips: bool) -> None:
+    ``alike``: the side that all these CTAs have in common, so 0 in a row.
+    """
+
+    def __init__(self, c: GemmConfiguration, side: int, clips: bool, alike: int) -> None:
         super().__init__(c, side, clips)
-        self.share = c.cluster[1 - side]
+        self.alike, self.share = alike, c.cluster[1 - alike]
         self.major = OperandMajorMode.K if self.operand.major == "k" else OperandMajorMode.MN
 
     def layout(self, stages: int) -> Any:
