@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import refusal
 from cudnn.moe import reference
 from cudnn.moe._run import has_kernel, kernel
@@ -34,8 +35,12 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
         weights: float32 (T, K), contiguous; None: the plain sum.
 
     Raises:
+        TypeError: an argument that is no tensor.
         ValueError: a shape, type or stride that is not allowed.
     """
+    for name, tensor in (("rows", rows), ("row_of_choice", row_of_choice), ("weights", weights)):
+        if name != "weights" or tensor is not None:
+            check_tensor("combine", name, tensor)
     return moe_combine(rows, row_of_choice, weights)
 
 

@@ -271,9 +271,11 @@ def agree(group: Any, words: str, number: int, time_limit: float, where: str) ->
     """The ranks' numbers, once all have come with the same words.
 
     Raises:
-        ValueError: the ranks' words differ.
+        ValueError: the ranks' words differ, or a limit that is not above 0.
         RuntimeError: a rank did not come within ``time_limit`` seconds.
     """
+    if checked_number(where, "time_limit", time_limit) <= 0:
+        raise ValueError(refusal(where, "time_limit", time_limit, "seconds, above 0"))
     rank, ranks, store = dist.get_rank(group), dist.get_world_size(group), store_of(group)
     turn = _TOLD[group] = _TOLD.get(group, 0) + 1
     keys = [f"cudnn/{turn}/{each}" for each in range(ranks)]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import checked_number, refusal
 from cudnn.gemm.formats import wide
 from cudnn.moe import reference
@@ -24,6 +25,8 @@ from cudnn_kernels.moe.configuration import (
 
 _ROUTE, _GRADIENT = "cudnn_kernels.moe.routing:Route", "cudnn_kernels.moe.routing:RouteGradient"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCORES = ("softmax", "sigmoid")
+_SCORES_IN_WORDS = " or ".join(map(repr, _SCORES))
 _MOST_ROWS = 2**30
 Maybe = torch.Tensor | None
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -81,8 +84,15 @@ def route(
         scaling_factor: Times the weights, at the end.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: a shape, type, stride or number that is not allowed.
     """
+    check_tensors("route", logits=logits, bias=bias)
+    for name, flag in (("pre_softmax", pre_softmax), ("renormalize", renormalize)):
+        if type(flag) is not bool:
+            raise TypeError(refusal("route", name, repr(flag), "True or False"))
+    counts = (("top_k", top_k), ("n_group", n_group), ("topk_group", topk_group))
+    top_k, n_group, topk_group = (whole("route", name, count) for name, count in counts)
     rule = (top_k, score, pre_softmax, renormalize, n_group, topk_group)
     weights, indices, *rest = moe_route(logits, bias, *rule, checked_number("route", "scaling_factor", scaling_factor))
     return Routing(indices, weights, *rest)
@@ -100,9 +110,23 @@ def sort(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tenso
         experts: E, 1 to 1024.
 
     Raises:
+        TypeError: an argument of another Python type.
         ValueError: a shape, type, stride or number that is not allowed.
     """
-    return moe_sort(indices, experts)
+    check_tensors("sort", indices=indices)
+    return moe_sort(indices, whole("sort", "experts", experts))
+
+
+def check_tensors(where: str, **tensors: Any) -> None:
+    """Raises a ``TypeError`` for what is neither a tensor nor None."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(where, name, tensor)
+
+
+def whole(where: str, name: str, value: Any) -> int:
+    """A whole number. Of the usual type it is not looked at further, which ``torch.compile`` could not trace."""
+    return value if type(value) is int else checked_number(where, name, value, integer=True)
 
 
 def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "softmax") -> torch.Tensor:
@@ -116,7 +140,20 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
         logits: (T, E), those that were routed.
         routing: What :func:`route` returned for them.
         score: "softmax" or "sigmoid".
+
+    Raises:
+        TypeError: logits that are no tensor, or another routing.
+        ValueError: logits that were not routed so, or another score.
     """
+    where = "load_balance_loss"
+    check_tensor(where, "logits", logits)
+    if not isinstance(routing, Routing):
+        raise TypeError(refusal(where, "routing", type(routing).__name__, "what cudnn.moe.route returned"))
+    if score not in _SCORES:
+        _refuse(where, "score", repr(score), _SCORES_IN_WORDS)
+    routed = (routing.indices.shape[0], *routing.offsets.shape)
+    if logits.shape != routed:
+        _refuse(where, "shape of logits", tuple(logits.shape), f"{routed}, as were routed")
     values = wide(logits)
     if not values.shape[0]:
         return values.sum()
@@ -132,6 +169,7 @@ def load_balance_loss(logits: torch.Tensor, routing: Routing, score: str = "soft
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """The mean of logsumexp(logits)^2, which keeps logits small; 0 of no tokens. B. Zoph et al.: ST-MoE (2022)."""
+    check_tensor("z_loss", "logits", logits)
     values = wide(logits)
     return values.logsumexp(-1).square().mean() if values.shape[0] else values.sum()
 
@@ -163,8 +201,8 @@ def check_rule(where: str, experts: int, rule: Rule, biased: bool) -> None:
     """Raises a ``ValueError`` for a rule that does not fit so many experts."""
     if not 0 < rule.top_k <= min(MOST_CHOICES, experts):
         _refuse(where, "top_k", rule.top_k, f"1 to {min(MOST_CHOICES, experts)} of {experts} experts")
-    if rule.score not in ("softmax", "sigmoid"):
-        _refuse(where, "score", repr(rule.score), "'softmax' or 'sigmoid'")
+    if rule.score not in _SCORES:
+        _refuse(where, "score", repr(rule.score), _SCORES_IN_WORDS)
     if not 0 < rule.n_group <= MOST_GROUPS or experts % rule.n_group:
         _refuse(where, "n_group", rule.n_group, f"1 to {MOST_GROUPS}, divisors of the {experts} experts")
     size = experts // rule.n_group
@@ -225,9 +263,9 @@ def routed(logits: torch.Tensor, bias: Maybe, rule: Rule, scaling_factor: float)
     return weights, indices, *_sorted(made, indices, scored)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)
 def rule_of(*fields: Any) -> Rule:
-    """One object for each rule, which is found quickly."""
+    """One object for each rule, which is found quickly. 2.0 is not 2, nor True 1."""
     return Rule(*fields)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from cudnn.errors import checked_number, refusal
+from cudnn.fused import kinds
 from cudnn.fused.gated import LAYOUTS
 from cudnn.gemm.formats import wide
 from cudnn.moe import layer as passes
@@ -20,6 +21,8 @@ from cudnn.ops._memory import aligned
 from cudnn.ops._moe_mlp import checked, moe_mlp, tokens_of
 from cudnn.ops._registration import autocast_type, is_seen, once
 from cudnn_kernels.moe.configuration import MOST_EXPERTS, MOST_SUMMED
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _Kept(NamedTuple):
@@ -141,7 +144,7 @@ class MoE(torch.nn.Module):
 
     Raises:
         ValueError: an activation or size that is not allowed.
-        TypeError: a group that is none.
+        TypeError: an argument of another Python type, such as a group that is none.
     """
 
     def __init__(
@@ -154,7 +157,12 @@ class MoE(torch.nn.Module):
         glu_clamp_min: float = -7.0, group: Any = None, time_limit: float = 600.0, device: Any = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
+        given = kinds.checked("MoE", MoE.__init__, locals())
+        counts = ("hidden", "intermediate", "experts", "top_k", "shared_experts", "n_group", "topk_group")
+        hidden, intermediate, experts, top_k, shared_experts, n_group, topk_group = (given[name] for name in counts)
         super().__init__()
+        if dtype not in _TYPES:
+            raise ValueError(refusal("MoE", "dtype", dtype, ", ".join(map(str, _TYPES))))
         if activation not in ACTIVATIONS:
             raise ValueError(refusal("MoE", "activation", repr(activation), " or ".join(map(repr, ACTIVATIONS))))
         if hidden % 8 or intermediate % 32 or min(hidden, intermediate, experts) < 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cudnn.api_base import check_tensor
 from cudnn.errors import refusal
 from cudnn.fused.gated import LAYOUTS
 from cudnn.moe import layer
@@ -23,7 +24,7 @@ from cudnn.moe.experts import (
     shape_of,
 )
 from cudnn.moe.parallel import exchange_of, on_ranks, ranks_of
-from cudnn.moe.routing import Routing, sort
+from cudnn.moe.routing import Routing, check_tensors, sort
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import autocast_type, custom_op, in_type
 from cudnn.ops._vmap import one_by_one
@@ -94,7 +95,7 @@ def moe_mlp(
 
     Raises:
         ValueError: shapes, types, devices or an activation; layers of the group's ranks that differ.
-        TypeError: a group that is none.
+        TypeError: an argument of another Python type, such as a group that is none.
         RuntimeError: a rank of the group did not call within the time limit.
     """
     up, down, tokens = _listed("up", up), _listed("down", down), tokens_of(_WHERE, x)
@@ -102,12 +103,16 @@ def moe_mlp(
     if main_grads is not None:
         of_up, of_down = _pair("main_grads", main_grads, "those of up and of down")
         up_sums, down_sums = _listed("main_grads of up", of_up), _listed("main_grads of down", of_down)
+    check_tensors(_WHERE, up_bias=up_bias, down_bias=down_bias)
     numbers = [linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min]
     if group is not None:
         here, sums = Experts(up, down, up_bias, down_bias, activation, numbers, glu_layout, fp8), (up_sums, down_sums)
+        check_tensors(_WHERE, indices=routing[0], weights=routing[1])
         return _on_ranks(tokens, routing[0], routing[1], here, sums, group, time_limit).view(x.shape)
     if not isinstance(routing, Routing):
         indices, weights = _pair("routing", routing, "what cudnn.moe.route returned, or indices and weights")
+        check_tensor(_WHERE, "indices", indices)
+        check_tensor(_WHERE, "weights", weights)
         _check_choices(tokens, indices, weights)
         indices = _in_32_bits(indices).contiguous()
         routing = Routing(indices, weights, *sort(indices, shape_of(up)[0]))
@@ -169,6 +174,8 @@ def _listed(name: str, weights: Weights) -> list[torch.Tensor]:
     found = [weights] if isinstance(weights, torch.Tensor) else list(weights) if isinstance(weights, Iterable) else []
     if not found:
         raise ValueError(refusal(_WHERE, name, weights, "a tensor, or a list of the experts'"))
+    for each in found:
+        check_tensor(_WHERE, name, each)
     return found
 
 

@@ -1,0 +1,95 @@
+"""Arguments of other Python types than those that the layer of experts takes: refused in words, and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from cudnn import moe
+from cudnn.moe.routing import moe_route
+from cudnn.nn import MoE
+from cudnn.ops import moe_mlp
+
+LOGITS = torch.arange(32.0).view(4, 8)
+ROWS, PLACES = torch.zeros(4, 8), torch.zeros(4, 1, dtype=torch.int32)
+X, UP, DOWN = (torch.zeros(shape).bfloat16() for shape in ((4, 64), (2, 64, 64), (2, 64, 32)))
+CHOICES, WEIGHTS = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+SIZES: dict[str, Any] = {"hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2}
+
+
+def layer(**changed: Any) -> Callable[[], Any]:
+    return lambda: MoE(**{**SIZES, **changed})
+
+
+def routed(**changed: Any) -> Callable[[], Any]:
+    return lambda: moe.route(**{"logits": LOGITS, "top_k": 2, **changed})
+
+
+def experts(**changed: Any) -> Callable[[], Any]:
+    given: dict[str, Any] = {"x": X, "routing": (CHOICES, WEIGHTS), "up": UP, "down": DOWN, **changed}
+    return lambda: moe_mlp(**given)
+
+
+def others(*given: Any) -> Callable[[], Any]:
+    function, *arguments = given
+    return lambda: function(*arguments)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (routed(top_k="2"), "route: top_k: got str; allowed: an int"),
+    (routed(top_k=2.0), "route: top_k: got float"),
+    (routed(top_k=True), "route: top_k: got bool"),
+    (routed(n_group=None), "route: n_group: got NoneType"),
+    (routed(renormalize="no"), "route: renormalize: got 'no'; allowed: True or False"),
+    (routed(logits=[1.0]), r"route: logits tensor: got list; allowed: a torch\.Tensor"),
+    (routed(bias=[0.0] * 8), "route: bias tensor: got list"),
+    (others(moe.sort, [[1]], 4), "sort: indices tensor: got list"),
+    (others(moe.sort, PLACES, 4.0), "sort: experts: got float; allowed: an int"),
+    (others(moe.combine, None, PLACES), "combine: rows tensor: got NoneType"),
+    (others(moe.combine, ROWS, PLACES, [1.0]), "combine: weights tensor: got list"),
+    (others(moe.z_loss, 3), "z_loss: logits tensor: got int"),
+    (others(moe.load_balance_loss, LOGITS, (CHOICES, WEIGHTS)), "load_balance_loss: routing: got tuple; allowed: what"),
+    (experts(up=[[1.0]]), "moe_mlp: up tensor: got list"),
+    (experts(down_bias=[1.0]), "moe_mlp: down_bias tensor: got list"),
+    (experts(routing=(CHOICES, [1.0])), "moe_mlp: weights tensor: got list"),
+    (experts(routing=(None, WEIGHTS)), "moe_mlp: indices tensor: got NoneType"),
+    (layer(hidden=64.0), "MoE: hidden: got float; allowed: an int"),
+    (layer(top_k="2"), "MoE: top_k: got str"),
+    (layer(shared_experts=1.5), "MoE: shared_experts: got float"),
+    (layer(bias="yes"), "MoE: bias: got 'yes'; allowed: True or False"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
+def test_other_python_types(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=f"^{words}"):
+        call()
+
+
+def test_values() -> None:
+    routing = moe.route(LOGITS, 2)
+    for call, words in (
+        (others(moe.load_balance_loss, LOGITS, routing, "max"), "load_balance_loss: score: got 'max'; allowed: 'soft"),
+        (others(moe.load_balance_loss, LOGITS[:3], routing), r"load_balance_loss: shape of logits: got \(3, 8\); "),
+        (layer(dtype="half"), "MoE: dtype: got half; allowed: torch"),
+        (layer(dtype=torch.int8), r"MoE: dtype: got torch\.int8; allowed: torch\.bfloat16, "),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}"):
+            call()
+
+
+def test_a_refused_number_does_not_stand_for_one_that_equals_it() -> None:
+    """What is kept of calls tells 3.0 from 3."""
+    with pytest.raises(TypeError):
+        moe_route(LOGITS, None, cast(Any, 3.0), "softmax", True, False, 1, 1, 1.0)
+    assert moe.route(LOGITS, 3).indices.shape == (4, 3)
+
+
+def test_numbers_of_numpy() -> None:
+    made = MoE(**{name: np.int64(size) for name, size in SIZES.items()}, scaling_factor=np.float32(2))
+    assert made(X).shape == X.shape
+    assert moe.route(LOGITS, np.int64(2)).indices.shape == (4, 2)
