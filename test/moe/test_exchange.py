@@ -197,6 +197,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hidden": 12}, "hidden: got 12; allowed: multiples of 8"),
         ({"max_tokens": 0}, "max_tokens: got 0; allowed: 1 or more"),
         ({"max_rows": 0}, "max_rows: got 0; allowed: 1 or more"),
+        ({"time_limit": 0}, "time_limit: got 0; allowed: seconds, above 0"),
         ({"dtype": torch.float64}, "dtype: got torch.float64; allowed: torch.bfloat16, torch.float16, torch.float32"),
     ):
         with pytest.raises(ValueError, match=f"Exchange: {words}"):
