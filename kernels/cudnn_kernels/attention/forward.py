@@ -23,7 +23,7 @@ from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
 
 Q, K, V, O = range(4)  # noqa: E741
-L2_BYTES = 32 << 20  # of K and V, for heads that run at the same time
+L2_BYTES = 64 << 20  # of K and V, for heads that run at the same time; with a left end half of it
 WARP = 32
 SORTING = 4  # warps of a CTA that sorts
 
@@ -166,7 +166,7 @@ class Forward(Kernel):
         all_heads = together = Int32(q.shape[2] if c.packed else q.shape[2] * q.shape[3])
         if const_expr(self.in_sections):
             keys = k.shape[0] // cutlass.max(Int32(batches), 1) if c.packed else k.shape[0]  # on average
-            keys_in_l2 = L2_BYTES // ((c.head + c.head_v) * self.dtype.width // 8)
+            keys_in_l2 = L2_BYTES // (1 + c.left) // ((c.head + c.head_v) * self.dtype.width // 8)
             share = q.shape[2] // k.shape[2]
             key_heads = cutlass.max(Int32(all_heads // share), 1)
             together = cutlass.min(cutlass.max(keys_in_l2 // cutlass.max(Int32(keys), 1), 1), key_heads)
