@@ -43,8 +43,8 @@ class Problem:
 
 @dataclass
 class Work:
-    """The tiles of a call. They come in sections: with a causal mask, and where they are drawn, all tiles of some heads
-    whose K and V fit into L2; else all tiles.
+    """The tiles of a call. They come in sections: with a causal mask, and where they are drawn, all tiles of as many
+    heads as have ``L2_BYTES`` of K and V; else all tiles.
 
     Fields that are divisors have a form by which kernels divide fast.
     """
