@@ -78,21 +78,20 @@ def holds_registers(instruction: Instruction) -> bool:
 
 def mutants(
     run: Callable[[str, int], bool], attempts: list[tuple[str, int]],
-    chosen: Callable[[Instruction], bool] = synchronises, entry: str = "",
+    chosen: Callable[[Instruction], bool] = synchronises, entry: str = "", every: int = 1,
 ) -> list[Mutant]:  # fmt: skip
     """`run(scheduler, seed)` launches the kernel with races on and says whether its result is right.
 
-    All kernels are meant of whose names `entry` is a part.
+    All kernels are meant of whose names `entry` is a part, and of their instructions the first of `every` so many.
     """
     seen: list[Program] = []
     with without(None, seen, entry):
         for scheduler, seed in attempts:
             assert run(scheduler, seed)
     kernels = {program.kernel.name: program.kernel for program in seen}
+    sites = [(x.name, i, at) for x in kernels.values() for i, at in enumerate(x.instructions) if chosen(at)]
     found = []
-    for name, site, instruction in [(x.name, i, at) for x in kernels.values() for i, at in enumerate(x.instructions)]:
-        if not chosen(instruction):
-            continue
+    for name, site, instruction in sites[::every]:
         outcome = "survived"
         with without(site, [], name):
             for scheduler, seed in attempts:

@@ -7,7 +7,7 @@ import pytest
 from support import resources
 
 CONFIGURATIONS = resources.configurations()
-SAMPLE = [(arch, name) for arch, names in CONFIGURATIONS.items() for name in list(names)[::200]]
+SAMPLE = [(arch, name) for arch, names in CONFIGURATIONS.items() for name in list(names)[200:201]]
 
 
 @pytest.mark.parametrize(("arch", "name"), SAMPLE)
