@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -46,6 +48,18 @@ def refusal(where: str, what: str, got: object, allowed: str, cure: str = "") ->
     """
     text = f"{where}: {what}: got {got}; allowed: {allowed}."
     return f"{text} To fix it, {cure}." if cure else text
+
+
+def misfit(
+    where: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TypeError | None:
+    """What is wrong with the number or the names of a call's arguments; None where they fit."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return TypeError(f"{where}: {error}; allowed: {', '.join(signature.parameters)}.")
+    return None
 
 
 def checked_number(

@@ -14,7 +14,7 @@ from cudnn.autotune import TuningReport, autotune
 from cudnn.backend.handle import Handle, default_handle, destroy_handle, set_stream
 from cudnn.datatypes import _cudnn_to_torch_data_type, _is_torch_tensor
 from cudnn.enums import data_type, heur_mode
-from cudnn.errors import refusal
+from cudnn.errors import misfit, refusal
 from cudnn.lazy import torch
 from cudnn.pygraph.graph import pygraph
 from cudnn.pygraph.node import NOT_SET
@@ -300,7 +300,11 @@ class Graph(Operations):
         self._node_names.add(node)
         positional = [self._argument(f"{node}::{position}", value) for position, value in enumerate(args)]
         keyword = {key: self._argument(f"{node}::{key}", value) for key, value in kwargs.items()}
-        result = method(*positional, **keyword, name=node)
+        try:
+            result = method(*positional, **keyword, name=node)
+        except TypeError as error:
+            wrong = misfit(f"{node} ({method.__name__})", method, positional, {**keyword, "name": node})
+            raise wrong or error from None
         for index, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(tensor, Tensor):
                 self._register(tensor.name or f"{node}::{index}", tensor)

@@ -108,6 +108,27 @@ def test_a_name_that_is_no_operation() -> None:
             getattr(cudnn.Graph(), name)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"a": 1, "b": 2}, "missing a required argument: 'A'"),
+        ({"A": 1}, "missing a required argument: 'B'"),
+        ({"A": 1, "B": 2, "C": 3}, "got an unexpected keyword argument 'C'"),
+    ],
+)
+def test_arguments_that_an_operation_does_not_have(arguments: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 2, 2)
+    graph: Any
+    with cudnn.Graph() as graph:
+        graph.relu(x)
+        with pytest.raises(
+            TypeError, match=rf"^mm \(matmul\): {message}; allowed: A, B, compute_data_type, padding, name\."
+        ):
+            graph.matmul(**dict.fromkeys(arguments, x), name="mm")
+        with pytest.raises(TypeError, match=r"input A: got int; allowed: a cudnn\.tensor"):
+            graph.matmul(1, x)
+
+
 def test_several_results_are_no_tensor() -> None:
     q = torch.zeros(1, 2, 16, 64).half()
     with cudnn.Graph() as graph:

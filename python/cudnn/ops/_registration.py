@@ -14,7 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
-from cudnn.errors import refusal
+from cudnn.errors import misfit, refusal
 from cudnn.ops._vmap import one_by_one
 
 P = ParamSpec("P")
@@ -103,13 +103,10 @@ class _Operator(CustomOpDef):
             told = str(error)
             if not told.startswith((f"{self._qualname}() ", "Unknown keyword argument")):
                 raise
-            signature = inspect.signature(self._init_fn)
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as wrong:
-                raise TypeError(f"{self._qualname}: {wrong}; allowed: {', '.join(signature.parameters)}.") from error
+            if wrong := misfit(self._qualname, self._init_fn, args, kwargs):
+                raise wrong from error
             if found := _WRONG_TYPE.search(told):
-                allowed = signature.parameters[found["argument"]].annotation
+                allowed = inspect.signature(self._init_fn).parameters[found["argument"]].annotation
                 if isinstance(allowed, type):
                     allowed = f"{allowed.__module__}.{allowed.__qualname__}".removeprefix("builtins.")
                 raise TypeError(refusal(self._qualname, found["argument"], found["type"], allowed)) from error
