@@ -117,7 +117,8 @@ def test_compiles_without_breaks(where: str) -> None:
 ROWS, CHOICES = torch.zeros(8, 16), torch.zeros(4, 2, dtype=torch.int32)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rows": torch.zeros(8, 12)}, r"combine: shape of rows: got \(8, 12\); allowed: \(R, H\), H a multiple of 8"),
-    ({"rows": ROWS.double()}, "type of rows: got torch.float64"),
+    ({"rows": ROWS.int()}, "type of rows: got torch.int32; .* on the CPU, not emulated, torch.float64 too"),
+    ({"rows": ROWS.double(), "weights": torch.zeros(4, 2)}, "weights: got torch.float32 .*; allowed: torch.float64"),
     ({"rows": torch.zeros(16, 8).T}, r"strides of rows: .* pass rows.contiguous\(\)"),
     ({"row_of_choice": torch.zeros(4, dtype=torch.int32)}, r"shape of row_of_choice: got \(4,\)"),
     ({"row_of_choice": CHOICES.long()}, r"type of row_of_choice: .* pass row_of_choice.int\(\)"),

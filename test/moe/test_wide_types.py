@@ -69,6 +69,21 @@ def test_gradients_of_routers(rule: dict[str, Any], corrected: bool) -> None:
     assert gradcheck(routed, (logits,))
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_what_combines(weighted: bool) -> None:
+    """Around experts of one's own; a choice was dropped."""
+    offsets, token_of_row, row_of_choice = moe.sort(torch.tensor([[0, 2], [-1, 1], [2, 0]], dtype=torch.int32), 3)
+
+    def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = x[token_of_row[: offsets[-1]].long()].square()
+        return moe.combine(rows, row_of_choice, weights if weighted else None)
+
+    given = [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, HIDDEN), (3, 2))]
+    assert gradcheck(layer, given)
+    with cudnn.emulation("sm_90a"), pytest.raises(ValueError, match=r"^combine: type of rows: got torch\.float64;"):
+        layer(*given)
+
+
 def test_a_router_tells_apart_what_float32_does_not() -> None:
     """Of equal logits the lower expert would come first; NaN is above all numbers."""
     logits = torch.tensor([[1.0, 1.0 + 1e-12, -1.0, -1.0 - 1e-12], [0.0, float("inf"), float("nan"), 1.0]], dtype=F64)

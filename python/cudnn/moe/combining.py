@@ -9,7 +9,7 @@ import torch
 from cudnn.api_base import check_tensor
 from cudnn.errors import refusal
 from cudnn.moe import reference
-from cudnn.moe._run import has_kernel, kernel
+from cudnn.moe._run import architecture, has_kernel, kernel
 from cudnn.ops._memory import placed
 from cudnn.ops._registration import custom_op
 from cudnn_kernels.moe.configuration import MOST_SUMMED, CombineConfiguration, ValuesConfiguration
@@ -30,9 +30,9 @@ def combine(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe = No
     gradients, in which nothing waits.
 
     Args:
-        rows: (R, H), bfloat16, float16 or float32, contiguous; H a multiple of 8.
+        rows: (R, H), bfloat16, float16 or float32, on the CPU also float64, contiguous; H a multiple of 8.
         row_of_choice: int32 (T, K), contiguous, K from 1 to 32.
-        weights: float32 (T, K), contiguous; None: the plain sum.
+        weights: float32 (T, K), or float64 for rows of float64, contiguous; None: the plain sum.
 
     Raises:
         TypeError: an argument that is no tensor.
@@ -51,15 +51,18 @@ def _refuse(what: str, got: object, allowed: str, cure: str = "") -> None:
 def _check(rows: torch.Tensor, row_of_choice: torch.Tensor, weights: Maybe) -> None:
     if rows.ndim != 2 or rows.shape[1] % 8 or not rows.shape[1]:
         _refuse("shape of rows", tuple(rows.shape), "(R, H), H a multiple of 8")
-    if rows.dtype not in _TYPES:
-        _refuse("type of rows", rows.dtype, ", ".join(map(str, _TYPES)))
+    is_double = rows.dtype is torch.float64
+    if rows.dtype not in _TYPES and (not is_double or architecture(rows)):
+        allowed = f"{', '.join(map(str, _TYPES))}; on the CPU, not emulated, torch.float64 too"
+        _refuse("type of rows", rows.dtype, allowed)
     if row_of_choice.ndim != 2 or not 0 < row_of_choice.shape[1] <= MOST_SUMMED:
         _refuse("shape of row_of_choice", tuple(row_of_choice.shape), f"(T, K), K from 1 to {MOST_SUMMED}")
     if row_of_choice.dtype != torch.int32:
         _refuse("type of row_of_choice", row_of_choice.dtype, "torch.int32", "pass row_of_choice.int()")
-    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != torch.float32):
+    kind = torch.float64 if is_double else torch.float32
+    if weights is not None and (weights.shape != row_of_choice.shape or weights.dtype != kind):
         got = f"{weights.dtype} of the shape {tuple(weights.shape)}"
-        _refuse("weights", got, f"torch.float32 of the shape {tuple(row_of_choice.shape)}")
+        _refuse("weights", got, f"{kind} of the shape {tuple(row_of_choice.shape)}")
     given = {"rows": rows, "row_of_choice": row_of_choice, "weights": weights}
     for name, tensor in given.items():
         if tensor is not None and not tensor.is_contiguous():
@@ -111,7 +114,7 @@ def moe_combine_bwd(
     gradient, rows, row_of_choice = placed(gradient), placed(rows), placed(row_of_choice)
     weights = None if weights is None else placed(weights)
     d_rows = torch.zeros_like(rows)  # of rows that no choice names
-    d_weights = rows.new_zeros(0 if weights is None else weights.shape, dtype=torch.float32)
+    d_weights = rows.new_zeros(0) if weights is None else torch.zeros_like(weights)
     if row_of_choice.shape[0] and rows.shape[0]:
         if weights is None:
             spread(gradient, row_of_choice, d_rows)
@@ -158,7 +161,7 @@ def values_of_choices(of_rows: torch.Tensor, row_of_choice: torch.Tensor) -> tor
 def _(
     gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), rows.new_empty(0 if weights is None else weights.shape, dtype=torch.float32)
+    return torch.empty_like(rows), rows.new_empty(0) if weights is None else torch.empty_like(weights)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

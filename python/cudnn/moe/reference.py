@@ -110,15 +110,15 @@ def _part(rows: torch.Tensor, row: torch.Tensor, weight: torch.Tensor | None) ->
 def combine_gradients(
     gradient: torch.Tensor, rows: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of rows, in their type, and of weights, float32; the latter has no elements where there are none."""
+    """Those of rows and weights, in their types; the latter has no elements where there are none."""
     d_rows = torch.zeros_like(rows)
-    d_weights = torch.zeros(row_of_choice.shape if weights is not None else (0,), device=rows.device)
-    wide = gradient.float()
+    d_weights = rows.new_zeros(0) if weights is None else torch.zeros_like(weights)
+    gradient = wide(gradient)
     for choice in range(row_of_choice.shape[1]):
         (token,) = (row_of_choice[:, choice] >= 0).nonzero(as_tuple=True)
-        row, mine = row_of_choice[token, choice].long(), wide[token]
+        row, mine = row_of_choice[token, choice].long(), gradient[token]
         if weights is not None:
-            d_weights[token, choice] = (mine * rows[row].float()).sum(-1)
+            d_weights[token, choice] = (mine * wide(rows[row])).sum(-1)
             mine = mine * weights[token, choice, None]
         d_rows[row] = mine.to(rows.dtype)
     return d_rows, d_weights
