@@ -67,9 +67,15 @@ def test_selection_is_a_masked_softmax(is_causal: bool, arch: str) -> None:
     nsa.assert_selected(given | {"o": o, "l": sums[..., 0], "m": maxima[..., 0]}, c)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("arch", brief(["", "sm_90a", GPU, "sm_100a"], 0, 1, 2))
-def test_selection_backward(is_causal: bool, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "is_causal"),
+    brief(
+        [(arch, causal) for arch in ("", "sm_90a", "sm_100a") for causal in (True, False)]
+        + [pytest.param("gpu", causal, marks=GPU.marks) for causal in (True, False)],
+        0, 1, 2, 6, 7,
+    ),
+)  # fmt: skip
+def test_selection_backward(arch: str, is_causal: bool) -> None:
     """With a mask, gradients are added to what there is."""
     c = replace(C, causal=is_causal)
     given = nsa.selection_inputs(c, CHOICE)

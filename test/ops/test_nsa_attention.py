@@ -20,6 +20,8 @@ from support.selection import ALONE, ARCHES, brief
 
 BLOCK, STRIDE, WINDOW = 8, 4, 6
 OPTIONS = {"block_size": BLOCK, "compress_stride": STRIDE, "window_size": WINDOW, "selected_blocks": 6}
+OPTIONS_16 = {**OPTIONS, "block_size": 16, "compress_stride": 8, "window_size": 37}
+"""For types of 16 bits; one set of kernels, which compile for half a minute on a slow machine."""
 LENGTHS = (64, 88)
 GPU: Any = ALONE[-1]
 
@@ -48,6 +50,11 @@ def tensors(
         found[f"compressed_{name}"] = torch.cat([x.unflatten(0, (-1, stride)).mean(1) for x in parts])
     ends, small = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, [n // stride for n in lengths]))
     return {**found, "cu_seqlens": ends, "cu_seqlens_compressed": small}
+
+
+def batched(call: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The same of sequences of one length, as tensors (batch, heads, rows, size)."""
+    return {n: x.unflatten(0, (batch, -1)).transpose(1, 2) for n, x in call.items() if "seqlens" not in n}
 
 
 def dense(
@@ -158,14 +165,13 @@ def test_gradients_are_those_of_the_dense_computation() -> None:
 def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None:
     """Of a compressed key for every row there are two blocks, whose sums of dQ meet."""
     call = tensors((72, 72) if stride > 1 else (144, 144), (2, 1), 64, torch.float16, stride)
-    if batch:
-        call = {n: x.unflatten(0, (batch, -1)).transpose(1, 2) for n, x in call.items() if "seqlens" not in n}
+    call = batched(call, batch) if batch else call
     wide = {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
     weights, found = torch.randn(call["query"].shape), []
     for given, where in ((moved(call, arch), arch), (wide, "")):
         of = leaves(given)
         with within(where):
-            out = nsa_attention(**given, **{**OPTIONS, "block_size": 16, "compress_stride": stride, "window_size": 37})
+            out = nsa_attention(**given, **{**OPTIONS_16, "compress_stride": stride})
             found.append(torch.autograd.grad((out * weights.to(out.device)).sum(), of))
     for mine, other in zip(*found, strict=True):
         assert mine.dtype is torch.float16
@@ -173,13 +179,14 @@ def test_gradients_in_half_precision(arch: str, batch: int, stride: int) -> None
 
 
 def test_tensors_at_odd_addresses_are_copied() -> None:
-    call, found = tensors((32,), (2, 1), 64, torch.float16), []
+    """With the kernels of the test before."""
+    call, found = batched(tensors((32, 32), (2, 1), 64, torch.float16, 8), 2), []
     apart = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for name, x in call.items()}
     with cudnn.emulation("sm_90a"):
         for given in (call, apart):
-            options, of = {**OPTIONS, "block_size": 16, "compress_stride": 8}, leaves(given)
-            inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **options)
-            out = nsa_attention(**given, **options)
+            of = leaves(given)
+            inferred = nsa_attention(**{n: x.detach() for n, x in given.items()}, **OPTIONS_16)
+            out = nsa_attention(**given, **OPTIONS_16)
             found.append([inferred, out, *torch.autograd.grad(out.float().sin().sum(), of)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
