@@ -12,6 +12,7 @@ import torch
 import cudnn
 from support import grouped
 from support.gemms import BF16, E4M3, E8M0, F32
+from support.selection import WHERE, within
 
 TILES = ((256, 256), None, 16, False, 256, False)  # mma_tiler_mn ... discrete_col_sfd
 
@@ -113,6 +114,31 @@ def gradient_inputs() -> tuple[torch.Tensor, ...]:
     a, b = torch.randn(64, 256).to(E4M3), torch.randn(96, 256).to(E4M3)
     factors = torch.ones(128, 8).to(E8M0)
     return a, b.T, factors, factors, torch.tensor([128, 256], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_whose_columns_are_contiguous(where: str) -> None:
+    """After gradients whose rows are, of the same sizes; overwritten, and added to."""
+    device = "cuda" if where == "gpu" else "cpu"
+    a, b = torch.randn(64, 192, device=device).bfloat16(), torch.randn(192, 96, device=device).bfloat16()
+    ends = torch.tensor([64, 64, 192], dtype=torch.int32, device=device)
+    rows, columns = torch.ones(3, 64, 96, device=device), torch.ones(3, 96, 64, device=device).mT
+    given = {"a_tensor": a, "b_tensor": b, "sfa_tensor": None, "sfb_tensor": None, "offsets_tensor": ends}
+    expected = torch.stack(
+        [a[:, :64].float() @ b[:64].float(), torch.zeros_like(rows[0]), a[:, 64:].float() @ b[64:].float()]
+    )
+    with within(where):
+        for added in (False, True):
+            for out in (rows, columns):
+                (wgrad,) = cudnn.grouped_gemm_wgrad_wrapper_sm100(
+                    **given, wgrad_tensor=out, wgrad_dtype=F32, accumulate_on_output=added
+                )
+                assert wgrad is out
+                torch.testing.assert_close(out, (1 + added) * expected, rtol=1e-4, atol=1e-4)
+    made = cudnn.GroupedGemmWgradSm100(
+        a, b, None, None, ends, columns, arch="sm_100a" if where == "sm_100a" else "sm_90a"
+    )
+    assert made.check_support()
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from cudnn.fused.host import ALIGNMENT
 from cudnn.fused.layouts import (
     Contiguous,
     FlatScales,
+    Gradients,
     Matrix,
     OneMatrix,
     Sizes,
     TensorSpec,
     Transposed,
-    Weights,
 )
 from cudnn.gemm.formats import BITS, FLOAT4, FLOAT8, SCALES, name_of
 from cudnn.gemm.reference import evaluate
@@ -52,7 +52,7 @@ class ExpertGradients(ExpertsGemm):
         TensorSpec("sfa", FlatScales("atoms of m", "factors of k"), SCALES, optional=True),
         TensorSpec("sfb", FlatScales("atoms of n", "factors of k"), SCALES, optional=True, same="sfa"),
         TensorSpec("offsets", OF_EXPERTS, ("int32",), draw="ends", about="the token where each expert ends"),
-        TensorSpec("wgrad", Weights("m", "n", "mn", "experts"), FLOATS, optional=True, written=True),
+        TensorSpec("wgrad", Gradients("m", "n", "mn", "experts"), FLOATS, optional=True, written=True),
         TensorSpec("wgrad_ptrs", Contiguous("experts", alignment=8), ("int64",), optional=True, sampled=False),
         TensorSpec("global_scale_a", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
         TensorSpec("global_scale_b", OF_EXPERTS, ("float32",), optional=True, draw="uniform"),
@@ -138,7 +138,9 @@ class ExpertGradients(ExpertsGemm):
         """Types, majors and all sizes but the number of tokens."""
         kinds = tuple((name, None if t is None else (t.dtype, t.device)) for name, t in given.items())
         (m, _, _), n, experts = given["a"].shape, given["b"].shape[0], given["offsets"].shape
-        return (kinds, cls.majors_of(given), m, n, experts)
+        wgrad, layout = given["wgrad"], cls.spec("wgrad").layout
+        major = layout.major(wgrad.shape, wgrad.stride()) if wgrad is not None and isinstance(layout, Matrix) else ""
+        return (kinds, cls.majors_of(given), major, m, n, experts)
 
     @classmethod
     def viewed(cls, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,8 +257,6 @@ class ExpertGradients(ExpertsGemm):
         return replace(super().operand(name), ragged=self.ragged(name))
 
     def check_own_rules(self, sizes: Sizes) -> None:
-        if self.given("wgrad") and self.major("wgrad") != "n":
-            raise self.error("wgrad tensor", "columns that are contiguous", "rows that are")
         if not (self.scaled or self.kind("a") == "bfloat16") and any(map(self.ragged, "ab")):
             got = f"'tensor_ragged' with contiguous tokens of {self.kind('a')}"
             raise self.unsupported("input_order", got, "with scale factors or bfloat16; else 'tensor2d'")

@@ -152,6 +152,19 @@ class Weights(Matrix):
         return f"{super().__str__()}, or ({self.batch}, {self.rows}, {self.columns})"
 
 
+class Gradients(Weights):
+    """A matrix for each expert, given as (experts, rows, columns), whose rows or columns are contiguous."""
+
+    @staticmethod
+    def is_experts_first(tensor: Any) -> bool:
+        """Whether it is (experts, rows, columns): matrices follow each other, so the first stride is the larger."""
+        stride = strides_of(tensor)
+        return Weights.is_experts_first(tensor) or (tensor.ndim == 3 and stride[1] == 1 and stride[0] > stride[2])
+
+    def __str__(self) -> str:
+        return f"({self.batch}, {self.rows}, {self.columns})"
+
+
 @dataclass(frozen=True)
 class BlockScales(Layout):
     """The scale factors of a matrix (rows, columns, l), in atoms of 128 x 4; ``vector`` elements share one.
