@@ -65,11 +65,6 @@ def blank(rows: int, columns: int, dtype: Any) -> Any:
     return torch.full((rows, columns), float("nan"), dtype=dtype, device=DEVICE)
 
 
-def minus_infinity() -> Any:
-    """An amax that no value has entered."""
-    return torch.full((1,), float("-inf"), device=DEVICE)
-
-
 def operands(dtype: str, m: int, n: int, k: int, scaled: bool = True) -> Operands:
     """Standard normal A and B; with ``scaled``, alpha gives the product a variance near 1."""
     alpha = 2.0 ** -round(math.log2(k) / 2) if scaled else 1.0
@@ -123,8 +118,3 @@ def atoms(factors: Any) -> Any:
     padded[:rows, :columns] = factors.view(torch.uint8)
     tiled = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
     return tiled.unsqueeze(0).permute(3, 4, 1, 5, 2, 0).view(factors.dtype)
-
-
-def empty_atoms(rows: int, columns: int, dtype: Any) -> Any:
-    """A tensor for the scale factors of a result, one for each of ``columns`` vectors of a row."""
-    return atoms(torch.zeros(rows, columns, dtype=torch.uint8, device=DEVICE).view(dtype))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.ptx.parser import Instruction, Kernel, Operand, Reg, Symbol
 
-BLOCKING = {"wait_loop"}
-
 
 @dataclass
 class Block:
