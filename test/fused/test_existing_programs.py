@@ -68,6 +68,20 @@ def test_the_older_tail_of_positional_arguments(
     assert torch.equal(placed[key], p.results[key])
 
 
+def test_the_older_order_of_a_call_of_dsrelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces came before addresses later; without them, amax came where factors are now."""
+    monkeypatch.setenv("CUDNN_FRONTEND_SEMANTICS", "1.23")
+    p = grouped.problem("grouped_gemm_dsrelu", inputs={"prob": F32, "c": BF16, "dprob": F32})
+    grouped.run(p, "reference")
+    d, amax = torch.empty(200, 128, 1).bfloat16(), torch.full((3, 1), -torch.inf)
+    a, b, c, sfa, sfb, *rest = inputs(p, "a b c sfa sfb padded_offsets alpha prob dprob")
+    made = cudnn.GroupedGemmDsreluSm100(a, b, c, d, None, sfa, sfb, *rest, sample_amax=amax)
+    made.compile()
+    made.execute(a, c, d, None, sfa, *rest, b, sfb, None, None, None, None, None, amax, None, None)
+    assert torch.equal(d, p.results["d_row_tensor"])
+    assert torch.equal(amax, p.results["amax_tensor"])
+
+
 def test_positional_arguments_that_fit_two_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number is a clamp or a stream: the version whose meaning the call has tells which."""
     p = grouped.problem("grouped_gemm_srelu", inputs={"prob": F32})

@@ -71,6 +71,11 @@ class GroupedGemmDsrelu(SquaredReluExpertsBackward):
     ) -> None:  # fmt: skip
         super().__init__(locals())
 
+    @older_order(
+        "self a_tensor c_tensor d_row_tensor d_col_tensor sfa_tensor padded_offsets alpha_tensor prob_tensor "
+        "dprob_tensor b_tensor sfb_tensor dbias_tensor b_ptrs sfb_ptrs sfd_row_tensor sfd_col_tensor amax_tensor "
+        "norm_const_tensor current_stream"
+    )
     def execute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, a_tensor: Tensor, c_tensor: Tensor, d_row_tensor: Tensor, d_col_tensor: Tensor | None,
         sfa_tensor: Tensor | None, padded_offsets: Tensor, alpha_tensor: Tensor, prob_tensor: Tensor,
