@@ -423,6 +423,23 @@ def test_compression_without_the_log_sum_exp_and_with_other_factors(arch: str) -
     torch.testing.assert_close(tensors[-1].double(), 4 * compressed(call, 0.25)[0], atol=1e-2, rtol=2e-3)
 
 
+def test_compression_of_more_sequences_than_it_was_made_for() -> None:
+    """The workspace is as large as the call needs: short sequences have more tiles than their rows fill."""
+
+    def call(sequences: int) -> list[Any]:
+        q, k = torch.randn(3 * sequences, 1, 64).half(), torch.randn(sequences, 1, 64).half()
+        ends = torch.arange(sequences + 1, dtype=torch.int32)
+        return [q, k, k, torch.empty_like(q), None, 3 * ends, ends]
+
+    few, many = call(1), call(60)
+    with within("sm_90a"):
+        attention = NSA.CompressionAttention(*few)
+        attention.compile()
+        attention.execute(*many)
+    expected = NSA.compression_attention_wrapper(*many[:3], *many[5:])["o_tensor"]
+    torch.testing.assert_close(many[3], expected, atol=2e-3, rtol=2e-3)
+
+
 def test_packed_values_of_rows_may_have_any_strides() -> None:
     call = {name: flat(x) for name, x in compression_call(40, 10).items()}
     ends = [torch.arange(3, dtype=torch.int32) * rows for rows in (40, 10)]

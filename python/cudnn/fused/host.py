@@ -285,8 +285,7 @@ class FusedAPI(APIBase):
 
     def sizes_now(self, tensors: Sequence[Any]) -> dict[str, int]:
         """Sizes by name of a call's tensors."""
-        taken = [name for name in (*self.sized_by, *self.counted_by) if name in self.names]
-        return self.sizes({name: self._described(name, tensors[self.names.index(name)]) for name in taken})
+        return self.sizes({name: self._described(name, x) for name, x in zip(self.names, tensors, strict=True)})
 
     def fitted_all(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """A call's tensors in the dimensions of their layouts."""

@@ -122,7 +122,9 @@ class CompressionAttention(Sparse):
     def sizes(self, descs: Mapping[str, Any]) -> dict[str, int]:
         ends, v = descs.get("cum_seqlen_q") or self.descs.get("cum_seqlen_q"), self.descs["v"]
         found = super().sizes(descs)
-        return {**found, "dv": v.shape[-1] if v is not None else found["d"], "ends": ends.shape[0] if ends else 0}
+        count = ends.shape[0] if ends else 0
+        batch = {"b": count - 1} if self.packed else {}
+        return {**found, **batch, "dv": v.shape[-1] if v is not None else found["d"], "ends": count}
 
     def check_options(self) -> None:
         self.check_offsets()
