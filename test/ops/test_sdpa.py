@@ -279,6 +279,17 @@ def test_refusals() -> None:
     _refused(cudnn.cudnnGraphNotSupportedError, "bottom-right", tall, is_causal=True, diagonal_alignment=1)
 
 
+@pytest.mark.parametrize("function", [scaled_dot_product_attention, cudnn.ops.scaled_dot_product_attention])
+def test_a_bound_of_an_exported_program_may_depend_on_a_size(function: Any) -> None:
+    class Windowed(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return function(q, q, q, is_causal=True, left_bound=q.shape[2] // 2)
+
+    q, longer, rows = torch.randn(1, 2, 16, 64), torch.randn(1, 2, 24, 64), torch.export.Dim("rows", min=8, max=64)
+    program = torch.export.export(Windowed(), (q,), dynamic_shapes={"q": {2: rows}}, strict=False)
+    torch.testing.assert_close(program.module()(longer), Windowed()(longer))
+
+
 def test_refused_tensors() -> None:
     q, k, v, _ = CASES["plain"].tensors(F64)
     for tensors in ((q[0], k[0], v[0]), (q, k[:1], v), (q, k, v[:, :, 1:]), (q[..., 8:], k, v)):

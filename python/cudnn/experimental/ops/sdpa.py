@@ -98,7 +98,7 @@ def integers(is_causal: bool, alignment: Any, left: Any, right: Any) -> tuple[bo
     """The bounds, of which the last three may be any integers. TypeError for others."""
     found = {"diagonal_alignment": alignment, "left_bound": left, "right_bound": right}
     for name, value in found.items():
-        if not isinstance(value, int):  # nearly never, so that torch.compile traces this
+        if not isinstance(value, int | torch.SymInt):  # nearly never, so that torch.compile traces this
             found[name] = checked_number(_WHERE, name, value, integer=True)
     return is_causal, int(found["diagonal_alignment"]), found["left_bound"], found["right_bound"]
 
