@@ -93,3 +93,7 @@ def test_numbers_of_numpy() -> None:
     made = MoE(**{name: np.int64(size) for name, size in SIZES.items()}, scaling_factor=np.float32(2))
     assert made(X).shape == X.shape
     assert moe.route(LOGITS, np.int64(2)).indices.shape == (4, 2)
+
+
+def test_no_type_is_the_default_one_of_pytorch() -> None:
+    assert MoE(**SIZES, dtype=None).up.dtype is torch.get_default_dtype()

@@ -138,7 +138,7 @@ class MoE(torch.nn.Module):
         group, time_limit: of :func:`cudnn.ops.moe_mlp`: ``experts`` are those of all ranks, of which each has its share
             in ``up`` and ``down``; gradients of the router are this rank's. Not with shared experts.
         dtype: bfloat16 or float16; float32 for calls under ``torch.autocast`` and, as float64, for the reference on the
-            CPU.
+            CPU. None: PyTorch's default type, as in its own layers.
         score, pre_softmax, renormalize, n_group, topk_group, scaling_factor: of :func:`cudnn.moe.route`.
         linear_offset, geglu_alpha, glu_clamp_max, glu_clamp_min: of "geglu".
 
@@ -155,12 +155,13 @@ class MoE(torch.nn.Module):
         renormalize: bool = False, n_group: int = 1, topk_group: int = 1, scaling_factor: float = 1.0,
         linear_offset: float = 1.0, geglu_alpha: float = 1.702, glu_clamp_max: float = 7.0,
         glu_clamp_min: float = -7.0, group: Any = None, time_limit: float = 600.0, device: Any = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = torch.bfloat16,
     ) -> None:  # fmt: skip
         given = kinds.checked("MoE", MoE.__init__, locals())
         counts = ("hidden", "intermediate", "experts", "top_k", "shared_experts", "n_group", "topk_group")
         hidden, intermediate, experts, top_k, shared_experts, n_group, topk_group = (given[name] for name in counts)
         super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         if dtype not in _TYPES:
             raise ValueError(refusal("MoE", "dtype", dtype, ", ".join(map(str, _TYPES))))
         if activation not in ACTIVATIONS:
