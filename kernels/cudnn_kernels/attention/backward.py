@@ -117,8 +117,8 @@ def block_of(
 ) -> Block:  # fmt: skip
     """One of the blocks of ``size`` rows, which sees blocks of ``step`` columns; none where there is no such head.
 
-    ``last_first``: a head's last blocks come first. Where rows are keys, CTAs then take turns, and in the last section
-    it is the other way round: the first blocks, the longest ones, come first, and begin with their last columns.
+    ``last_first``: a head's last blocks come first. Where rows are keys, it is the other way round in the last section:
+    the first blocks, the longest ones, come first, and begin with their last columns.
     """
     rest, place = divmod(index, work.together)
     section, number = divmod(rest, work.blocks)

@@ -54,8 +54,8 @@ STAGES = 2
 DRAWN = 2  # blocks of keys
 TOGETHER = 8
 """Heads of K whose first blocks start together where a mask makes later ones shorter, so that no long one is last, and
-where CTAs take turns, so that few wait; half as many with pairs of CTAs, a quarter if they take turns. Several blocks
-of a head still run at the same time, and find in L2 what they load.
+where CTAs take turns, so that few wait; half as many with pairs of CTAs, a quarter if they take turns or start with the
+last keys. Several blocks of a head still run at the same time, and find in L2 what they load.
 """
 
 
@@ -100,8 +100,9 @@ class Backward(Kernel):
     @property
     def together(self) -> int:
         """Heads of K whose first blocks start together: see ``TOGETHER``."""
-        c, turns = self.c, self.c.deterministic
-        return TOGETHER // self.cluster ** (1 + turns) if c.right or c.compressed or turns else 1
+        c = self.c
+        few = c.deterministic or c.last_first
+        return TOGETHER // self.cluster ** (1 + few) if c.right or c.compressed or few else 1
 
     def boxes(self) -> dict[str, Box]:
         """What is fetched, by the names of the buffers. K is an operand of dQ, too, part by part."""

@@ -25,7 +25,7 @@ def chosen(c: BackwardConfiguration, lengths: list[int], heads: int, multiproces
     places, count = max(multiprocessors // (1 + c.pair), 1), heads * len(lengths)
     even = len(set(lengths)) < 2
     split = count % places if even else count
-    if c.last_first or not split or count >= (EVEN if even else UNEVEN) * places:
+    if (c.deterministic and c.right) or not split or count >= (EVEN if even else UNEVEN) * places:
         return {"split": 0, "parts": 1}
     blocks = [steps for steps in lengths for _ in range(heads)][count - split :]  # whole turns before change nothing
     took = {(0, 1): makespan(blocks, places)}
