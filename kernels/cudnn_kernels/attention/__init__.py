@@ -204,9 +204,9 @@ class BackwardConfiguration(AttentionConfiguration):
 
     @property
     def last_first(self) -> bool:
-        """Whether CTAs start with the last keys: where they take turns, and with 192 and 128 elements, to be faster."""
-        faster = (self.head, self.head_v) == (192, 128) and not (self.left or self.split)
-        return self.right and (self.deterministic or (self.pair and faster))
+        """Whether CTAs start with the last keys: where they take turns, and where it was faster."""
+        faster = (self.head, self.head_v) in ((64, 64), (192, 128)) and not (self.packed or self.left or self.split)
+        return self.right and (self.deterministic or faster)
 
     @property
     def stores_first(self) -> bool:
