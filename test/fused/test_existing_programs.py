@@ -155,6 +155,14 @@ def test_gradients_whose_columns_are_contiguous(where: str) -> None:
     assert made.check_support()
 
 
+def test_one_experts_gradient_whose_columns_are_contiguous() -> None:
+    a, b, out = torch.randn(64, 32).bfloat16(), torch.randn(32, 96).bfloat16(), torch.ones(96, 64).t().unsqueeze(0)
+    cudnn.grouped_gemm_wgrad_wrapper(
+        a, b, None, None, torch.tensor([32], dtype=torch.int32), wgrad_tensor=out, wgrad_dtype=F32
+    )
+    torch.testing.assert_close(out[0], a.float() @ b.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("expert", "error"),
     [

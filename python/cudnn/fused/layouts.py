@@ -157,9 +157,9 @@ class Gradients(Weights):
 
     @staticmethod
     def is_experts_first(tensor: Any) -> bool:
-        """Whether it is (experts, rows, columns): matrices follow each other, so the first stride is the larger."""
+        """Whether it is (experts, rows, columns): matrices follow each other, so no stride exceeds the first."""
         stride = strides_of(tensor)
-        return Weights.is_experts_first(tensor) or (tensor.ndim == 3 and stride[1] == 1 and stride[0] > stride[2])
+        return Weights.is_experts_first(tensor) or (tensor.ndim == 3 and stride[1] == 1 and stride[0] >= stride[2])
 
     def __str__(self) -> str:
         return f"({self.batch}, {self.rows}, {self.columns})"
