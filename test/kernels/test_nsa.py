@@ -148,6 +148,62 @@ def test_gated_selection(c: GatedSelectionConfiguration, choice: Choice, arch: s
     torch.testing.assert_close(given["o"][:rows].double(), expected, rtol=eps, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("c", "choice"),
+    brief(
+        [
+            (SelectionConfiguration("bfloat16", 16, 1, 64, 64, 16, causal=True), Choice((3, 40), 40)),
+            (SelectionConfiguration("float16", 24, 2, 192, 128, 64, stages=3), Choice((70,), 3)),
+            (SelectionConfiguration("float16", 16, 1, 128, 128, 128, result="bfloat16"), Choice((40,), 3)),
+            (SelectionConfiguration("float16", 9, 1, 64, 64, 32, tile=(128, 64)), Choice((2, 0, 70), 4)),
+            (GatedSelectionConfiguration("bfloat16", 16, 1, 128, 128, 64, keeps=True), Choice((60,), 4)),
+            (GatedSelectionConfiguration("float16", 16, 1, 64, 64, 16, gates="float32"), Choice((30, 7), 4)),
+        ],
+        0,
+        4,
+    ),
+)  # fmt: skip
+def test_rows_one_by_one(c: SelectionConfiguration, choice: Choice) -> None:
+    """On Hopper, whatever rows share."""
+    c = replace(c, apart=1000)
+    given = selection_inputs(c, choice)
+    if isinstance(c, GatedSelectionConfiguration):
+        given |= {x: torch.randn_like(given["o"]) for x in ("compressed", "near")}
+        given |= {"gates": torch.rand(*given["o"].shape[:2], 3).to(getattr(torch, c.gates))}
+        given |= {"selected": torch.zeros_like(given["o"])}
+    given["o"] = given["o"].to(getattr(torch, c.result or c.dtype))
+    run(c, given)
+    if isinstance(c, GatedSelectionConfiguration):
+        branches, rows = [given[x].double() for x in ("compressed", "selected", "near")], sum(choice.lengths)
+        if not c.keeps:
+            plain = {**given, "o": torch.zeros_like(given["o"])}
+            run(SelectionConfiguration(c.dtype, c.heads, c.key_heads, c.head, c.head_v, c.block), plain)
+            branches[1] = plain["o"].double()
+        gates = given["gates"].double().unbind(-1)
+        expected = sum(x * g[..., None] for x, g in zip(branches, gates, strict=True))[:rows]
+        eps = torch.finfo(given["o"].dtype).eps
+        torch.testing.assert_close(given["o"][:rows].double(), expected, rtol=eps, atol=1e-6)
+        given["o"] = torch.cat([given["selected"][:rows], torch.full_like(given["o"][rows:], math.nan)])
+    if not isinstance(c, GatedSelectionConfiguration) or c.keeps:
+        assert_selected(given, c)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_which_rows_are_taken_one_by_one(shared: bool) -> None:
+    """Those that share few blocks: sums are in another order then."""
+    c = SelectionConfiguration("bfloat16", 16, 1, 64, 64, 64)
+    given, found = selection_inputs(c, Choice((132,), 3, spare=0)), {}
+    given["block_counts"].fill_(1)
+    given["block_indices"].copy_((torch.arange(132) % (1 if shared else 3))[:, None, None])
+    for limit in (12, 0, 1000):
+        run(replace(c, apart=limit), given)
+        assert_selected(given, c)
+        found[limit] = given["l"].clone()
+    default, together, apart = found.values()
+    assert torch.equal(default, together if shared else apart)
+    assert not torch.equal(together, apart)
+
+
 @dataclass(frozen=True)
 class Ranking:
     """``lengths`` are (queries, compressed keys) of each sequence."""

@@ -86,6 +86,8 @@ class Selected(SharedHeads):
         return tuple(Tensor(name, "float32", ("s", self.heads), (None, None), align=4) for name in names)
 
 
+APART = 12, 65536
+"""``apart`` of :class:`SelectionConfiguration`, and from how many rows on: power limits the other way there."""
 DRAWN = Workspace((Elements("drawn", 4),))
 """How many tiles CTAs have drawn."""
 
@@ -96,12 +98,14 @@ class SelectionConfiguration(Selected):
 
     They are those of neighbouring rows of Q, ``together`` for each 64, or up to 64 heads of one. ``tile[1] / block``
     blocks are taken at a time, or a part of one. ``stages``: buffers of steps, 2 or more: a warpgroup may hold two.
-    ``result`` is O's type, if it is not that of Q.
+    ``result`` is O's type, if it is not that of Q. ``apart``: on Hopper, a warpgroup takes the rows of a tile one by
+    one if fewer than so many eighths of a row share a step, for groups of 9 to 16 heads and steps of 64 keys.
     """
 
     tile: tuple[int, int] = (192, 64)
     stages: int = 5
     result: str = ""
+    apart: int = 0
 
     kernel = "selection:Selection"
 

@@ -12,6 +12,10 @@ from cudnn_kernels.sm100.warp_products import WarpProducts
 class Selection(WarpProducts, selection.Selection):
     """The kernel for one :class:`SelectionConfiguration`."""
 
+    apart = False
+
 
 class GatedSelection(WarpProducts, selection.GatedSelection):
     """The kernel for one :class:`GatedSelectionConfiguration`."""
+
+    apart = False

@@ -86,7 +86,8 @@ class Steps:
     """The ring of blocks, and in shared memory of every part of a step its tile of keys and its rows.
 
     A tile of keys of -1 is the end of the rows' list. ``rows_full`` and ``rows_empty`` are for Q, and dO, of every
-    warpgroup. Where CTAs draw tiles, ``queue`` is a ring of the drawn ones' numbers, ``numbers``.
+    warpgroup. Where CTAs draw tiles, ``queue`` is a ring of the drawn ones' numbers, ``numbers``. ``apart``: for each
+    warpgroup, whether it takes its rows one by one, where it may.
     """
 
     ring: Ring
@@ -96,6 +97,7 @@ class Steps:
     masks: cute.Tensor
     queue: Any
     numbers: Any
+    apart: Any
 
 
 @dataclass
@@ -135,11 +137,12 @@ class SelectedRows(AttentionForward):
 
     A subclass says what a warpgroup computes: :meth:`attend` has a tile, of which it lets :meth:`take` all steps, and
     :meth:`weigh` has a step. ``of_rows``: what is loaded of a tile's rows; ``own_values``: float32 values of each that
-    a warpgroup has in shared memory. It may have its own of :meth:`begin` and :meth:`prepare`.
+    a warpgroup has in shared memory. It may have its own of :meth:`begin` and :meth:`prepare`. ``apart``: it is told
+    which warpgroups' rows share little, by :meth:`share_little`.
     """
 
     of_rows: tuple[str, ...] = ("q",)
-    own_values = 0
+    own_values, apart = 0, False
 
     def __init__(self, configuration: Any) -> None:
         super().__init__(configuration)
@@ -193,7 +196,7 @@ class SelectedRows(AttentionForward):
         group = cute.arch.make_warp_uniform(thread // GROUP)
         shapes = {x: (self.tile_m, width, 1) for x, width in self.widths.items()}
         shapes |= {x: (self.tile_n, self.widths[x], s.stages) for x in ("k", "v")}
-        buffers = self.buffers(smem, shapes)
+        buffers = self.buffers(smem, shapes | self.further())
         own = None
         if const_expr(self.own_values):
             layout = cute.make_layout((ROWS, self.own_values, self.groups))
@@ -210,6 +213,10 @@ class SelectedRows(AttentionForward):
             mine = own[None, None, group - 1] if const_expr(self.own_values) else None
             w = Warpgroup(tensors, buffers, mine, choices, steps, scale, group - 1, thread - GROUP * group)
             self.consume(w)
+
+    def further(self) -> dict[str, tuple[int, int, int]]:
+        """Further operands in shared memory by name: (rows, columns, stages)."""
+        return {}
 
     def begin(self, tensors: Any, cta: Int32, thread: Int32) -> None:
         """Before the warpgroups part."""
@@ -247,7 +254,10 @@ class SelectedRows(AttentionForward):
         if const_expr(choices.drawn is not None):
             queue = Ring.allocate(smem, DRAWN)
             numbers = smem.allocate_tensor(Int32, cute.make_layout(DRAWN), byte_alignment=16)
-        return Steps(ring, *rows, *told, queue=queue, numbers=numbers)
+        apart = None
+        if const_expr(self.apart):
+            apart = smem.allocate_tensor(Int32, cute.make_layout(self.groups), byte_alignment=16)
+        return Steps(ring, *rows, *told, queue, numbers, apart)
 
     @cute.jit
     def initialise(self, steps: Steps, thread: Int32) -> None:
@@ -368,7 +378,7 @@ class SelectedRows(AttentionForward):
                     if thread < WARP:
                         done = self.fetch(sides, lists, steps, mine, done, number)
                     elif (thread // WARP == 1) & (place == 0):
-                        self.fetch_rows(rows, steps, mine, turn)
+                        self.fetch_rows(rows, steps, mine, turn, lists, number)
                     number += 1
                 if thread < WARP:
                     self.fetch_end(steps, done)
@@ -406,16 +416,26 @@ class SelectedRows(AttentionForward):
         return following
 
     @cute.jit
-    def fetch_rows(self, rows: Any, steps: Steps, mine: Tile, turn: Int32) -> None:
-        """One warp: fetches Q, and dO, for each warpgroup once it is done with those of the tile before."""
+    def fetch_rows(self, rows: Any, steps: Steps, mine: Tile, turn: Int32, lists: Lists, number: Int32) -> None:
+        """One warp: fetches Q, and dO, for each warpgroup once it is done with those of the tile before, whose first
+        union is given by its number.
+        """
         elements = sum(width for *_, width in rows)
         for group in cutlass.range_constexpr(self.groups):
             full = steps.rows_full + group
             cute.arch.mbarrier_wait(steps.rows_empty + group, turn % 2 ^ 1)
+            apart, told = None, steps.apart
+            if const_expr(self.apart):
+                apart = self.share_little(lists, number % 2, group)
             with cute.arch.elect_one():
+                if const_expr(self.apart):
+                    told[group] = apart
                 cute.arch.mbarrier_arrive_and_expect_tx(full, self.bytes(ROWS, elements))
             for atom, tensor, buffer, width in rows:
                 self.copy_rows(atom, tensor, buffer[None, None, 0], width, full, mine, group)
+
+    def share_little(self, lists: Lists, buffer: Int32, group: int) -> Any:
+        """Whether a warpgroup's rows seldom share the blocks of a union, as an integer."""
 
     @cute.jit
     def fetch(self, sides: Any, lists: Lists, steps: Steps, mine: Tile, done: Int32, number: Int32) -> Int32:
@@ -594,6 +614,10 @@ class SelectedRows(AttentionForward):
                     part = place // 2 * 8 // self.size  # four threads have eight columns next to each other
                     exists = self.score_rows.column(thread, place) - part * self.size < ends[slot][part]
                     scores[i] = Float32(select_(exists, scores[i], -Float32.inf))
+
+    def meet_group(self, group: Int32) -> None:
+        """Waits for a multiplying warpgroup."""
+        cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
 
     @cute.jit
     def release(self, empty: Any) -> None:

@@ -8,7 +8,7 @@ Q K^T and this one's P V, and while the latter runs it computes the softmax of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -22,11 +22,18 @@ from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.ring import advanced
 from cudnn_kernels.sm90.attention_forward import ROWS
-from cudnn_kernels.sm90.selected_rows import Choices, Part, SelectedRows, Tile, Warpgroup
+from cudnn_kernels.sm90.rows_apart import EACH, RowsApart
+from cudnn_kernels.sm90.selected_rows import Choices, Part, Tile, Warpgroup
 
 
-class Selection(SelectedRows):
+class Selection(RowsApart):
     """The kernel for one :class:`SelectionConfiguration`."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows may be taken one by one: registers are enough for 16 heads of each."""
+        s = self.s
+        return s.apart > 0 and s.padded == 16 and self.tile_n == ROWS
 
     def launch(self, given: Mapping[str, Any]) -> None:
         tensors = (given["o"], given["l"], given["m"])
@@ -45,6 +52,20 @@ class Selection(SelectedRows):
         self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """One tile, from a step and its phase on; those behind it."""
+        if const_expr(self.apart):
+            if w.steps.apart[w.group] != 0:
+                stage, phase = self.attend_apart(w, index, mine, stage, phase)
+            else:
+                stage, phase = self.attend_together(w, index, mine, stage, phase)
+        else:
+            stage, phase = self.attend_together(w, index, mine, stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def attend_together(
+        self, w: Warpgroup, index: Int32, mine: Tile, stage: Int32, phase: Int32
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """The same, where all rows of a warpgroup are those of its products."""
         s, buffers = self.s, w.buffers
         own = self.left(cute.local_tile(buffers["q"][None, None, 0], (ROWS, s.head), (w.group, 0)), w.thread)
         keys, values = self.right(buffers["k"], w.thread), self.right(sequences.turned(buffers["v"]), w.thread, True)
@@ -179,3 +200,41 @@ class GatedSelection(Selection):
                         pairs[lower] = Int32(select_(upper, got, a))
                         pairs[lower + distance] = Int32(select_(upper, b, got))
         return rounded
+
+    @cute.jit
+    def write_parts(self, w: Warpgroup, mine: Tile, rounded: Sequence[cute.Tensor]) -> None:
+        """The sum of the branches, in the same way, part by part. What is read for a row is on its way before the row
+        before is written.
+        """
+        o, _, _, _, selected, *_ = w.tensors
+        parts = self.s.head_v // ROWS
+        rows = [
+            [x for number in range(first, first + parts) for x in self.vectors_of_part(w, mine, number)]
+            for first in range(0, len(rounded), parts)
+        ]
+        coming = self.read_branches(w, rows[0])
+        for i in cutlass.range_constexpr(len(rows)):
+            found, read, each = rows[i], coming, len(rows[i]) // parts
+            if const_expr(i + 1 < len(rows)):
+                coming = self.read_branches(w, rows[i + 1])
+            for j in cutlass.range_constexpr(len(found)):
+                row, head, column, place, exists = found[j]
+                first, last, factors = read[j]
+                if const_expr(j % each == 0):
+                    tile = self.passed(w, rounded[i * parts + j // each])
+                own = vectors.load(tile[place // EACH, None], place % EACH)
+                if exists:
+                    values = [x.load().to(Float32) for x in (first, own, last)]
+                    weighted = values[0] * factors[0] + values[1] * factors[1] + values[2] * factors[2]
+                    vectors.store(weighted, o[row, head, None], column)
+                    if const_expr(self.s.keeps):
+                        vectors.store(own.load(), selected[row, head, None], column)
+
+    def read_branches(self, w: Warpgroup, places: Sequence[Any]) -> list[Any]:
+        """The other branches' vectors at some places, and the gates."""
+        _, compressed, near, gates, *_ = w.tensors
+        return [
+            (*[vectors.load(x[row, head, None], column) for x in (compressed, near)],
+             [gates[row, head, branch].to(Float32) for branch in range(len(BRANCHES))])
+            for row, head, column, *_ in places
+        ]  # fmt: skip

@@ -32,7 +32,7 @@ from cudnn_kernels.pipeline.copy import copy_bytes
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
-from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Choices, Part, SelectedRows, Tile, Warpgroup
+from cudnn_kernels.sm90.selected_rows import WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
 STAGES = 2  # of the rows that chose a block
 FEW, MANY = 24, 232  # registers of a loading and of a multiplying thread, for dK and dV
@@ -146,10 +146,6 @@ class SelectionBackward(SelectedRows):
                     values[head, 0, mine.key_head, mine.row + query] = log_sum
                     values[head, 1, mine.key_head, mine.row + query] = total
         self.meet_group(group)
-
-    def meet_group(self, group: Int32) -> None:
-        """Waits for a multiplying warpgroup."""
-        cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
 
     @cute.jit
     def attend(

@@ -9,7 +9,7 @@ from cudnn import launch, settings
 from cudnn.fused.host import FusedAPI
 from cudnn.gemm.formats import name_of
 from cudnn.moe._run import has_kernel, run
-from cudnn.native_sparse_attention.selection.api import TILES
+from cudnn.native_sparse_attention.selection.api import TILES, apart
 from cudnn.native_sparse_attention.selection.base import BLOCKS
 from cudnn.ops._memory import aligned
 from cudnn.ops._registration import custom_op
@@ -126,7 +126,7 @@ def gated_selection(
     heads, index, out = (q.shape[-1], v.shape[-1]), q.get_device(), torch.empty_like(compressed)
     configuration = GatedSelectionConfiguration(
         name_of(q.dtype), q.shape[1], k.shape[1], *heads, block_size, True, **TILES[heads], gates=name_of(gates.dtype),
-        keeps=bool(kept),
+        keeps=bool(kept), apart=0 if kept else apart(len(q), heads, block_size),
     )  # fmt: skip
     arch = launch.device_architecture(index) if q.is_cuda else launch.emulated_architecture()
     architecture = launch.pick(ARCHITECTURES, arch, "nsa_attention")
