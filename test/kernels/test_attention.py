@@ -207,6 +207,7 @@ PACKED = Problem(LENGTHS, packed=True, right=0, nan=(1, 4), sink=True)
 SHORT = Problem(((9, 7), (0, 10), (70, 150), (3, 1)), heads=(2, 1), packed=True, right=0, left=60, nan=(0, 3))
 UNSEEN = replace(SHORT, lengths=(*SHORT.lengths, (100, 5)))  # whole blocks of rows that see no key
 WINDOW = Problem(((200, 290),) * 2, heads=(2, 1), right=5, left=100, dtype=torch.float16, nan=(1,))
+CAUSAL = Problem(((200, 290),), right=0)
 SECTIONS = Problem(((100, 150),), heads=(5, 5), right=0, softcap=1.5, sink=True)
 CAPPED = Problem(((70, 300),) * 2, heads=(2, 1), softcap=1.5, sink=True)
 GROUPED = Problem(((200, 330),) * 2, heads=(4, 2), dtype=torch.float16)
@@ -371,7 +372,7 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", replace(BACKWARD, tile=(64, 128)), replace(PACKED, left=60, softcap=1.5)),
             ("sm_90a", replace(THIN, split=True), WINDOW),
             ("sm_90a", replace(THIN, deterministic=True), SHORT),
-            ("sm_90a", WIDE, replace(SHORT, left=None)),
+            ("sm_90a", WIDE, SHORT),
             ("sm_90a", replace(WIDE, deterministic=True, split=True), Problem(((200, 290),), heads=(2, 1), right=0)),
             ("sm_90a", WIDER, WINDOW),
             ("sm_90a", replace(WIDER, deterministic=True), SHORT),
@@ -399,6 +400,8 @@ def test_grids_have_one_dimension(arch: str, configuration: Any, kernels: int, m
             ("sm_90a", replace(LONG_QUEUE, deterministic=True), UNSEEN),
             ("sm_90a", replace(LONG_QUEUE, split=True), replace(WINDOW, heads=(4, 2))),
             ("sm_100a", GradientsConfiguration("bfloat16", 64, 64), replace(WINDOW, top_left=True)),
+            ("sm_90a", WIDE, replace(CAUSAL, heads=(3, 3))),  # last keys first, but in the last section
+            ("sm_90a", QUEUE, replace(CAUSAL, heads=(9, 9))),
         ],
         1,
         3,
