@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -81,8 +82,6 @@ class OperandConfiguration:
     Raises:
         ValueError: a combination that no GEMM takes, such as MN-major fp4.
     """
-
-    kernel: ClassVar[str] = "operand:PrepareOperand"
 
     source: Operand
     resident: int = 1 << 10
@@ -242,3 +241,24 @@ def configured(
     shape = (*tile, K_BYTES * 8 // problem.a.bits)
     same = (problem.a, problem.b, problem.epilogue, problem.schedule)
     return GemmConfiguration(*same, tile=shape, cluster=cluster, halves=problem.halves, **chosen)
+
+
+def prepared_first(problem: GemmProblem, configure: Callable[[GemmProblem], GemmConfiguration]) -> GemmConfiguration:
+    """The preparation of the operands that need one, and what is chosen for what becomes of them."""
+    operands = (problem.a, problem.b)
+    bare = [replace(x, scale=None) if x.scale and x.scale.of_sums else x for x in operands]
+    steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in bare]
+    prepared = [step.result if step else x for x, step in zip(bare, steps, strict=True)]
+    a, b = (replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
+            for x, was in zip(prepared, operands, strict=True))  # fmt: skip
+    gemm = configure(replace(problem, a=a, b=b))
+    return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
+
+
+def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
+    """What must be done to an operand first, if anything. ``splits_k`` as in a schedule."""
+    if operand.scale is None and (operand.ragged or (accurate and operand.bits == 8)):
+        return OperandConfiguration(operand, widen=True, splits_k=operand.ragged)
+    if operand.scale is None and (operand.major == "k" or operand.bits == 16):
+        return None
+    return OperandConfiguration(operand, splits_k=splits_k and operand.scale is not None)

@@ -138,7 +138,7 @@ FAULTS = [
         _test("kernels/test_attention.py::test_forward"),
     ),
     Fault(
-        "a scale factor of 0", f"{KERNELS}/sm90/operand.py",
+        "a scale factor of 0", f"{KERNELS}/pipeline/operand.py",
         "special = code - Uint32(1) >= Uint32(254)", "special = code >= Uint32(255)",
         _test("kernels/test_operand.py::test_every_code_times_every_scale"),
     ),

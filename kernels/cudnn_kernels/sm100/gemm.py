@@ -47,10 +47,10 @@ from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.gather import Gather, Lines
 from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.operand import prepare
 from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.pipeline.ring import Ring
 from cudnn_kernels.schedule.feed import Feed
-from cudnn_kernels.sm90.operand import prepare
 from cudnn_kernels.sm100.operands import ROWS, Place, TileOperand, tile_operands
 from cudnn_kernels.sm100.tensor_memory import COLUMNS, TensorMemoryRows
 

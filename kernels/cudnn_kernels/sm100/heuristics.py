@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration, configured
+from cudnn_kernels.configuration import SHARED_MEMORY, GemmConfiguration, configured, prepared_first
 from cudnn_kernels.epilogue import needs_of
 from cudnn_kernels.problem import GemmProblem
-from cudnn_kernels.sm90.heuristics import prepared_first
 
 PART = 32  # columns that pass through the epilogue together, at least
 ATOM = 128  # columns of a tile come in whole atoms of B's factors

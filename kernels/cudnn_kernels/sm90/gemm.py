@@ -37,12 +37,12 @@ from cudnn_kernels.pipeline.factors import Factors
 from cudnn_kernels.pipeline.gather import WARPS as GATHER_WARPS
 from cudnn_kernels.pipeline.gather import Boxes, Gather, Lines, boxes_of
 from cudnn_kernels.pipeline.mainloop import Mainloop
+from cudnn_kernels.pipeline.operand import prepare
 from cudnn_kernels.pipeline.projection import ViewedProjection
 from cudnn_kernels.pipeline.ring import Ring, advanced, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, mma_operation
 from cudnn_kernels.schedule.feed import Feed
 from cudnn_kernels.sm90.heuristics import promotes
-from cudnn_kernels.sm90.operand import prepare
 from cudnn_kernels.sm90.tile_operand import TileOperand
 
 GROUP = 128  # threads of a warpgroup

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cudnn_kernels.configuration import (
-    GemmConfiguration,
-    OperandConfiguration,
-    configured,
-)
+from cudnn_kernels.configuration import GemmConfiguration, configured, prepared_first
 from cudnn_kernels.epilogue import Needs, needs_of
-from cudnn_kernels.problem import GemmProblem, Operand
+from cudnn_kernels.problem import GemmProblem
 
 MANY_COLUMNS = 8192
 SHORT = 4096  # k of an expert's product, where hiding the epilogue pays
@@ -39,30 +34,9 @@ def configure(problem: GemmProblem) -> GemmConfiguration:
     return prepared_first(problem, configure_gemm)
 
 
-def prepared_first(problem: GemmProblem, configure: Callable[[GemmProblem], GemmConfiguration]) -> GemmConfiguration:
-    """The preparation of the operands that need one, and what is chosen for what becomes of them."""
-    operands = (problem.a, problem.b)
-    bare = [replace(x, scale=None) if x.scale and x.scale.of_sums else x for x in operands]
-    steps = [preparation(x, problem.accurate, problem.schedule.splits_k) for x in bare]
-    prepared = [step.result if step else x for x, step in zip(bare, steps, strict=True)]
-    a, b = (replace(x, scale=was.scale) if was.scale and was.scale.of_sums else x
-            for x, was in zip(prepared, operands, strict=True))  # fmt: skip
-    gemm = configure(replace(problem, a=a, b=b))
-    return replace(gemm, prepared=tuple((name, step) for name, step in zip("ab", steps, strict=True) if step))
-
-
 def promotes(c: GemmConfiguration) -> bool:
     """Whether sums of a few products are added to float32 registers: of 8 bits, or times their factors."""
     return c.a.bits == 8 or c.scales_sums
-
-
-def preparation(operand: Operand, accurate: bool, splits_k: bool = False) -> OperandConfiguration | None:
-    """What must be done to an operand first, if anything. ``splits_k`` as in a schedule."""
-    if operand.scale is None and (operand.ragged or (accurate and operand.bits == 8)):
-        return OperandConfiguration(operand, widen=True, splits_k=operand.ragged)
-    if operand.scale is None and (operand.major == "k" or operand.bits == 16):
-        return None
-    return OperandConfiguration(operand, splits_k=splits_k and operand.scale is not None)
 
 
 def columns(n: int, tile: int) -> int:

@@ -1,4 +1,5 @@
-"""Operands that Hopper's tensor cores cannot read, written anew: as bfloat16 or transposed, in one pass over memory.
+"""Operands that the tensor cores, or the copy engine, cannot read, written anew in one pass over memory: as bfloat16,
+or transposed. Hopper's GEMM prepares all such operands so, Blackwell's ragged ones.
 
 Dequantisation: target[i, j, l] = bfloat16(source[i, j, l] * scale[i, j // vector, l]), for fp8 in both majors and for
 fp4. The product has at most six significant bits, so it is exact unless its exponent leaves bfloat16's range: beyond
