@@ -1,12 +1,15 @@
 """Named barriers of a CTA, of which the hardware has 16; 0 is that of all threads. One enumeration for each kernel.
 
-And how a warp arrives at a barrier in shared memory.
+And barriers in shared memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -40,6 +43,22 @@ def wait(barrier: Int32, threads: int) -> None:
 def arrive(barrier: Int32, threads: int) -> None:
     """Counts as having come to a barrier that so many threads pass, without waiting."""
     cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=threads)
+
+
+Counts = Mapping[str, tuple[int, int]]
+"""Barriers in shared memory by name: as many as the first number, each for so many arrivals as the second."""
+
+
+def allocate(smem: Any, counts: Counts) -> dict[str, Any]:
+    """The first one of each name."""
+    return {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
+
+
+def initialise(made: Mapping[str, Any], counts: Counts) -> None:
+    """One thread, before all meet."""
+    for name, (count, arrivals) in counts.items():
+        for i in range(count):
+            cute.arch.mbarrier_init(made[name] + i, arrivals)
 
 
 @cute.jit

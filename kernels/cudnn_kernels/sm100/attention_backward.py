@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
@@ -45,7 +45,7 @@ from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import BARRIERS
 from cudnn_kernels.sm100 import tensor_memory
-from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
+from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, Product, TensorMemoryRows, commit
 
 ROWS = LANES  # of a CTA
 VECTOR = 8  # elements of 16 bytes
@@ -54,9 +54,8 @@ THREADS = 256  # four warps that compute; of four others, one loads and one mult
 MMA_WARP, LOAD_WARP = 4, 5
 BUFFERS = 2  # of S, and of dP
 READY = {"rows": (1, 1), "s": (BUFFERS, 1), "p": (BUFFERS, ROWS // 32), "done": (1, 1)}
-"""Barriers of the rows' operands, of S with dP, of P with dS, and of the sums: how many, and each one's arrivals."""
+"""Barriers of the rows' operands, of S with dP, of P with dS, and of the sums."""
 SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
-K = OperandMajorMode.K
 
 
 class AttentionBackward(Kernel):
@@ -111,17 +110,7 @@ class PassKernel:
 
     def layout(self, rows: int, width: int, stages: int) -> Any:
         """(rows, elements, stage) of buffers in shared memory, whatever product they are for."""
-        return sm100.make_smem_layout(K, (rows, width), self.dtype, stages)
-
-    def score_mma(self) -> cute.TiledMma:
-        """S or dP of a block."""
-        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, K, K, Float32, tcgen05.CtaGroup.ONE, (ROWS, BLOCK))
-
-    def product_mma(self, width: int) -> cute.TiledMma:
-        """P or dS, from tensor memory, times a factor."""
-        one, source = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.TMEM
-        tile = (ROWS, width)
-        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, K, OperandMajorMode.MN, Float32, one, tile, source)
+        return sm100.make_smem_layout(OperandMajorMode.K, (rows, width), self.dtype, stages)
 
     @cute.kernel
     def kernel(self, copies: list, values: list, work: Work, scale: Scale) -> None:
@@ -135,17 +124,13 @@ class PassKernel:
             x: smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for x, layout in layouts.items()
         }
-        b = {x: smem.allocate_array(cutlass.Int64, n) for x, (n, _) in READY.items()}
+        b = barriers.allocate(smem, READY)
         rings = [ring.Ring.allocate(smem, stages) for stages in self.stages]
-        holder = smem.allocate_array(Int32, 1)
-        if warp == 0:
-            cute.arch.alloc_tmem(COLUMNS, holder)
+        holder = tensor_memory.allocate(smem, warp)
         if thread == 0:
             for i in cutlass.range_constexpr(2):
                 ring.initialise(rings[i], 1, 1)
-            for x, (n, arrivals) in READY.items():
-                for i in range(n):
-                    cute.arch.mbarrier_init(b[x] + i, arrivals)
+            barriers.initialise(b, READY)
             for i in cutlass.range_constexpr(len(copies)):
                 cpasync.prefetch_descriptor(copies[i][0])
         cute.arch.mbarrier_init_fence()
@@ -162,10 +147,7 @@ class PassKernel:
             if block.row < block.mask.queries:
                 self.compute(pointer, b, block, values, scale, thread)
                 self.store(pointer, buffers, block, copied, scale.scores, thread)
-            barriers.wait(Barrier.END, ROWS)
-            if warp == 0:
-                cute.arch.relinquish_tmem_alloc_permit()
-                cute.arch.dealloc_tmem(pointer, COLUMNS)
+            tensor_memory.free(pointer, warp, ROWS)
 
     name(kernel, "cudnn_attention_gradient_sm100")
 
@@ -221,13 +203,11 @@ class PassKernel:
 
     def multiply_rows(self, pointer: cute.Pointer, buffers: dict, b: dict, rings: list, step: Int32) -> None:
         """Issues S and dP of a step."""
-        mma, buffer = self.score_mma(), step % BUFFERS
+        buffer = step % BUFFERS
         for i, (row, column) in enumerate(zip(self.g.rows, self.g.columns, strict=False)):
-            stage, width = self.ready(rings, i, step), self.boxes[row][1]
-            x = sm100.make_smem_layout_a(mma, (ROWS, BLOCK, width), self.dtype, 1)
-            left = mma.make_fragment_A(cute.make_tensor(buffers[row].iterator, x.outer))
+            product, stage = Product(self.dtype, BLOCK, self.boxes[row][1]), self.ready(rings, i, step)
             target = pointer + (buffer * 2 + i) * BLOCK
-            self.issue(mma, target, left, buffers[column], (BLOCK, width), stage, self.stages[i], False)
+            product.issue(target, product.left(buffers[row]), buffers[column], stage, False)
             if i not in self.factors:
                 commit(rings[i].empty + stage)
         commit(b["s"] + buffer)
@@ -235,28 +215,11 @@ class PassKernel:
     def multiply_factors(self, pointer: cute.Pointer, buffers: dict, rings: list, step: Int32) -> None:
         """Issues what a step adds to the sums."""
         for number, (i, width) in enumerate(zip(self.factors, self.widths, strict=True)):
-            mma = self.product_mma(width)
-            p = sm100.make_smem_layout_a(mma, (ROWS, width, BLOCK), self.dtype, 1)
-            where = cute.recast_ptr(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK, dtype=self.dtype)
-            left = cute.make_tensor(where, mma.make_fragment_A(cute.make_tensor(where, p.outer)).layout)
-            stage = self.ready(rings, i, step)
-            right, target = buffers[self.g.columns[i]], self.accumulator(pointer, number)
-            self.issue(mma, target, left, right, (width, BLOCK), stage, self.stages[i], step > 0)
+            product = Product(self.dtype, width, BLOCK, rounded=True)
+            left = product.left_rounded(pointer + (step % BUFFERS * 2 + 1 - i) * BLOCK)
+            stage, right = self.ready(rings, i, step), buffers[self.g.columns[i]]
+            product.issue(self.accumulator(pointer, number), left, right, stage, step > 0)
             commit(rings[i].empty + stage)
-
-    def issue(
-        self, mma: cute.TiledMma, pointer: cute.Pointer, left: Any, buffer: cute.Tensor, shape: tuple[int, int],
-        stage: Int32, stages: int, adds: Any,
-    ) -> None:  # fmt: skip
-        """Issues a product with one of a buffer's tiles, of so many columns and elements along K."""
-        y = sm100.make_smem_layout_b(mma, (ROWS, *shape), self.dtype, stages)
-        right = mma.make_fragment_B(cute.make_tensor(buffer.iterator, y.outer))
-        target = mma.make_fragment_C(mma.partition_shape_C((ROWS, shape[0])))
-        target = cute.make_tensor(pointer, target.layout)
-        mma.set(tcgen05.Field.ACCUMULATE, adds)
-        for k in range(shape[1] // 16):
-            cute.gemm(mma, target, left[None, None, k, 0], right[None, None, k, stage], target)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
 
     def accumulator(self, pointer: cute.Pointer, number: int) -> cute.Pointer:
         """Where a sum is in tensor memory: behind the buffers of S and dP."""

@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, softmax
@@ -36,14 +36,13 @@ from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
 from cudnn_kernels.shared_memory import ring_stages
 from cudnn_kernels.sm100 import tensor_memory
-from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, TensorMemoryRows, commit
+from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, Product, TensorMemoryRows, commit
 
 ROWS = LANES  # of a tile
 KEYS = 128  # of a block
 GROUP = 128  # threads of a softmax
 BUFFERS = 2  # of S
 REGISTERS = {2: (72, 216)}  # of a thread of the last warpgroup, and of others, by tiles; for one tile all have enough
-ONE = tcgen05.CtaGroup.ONE
 
 
 @dataclass
@@ -79,7 +78,6 @@ class AttentionForward(Forward):
         self.piece = math.gcd(128, c.head, c.head_v)
         self.key_pieces, self.value_pieces = c.head // self.piece, c.head_v // self.piece
         self.boxes[K] = self.boxes[V] = (KEYS, self.piece)
-        self.depth = 256 // self.dtype.width  # of an instruction's product
         self.apart = self.result.width > self.dtype.width  # whether O does not fit where Q was
         self.mma_warp, self.threads = self.tiles * GROUP // 32, (self.tiles + 1) * GROUP
         if c.tile != (self.tiles * ROWS, KEYS) or self.tiles * c.head_v > COLUMNS - BUFFERS * KEYS:
@@ -87,16 +85,6 @@ class AttentionForward(Forward):
 
     def layout(self, rows: int, columns: int, stages: int = 1, dtype: Any = None) -> Any:
         return sm100.make_smem_layout(OperandMajorMode.K, (rows, columns), dtype or self.dtype, stages)
-
-    def score_mma(self) -> cute.TiledMma:
-        """Q K^T of a tile and a block."""
-        k = OperandMajorMode.K
-        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, k, k, Float32, ONE, (ROWS, KEYS))
-
-    def product_mma(self) -> cute.TiledMma:
-        """P V of a tile, a block and a piece, P from tensor memory."""
-        majors, source = (OperandMajorMode.K, OperandMajorMode.MN), tcgen05.OperandSource.TMEM
-        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, ONE, (ROWS, self.piece), source)
 
     def stages(self) -> int:
         """Pieces that fit beside Q, and O."""
@@ -117,20 +105,12 @@ class AttentionForward(Forward):
         o = sQ.iterator
         if const_expr(self.apart):
             o = smem.allocate_array(self.result, self.tile_m * c.head_v, byte_alignment=1024)
-        counts = (self.tiles, BUFFERS, BUFFERS, BUFFERS)
-        q_full, s_full, p_full, o_full = (smem.allocate_array(cutlass.Int64, count) for count in counts)
-        of_pieces = ring.Ring.allocate(smem, self.stages())
-        holder = smem.allocate_array(Int32, 1)
-        if warp == 0:
-            cute.arch.alloc_tmem(COLUMNS, holder)
+        full = {"q": (self.tiles, 1), "s": (BUFFERS, 1), "p": (BUFFERS, GROUP // 32), "o": (BUFFERS, 1)}
+        made, of_pieces = barriers.allocate(smem, full), ring.Ring.allocate(smem, self.stages())
+        holder = tensor_memory.allocate(smem, warp)
         if thread == 0:
             ring.initialise(of_pieces, 1, 1)
-            for tile in cutlass.range_constexpr(self.tiles):
-                cute.arch.mbarrier_init(q_full + tile, 1)
-            for buffer in cutlass.range_constexpr(BUFFERS):
-                cute.arch.mbarrier_init(s_full + buffer, 1)
-                cute.arch.mbarrier_init(o_full + buffer, 1)
-                cute.arch.mbarrier_init(p_full + buffer, GROUP // 32)
+            barriers.initialise(made, full)
             self.prefetch(call)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -139,7 +119,7 @@ class AttentionForward(Forward):
         if not self.exists(p):
             end = begin
         pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-        room = Room(pointer, sQ, pieces, o, of_pieces, q_full, s_full, p_full, o_full)
+        room = Room(pointer, sQ, pieces, o, of_pieces, *(made[x] for x in "qspo"))
         if warp >= self.mma_warp:
             if const_expr(self.tiles in REGISTERS):
                 cute.arch.setmaxregister_decrease(REGISTERS[self.tiles][0])
@@ -153,10 +133,7 @@ class AttentionForward(Forward):
             tile = cute.arch.make_warp_uniform(thread // GROUP)
             if self.exists(p):
                 self.soften(call, room, p, tile, thread - tile * GROUP, begin, end)
-            barriers.wait(Barrier.END, self.tiles * GROUP)
-            if warp == 0:
-                cute.arch.relinquish_tmem_alloc_permit()
-                cute.arch.dealloc_tmem(pointer, COLUMNS)
+            tensor_memory.free(pointer, warp, self.tiles * GROUP)
 
     @cute.jit
     def load(self, call: Call, room: Room, p: Problem, begin: Int32, end: Int32) -> None:
@@ -220,41 +197,22 @@ class AttentionForward(Forward):
 
     def multiply_keys(self, room: Room, tile: int, buffer: Any, position: Int32) -> None:
         """Issues Q K^T of a tile and a block."""
-        c, mma = self.c, self.score_mma()
-        q = sm100.make_smem_layout_a(mma, (ROWS, KEYS, c.head), self.dtype, self.tiles)
-        k = sm100.make_smem_layout_b(mma, (ROWS, KEYS, self.piece), self.dtype, self.stages())
-        tCrQ = mma.make_fragment_A(cute.make_tensor(room.q.iterator, q.outer))
-        tCrK = mma.make_fragment_B(cute.make_tensor(room.pieces.iterator, k.outer))
-        acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, KEYS)), BUFFERS))
-        target = cute.make_tensor(room.pointer, acc.layout)[None, None, None, buffer]
-        mma.set(tcgen05.Field.ACCUMULATE, False)
+        product = Product(self.dtype, KEYS, self.piece)
+        left, target = product.left(room.q, tile), room.pointer + buffer * KEYS
         for piece in range(self.key_pieces):
             stage = self.ready(room, position + piece)
-            for i in range(self.piece // self.depth):
-                left, right = tCrQ[None, None, piece * (self.piece // self.depth) + i, tile], tCrK[None, None, i, stage]
-                cute.gemm(mma, target, left, right, target)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
+            product.issue(target, left, room.pieces, stage, piece > 0, piece)
             if tile == self.tiles - 1:
                 commit(room.ring.empty + stage)
         commit(room.s_full + buffer)
 
     def multiply_values(self, room: Room, tile: int, buffer: Any, position: Int32, adds: Any) -> None:
         """Issues P V of a tile and a block; ``adds`` to what O is so far."""
-        mma = self.product_mma()
-        p = sm100.make_smem_layout_a(mma, (ROWS, self.piece, KEYS), self.dtype, 1)
-        v = sm100.make_smem_layout_b(mma, (ROWS, self.piece, KEYS), self.dtype, self.stages())
-        where = cute.recast_ptr(room.pointer + buffer * KEYS, dtype=self.dtype)
-        tCrP = cute.make_tensor(where, mma.make_fragment_A(cute.make_tensor(where, p.outer)).layout)
-        tCrV = mma.make_fragment_B(cute.make_tensor(room.pieces.iterator, v.outer))
-        acc = mma.make_fragment_C(cute.append(mma.partition_shape_C((ROWS, self.piece)), self.value_pieces))
-        out = cute.make_tensor(self.out(room, tile), acc.layout)
+        product, out = Product(self.dtype, self.piece, KEYS, rounded=True), self.out(room, tile)
+        left = product.left_rounded(room.pointer + buffer * KEYS)
         for piece in range(self.value_pieces):
             stage = self.ready(room, position + piece)
-            target = out[None, None, None, piece]
-            mma.set(tcgen05.Field.ACCUMULATE, adds)
-            for i in range(KEYS // self.depth):
-                cute.gemm(mma, target, tCrP[None, None, i, 0], tCrV[None, None, i, stage], target)
-                mma.set(tcgen05.Field.ACCUMULATE, True)
+            product.issue(out + piece * self.piece, left, room.pieces, stage, adds)
             if tile == self.tiles - 1:
                 commit(room.ring.empty + stage)
         commit(room.o_full + buffer)

@@ -1,4 +1,7 @@
-"""Tensor memory: 128 lanes, which are rows, of 512 columns of 32 bits. A thread of four warps has a lane."""
+"""Tensor memory: 128 lanes, which are rows, of 512 columns of 32 bits. A thread of four warps has a lane.
+
+And the products whose sums attention has there.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as sm100
 from cutlass import Boolean, Float32, Int32, select_
-from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cudnn_kernels.epilogue.fragment import RowLayout
+from cudnn_kernels.pipeline import barriers
 
 LANES = 128
 COLUMNS = 512
@@ -44,6 +49,72 @@ class TensorMemoryRows(RowLayout):
     def inside(self, thread: Int32, slot: int, rows: Int32, columns: Int32) -> Callable[[int], Any]:
         end = Int32(select_(thread < rows, columns, Int32(0)))  # so that one comparison and one choice do for a value
         return lambda position: self.column(thread, position) < end
+
+
+@dataclass(frozen=True)
+class Product:
+    """A B^T of 128 rows and so many ``columns``, in 16 or 8 bits, summed in float32. Plain data.
+
+    B is in a buffer of shared memory, rows of ``depth`` contiguous elements. A is there too, its rows likewise. With
+    ``rounded``, A is in tensor memory, and B's columns are the contiguous ones.
+    """
+
+    dtype: Any
+    columns: int
+    depth: int
+    rounded: bool = False
+
+    def mma(self) -> cute.TiledMma:
+        """The instruction, one for each use: to accumulate or not is a value of its own."""
+        k, source, tile = OperandMajorMode.K, tcgen05.OperandSource, (LANES, self.columns)
+        major, source = (OperandMajorMode.MN, source.TMEM) if self.rounded else (k, source.SMEM)
+        one = tcgen05.CtaGroup.ONE
+        return sm100.make_trivial_tiled_mma(self.dtype, self.dtype, k, major, Float32, one, tile, source)
+
+    def left(self, buffers: cute.Tensor, stage: int = 0) -> cute.Tensor:
+        """A in a buffer of shared memory, (rows, elements, stages): ``depth`` elements for each of several products."""
+        mma, (_, elements, stages) = self.mma(), (cute.size(buffers, mode=[i]) for i in range(3))
+        layout = sm100.make_smem_layout_a(mma, (LANES, self.columns, elements), self.dtype, stages)
+        return mma.make_fragment_A(cute.make_tensor(buffers.iterator, layout.outer))[None, None, None, stage]
+
+    def left_rounded(self, pointer: cute.Pointer) -> cute.Tensor:
+        """A in tensor memory, as :func:`store_rounded` leaves it."""
+        mma, where = self.mma(), cute.recast_ptr(pointer, dtype=self.dtype)
+        layout = sm100.make_smem_layout_a(mma, (LANES, self.columns, self.depth), self.dtype, 1)
+        left = mma.make_fragment_A(cute.make_tensor(where, layout.outer))
+        return cute.make_tensor(where, left.layout)[None, None, None, 0]
+
+    def issue(
+        self, sums: cute.Pointer, left: cute.Tensor, buffers: cute.Tensor, stage: Any, adds: Any, part: int = 0
+    ) -> None:  # fmt: skip
+        """Issues the product of a part of A with a buffer of B, (columns, depth, stages); it ``adds`` to the sums."""
+        mma, shape, stages = self.mma(), (LANES, self.columns, self.depth), cute.size(buffers, mode=[2])
+        layout = sm100.make_smem_layout_b(mma, shape, self.dtype, stages)
+        right = mma.make_fragment_B(cute.make_tensor(buffers.iterator, layout.outer))
+        acc = cute.make_tensor(sums, mma.make_fragment_C(mma.partition_shape_C((LANES, self.columns))).layout)
+        count = self.depth * self.dtype.width // 256  # instructions
+        mma.set(tcgen05.Field.ACCUMULATE, adds)
+        for k in range(count):
+            cute.gemm(mma, acc, left[None, None, part * count + k], right[None, None, k, stage], acc)
+            mma.set(tcgen05.Field.ACCUMULATE, True)
+
+
+@cute.jit
+def allocate(smem: Any, warp: Int32) -> cute.Pointer:
+    """All of tensor memory, by the first warp; the address is where this says when all have met."""
+    holder = smem.allocate_array(Int32, 1)
+    if warp == 0:
+        cute.arch.alloc_tmem(COLUMNS, holder)
+    return holder
+
+
+@cute.jit
+def free(pointer: cute.Pointer, warp: Int32, threads: int) -> None:
+    """So many threads, the first ones, when they have read what they need."""
+    barriers.wait(barriers.BlackwellAttention.END, threads)
+    if warp == 0:
+        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.dealloc_tmem(pointer, COLUMNS)
 
 
 def load(pointer: cute.Pointer, thread: Int32, values: cute.Tensor) -> None:
