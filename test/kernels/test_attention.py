@@ -19,8 +19,14 @@ from cudnn.sdpa.bwd import api as table
 from cudnn.sdpa.fwd import api as forward_table
 from cudnn_kernels import compiler, fakes
 from cudnn_kernels.architecture import ARCHITECTURES
-from cudnn_kernels.attention import DESCALES, BackwardConfiguration, DecodeConfiguration, ForwardConfiguration, forward
-from cudnn_kernels.attention.gradients import GradientsConfiguration
+from cudnn_kernels.attention import (
+    DESCALES,
+    BackwardConfiguration,
+    DecodeConfiguration,
+    ForwardConfiguration,
+    GradientsConfiguration,
+    forward,
+)
 from cudnn_kernels.signature import workspace_size
 from cudnn_kernels.sm90 import attention_backward
 from cudnn_kernels.sm90.attention_forward import AttentionForward

@@ -13,8 +13,12 @@ import torch
 ptx_emulator = pytest.importorskip("ptx_emulator")
 
 from cudnn_kernels import compiler, fakes  # noqa: E402
-from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, ForwardConfiguration  # noqa: E402
-from cudnn_kernels.attention.gradients import GradientsConfiguration  # noqa: E402
+from cudnn_kernels.attention import (  # noqa: E402
+    BackwardConfiguration,
+    DecodeConfiguration,
+    ForwardConfiguration,
+    GradientsConfiguration,
+)
 from cudnn_kernels.signature import workspace_size  # noqa: E402
 from emulator.mutation import holds_registers, mutants, unexplained  # noqa: E402
 from kernels import test_attention as attention  # noqa: E402

@@ -147,7 +147,6 @@ class DecodeConfiguration(ForwardConfiguration):
         keys = ("pages", "hk", self.page) if self.page else ("b", "hk", "sk")
         shapes = {name: ("b", "hq", "sq", head) for name, head in (("q", self.head), ("o", self.head_v))}
         shapes |= {"k": (*keys, self.head), "v": (*keys, self.head_v)}
-        of_row = ("splits", "b", "hq", "sq")  # of every CTA that has some of its keys
         return (
             *[Tensor(name, self.dtype, shapes[name], (None, None, None, 1)) for name in "qkvo"],
             row_values(False, "lse"),
@@ -156,8 +155,15 @@ class DecodeConfiguration(ForwardConfiguration):
             *[vector("sink", "float32", "hq")] * self.sink,
             Scalar("scale_softmax", "float32"), Scalar("scale_output", "float32"), *WINDOW,
             *[Scalar("softcap", "float32")] * self.softcap, Scalar("splits", "int32"),
-            Workspace((Elements("parts", 4 * self.head_v, of_row), Elements("log_sums", 4, of_row))), Stream(),
+            Workspace(self.regions()), Stream(),
         )  # fmt: skip
+
+    def regions(self) -> tuple[Elements, ...]:
+        """The regions of the workspace: of every row, for every CTA that has some of its keys."""
+        return tuple(
+            Elements(name, 4 * count, ("splits", "b", "hq", "sq"))
+            for name, count in (("parts", self.head_v), ("log_sums", 1))
+        )
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ class BackwardConfiguration(AttentionConfiguration):
 
     def regions(self) -> tuple[Any, ...]:
         """The regions of the workspace: float32 values of every row, and dK and dV of the parts."""
-        values = {"row_products": 1, "log_sums": 1}
+        values = {"products": 1, "log_sums": 1}
         if not self.shared:
             values["dq_sums"] = self.head
         if self.deterministic:
@@ -249,3 +255,19 @@ class BackwardConfiguration(AttentionConfiguration):
         rows = (Rows(name, 4 * count, self.tile[0], self.packed) for name, count in values.items())
         drawn = [Elements("drawn", 4)] * self.queue
         return *rows, *drawn, *[Elements("key_sums", 4 * self.keys * self.both, ("split", "parts"))] * self.split
+
+
+@dataclass(frozen=True)
+class GradientsConfiguration(BackwardConfiguration):
+    """dQ, dK and dV, each computed where nobody else adds to it.
+
+    The tile is (rows of a CTA, columns of a block), be they queries or keys.
+    """
+
+    tile: tuple[int, int] = (128, 64)
+
+    kernel = "attention_backward:AttentionBackward"
+
+    def regions(self) -> tuple[Rows, ...]:
+        """The regions of the workspace: LSE * log2(e), and D."""
+        return tuple(Rows(name, 4, self.tile[0], self.packed) for name in ("log_sums", "products"))

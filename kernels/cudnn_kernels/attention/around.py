@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, Rows, sequences
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, sequences, vectors
 from cudnn_kernels.attention.backward import Work, block_of
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
@@ -19,7 +19,7 @@ from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
-from cudnn_kernels.signature import START, Workspace
+from cudnn_kernels.pipeline.regions import divided
 
 ROW_THREADS, THREADS = 128, 256  # of a CTA that has rows, and of one that rounds dQ
 WARP = 32
@@ -98,47 +98,44 @@ def prepare(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
 
 def values_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Values:
     """What the workspace has, of a call's arguments by name: nothing is written yet."""
-    q, batches = sequences.matrix(given["q"], c.packed), batches_of(c, given)
+    q, batches = sequences.matrix(given["q"], c.packed), sequences.count(c, given)
     blocks, heads = sequences.blocks_of(q.shape[0], batches, c.tile[0], c.packed), q.shape[2:]
-    sizes = sizes_of(c, given)
-    shapes = {"dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads)}
-    found = {
-        x.name: region(c, given["workspace"], x.name, shapes.get(x.name, (blocks * c.tile[0], *heads)), sizes)
-        for x in c.regions()
-        if isinstance(x, Rows)
-    }
-    values = Values(found["log_sums"], found["row_products"], found.get("dq_sums"), found.get("turns"))
+    shapes = {
+        "dq_sums": (512, c.tile[0] * c.head // 512, blocks, *heads), "turns": (c.tile[0], blocks, *heads),
+        "drawn": (1,), **dict.fromkeys(("log_sums", "products"), (blocks * c.tile[0], *heads)),
+    }  # fmt: skip
     if const_expr(c.split):
-        shape = (c.both, c.keys, given["parts"], given["split"])
-        values.key_sums = turned(region(c, given["workspace"], "key_sums", shape, sizes))
-    if const_expr(c.queue):
-        values.drawn = region(c, given["workspace"], "drawn", (1,), sizes)
-    return values
-
-
-def batches_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> Any:
-    """How many sequences there are."""
-    return given["cum_seqlen_q"].shape[0] - 1 if c.packed else given["q"].shape[0]
+        shapes["key_sums"] = (c.both, c.keys, given["parts"], given["split"])
+    found = Values(**regions_of(c, given, shapes, sizes_of(c, given)))
+    if const_expr(c.split):
+        found.key_sums = turned(found.key_sums)
+    return found
 
 
 def sizes_of(c: BackwardConfiguration, given: Mapping[str, Any]) -> dict[str, Any]:
     """Those that regions of the workspace have."""
     q, k = (sequences.matrix(given[x], c.packed) for x in ("q", "k"))
-    sizes = {"sq": q.shape[0], "sk": k.shape[0], "hq": q.shape[2], "b": batches_of(c, given)}
+    sizes = {"sq": q.shape[0], "sk": k.shape[0], "hq": q.shape[2], "b": sequences.count(c, given)}
     sizes |= {x: given[x] for x in ("split", "parts") if x in given}
     return {name: Int64(x) for name, x in sizes.items()}
 
 
-def region(
-    c: BackwardConfiguration | DecodeConfiguration, workspace: cute.Tensor, name: str, shape: tuple[Any, ...],
+def regions_of(
+    c: BackwardConfiguration | DecodeConfiguration, given: Mapping[str, Any], shapes: Mapping[str, tuple[Any, ...]],
     sizes: dict[str, Any],
-) -> cute.Tensor:  # fmt: skip
-    """A region of the workspace as values of 32 bits: counts where they are of turns."""
-    (slot,) = (slot for slot in c.slots() if isinstance(slot, Workspace))
-    start = cute.assume(Int64(slot.places(sizes)[0][name]), START)
-    kind = Int32 if name in ("turns", "drawn") else Float32
-    first = cute.recast_ptr((workspace.iterator + start).align(16), dtype=kind)
-    return cute.make_tensor(first, cute.make_layout(shape))
+) -> dict[str, cute.Tensor]:  # fmt: skip
+    """The workspace's regions that have a shape here, as values of 32 bits: counts where they are of turns."""
+    pointers = divided(c.slots(), given, c.regions(), sizes)
+    kinds = {x: Int32 if x in ("turns", "drawn") else Float32 for x in pointers if x in shapes}
+    return {
+        x: cute.make_tensor(cute.recast_ptr(pointers[x], dtype=kind), cute.make_layout(shapes[x]))
+        for x, kind in kinds.items()
+    }
+
+
+def vector(tensor: cute.Tensor, row: Int32, head: Int32, batch: Int32, number: Any) -> cute.Tensor:
+    """16 bytes of a row, by their number."""
+    return cute.local_tile(tensor[row, None, head, batch], (VECTOR,), (number,))
 
 
 class RowProducts:
@@ -182,24 +179,11 @@ class RowProducts:
         if const_expr(drawn is not None):
             if cta + thread == 0:
                 drawn[0] = Int32(0)
-        lane, size = thread % lanes, c.tile[0]
-        mine, first, rows = block_of_rows(block * self.rows // size, o.shape[0], size, offsets)
-        mine += block * self.rows % size
-        parts = [
-            [cute.make_rmem_tensor(VECTOR, tensor.element_type) for tensor in (o, do)] for _ in range(self.passes)
-        ]  # fmt: skip
-        for i in cutlass.range_constexpr(self.passes):
-            row = mine + self.row(thread, i)
-            if (row < rows) & (lane < c.head_v // VECTOR):
-                for x in cutlass.range_constexpr(2):
-                    source = cute.local_tile((o, do)[x][first + row, None, head, batch], (VECTOR,), (lane,))
-                    cute.autovec_copy(source, parts[i][x])
+        lane = thread % lanes
+        mine, first, rows = self.rows_of(block, o.shape[0], offsets)
+        parts = self.load((o, do), mine, first, rows, head, batch, thread)
         if const_expr(zeros is not None):
-            nothing = cute.make_rmem_tensor(4, Float32)
-            nothing.fill(0.0)
-            for i in cutlass.range_constexpr(self.rows * c.head // 4 // ROW_THREADS):
-                vector = (thread + i * ROW_THREADS,)
-                cute.autovec_copy(nothing, cute.local_tile(zeros[None, block, head, batch], (4,), vector))
+            self.clear(zeros[None, block, head, batch], thread)
         for i in cutlass.range_constexpr(self.passes):
             row, total, log_sum = mine + self.row(thread, i), Float32(0.0), Float32.inf
             if row < rows:
@@ -215,6 +199,33 @@ class RowProducts:
                 log_sums[place, head, batch] = log_sum
                 if const_expr(counts is not None):
                     counts[place, head, batch] = 0
+
+    def rows_of(self, block: Int32, rows: Any, offsets: Any) -> tuple[Int32, Int32, Int32]:
+        """Of a CTA's rows: the first one in its sequence, that sequence's first row, and its length."""
+        start, size = block * self.rows, self.c.tile[0]
+        mine, first, rows = block_of_rows(start // size, rows, size, offsets)
+        return mine + start % size, first, rows
+
+    @cute.jit
+    def load(
+        self, tensors: tuple, mine: Int32, first: Int32, rows: Int32, head: Int32, batch: Int32, thread: Int32
+    ) -> list[list[cute.Tensor]]:  # fmt: skip
+        """A lane's elements of a thread's rows, those of all tensors of each."""
+        parts = [[cute.make_rmem_tensor(VECTOR, x.element_type) for x in tensors] for _ in range(self.passes)]
+        lane = thread % self.lanes
+        for i in cutlass.range_constexpr(self.passes):
+            row = mine + self.row(thread, i)
+            if (row < rows) & (lane < self.c.head_v // VECTOR):
+                for part, tensor in zip(parts[i], tensors, strict=True):
+                    cute.autovec_copy(vector(tensor, first + row, head, batch, lane), part)
+        return parts
+
+    def clear(self, sums: cute.Tensor, thread: Int32) -> None:
+        """Makes dQ's sums of the CTA's rows zeros."""
+        nothing = cute.make_rmem_tensor(4, Float32)
+        nothing.fill(0.0)
+        for i in range(self.rows * self.c.head // 4 // ROW_THREADS):
+            cute.autovec_copy(nothing, cute.local_tile(sums, (4,), (thread + i * ROW_THREADS,)))
 
     def row(self, thread: Int32, i: int) -> Int32:
         """Which of the CTA's rows is a thread's ``i``-th."""
@@ -311,26 +322,21 @@ class KeyGradients:
         thread, cta = here()
         number, first = cta // chunks, cta % chunks * self.keys
         block = block_of(c, work, work.whole + number, c.keys, c.tile[0], False, c.last_first)
-        vector = thread % self.lanes
-        total, part = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
-        rounded = cute.make_rmem_tensor(VECTOR, self.dtype)
+        index, columns = thread % self.lanes, c.head // VECTOR
+        total, rounded = cute.make_rmem_tensor(VECTOR, Float32), cute.make_rmem_tensor(VECTOR, self.dtype)
         for i in cutlass.range_constexpr(self.keys * self.lanes // THREADS):
             key = first + i * (THREADS // self.lanes) + thread // self.lanes
             row = block.row + key
-            if (vector < (c.head + c.head_v) // VECTOR) & (row < block.mask.queries):
+            if (index < columns + c.head_v // VECTOR) & (row < block.mask.queries):
                 total.fill(0.0)
                 for j in cutlass.range(sums.shape[2], unroll=4):
-                    cute.autovec_copy(cute.local_tile(sums[key, None, j, number], (VECTOR,), (vector,)), part)
-                    total.store(total.load() + part.load())
-                of_k = vector < c.head // VECTOR
-                factor = Float32(select_(of_k, scale, Float32(1.0)))
+                    total.store(total.load() + vectors.load(sums[key, None, j, number], index).load())
+                factor = Float32(select_(index < columns, scale, Float32(1.0)))
                 rounded.store((total.load() * factor).to(self.dtype))
                 row += block.first_row
-                if of_k:
-                    out = dk[row, None, block.head, block.batch]
-                    cute.autovec_copy(rounded, cute.local_tile(out, (VECTOR,), (vector,)))
+                if index < columns:
+                    cute.autovec_copy(rounded, vector(dk, row, block.head, block.batch, index))
                 else:
-                    out = dv[row, None, block.head, block.batch]
-                    cute.autovec_copy(rounded, cute.local_tile(out, (VECTOR,), (vector - c.head // VECTOR,)))
+                    cute.autovec_copy(rounded, vector(dv, row, block.head, block.batch, index - columns))
 
     name(kernel, "cudnn_attention_key_gradients")

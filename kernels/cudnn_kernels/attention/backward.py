@@ -79,8 +79,8 @@ def work_of(
     q, k = (sequences.matrix(given[x], c.packed) for x in ("q", "k"))
     rows, offsets = q if of_queries else k, given.get("cum_seqlen_q")
     heads, key_heads = (cute.size(x, mode=[2]) for x in (rows, k))
-    batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
-    blocks, all_heads = sequences.blocks_of(rows.shape[0], batches, size, c.packed), Int32(heads * q.shape[3])
+    blocks = sequences.blocks_of(rows.shape[0], sequences.count(c, given), size, c.packed)
+    all_heads = Int32(heads * q.shape[3])
     sections = cute.ceil_div(all_heads, together)
     together = cute.ceil_div(all_heads, sections)
     divisors = (cute.FastDivmodDivisorV2(cutlass.max(Int32(x), 1)) for x in (together, blocks, heads))

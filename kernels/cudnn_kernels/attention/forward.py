@@ -161,7 +161,7 @@ class Forward(Kernel):
         c = self.c
         q, k = (sequences.matrix(given[name], c.packed) for name in ("q", "k"))
         offsets = given.get("cum_seqlen_q")
-        batches = offsets.shape[0] - 1 if c.packed else q.shape[3]
+        batches = sequences.count(c, given)
         tiles = Int32(sequences.blocks_of(q.shape[0], batches, self.tile_m, c.packed))
         all_heads = together = Int32(q.shape[2] if c.packed else q.shape[2] * q.shape[3])
         if const_expr(self.in_sections):

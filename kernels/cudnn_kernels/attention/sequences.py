@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ class Sequence:
     keys: Int32
     first_query: Int32
     first_key: Int32
+
+
+def count(c: Any, given: Mapping[str, Any]) -> Any:
+    """How many there are, by a call's arguments."""
+    return given["cum_seqlen_q"].shape[0] - 1 if c.packed else given["q"].shape[0]
 
 
 def blocks_of(rows: Any, sequences: Any, size: int, packed: bool) -> Any:

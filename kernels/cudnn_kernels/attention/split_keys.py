@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.attention import DecodeConfiguration, sequences
-from cudnn_kernels.attention.around import region
+from cudnn_kernels.attention.around import regions_of
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V, partition
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.softmax import LOG2_E
@@ -86,8 +86,8 @@ class SplitKeys(Forward):
             copies.append(self.copy(which, sequences.ended(pool, MANY, step)))
         sizes = {"splits": Int64(splits), "b": Int64(batches), "hq": Int64(q.shape[2]), "sq": Int64(q.shape[0])}
         shape = (q.shape[0], q.shape[2], batches, splits)
-        parts = region(c, given["workspace"], "parts", (c.head_v, *shape), sizes)
-        log_sums = region(c, given["workspace"], "log_sums", shape, sizes)
+        regions = regions_of(c, given, {"parts": (c.head_v, *shape), "log_sums": shape}, sizes)
+        parts, log_sums = regions["parts"], regions["log_sums"]
         share = q.shape[2] // key_heads
         tiles = cute.ceil_div(q.shape[0] * share, self.tile_m)
         caches = Caches(

@@ -22,6 +22,7 @@ No Blackwell was at hand: correct in the emulator, never timed.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -31,11 +32,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences
+from cudnn_kernels.attention import GradientsConfiguration, sequences
 from cudnn_kernels.attention.around import prepare
 from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
 from cudnn_kernels.attention.forward import partition
-from cudnn_kernels.attention.gradients import GradientsConfiguration, Pass
 from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
@@ -58,6 +58,29 @@ READY = {"rows": (1, 1), "s": (BUFFERS, 1), "p": (BUFFERS, ROWS // 32), "done": 
 SUMS = COLUMNS - BUFFERS * 2 * BLOCK  # columns of tensor memory for sums
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What one kernel computes: ``sums`` over blocks of dS or, for dv, of P, times an operand of the columns."""
+
+    sums: tuple[str, ...]
+
+    @property
+    def of_queries(self) -> bool:
+        """Whether rows are queries."""
+        return "dq" in self.sums
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The left operands of S and, where dS is needed, of dP."""
+        operands = ("q", "do") if self.of_queries else ("k", "v")
+        return operands[:1] if self.sums == ("dv",) else operands
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The right ones. The first is the factor of dS, the second that of P."""
+        return ("k", "v") if self.of_queries else ("q", "do")
+
+
 class AttentionBackward(Kernel):
     """The kernels for one :class:`GradientsConfiguration`."""
 
@@ -67,9 +90,10 @@ class AttentionBackward(Kernel):
             raise ValueError(f"{configuration}: tiles are ({ROWS}, {BLOCK})")
 
     def launch(self, given: Mapping[str, Any]) -> None:
-        values = prepare(self.c, given)
-        for each in self.c.passes(SUMS):
-            PassKernel(self.c, each).launch(given, [values.log_sums, values.products])
+        c, values = self.c, prepare(self.c, given)
+        of_keys = [("dk", "dv")] if c.head + c.head_v <= SUMS else [("dk",), ("dv",)]  # for which there is room
+        for sums in (("dq",), *of_keys):
+            PassKernel(c, Pass(sums)).launch(given, [values.log_sums, values.products])
 
 
 class PassKernel:

@@ -11,20 +11,19 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, select_
+from cutlass import Float32, const_expr, select_
 
 from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.around import (
     ROW_THREADS,
-    VECTOR,
     Grid,
     QueryGradient,
     RowProducts,
     Values,
-    block_of_rows,
     grid_of,
     place_in,
     values_of,
+    vector,
 )
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import BRANCHES, BranchGradientsConfiguration
@@ -89,26 +88,13 @@ class BranchRows(RowProducts):
         c, lanes = self.c, self.lanes
         thread, _, _ = cute.arch.thread_idx()
         block, head, batch = place_in(grid)
-        lane, size, sequence = thread % lanes, c.tile[0], batch
-        number = block * self.rows // size
-        mine, first, rows = block_of_rows(number, out.shape[0], size, offsets)
+        lane, sequence = thread % lanes, batch
+        mine, first, rows = self.rows_of(block, out.shape[0], offsets)
         if const_expr(offsets is not None):
-            sequence, _ = sequences.find_block(offsets, number, size)
-        mine += block * self.rows % size
-        parts = [
-            [cute.make_rmem_tensor(VECTOR, out.element_type) for _ in range(1 + len(BRANCHES))]
-            for _ in range(self.passes)
-        ]
-        for i in cutlass.range_constexpr(self.passes):
-            row = mine + self.row(thread, i)
-            if row < rows:
-                for part, tensor in zip(parts[i], (out, *branches), strict=True):
-                    cute.autovec_copy(self.vector(tensor, first + row, head, batch, lane), part)
-        nothing = cute.make_rmem_tensor(4, Float32)
-        nothing.fill(0.0)
-        for i in cutlass.range_constexpr(self.rows * c.head // 4 // ROW_THREADS * self.clears):
-            vector = (thread + i * ROW_THREADS,)
-            cute.autovec_copy(nothing, cute.local_tile(zeros[None, block, head, batch], (4,), vector))
+            sequence, _ = sequences.find_block(offsets, block * self.rows // c.tile[0], c.tile[0])
+        parts = self.load((out, *branches), mine, first, rows, head, batch, thread)
+        if const_expr(self.clears):
+            self.clear(zeros[None, block, head, batch], thread)
         for i in cutlass.range_constexpr(self.passes):
             row, place = mine + self.row(thread, i), block * self.rows + self.row(thread, i)
             factors = [part.load().to(Float32) for part in parts[i]]
@@ -118,7 +104,7 @@ class BranchRows(RowProducts):
                 if row < rows:
                     gate = gates[first + row, j, head, batch].to(Float32)
                     parts[i][1 + j].store((factors[0] * gate).to(out.element_type))
-                    cute.autovec_copy(parts[i][1 + j], self.vector(changes[j], first + row, head, batch, lane))
+                    cute.autovec_copy(parts[i][1 + j], vector(changes[j], first + row, head, batch, lane))
                     if lane == 0:
                         d_gates[first + row, j, head, batch] = total.to(self.gate_dtype)
                 if const_expr(j != 1):  # selection's kernel has its own
@@ -132,9 +118,5 @@ class BranchRows(RowProducts):
                     if lane == 0:
                         told[j // 2][0][place, head, batch] = log_sum
                         told[j // 2][1][place, head, batch] = Float32(select_(row < rows, gate * total, Float32(0.0)))
-
-    def vector(self, tensor: cute.Tensor, row: Int32, head: Int32, batch: Int32, lane: Int32) -> cute.Tensor:
-        """A lane's elements of a row."""
-        return cute.local_tile(tensor[row, None, head, batch], (VECTOR,), (lane,))
 
     name(gradients, "cudnn_nsa_branch_rows")

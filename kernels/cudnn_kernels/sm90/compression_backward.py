@@ -52,7 +52,7 @@ class CompressionBackward(AttentionBackward):
         head = Int64(rows) * width
         by_head = (head, head * group)
         stride = (width, by_head, 1) if self.c.packed else (head * group * heads, by_head, width, 1)
-        first = around.region(self.c, given["workspace"], region, (1,), sizes).iterator
+        first = around.regions_of(self.c, given, {region: (1,)}, sizes)[region].iterator
         return cute.make_tensor(cute.recast_ptr(first, dtype=self.dtype), cute.make_layout(shape, stride=stride))
 
     def add_heads(self, sums: cute.Tensor, out: cute.Tensor, offsets: Any, stream: Any) -> None:

@@ -14,7 +14,7 @@ from cudnn.native_sparse_attention import reference
 from cudnn.native_sparse_attention.base import AnyRowValues, Sparse, cached
 from cudnn.sdpa.base import OFFSETS, Gradients, checked_scale, keys, queries
 from cudnn.sdpa.bwd.api import TILES
-from cudnn_kernels.attention.gradients import GradientsConfiguration
+from cudnn_kernels.attention import GradientsConfiguration
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 
 if TYPE_CHECKING:

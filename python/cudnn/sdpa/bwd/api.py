@@ -14,8 +14,7 @@ from cudnn.lazy import torch
 from cudnn.sdpa import reference
 from cudnn.sdpa.base import OFFSETS, Attention, Gradients, called, checked_scale, keys, queries, row_values
 from cudnn.sdpa.bwd import parts
-from cudnn_kernels.attention import BackwardConfiguration
-from cudnn_kernels.attention.gradients import GradientsConfiguration
+from cudnn_kernels.attention import BackwardConfiguration, GradientsConfiguration
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
