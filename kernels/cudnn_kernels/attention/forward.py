@@ -21,6 +21,7 @@ from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import fetch, partition
 
 Q, K, V, O = range(4)  # noqa: E741
 L2_BYTES = 64 << 20  # of K and V, for heads that run at the same time; with a left end half of it
@@ -302,7 +303,7 @@ class Forward(Kernel):
     def fetch_rows(self, call: Call, sQ: cute.Tensor, full: Any, p: Problem, part: int) -> None:
         """Starts the copy of a part of the tile's rows of Q to its buffer: (rows, elements, part)."""
         gQ = cute.domain_offset((p.row, 0), queries_of(p, call.tensors[Q]))
-        tQsQ, tQgQ = partition(call.atoms[Q], 0, 1, sQ, cute.local_tile(gQ, self.boxes[Q], (None, 0)))
+        tQsQ, tQgQ = partition(call.atoms[Q], sQ, cute.local_tile(gQ, self.boxes[Q], (None, 0)))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + part, self.bytes(*self.boxes[Q]))
         cute.copy(call.atoms[Q], tQgQ[None, part], tQsQ[None, part], tma_bar_ptr=full + part)
@@ -312,13 +313,12 @@ class Forward(Kernel):
     ) -> None:  # fmt: skip
         """Starts the copy of a block of K or V, or of a ``piece`` of its columns."""
         rows = sequences.copied_rows(call.tensors[which], p.key_head, p.batch, p.first_key, p.mask.keys)
-        to, of = partition(call.atoms[which], 0, 1, buffer, cute.local_tile(rows, self.boxes[which], (n, piece)))
-        cute.copy(call.atoms[which], of, to, tma_bar_ptr=full)
+        fetch(call.atoms[which], cute.local_tile(rows, self.boxes[which], (n, piece)), buffer, full)
 
     def store_rows(self, call: Call, sO: cute.Tensor, p: Problem, row: Int32) -> None:
         """Starts the copy of rows of O, from ``row`` on, from their buffer."""
         gO = cute.domain_offset((row, 0), queries_of(p, call.tensors[O]))
-        tOsO, tOgO = partition(call.atoms[O], 0, 1, sO, cute.local_tile(gO, self.boxes[O], (0, 0)))
+        tOsO, tOgO = partition(call.atoms[O], sO, cute.local_tile(gO, self.boxes[O], (0, 0)))
         cute.copy(call.atoms[O], tOsO, tOgO)
         cute.arch.cp_async_bulk_commit_group()
 
@@ -355,10 +355,3 @@ def fewest_turns(most: Int32, heads: Int32, tiles: Int32, ctas: Int32) -> Int32:
 def queries_of(p: Problem, tensor: cute.Tensor) -> cute.Tensor:
     """A sequence's rows of Q or O, of the copy engine's coordinates."""
     return sequences.copied_rows(tensor, p.head, p.batch, p.first_query, p.mask.queries)
-
-
-def partition(atom: Any, rank: Any, share: int, buffer: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
-    """A tile in shared and in global memory, as the copy engine sees them: one of ``share`` parts."""
-    return cpasync.tma_partition(
-        atom, rank, cute.make_layout(share), cute.group_modes(buffer, 0, 2), cute.group_modes(tile, 0, 2)
-    )

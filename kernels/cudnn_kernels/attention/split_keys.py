@@ -21,12 +21,13 @@ from cutlass import Float32, Int32, Int64, const_expr, select_
 
 from cudnn_kernels.attention import DecodeConfiguration, sequences
 from cudnn_kernels.attention.around import regions_of
-from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V, partition
+from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import fetch
 
 GROUP, WARP = 128, 32
 MANY = (1 << 31) - 1  # the most steps that the copy engine counts
@@ -183,8 +184,7 @@ class SplitKeys(Forward):
             after = (key % page_size if const_expr(page_size > 0) else key) + length
             end = page * p.caches.by_page[which - K] + after * p.caches.by_row[which - K]
             found = sequences.ended_rows(call.tensors[which], p.key_head, end, length)
-            to, of = partition(call.atoms[which], 0, 1, parts, cute.local_tile(found, box, (0, piece)))
-            cute.copy(call.atoms[which], of, to[None, part], tma_bar_ptr=full)
+            fetch(call.atoms[which], cute.local_tile(found, box, (0, piece)), parts[None, None, part], full)
 
     @cute.kernel
     def combine(

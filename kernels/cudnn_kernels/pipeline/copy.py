@@ -7,6 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 PIECE = 16  # bytes: addresses and strides that the copy engine knows are multiples
 
@@ -108,6 +109,18 @@ def clipped(first: Int32, end: Int32, extent: int, step: int) -> tuple[Int32, An
     count = cutlass.max(cutlass.min(end - first, extent), 0)
     steps, last = far(step)
     return last - count, ((first + count) // step, steps)
+
+
+def partition(atom: Any, buffer: cute.Tensor, tile: cute.Tensor) -> tuple[Any, Any]:
+    """A tile in shared and in global memory, or several in each, as the copy engine sees them."""
+    alone, (to, of) = cute.make_layout(1), (cute.group_modes(x, 0, 2) for x in (buffer, tile))
+    return cpasync.tma_partition(atom, 0, alone, to, of)
+
+
+def fetch(atom: Any, tile: cute.Tensor, buffer: cute.Tensor, full: Any) -> None:
+    """Starts the copy of a tile to shared memory, which a barrier counts."""
+    to, of = partition(atom, buffer, tile)
+    cute.copy(atom, of, to, tma_bar_ptr=full)
 
 
 def copy_bytes(source: cute.Pointer, target: cute.Pointer, size: int, full: cute.Pointer) -> None:

@@ -35,7 +35,6 @@ from cutlass.memory import SmemAllocator
 from cudnn_kernels.attention import GradientsConfiguration, sequences
 from cudnn_kernels.attention.around import prepare
 from cudnn_kernels.attention.backward import Block, Work, block_of, place_of, work_of
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.configuration import SHARED_MEMORY
 from cudnn_kernels.fakes import DTYPES
@@ -43,6 +42,7 @@ from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.barriers import BlackwellAttention as Barrier
+from cudnn_kernels.pipeline.copy import fetch, partition
 from cudnn_kernels.shared_memory import BARRIERS
 from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, Product, TensorMemoryRows, commit
@@ -196,8 +196,7 @@ class PassKernel:
 
     def fetch(self, atom: Any, x: str, rows: cute.Tensor, number: Any, buffer: cute.Tensor, full: Any) -> None:
         """Starts the copy of a block of rows of an operand."""
-        target, source = partition(atom, 0, 1, buffer, cute.local_tile(rows, self.boxes[x][:2], (number, 0)))
-        cute.copy(atom, source, target, tma_bar_ptr=full)
+        fetch(atom, cute.local_tile(rows, self.boxes[x][:2], (number, 0)), buffer, full)
 
     def place(self, operand: int, step: Int32) -> tuple[Int32, Int32]:
         """A step's buffer in a ring, and the phase of its barrier."""
@@ -328,7 +327,7 @@ class PassKernel:
                 atom, tensor = copied[x]
                 rows = sequences.copied_rows(tensor, p.head, p.batch, p.first_row, p.mask.queries)
                 tile = cute.local_tile(cute.domain_offset((p.row, 0), rows), (ROWS, width), (0, 0))
-                source, target = partition(atom, 0, 1, out, tile)
+                source, target = partition(atom, out, tile)
                 cute.copy(atom, source, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0)

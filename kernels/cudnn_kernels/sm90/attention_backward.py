@@ -33,7 +33,6 @@ from cutlass.tensor_utils import LayoutEnum
 from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.around import KeyGradients, QueryGradient, Values, prepare, store_rows
 from cudnn_kernels.attention.backward import Block, Work, block_of, part_of, place_of, work_of
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import Mask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import Scale, cap
@@ -42,7 +41,7 @@ from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
 from cudnn_kernels.pipeline.cluster import Cluster, meet
-from cudnn_kernels.pipeline.copy import copy_bytes
+from cudnn_kernels.pipeline.copy import copy_bytes, fetch
 from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, opaque, register_operand
 
 GROUP = 128  # threads of a warpgroup
@@ -222,26 +221,22 @@ class Backward(Kernel):
         return smem.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     @cute.jit
-    def barriers(self, smem: Any, counts: dict[str, tuple[int, int]], thread: Int32) -> dict[str, Any]:
-        """Barriers for all CTAs of the cluster: as many as the first number, for so many arrivals as the second."""
-        made = {name: smem.allocate_array(cutlass.Int64, count) for name, (count, _) in counts.items()}
+    def barriers(self, smem: Any, counts: barriers.Counts, thread: Int32) -> dict[str, Any]:
+        """Barriers for all CTAs of the cluster."""
+        made = barriers.allocate(smem, counts)
         if const_expr(self.c.queue):
             self.queue = ring.Ring.allocate(smem, DRAWN), smem.allocate_tensor(Int32, cute.make_layout((3, DRAWN)))
         if thread == 0:
             if const_expr(self.c.queue):
                 ring.initialise(self.queue[0], 1, 4 * GROUPS + self.assistants + 1)
-            for name, (count, arrivals) in counts.items():
-                for i in range(count):
-                    cute.arch.mbarrier_init(made[name] + i, arrivals)
+            barriers.initialise(made, counts)
         cute.arch.mbarrier_init_fence()
         meet(Cluster(self.cluster, 1))
         return made
 
     def fetch(self, atom: Any, rows: cute.Tensor, box: Box, place: Any, target: cute.Tensor, full: Any) -> None:
         """Starts a copy of a tile that begins at ``place``, a row and a column."""
-        tile = cute.local_tile(cute.domain_offset(place, rows), (box.rows, box.columns), (0, 0))
-        to, of = partition(atom, 0, 1, target, tile)
-        cute.copy(atom, of, to, tma_bar_ptr=full)
+        fetch(atom, cute.local_tile(cute.domain_offset(place, rows), (box.rows, box.columns), (0, 0)), target, full)
 
     def keys_fetched(self, block: Block, rank: Any) -> dict[str, tuple[Any, int]]:
         """Where the tiles begin that stay for all steps: rows and columns, by the names of the buffers."""

@@ -20,13 +20,13 @@ from cutlass import Boolean, Float32, Int32, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.mask import CompressedMask
 from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
 from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import fetch, partition
 from cudnn_kernels.sm90.attention_forward import GROUP
 from cudnn_kernels.sm90.top_k import WARP, WARP_ROWS, Rows, TopK
 from cudnn_kernels.sm90.warpgroup_products import ROWS
@@ -131,7 +131,7 @@ class CompressionTopK(TopK):
         box = (self.box, c.head)
         source = cute.local_tile(cute.domain_offset((rows.head * c.group, 0, 0), tensor), box, (None, 0, None))
         own = cute.local_tile(buffers[None, None, buffer], (ROWS, c.head), (group, 0))
-        to, of = partition(atom, 0, 1, cute.local_tile(own, box, (None, 0)), source)
+        to, of = partition(atom, cute.local_tile(own, box, (None, 0)), source)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, ROWS * c.head * self.dtype.width // 8)
         for row in range(0, ROWS, self.box):
@@ -151,8 +151,7 @@ class CompressionTopK(TopK):
             atom, tensor = atoms[x]
             keys = sequences.copied_rows(tensor, rows.head, Int32(0), s.first_key, s.keys)
             box = cute.local_tile(keys, (self.tile_n, self.widths[x]), (0, 0))
-            to, of = partition(atom, 0, 1, buffers[x][None, None, 0], box)
-            cute.copy(atom, of, to, tma_bar_ptr=full)
+            fetch(atom, box, buffers[x][None, None, 0], full)
 
     @cute.jit
     def attend(

@@ -19,10 +19,10 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.barriers import arrive_once
+from cudnn_kernels.pipeline.copy import partition
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS, AttentionForward
 
@@ -278,7 +278,7 @@ class SelectedRows(AttentionForward):
         """Starts copies of a warpgroup's heads of Q, or dO, (heads, width, rows), and of zeros where there are none."""
         box = (self.box, width)
         source = cute.local_tile(cute.domain_offset((mine.first_head, 0, 0), tensor), box, (None, 0, None))
-        to, of = partition(atom, 0, 1, cute.local_tile(buffer, box, (None, 0)), source)
+        to, of = partition(atom, cute.local_tile(buffer, box, (None, 0)), source)
         for row in range(0, ROWS, self.box):
             query, head = group * self.s.together + row // self.s.padded, row % self.s.padded
             exists = (query < mine.rows) & (head < mine.heads) & (row // self.s.padded < self.s.together)
@@ -486,7 +486,7 @@ class SelectedRows(AttentionForward):
         rows = sequences.copied_rows(tensor, mine.key_head, Int32(0), mine.first_key, mine.keys)
         box, every = (self.size, width), (None, 0)
         to = cute.local_tile(ring, (*box, self.s.stages), (*every, 0))
-        return atom, *partition(atom, 0, 1, to, cute.local_tile(rows, box, every))
+        return atom, *partition(atom, to, cute.local_tile(rows, box, every))
 
     @cute.jit
     def consume(self, w: Warpgroup) -> None:

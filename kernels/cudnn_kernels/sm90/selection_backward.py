@@ -22,13 +22,12 @@ from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, vectors
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
 from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
-from cudnn_kernels.pipeline.copy import copy_bytes
+from cudnn_kernels.pipeline.copy import copy_bytes, fetch, partition
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
@@ -267,14 +266,13 @@ class SelectionBackward(SelectedRows):
         for atom, tensor, buffer, width in loads[2:]:
             source = cute.domain_offset((mine.key, 0), sequences.copied_rows(tensor, *keys_of))
             tile = cute.local_tile(source, (ROWS, width), (0, 0))
-            whole, part_of = partition(atom, 0, 1, buffer[None, None, 0], tile)
-            cute.copy(atom, part_of, whole, tma_bar_ptr=once)
+            fetch(atom, tile, buffer[None, None, 0], once)
         sides = []
         for atom, tensor, buffer, width in loads[:2]:
             box = (self.padded, width)
             source = cute.domain_offset((mine.head * s.group, 0, 0), tensor)
             target = cute.local_tile(buffer, (*box, STAGES), (None, 0, 0))
-            sides.append((atom, *partition(atom, 0, 1, target, cute.local_tile(source, box, (0, 0, None)))))
+            sides.append((atom, *partition(atom, target, cute.local_tile(source, box, (0, 0, None)))))
         count = mine.end - mine.begin
         size = self.bytes(self.columns, s.head + s.head_v) + self.columns * 8
         held = Int32(rows)

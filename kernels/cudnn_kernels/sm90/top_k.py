@@ -21,13 +21,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
-from cudnn_kernels.attention.forward import partition
 from cudnn_kernels.attention.sequences import Sequence
 from cudnn_kernels.attention.sparse import NEWEST, TopKConfiguration
 from cudnn_kernels.epilogue.fragment import reduce_scatter
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.copy import fetch
 from cudnn_kernels.pipeline.ring import Ring, expect, initialise
 from cudnn_kernels.pipeline.wgmma import WgmmaRows
 from cudnn_kernels.sm90.attention_forward import GROUP
@@ -166,8 +166,8 @@ class TopK(WarpgroupProducts, Kernel):
             stage, phase = step % c.stages, step // c.stages % 2
             expect(ring, stage, phase ^ 1, self.tile_n * c.head * self.dtype.width // 8)
             keys = cute.domain_offset((step * self.blocks * self.share, 0), gK)
-            tKsK, tKgK = partition(atom, 0, 1, sK, cute.local_tile(keys, (self.tile_n, c.head), (0, 0)))
-            cute.copy(atom, tKgK, tKsK[None, stage], tma_bar_ptr=ring.full + stage)
+            tile = cute.local_tile(keys, (self.tile_n, c.head), (0, 0))
+            fetch(atom, tile, sK[None, None, stage], ring.full + stage)
 
     @cute.jit
     def choose(
