@@ -11,15 +11,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, sequences, vectors
+from cudnn_kernels.attention import BackwardConfiguration, DecodeConfiguration, sequences
 from cudnn_kernels.attention.backward import Work, block_of
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import LOG2_E
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import vectors
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.regions import divided
+from cudnn_kernels.pipeline.vectors import VECTOR
 
 ROW_THREADS, THREADS = 128, 256  # of a CTA that has rows, and of one that rounds dQ
 WARP = 32

@@ -12,12 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cudnn_kernels.attention import vectors
 from cudnn_kernels.attention.sparse import BRANCHES, GateConfiguration
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel, here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import vectors
+from cudnn_kernels.pipeline.vectors import VECTOR
 
 THREADS = 256
 

@@ -129,9 +129,3 @@ def rows(tensor: cute.Tensor, is_packed: bool, by_head: bool = True) -> cute.Ten
     if is_packed:
         return cute.make_tensor(tensor.iterator, cute.make_layout((*tensor.shape, 1)))
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
-
-
-def turned(tensor: cute.Tensor) -> cute.Tensor:
-    """The matrix with its first two dimensions exchanged."""
-    rank = cute.rank(tensor)
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, *range(2, rank)]))

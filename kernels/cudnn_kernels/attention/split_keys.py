@@ -24,10 +24,10 @@ from cudnn_kernels.attention.around import regions_of
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, Q, V
 from cudnn_kernels.attention.mask import SharedMask
 from cudnn_kernels.attention.softmax import LOG2_E
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline.copy import fetch
+from cudnn_kernels.pipeline.vectors import VECTOR
 
 GROUP, WARP = 128, 32
 MANY = (1 << 31) - 1  # the most steps that the copy engine counts

@@ -1,4 +1,4 @@
-"""Tensors of a caller as the GEMM's slots want them: views, and scale factors put into atoms."""
+"""Tensors as kernels want them: views, and scale factors put into atoms."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def matrix(tensor: cute.Tensor, columns: Any = None) -> cute.Tensor:
 
 
 def turned(tensor: cute.Tensor) -> cute.Tensor:
-    """The transpose of a matrix (rows, columns, 1)."""
-    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
+    """The transpose of a matrix (rows, columns, ..), or of several."""
+    modes = [1, 0, *range(2, cute.rank(tensor))]
+    return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
 
 
 class ArrangeScales:

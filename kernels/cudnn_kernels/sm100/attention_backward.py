@@ -48,7 +48,6 @@ from cudnn_kernels.sm100 import tensor_memory
 from cudnn_kernels.sm100.tensor_memory import CHUNK, COLUMNS, LANES, Product, TensorMemoryRows, commit
 
 ROWS = LANES  # of a CTA
-VECTOR = 8  # elements of 16 bytes
 BLOCK = 64  # columns of a step
 THREADS = 256  # four warps that compute; of four others, one loads and one multiplies
 MMA_WARP, LOAD_WARP = 4, 5

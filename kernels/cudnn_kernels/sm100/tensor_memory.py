@@ -17,12 +17,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cudnn_kernels.epilogue.fragment import RowLayout
 from cudnn_kernels.pipeline import barriers
+from cudnn_kernels.pipeline.vectors import VECTOR
 
 LANES = 128
 COLUMNS = 512
 LANE = 1 << 16  # the distance of lanes in an address
 CHUNK = 32  # columns that a thread loads or stores with one instruction, at most
-VECTOR = 8  # elements of 16 bytes
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ from cudnn_kernels.attention import BackwardConfiguration, sequences
 from cudnn_kernels.attention.around import KeyGradients, QueryGradient, Values, prepare, store_rows
 from cudnn_kernels.attention.backward import Block, Work, block_of, part_of, place_of, work_of
 from cudnn_kernels.attention.mask import Mask
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import Scale, cap
 from cudnn_kernels.fakes import DTYPES
 from cudnn_kernels.kernel import Kernel
 from cudnn_kernels.naming import name
 from cudnn_kernels.pipeline import barriers, ring
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.cluster import Cluster, meet
 from cudnn_kernels.pipeline.copy import copy_bytes, fetch
 from cudnn_kernels.pipeline.wgmma import MN, Product, WgmmaRows, opaque, register_operand

@@ -23,8 +23,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cudnn_kernels.attention import BackwardConfiguration
 from cudnn_kernels.attention.around import Values
 from cudnn_kernels.attention.backward import Block, place_of
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.softmax import Scale, cap
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.barriers import arrive_once
 from cudnn_kernels.pipeline.wgmma import MN, Product
 from cudnn_kernels.sm90.attention_backward import GROUP, GROUPS, ROWS, STAGES, Backward, Box

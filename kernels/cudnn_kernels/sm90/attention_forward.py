@@ -20,8 +20,8 @@ from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import ForwardConfiguration, softmax
 from cudnn_kernels.attention.forward import Call, Forward, K, Problem, V
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.pipeline import barriers, ring
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.wgmma import WgmmaRows, opaque
 from cudnn_kernels.shared_memory import BARRIERS, SHARED_MEMORY
 from cudnn_kernels.sm90.turned_bytes import turn_bytes

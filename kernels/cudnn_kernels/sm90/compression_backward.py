@@ -17,10 +17,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cudnn_kernels.attention import around, sequences
 from cudnn_kernels.attention.sparse import CompressionBackwardConfiguration
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import vectors
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_backward import AttentionBackward
 
 THREADS = 128
-VECTOR = 8  # elements of 16 bits that a thread loads at once
 
 
 class CompressionBackward(AttentionBackward):
@@ -76,11 +77,9 @@ class CompressionBackward(AttentionBackward):
         if key < keys:
             total = cute.make_rmem_tensor(VECTOR, Float32)
             total.fill(0.0)
-            part = cute.make_rmem_tensor(VECTOR, self.dtype)
             for i in cutlass.range(sums.shape[2][0], unroll=4):
-                cute.autovec_copy(cute.local_tile(sums[key, None, (i, head), batch], (VECTOR,), (vector,)), part)
+                part = vectors.load(sums[key, None, (i, head), batch], vector)
                 total.store(total.load() + part.load().to(Float32))
-            part.store(total.load().to(self.dtype))
-            cute.autovec_copy(part, cute.local_tile(out[key, None, head, batch], (VECTOR,), (vector,)))
+            vectors.store(total.load(), out[key, None, head, batch], vector)
 
     name(add_group, "cudnn_compression_add_heads_sm90")

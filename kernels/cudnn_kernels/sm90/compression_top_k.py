@@ -21,12 +21,12 @@ from cutlass.memory import SmemAllocator
 
 from cudnn_kernels.attention import sequences, softmax
 from cudnn_kernels.attention.mask import CompressedMask
-from cudnn_kernels.attention.sequences import turned
 from cudnn_kernels.attention.sparse import CompressionTopKConfiguration
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.copy import fetch, partition
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_forward import GROUP
 from cudnn_kernels.sm90.top_k import WARP, WARP_ROWS, Rows, TopK
 from cudnn_kernels.sm90.warpgroup_products import ROWS

@@ -19,9 +19,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.cute.nvgpu import warp
 
-from cudnn_kernels.attention import sequences, softmax, vectors
-from cudnn_kernels.attention.vectors import VECTOR
+from cudnn_kernels.attention import softmax
+from cudnn_kernels.pipeline import vectors
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.ring import advanced
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.pipeline.wgmma import MN, Product
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import FIRST_BARRIER, WARP, Lists, SelectedRows, Tile, Warpgroup
@@ -121,7 +123,7 @@ class RowsApart(SelectedRows):
         """
         s, buffers, thread, ring = self.s, w.buffers, w.thread, w.steps.ring
         of_elements, p = self.of_elements(), self.weights_of_row(w)
-        elements, weights = of_elements.left(sequences.turned(buffers["v"]), thread), of_elements.right(p, thread)
+        elements, weights = of_elements.left(turned(buffers["v"]), thread), of_elements.right(p, thread)
         rows = [self.new_row() for _ in range(s.together)]
         stage, phase, found = self.find(w, stage, phase)
         while found:
@@ -260,7 +262,7 @@ class RowsApart(SelectedRows):
         """Stores rounded values of S^T, or of 64 elements of O^T, as (heads, values) in shared memory."""
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), tile.element_type)
         copy = cute.make_tiled_copy_C(atom, self.of_keys().mma()).get_slice(thread)
-        cute.copy(atom, copy.retile(values), copy.partition_D(sequences.turned(tile)))
+        cute.copy(atom, copy.retile(values), copy.partition_D(turned(tile)))
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

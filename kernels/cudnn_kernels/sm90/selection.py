@@ -15,12 +15,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 
-from cudnn_kernels.attention import sequences, softmax, vectors
+from cudnn_kernels.attention import softmax
 from cudnn_kernels.attention.sparse import BRANCHES
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.epilogue.fragment import upper_lane
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import vectors
+from cudnn_kernels.pipeline.arrange import turned
 from cudnn_kernels.pipeline.ring import advanced
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_forward import ROWS
 from cudnn_kernels.sm90.rows_apart import EACH, RowsApart
 from cudnn_kernels.sm90.selected_rows import Choices, Part, Tile, Warpgroup
@@ -68,7 +70,7 @@ class Selection(RowsApart):
         """The same, where all rows of a warpgroup are those of its products."""
         s, buffers = self.s, w.buffers
         own = self.left(cute.local_tile(buffers["q"][None, None, 0], (ROWS, s.head), (w.group, 0)), w.thread)
-        keys, values = self.right(buffers["k"], w.thread), self.right(sequences.turned(buffers["v"]), w.thread, True)
+        keys, values = self.right(buffers["k"], w.thread), self.right(turned(buffers["v"]), w.thread, True)
         scores, acc = self.accumulator(self.tile_n), self.accumulator(s.head_v)
         rounded = cute.make_rmem_tensor(scores.shape, self.dtype)
         maxima, sums, largest = (cute.make_rmem_tensor(2, Float32) for _ in range(3))

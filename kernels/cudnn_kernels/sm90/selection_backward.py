@@ -21,15 +21,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, select_
 from cutlass.memory import SmemAllocator
 
-from cudnn_kernels.attention import sequences, vectors
+from cudnn_kernels.attention import sequences
 from cudnn_kernels.attention.softmax import LOG2_E
 from cudnn_kernels.attention.sparse import SelectionBackwardConfiguration
-from cudnn_kernels.attention.vectors import VECTOR
 from cudnn_kernels.kernel import here
 from cudnn_kernels.naming import name
+from cudnn_kernels.pipeline import arrange, vectors
 from cudnn_kernels.pipeline.copy import copy_bytes, fetch, partition
 from cudnn_kernels.pipeline.regions import divided
 from cudnn_kernels.pipeline.ring import Ring, advanced, initialise
+from cudnn_kernels.pipeline.vectors import VECTOR
 from cudnn_kernels.sm90.attention_forward import GROUP, ROWS
 from cudnn_kernels.sm90.selected_rows import WARP, Choices, Part, SelectedRows, Tile, Warpgroup
 
@@ -157,7 +158,7 @@ class SelectionBackward(SelectedRows):
             for x, width in (("q", s.head), ("do", s.head_v))
         )
         keys, values = (self.right(buffers[x], thread) for x in "kv")
-        turned = self.right(sequences.turned(buffers["k"]), thread, True)
+        turned = self.right(arrange.turned(buffers["k"]), thread, True)
         scores, gradients, acc = self.accumulator(self.tile_n), self.accumulator(self.tile_n), self.accumulator(s.head)
         acc.fill(0.0)
         shifts, products = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -313,7 +314,7 @@ class SelectionBackward(SelectedRows):
         of_q, of_do = self.right(some_q, member), self.right(some_do, member)
         width, width_v = s.head // self.split, s.head_v // self.split
         turned_q, turned_do = (
-            self.right(cute.local_tile(sequences.turned(x), (own, m, STAGES), (part, 0, 0)), member, True)
+            self.right(cute.local_tile(arrange.turned(x), (own, m, STAGES), (part, 0, 0)), member, True)
             for x, own in ((some_q, width), (some_do, width_v))
         )
         scores, gradients = self.accumulator(m), self.accumulator(m)
